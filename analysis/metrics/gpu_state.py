@@ -54,24 +54,16 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class GpuFigure:
-    """A quantity of the GPUs in one phase, over the steady iterations.
+    """A quantity of the GPUs in one phase, over the steady iterations."""
 
-    Attributes:
-        quantity: `utilization`, `memory_utilization`, `power`, `sm_clock`, `memory_clock`, `temperature`, or
-            `throttled`: 100 while a power or thermal limit lowers the clocks, else 0; its mean is a share of time.
-        unit: Unit of the values.
-        phase: The phase, or `other`.
-        min: Smallest value.
-        mean: Mean over time.
-        max: Largest value.
-    """
-
+    # `utilization`, `memory_utilization`, `power`, `sm_clock`, `memory_clock`, `temperature`, or `throttled`: 100 while
+    # a power or thermal limit lowers the clocks, else 0; its mean is a share of time.
     quantity: str
-    unit: str
-    phase: str
-    min: float
-    mean: float
-    max: float
+    unit: str  # Unit of the values.
+    phase: str  # The phase, or `other`.
+    min: float  # Smallest value.
+    mean: float  # Mean over time.
+    max: float  # Largest value.
 
     @property
     def label(self) -> str:

@@ -17,14 +17,12 @@ from ebbtide.analysis.metrics.devices import (
     pool_peaks,
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
-from ebbtide.analysis.metrics.iteration_table import IterationTable
-from ebbtide.analysis.metrics.iterations import median_ms, part_counts, slowest_times, steady_iterations
+from ebbtide.analysis.metrics.iterations import IterationTable, median_ms, part_counts, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, on_demand_remarks, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range
-from ebbtide.analysis.metrics.ranks.comparison import rank_differences
-from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, RankDifferences
+from ebbtide.analysis.metrics.ranks.comparison import NOT_COMPARED, RankDifferences, rank_differences
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
@@ -40,30 +38,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PhaseSummary:
-    """One phase over the steady iterations; None for figures that were not recorded.
+    """One phase over the steady iterations; None for figures that were not recorded."""
 
-    Attributes:
-        phase: The phase, or `other`.
-        count: How often it ran, each micro-step once.
-        median_ms: Median of its time per iteration, on the slowest rank.
-        p95_ms: 95th percentile of the same, with linear interpolation.
-        peak_bytes: Peak of `MemorySummary.pool`, median over iterations and ranks.
-        min_free_bytes: Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
-        h2d_bytes: Bytes moved to the device per iteration, median over iterations and ranks.
-        d2h_bytes: Bytes moved to the host per iteration, median over iterations and ranks.
-        share: `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
-        low_ms, high_ms: Of a predicted trace, `median_ms` under fast and under slow assumptions.
-    """
-
-    phase: str
-    count: int
-    median_ms: float | None
-    p95_ms: float | None
-    peak_bytes: int | None
-    min_free_bytes: int | None
-    h2d_bytes: int | None
-    d2h_bytes: int | None
+    phase: str  # The phase, or `other`.
+    count: int  # How often it ran, each micro-step once.
+    median_ms: float | None  # Median of its time per iteration, on the slowest rank.
+    p95_ms: float | None  # 95th percentile of the same, with linear interpolation.
+    peak_bytes: int | None  # Peak of `MemorySummary.pool`, median over iterations and ranks.
+    min_free_bytes: int | None  # Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
+    h2d_bytes: int | None  # Bytes moved to the device per iteration, median over iterations and ranks.
+    d2h_bytes: int | None  # Bytes moved to the host per iteration, median over iterations and ranks.
+    # `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
     share: float | None
+    # `low_ms`, `high_ms`: of a predicted trace, `median_ms` under fast and under slow assumptions.
     low_ms: float | None = None
     high_ms: float | None = None
 
@@ -75,34 +62,21 @@ class PhaseSummary:
 
 @dataclass(frozen=True)
 class TransferSummary:
-    """All copies of one direction in the trace, on all ranks; None where copies were not recorded.
+    """All copies of one direction in the trace, on all ranks; None where copies were not recorded."""
 
-    Attributes:
-        count: Number of copies.
-        bytes: Bytes of all copies; None if no copy has a size.
-        busy_ms: Time in which copies ran, summed over ranks.
-    """
-
-    count: int | None
-    bytes: int | None
-    busy_ms: float | None
+    count: int | None  # Number of copies.
+    bytes: int | None  # Bytes of all copies; None if no copy has a size.
+    busy_ms: float | None  # Time in which copies ran, summed over ranks.
 
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """Peaks over the whole trace, of the rank with the largest.
+    """Peaks over the whole trace, of the rank with the largest."""
 
-    Attributes:
-        capacity_bytes: Memory of the first rank's device.
-        peak_bytes: Peak of `pool`.
-        pool: The pool whose peak is reported: `device` where recorded, else `allocated`, else `heap`.
-        pools: Peak of each recorded pool, bytes.
-    """
-
-    capacity_bytes: int | None
-    peak_bytes: int | None
-    pool: str | None
-    pools: dict[str, int]
+    capacity_bytes: int | None  # Memory of the first rank's device.
+    peak_bytes: int | None  # Peak of `pool`.
+    pool: str | None  # The pool whose peak is reported: `device` where recorded, else `allocated`, else `heap`.
+    pools: dict[str, int]  # Peak of each recorded pool, bytes.
 
 
 @dataclass(frozen=True, repr=False)
@@ -249,7 +223,7 @@ def _summarize(trace: Trace) -> Summary:
 def _without_gradients(trace: Trace) -> float | None:
     if not any(WITHOUT_GRADIENTS in trace.labels(rank, "ops", "name") for rank in trace.ranks):
         return None
-    from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms  # imports pandas
+    from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms  # imports pandas
 
     return without_gradients_ms(trace)
 

@@ -9,7 +9,7 @@ import numpy as np
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
 from ebbtide.analysis.metrics.link_throughput import traffic
-from ebbtide.analysis.timeseries.intervals import length
+from ebbtide.analysis.timeseries.step_functions import length
 from ebbtide.profiler.trace import Trace
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.analysis.metrics.holders.holders import Holders
-from ebbtide.analysis.metrics.holders.stack_tree import stack_tree
+from ebbtide.analysis.metrics.holders.holders import Holders, stack_tree
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import LinkUse

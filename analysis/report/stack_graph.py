@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES
-from ebbtide.analysis.metrics.holders.stack_tree import StackNode
+from ebbtide.analysis.metrics.holders.holders import StackNode
 from ebbtide.units import bytes_text
 
 _WIDTH, _ROW_HEIGHT = 1000, 18

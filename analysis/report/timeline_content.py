@@ -21,9 +21,8 @@ from ebbtide.analysis.report.chart_boxes import (
     window_chart_boxes,
 )
 from ebbtide.analysis.report.chart_panels import ChartLanes, ChartPanel, chart_lanes, chart_panels
-from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
+from ebbtide.analysis.timeline.axis import BoxSampler, TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import phase_boxes, recurring_boxes, substep_lanes, window_boxes
-from ebbtide.analysis.timeline.reduction import BoxSampler
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 

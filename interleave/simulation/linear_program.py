@@ -150,21 +150,15 @@ class LinearProgram:
 
 @dataclass(frozen=True)
 class IterationInterval:
-    """A part of the iteration in which neither the phase nor the free memory changes.
+    """A part of the iteration in which neither the phase nor the free memory changes."""
 
-    Attributes:
-        phase: `other`, `forward`, `backward`, `overhead` (of the step) or `update`.
-        length_s: Seconds; 0 for the update, whose length is the variable of the program.
-        gradients_ready: Share of the gradients that the backward has computed by its end.
-        link_left: Shares of the link that the job's collectives leave, to the device and to the host.
-        forward_done: Share of the forward that is done by its end, where updates may end in the forward; else None.
-    """
-
-    phase: str
-    length_s: float
+    phase: str  # `other`, `forward`, `backward`, `overhead` (of the step) or `update`.
+    length_s: float  # Seconds; 0 for the update, whose length is the variable of the program.
     free_bytes: float
-    gradients_ready: float
+    gradients_ready: float  # Share of the gradients that the backward has computed by its end.
+    # Shares of the link that the job's collectives leave, to the device and to the host.
     link_left: tuple[float, float] = (1.0, 1.0)
+    # Share of the forward that is done by its end, where updates may end in the forward; else None.
     forward_done: float | None = None
 
 

@@ -133,16 +133,11 @@ def _newest_of_each(spools: Path) -> Iterator[ProcessProgress]:
 
 @dataclass(frozen=True)
 class SliceOptions:
-    """The options of a slice.
-
-    Attributes:
-        first: The first of them; None: soon, the same on all ranks.
-        poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
-    """
+    """The options of a slice."""
 
     count: int
-    first: int | None = None
-    poll_ms: float = 25.0
+    first: int | None = None  # The first of them; None: soon, the same on all ranks.
+    poll_ms: float = 25.0  # Interval of memory readings between phase boundaries, in ms; 0: none.
     allocator_iterations: int = 0
     transfers: bool = False
 

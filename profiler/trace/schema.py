@@ -14,17 +14,13 @@ SPOOL = "spool"
 
 @dataclass(frozen=True)
 class TraceColumn:
-    """A column of a table.
-
-    Attributes:
-        nullable: Whether a value may be missing.
-        categorical: Whether frames have it as a category, with one copy of each value. Of a table with millions of
-            samples and few different labels, text takes several times the memory and time.
-    """
+    """A column of a table."""
 
     name: str
     type: pa.DataType
-    nullable: bool = False
+    nullable: bool = False  # Whether a value may be missing.
+    # Whether frames have it as a category, with one copy of each value. Of a table with millions of samples and few
+    # different labels, text takes several times the memory and time.
     categorical: bool = False
 
 

@@ -9,8 +9,7 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.metrics.holders.categories import categorized_allocations
-from ebbtide.analysis.metrics.holders.stacks import call_site
+from ebbtide.analysis.metrics.holders.categories import call_site, categorized_allocations
 from ebbtide.profiler.trace import Trace
 
 _LASTING = ("parameter", "buffer", "optimizer_state")

@@ -11,11 +11,10 @@ from matplotlib.axes import Axes
 
 from ebbtide.analysis.metrics.missing import NO_KERNELS
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import PlotPanel, draw_stack
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.plot.panels import PlotPanel, View, draw_stack
 from ebbtide.analysis.timeline.activity import ActivityLane, activity_lanes
+from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.panels import Scale
-from ebbtide.analysis.timeline.reduction import PICTURE
 from ebbtide.errors import TraceError
 
 CONTENT = "GPU activity"

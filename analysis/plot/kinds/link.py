@@ -10,12 +10,11 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, content_fields, draw_level
+from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, View, content_fields, draw_level
 from ebbtide.analysis.plot.styles import TEXT_COLOR, line_properties
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.panels import Scale
-from ebbtide.analysis.timeline.reduction import PICTURE
 from ebbtide.analysis.timeline.styles import COLORS, LINK_COLORS
 from ebbtide.errors import TraceError
 

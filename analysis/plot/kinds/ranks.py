@@ -14,8 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import PlotPanel
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.plot.panels import PlotPanel, View
 from ebbtide.analysis.timeline.heat import LEVEL_COLORS, HeatMap, heat_levels, heat_maps
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.analysis.timeseries.step_functions import Floats

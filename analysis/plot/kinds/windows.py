@@ -19,14 +19,13 @@ from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot.kinds import Layout
 from ebbtide.analysis.plot.kinds.memory import MemoryPanel
-from ebbtide.analysis.plot.panels import PlotPanel, content_fields
+from ebbtide.analysis.plot.panels import PlotPanel, View, content_fields
 from ebbtide.analysis.plot.styles import OUTLINE_COLOR, box_properties
 from ebbtide.analysis.plot.text import label_boxes
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.axis import PICTURE, PICTURE_BOXES, BoxSampler
 from ebbtide.analysis.timeline.boxes import clip_boxes, recurring_boxes, window_boxes
 from ebbtide.analysis.timeline.memory import free_memory_panel
 from ebbtide.analysis.timeline.panels import Scale
-from ebbtide.analysis.timeline.reduction import PICTURE, PICTURE_BOXES, BoxSampler
 from ebbtide.analysis.timeline.styles import COLORS, RECURRING, WINDOW, BoxStyle
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.errors import TraceError

@@ -183,11 +183,7 @@ class PolicyRun:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Settings of one training run.
-
-    Attributes:
-        streamed: Whether gradients are copied to the host while the backward computes the others.
-    """
+    """Settings of one training run."""
 
     shape: Shape
     seed: int
@@ -195,7 +191,7 @@ class TrainingRun:
     subgroup_params: int
     on_iteration: Callable[[], object]
     waits: PhaseWaits
-    streamed: bool
+    streamed: bool  # Whether gradients are copied to the host while the backward computes the others.
 
 
 def overlap_of(policy: str) -> str:

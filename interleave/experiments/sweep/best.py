@@ -90,21 +90,15 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class BestPolicy:
-    """The fastest combination of a workload, a machine and a scenario, over policies and subgroup sizes.
-
-    Attributes:
-        free_bytes: Free memory of the scenario; None for that of the workload.
-        row: Row of the combination; None if no combination fits.
-        speed_up: Speed-up over the baseline with the same subgroups; None if that is not in the sweep.
-    """
+    """The fastest combination of a workload, a machine and a scenario, over policies and subgroup sizes."""
 
     workload: str
     machine: str
     scale_params: float
-    free_bytes: float | None
+    free_bytes: float | None  # Free memory of the scenario; None for that of the workload.
     host_free_bytes: float | None
-    row: Row | None
-    speed_up: float | None
+    row: Row | None  # Row of the combination; None if no combination fits.
+    speed_up: float | None  # Speed-up over the baseline with the same subgroups; None if that is not in the sweep.
 
     @property
     def above_bound(self) -> float | None:
@@ -209,14 +203,10 @@ class PanelRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """The panels of a picture: one row of panels per workload and scenario, one column per machine.
-
-    Attributes:
-        axis: Swept column that panels are drawn along; None if no scenario was swept.
-    """
+    """The panels of a picture: one row of panels per workload and scenario, one column per machine."""
 
     rows: Sequence[Row]
-    axis: Axis | None
+    axis: Axis | None  # Swept column that panels are drawn along; None if no scenario was swept.
     ticks: list[Any]
     panel_rows: list[PanelRow]
     machines: list[str]

@@ -83,18 +83,12 @@ _MAX_PENDING_ITERATIONS = 4
 
 @dataclass(frozen=True)
 class PhaseCounts:
-    """Time and number of the finished iterations of a process since its recording began.
-
-    Attributes:
-        iteration_ns: Time from the start of the first to the end of the last of them, by the host's clock.
-        phase_ns: Phase -> its time, summed over iterations: by the device's clock, where it was recorded.
-        phase_iterations: Phase -> the number of iterations that had it.
-    """
+    """Time and number of the finished iterations of a process since its recording began."""
 
     iterations: int
-    iteration_ns: int
-    phase_ns: dict[str, int]
-    phase_iterations: dict[str, int]
+    iteration_ns: int  # Time from the start of the first to the end of the last of them, by the host's clock.
+    phase_ns: dict[str, int]  # Phase -> its time, summed over iterations: by the device's clock, where it was recorded.
+    phase_iterations: dict[str, int]  # Phase -> the number of iterations that had it.
 
 
 class ProcessTail:
