@@ -222,7 +222,10 @@ def last_iterations(trace: Trace, count: int) -> Trace:
         return trace
     # A rank that has not got so far begins where its last iteration ended.
     starts = {rank: _start_ns(rows, first) for rank, rows in spans.items()}
-    entries = [_with_start(entry, starts[entry["rank"]]) for entry in trace.raw_meta["ranks"]]
+    entries = [
+        {**entry, "first_iteration_start_ns": start_ns} if (start_ns := starts[entry["rank"]]) is not None else entry
+        for entry in trace.raw_meta["ranks"]
+    ]
     _, warmup = steady_iterations(trace)
     dropped = len({int(i) for rows in spans.values() for i in rows["iteration"] if i < first})
     meta = {**trace.raw_meta, "ranks": entries, "warmup_iterations": max(1, warmup - dropped)}
@@ -234,10 +237,6 @@ def _start_ns(spans: pd.DataFrame, first: int) -> int | None:
     if len(later):
         return int(later["start_ns"].iloc[0])
     return int(spans["end_ns"].iloc[-1]) if len(spans) else None
-
-
-def _with_start(entry: dict[str, Any], start_ns: int | None) -> dict[str, Any]:
-    return entry if start_ns is None else {**entry, "first_iteration_start_ns": start_ns}
 
 
 def _cut(rows: pd.DataFrame, table: str, first: int, start_ns: int | None) -> pd.DataFrame:

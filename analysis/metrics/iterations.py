@@ -87,7 +87,6 @@ class PhaseArrays(NamedTuple):
     ends: Ints  # ns
 
     def only(self, selected: Bools) -> PhaseArrays:
-        """Return some of the phases."""
         return PhaseArrays(self.iterations[selected], self.phases[selected], self.starts[selected], self.ends[selected])
 
 
@@ -242,7 +241,6 @@ def durations_ms(times: Intervals) -> IterationTable:
 
 @once_per_trace
 def rank_durations(trace: Trace, rank: int) -> IterationTable:
-    """Return `durations_ms` of the finished iterations of a rank."""
     return durations_ms(intervals(trace, rank))
 
 

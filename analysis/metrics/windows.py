@@ -286,7 +286,6 @@ class _WindowFinder:
         return sum(segment.length_ns for segment in self._segments) / 1e6 if self._segments else None
 
     def windows(self) -> list[Window]:
-        """Return the windows of each iteration."""
         free = list(self._free_intervals())
         starts = np.array([f.start_ns for f in free], np.int64)
         ends = np.array([f.end_ns for f in free], np.int64)

@@ -194,7 +194,6 @@ def draw_level(axes: Axes, view: View, level: float, scale: Scale, label: str) -
 
 
 def shared_scale(panels: Sequence[PlotPanel]) -> Scale:
-    """Return the scale of panels of one name."""
     with_level = [(panel.level, panel.level_required) for panel in panels if panel.level is not None]
     return value_scale(
         max(panel.largest for panel in panels),

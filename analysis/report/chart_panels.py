@@ -126,7 +126,6 @@ class ChartPanel:
 
     @property
     def unit(self) -> str:
-        """Unit of the values."""
         return self.scale.unit
 
     @property

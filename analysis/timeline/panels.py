@@ -71,7 +71,6 @@ def stack_categories(
 
 
 def _sum(functions: Mapping[str, StepFunction]) -> StepFunction:
-    """Return the sum of step functions."""
     times = np.concatenate([np.empty(0, np.int64), *(times for times, _ in functions.values())])
     changes = [np.diff(values.clip(0), prepend=0) for _, values in functions.values()]
     order = np.argsort(times, kind="stable")
@@ -135,7 +134,6 @@ class TimelineLine:
 
     @property
     def label(self) -> str:
-        """Name and detail."""
         return self.name + self.detail
 
 
@@ -153,7 +151,6 @@ class TimelinePanel:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the panel has neither lines nor areas."""
         return not self.lines and self.stack is None
 
     @property

@@ -108,15 +108,19 @@ def merged(*intervals: Union) -> Union:
     return union(starts, ends)
 
 
+def overlapping(starts: Ints, ends: Ints, other: Union) -> tuple[Ints, Ints]:
+    """Return (position of the interval, position in the union) of each pair of an interval and one of a union that
+    share time, in the order of the intervals."""
+    first = np.searchsorted(other[1], starts, side="right")
+    counts = np.maximum(np.searchsorted(other[0], ends, side="left") - first, 0)
+    own = np.repeat(np.arange(len(starts)), counts)
+    return own, np.arange(len(own)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+
+
 def intersection(first: Union, second: Union) -> Union:
     """Return the time that two unions share."""
-    (starts, ends), (other_starts, other_ends) = first, second
-    begin = np.searchsorted(other_ends, starts, side="right")
-    counts = np.maximum(np.searchsorted(other_starts, ends, side="left") - begin, 0)
-    # Each interval with each of those of the other union that it overlaps.
-    own = np.repeat(np.arange(len(starts)), counts)
-    other = np.arange(len(own)) + np.repeat(begin - (np.cumsum(counts) - counts), counts)
-    return np.maximum(starts[own], other_starts[other]), np.minimum(ends[own], other_ends[other])
+    own, other = overlapping(*first, second)
+    return np.maximum(first[0][own], second[0][other]), np.minimum(first[1][own], second[1][other])
 
 
 def difference(first: Union, second: Union) -> Union:
@@ -126,18 +130,24 @@ def difference(first: Union, second: Union) -> Union:
     return intersection(first, (np.append(limits.min, ends), np.append(starts, limits.max)))
 
 
-def overlap_ns(starts: Ints, ends: Ints, intervals: Union) -> Ints:
-    """Return how much of each interval [start, end), ns, a union covers."""
-    covered_starts, covered_ends = intervals
-    before = np.append(0, np.cumsum(covered_ends - covered_starts))
+def covered_until(intervals: Union) -> Callable[[Ints], Ints]:
+    """Return a function from times to the ns inside of a union by then."""
+    starts, ends = intervals
+    before = np.append(0, np.cumsum(ends - starts))
 
-    def covered_until(times: Ints) -> Ints:
-        count = np.searchsorted(covered_starts, times, side="right")
+    def covered(times: Ints) -> Ints:
+        count = np.searchsorted(starts, times, side="right")
         last = np.maximum(count - 1, 0)
-        inside = np.minimum(times, covered_ends[last]) - covered_starts[last] if len(covered_starts) else times * 0
+        inside = np.minimum(times, ends[last]) - starts[last] if len(starts) else times * 0
         return np.where(count > 0, before[last] + inside, 0)
 
-    return covered_until(ends) - covered_until(starts)
+    return covered
+
+
+def overlap_ns(starts: Ints, ends: Ints, intervals: Union) -> Ints:
+    """Return how much of each interval [start, end), ns, a union covers."""
+    covered = covered_until(intervals)
+    return covered(ends) - covered(starts)
 
 
 def union_length_by_group(groups: Ints, starts: Ints, ends: Ints, count: int) -> Ints:

@@ -121,7 +121,6 @@ class TaskGraph:
         self.storage_limits = storage_limits
 
     def add_dependency(self, task: int, successor: int) -> None:
-        """Let one task wait for another."""
         self.successors[task].append(successor)
         self.pending[successor] += 1
 

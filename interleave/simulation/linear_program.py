@@ -83,15 +83,12 @@ class LinearProgram:
         return variable
 
     def variable(self, name: str, index: int = 0) -> int:
-        """Return the number of a variable."""
         return self._variables[name, index]
 
     def limit(self, variable: int, upper: float) -> None:
-        """Lower the largest value allowed of a variable."""
         self._upper[variable] = min(self._upper[variable], upper)
 
     def add_row(self, terms: dict[int, float], lower: float = -math.inf, upper: float = math.inf) -> None:
-        """Add the constraint `lower` <= sum of factor x variable <= `upper`."""
         self._rows.append(_Row(terms, lower, upper))
 
     def minimize(self, variable: int) -> Vector | None:

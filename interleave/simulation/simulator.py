@@ -344,7 +344,6 @@ class Steps:
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
         return self.valid.plan
 
     @property

@@ -175,7 +175,6 @@ class IntTable:
         self._blocks = [np.empty((0, len(names)), np.int64)]
 
     def add(self, *columns: npt.ArrayLike) -> None:
-        """Append rows."""
         self._blocks.append(np.column_stack(columns))
 
     def table(self) -> pd.DataFrame:

@@ -86,7 +86,6 @@ class ProcessProgress:
         return max((ends[-1] - ends[0]) // (len(ends) - 1), 1)
 
     def update(self) -> None:
-        """Read what was written since the last time."""
         records = self._new_records()
         for record in records[records["kind"] == kinds.ITERATION]:
             self.iteration, self.ended_ns = int(record["a"]), int(record["x"])

@@ -110,7 +110,6 @@ class Gpu:
         return int(self._nvml.call("nvmlDeviceGetMemoryInfo", self._handle).used)
 
     def read_link(self) -> LinkState:
-        """Return the current state of the card's link."""
         return LinkState(self._try("nvmlDeviceGetCurrPcieLinkGeneration"), self._try("nvmlDeviceGetCurrPcieLinkWidth"))
 
     def read_pcie_counters(self) -> tuple[int, int]:
@@ -141,7 +140,6 @@ class Gpu:
         return sample
 
     def free_gpm_sample(self, sample: Any) -> None:
-        """Free a snapshot."""
         self._nvml.call("nvmlGpmSampleFree", sample)
 
     def read_gpm_rates(self, first: Any, second: Any) -> tuple[float, float]:

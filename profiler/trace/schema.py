@@ -127,16 +127,8 @@ OPTIONAL_TABLES = frozenset({"gpu", "kernels", "iteration_marks", "annotations",
 
 # The column by which the rows of each table are sorted.
 SORT = {
-    "phases": "start_ns",
-    "memory": "t_ns",
-    "link": "t_ns",
-    "transfers": "start_ns",
-    "ops": "start_ns",
-    "gpu": "t_ns",
-    "kernels": "start_ns",
-    "iteration_marks": "start_ns",
-    "annotations": "start_ns",
-    "allocations": "start_ns",
+    table: next(column.name for column in columns if column.name in ("t_ns", "start_ns"))
+    for table, columns in TABLES.items()
 }
 
 
@@ -151,7 +143,6 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def text_columns(table: str) -> list[str]:
-    """Return the names of a table's columns of text, which are best read as dictionaries."""
     return [column.name for column in TABLES[table] if is_text(column.type)]
 
 

@@ -14,6 +14,7 @@ from ebbtide.analysis.timeseries.step_functions import (
     difference,
     merged,
     overlap_ns,
+    overlapping,
     union_length_by_group,
 )
 from ebbtide.phases import ITERATION_PARTS
@@ -136,11 +137,7 @@ def _assigned(trace: Trace, rank: int, kind: str, numbers: Ints) -> tuple[Ints, 
     device = _ordered(intervals(trace, rank).with_other, numbers)
     starts, ends = by_time["start_ns"].to_numpy(np.int64), by_time["end_ns"].to_numpy(np.int64)
     phase_starts, phase_ends = device["start_ns"].to_numpy(np.int64), device["end_ns"].to_numpy(np.int64)
-    first = np.searchsorted(phase_ends, starts, side="right")
-    counts = np.maximum(np.searchsorted(phase_starts, ends, side="left") - first, 0)
-    # Each kernel with each of the phases in which it runs.
-    own = np.repeat(np.arange(len(starts)), counts)
-    phase = np.arange(len(own)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    own, phase = overlapping(starts, ends, (phase_starts, phase_ends))
     groups = [host["group"].to_numpy(np.int64)[index[inside]], device["group"].to_numpy(np.int64)[phase]]
     begins = [by_launch["start_ns"].to_numpy(np.int64)[inside], np.maximum(starts[own], phase_starts[phase])]
     finishes = [by_launch["end_ns"].to_numpy(np.int64)[inside], np.minimum(ends[own], phase_ends[phase])]

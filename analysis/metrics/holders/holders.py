@@ -228,7 +228,6 @@ class StackNode:
             node.bytes += size
 
     def largest_first(self) -> list[StackNode]:
-        """Return the children by bytes in descending order."""
         return sorted(self.children.values(), key=lambda child: -child.bytes)
 
 

@@ -316,7 +316,6 @@ def _usual_facts(trace: Trace) -> dict[str, str]:
 
 
 def _facts(trace: Trace, rank: int) -> dict[str, str]:
-    """Return the facts of a rank that were recorded."""
     entry, device = trace.rank(rank), first_device(trace, rank)
     cores = entry.numa.cpu_nodes if entry.numa is not None else ()
     on_gpu_node = None if device.numa_node is None or not cores else device.numa_node in cores

@@ -146,7 +146,6 @@ def centered_rows(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[.
 
 
 def row_medians(rows: Floats) -> Floats:
-    """Return the median of each row."""
     medians = np.full(len(rows), np.nan)
     recorded = ~np.isnan(rows).all(axis=1)
     medians[recorded] = np.nanmedian(rows[recorded], axis=1)

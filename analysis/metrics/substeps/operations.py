@@ -11,6 +11,7 @@ from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.analysis.timeseries.step_functions import overlapping
 from ebbtide.phases import OTHER
 from ebbtide.profiler.agent.without_gradients import NAME as WITHOUT_GRADIENTS
 from ebbtide.profiler.trace import Trace
@@ -75,11 +76,7 @@ def _split(ops: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
     """Split ops at the edges of disjoint phases in order; leave out parts outside phases and parts without length."""
     begins, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     starts, stops = ops["start_ns"].to_numpy(np.int64), ops["end_ns"].to_numpy(np.int64)
-    first = np.searchsorted(ends, starts, side="right")
-    counts = np.maximum(np.searchsorted(begins, stops, side="left") - first, 0)
-    row = np.repeat(np.arange(len(ops)), counts)
-    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    phase = first[row] + nth
+    row, phase = overlapping(starts, stops, (begins, ends))
     start, stop = np.maximum(starts[row], begins[phase]), np.minimum(stops[row], ends[phase])
     # A part without length at an edge could belong to either phase.
     kept = stop > start

@@ -23,7 +23,6 @@ _REMARKS = ("height of a lane: share of the time",)
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of this kind."""
     return activity_panels(view, layout.tall, required=True)
 
 

@@ -11,5 +11,4 @@ CONTENT = "memory, link and GPU activity"
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of what was recorded."""
     return both.panels(view, layout, with_all=True)

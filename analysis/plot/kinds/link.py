@@ -24,7 +24,6 @@ _SIDES = {"h2d": "up", "d2h": "down"}
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of this kind."""
     return link_panels(view, layout.middle, required=True)
 
 

@@ -26,7 +26,6 @@ _BAND_OPACITY = 0.2
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of memory."""
     if not (drawn := memory_panels(view, layout.tall, with_host=True)):
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_MEMORY}")
     return drawn

@@ -27,7 +27,6 @@ _MAX_LISTED = 10
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of this kind."""
     return ranks_panels(view, 2 * layout.tall)
 
 

@@ -36,7 +36,6 @@ _SHARE_COLOR = "#c4c4c4"
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of this kind."""
     return windows_panels(view, layout.tall, layout.min_bytes)
 
 

@@ -57,7 +57,6 @@ class _Page(Screen[None]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """Make the page."""
         with VerticalScroll():
             yield Static(self._text, id="page")
         yield Footer(compact=True)
@@ -97,7 +96,6 @@ class LogScreen(_Page):
         self._job = job
 
     def on_mount(self) -> None:
-        """Read the output again and again."""
         self.set_interval(_PERIOD_S, self._update)
         self.query_one(VerticalScroll).scroll_end(animate=False)
 

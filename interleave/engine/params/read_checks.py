@@ -74,7 +74,6 @@ class ReadChecks:
                 self._hidden[index] = param, addresses, copy
 
     def release(self, indices: Iterable[int]) -> None:
-        """Show the values of parameters again."""
         changed = {}
         for index in sorted(self._hidden.keys() & indices):
             param, _, copy = self._hidden.pop(index)

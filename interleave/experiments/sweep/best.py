@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,6 +88,10 @@ SCHEMA = pa.schema(
 )
 
 
+# The columns of which each combination of values has a best policy: the first fields of `BestPolicy`.
+_GROUP = ("workload", "machine", "scale_params", "free_bytes", "host_free_bytes")
+
+
 @dataclass(frozen=True)
 class BestPolicy:
     """The fastest combination of a workload, a machine and a scenario, over policies and subgroup sizes."""
@@ -123,23 +127,11 @@ class BestPolicy:
             "storage_written_bytes",
         )
         return {
-            "workload": self.workload,
-            "machine": self.machine,
-            "scale_params": self.scale_params,
-            "free_bytes": self.free_bytes,
-            "host_free_bytes": self.host_free_bytes,
+            **{name: getattr(self, name) for name in _GROUP},
             **{name: self.row[name] if self.row else None for name in names},
             "speed_up": self.speed_up,
             "above_bound_share": self.above_bound,
         }
-
-
-class _Group(NamedTuple):
-    workload: str
-    machine: str
-    scale_params: float
-    free_bytes: float | None
-    host_free_bytes: float | None
 
 
 def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
@@ -148,14 +140,13 @@ def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
     Combinations that are exact come before those that are not, and those that fit before those for which that is not
     known; those that do not fit are left out.
     """
-    groups: dict[_Group, list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        group = _Group(*(row[name] for name in _Group._fields))
-        groups.setdefault(group, []).append(row)
+        groups.setdefault(tuple(row[name] for name in _GROUP), []).append(row)
     return [_best(group, group_rows) for group, group_rows in groups.items()]
 
 
-def _best(group: _Group, rows: Sequence[Row]) -> BestPolicy:
+def _best(group: tuple[Any, ...], rows: Sequence[Row]) -> BestPolicy:
     replayed = [row for row in rows if row["error"] is None]
     best = min(
         (row for row in replayed if row["fits"] is not False),

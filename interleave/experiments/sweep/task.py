@@ -51,7 +51,6 @@ class Scenario:
     host_free_bytes: float | None = None
 
     def apply_to(self, workload: Workload) -> Workload:
-        """Return the changed workload."""
         if self.scale_params != 1:
             workload = _scaled(workload, self.scale_params, shrink_free=self.free_bytes is None)
         if self.free_bytes is not None:

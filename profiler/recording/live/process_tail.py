@@ -119,7 +119,6 @@ class ProcessTail:
 
     @property
     def dropped_iterations(self) -> int:
-        """Number of iterations that were dropped."""
         return self._dropped.iterations
 
     @property

@@ -58,7 +58,6 @@ class SamplerTail:
         self._records = self._records[~(old | outdated_memory(self._records, start_ns))]
 
     def window(self) -> Records:
-        """Return the samples that are kept."""
         return self._records
 
     def link_bytes(self, device: int) -> dict[str, int] | None:

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import Spool
 from ebbtide.profiler.recording.lifecycle import finish
-from ebbtide.profiler.recording.spools.process import RankData, recover
 from ebbtide.profiler.recording.spools.records import read_records
+from ebbtide.profiler.recording.spools.recovery import RankData, recover
 from ebbtide.profiler.trace.builder import TraceBuilder
+from ebbtide.profiler.trace.files import open_trace
 from ebbtide.profiler.trace.metadata import DeepSpeedInfo, DeviceInfo
-from ebbtide.profiler.trace.reader import open_trace
 from tests.conftest import FUZZ
 
 META: dict[str, Any] = {"host": {"name": "here", "cpu": {"device": "cpu", "kind": "cpu"}, "gpus": []}}
