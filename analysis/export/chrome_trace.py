@@ -33,11 +33,7 @@ _LAUNCH_NS = 1000
 
 
 def checked(trace: Trace, rows: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """Return rows with start_ns and end_ns.
-
-    Raises:
-        TraceError: A row ends before it starts.
-    """
+    """Return rows with start_ns and end_ns. Raises TraceError where one ends before it starts."""
     if (rows["end_ns"] < rows["start_ns"]).any():
         raise TraceError(f"{trace.path} is damaged: {kind} ends before it starts")
     return rows

@@ -81,11 +81,7 @@ def _contents(tables: Mapping[str, pd.DataFrame], indices: Ints) -> list[str]:
 
 
 class Process:
-    """Writes the events of one process of the file.
-
-    Attributes:
-        pid: Number of the process.
-    """
+    """Writes the events of one process of the file; `pid` is its number."""
 
     def __init__(self, pid: int, tids: Iterator[int], origin_ns: int) -> None:
         """Start a process. Its tracks get numbers of `tids`, which all processes share: Perfetto identifies a track by
@@ -109,12 +105,10 @@ class Process:
     ) -> Iterator[str]:
         """Yield a slice per row, on one track, or on several if slices overlap.
 
-        Args:
-            tables: By category: columns name, start_ns, end_ns; every other column becomes an argument, null where it
-                has no value.
-            parents: For each row of all tables the index of its parent, or None; see `assign_lanes`.
-            flow: Start or end a flow at the start of each row that has a value in the column `correlation`, which all
-                tables must have; both ends have the same value, which no other flow of the file has.
+        `tables`, by category, have columns name, start_ns, end_ns; every other column becomes an argument, null where
+        it has no value. `parents`: for each row of all tables the index of its parent, or None; see `assign_lanes`.
+        `flow`: start or end a flow at the start of each row that has a value in the column `correlation`, which all
+        tables must have; both ends have the same value, which no other flow of the file has.
         """
         starts, ends = (
             np.concatenate([np.empty(0, np.int64), *(rows[side].to_numpy(np.int64) for rows in tables.values())])

@@ -49,22 +49,17 @@ class LiveTrace:
     A recording is read as far as it was written, and only what it has gained since the last `poll`; memory is bounded
     by the number of iterations. Nothing is locked or written, and the job is not touched. When the recording has been
     finished, the tables are read instead.
-
-    Attributes:
-        path: The trace.
-        state: See `State`.
-        trace: The last iterations (and one before them, which counts as warm-up) as a trace, for all metrics; None in
-            the state `waiting`, until a process has begun to record.
-        finished: The whole trace; None until it is finished.
     """
 
     def __init__(self, path: str | Path, iterations: int = 50) -> None:
-        self.path = Path(path)
-        self.state: State = "waiting"
+        self.path = Path(path)  # The trace.
+        self.state: State = "waiting"  # See `State`.
+        # The last iterations (and one before them, which counts as warm-up) as a trace, for all metrics; None in the
+        # state `waiting`, until a process has begun to record.
         self.trace: Trace | None = None
         self._iterations = iterations
         self._tail: RecordingTail | None = None
-        self.finished: Trace | None = None
+        self.finished: Trace | None = None  # The whole trace; None until it is finished.
         # Modification time and inode of meta.json, and when its recording began.
         self._stamp: tuple[int, int] | None = None
         self._started_ns: Any = None
@@ -81,11 +76,8 @@ class LiveTrace:
         return self.trace.ranks if self.trace is not None else []
 
     def poll(self) -> bool:
-        """Read what was recorded since the last call; return whether anything has changed.
-
-        Raises:
-            TraceError: The path is no trace, is damaged, or has a newer schema.
-        """
+        """Read what was recorded since the last call; return whether anything has changed. Raises TraceError where the
+        path is no trace, is damaged, or has a newer schema."""
         before = self.state
         if self._meta_changed():
             self._open()
@@ -106,11 +98,8 @@ class LiveTrace:
         return rank_figures(self.trace, rank, self._rank_state(rank))
 
     def totals(self, rank: int) -> RankTotals:
-        """Return the sums of a rank since the recording began. None of them decreases.
-
-        Raises:
-            TraceError: The rank has not begun to record.
-        """
+        """Return the sums of a rank since the recording began; none decreases. Raises TraceError for a rank that has
+        not begun."""
         if rank not in self.ranks:
             raise TraceError(f"{self.path} has no rank {rank}")
         if rank not in self._totals:

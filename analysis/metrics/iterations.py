@@ -169,12 +169,7 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
 
 def _iteration_ends(times: PhaseArrays, marks: Columns, column: str) -> tuple[Ints, Ints]:
     """Return the iterations and the end of each: of its last phase, or the later end of its mark, before the next one.
-
-    Args:
-        times: Phases of finished iterations, in order of time.
-        marks: The table `iteration_marks`.
-        column: The column of `marks` on the clock of the phases.
-    """
+    `column` is that of `marks` on the clock of the phases."""
     numbers, first, position = np.unique(times.iterations, return_index=True, return_inverse=True)
     least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
     ends = np.full(len(numbers), least)

@@ -189,14 +189,8 @@ def steady_copies(trace: Trace) -> pd.DataFrame:
 def copy_stats(
     trace: Trace, rows: pd.DataFrame, direction: str, host_memory: str, phase: str | None = None
 ) -> CopyStats | None:
-    """Return the copies of one kind, of the rank on which they took longest.
-
-    Args:
-        rows: Its `steady_copies`.
-        direction: `h2d` or `d2h`.
-        host_memory: `pinned` or `pageable`.
-        phase: A phase; None: all.
-    """
+    """Return the copies of one kind among `steady_copies`, in a phase or (None) in all, of the rank on which they took
+    longest."""
     rows = rows[(rows["direction"] == direction) & (rows["host_memory"] == host_memory)]
     if phase is not None:
         rows = rows[rows["phase"] == phase]

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class RankMetrics:
-    """The figures of a rank. Figures that were not recorded are None.
-
-    Attributes:
-        trace: The trace.
-        rank: The rank.
-    """
+    """The figures of a rank. Figures that were not recorded are None."""
 
     def __init__(self, trace: Trace, rank: int) -> None:
         self.trace = trace

@@ -66,11 +66,8 @@ class View:
 
 
 def make_views(traces: Sequence[Trace], iterations: IterationRange, rank: int | None) -> list[View]:
-    """Choose the interval of each trace; `rank` None: the first one of each trace.
-
-    Raises:
-        TraceError: A trace has no such rank or no such iterations, or no data.
-    """
+    """Choose the interval of each trace; `rank` None: the first one. Raises TraceError where a trace has no such rank
+    or no such iterations, or no data."""
     ranks = [(trace, _rank(trace, rank)) for trace in traces]
     bounds = [_bounds(trace, number, iterations) for trace, number in ranks]
     length = max(max(end - start for start, end in bounds), 1)
@@ -206,15 +203,8 @@ def shared_scale(panels: Sequence[PlotPanel]) -> Scale:
 def draw_stack(
     axes: Axes, stack: TimelineStack, axis: TimeAxis, size: float = 1.0, bottom: float = 0.0, prefix: str = ""
 ) -> list[Artist]:
-    """Draw the areas of a stack.
-
-    Args:
-        size: Value of one unit of the axes.
-        bottom: Where the stack begins, in units of the axes.
-
-    Returns:
-        The areas from the top, in the order in which a legend lists them.
-    """
+    """Draw the areas of a stack, and return them from the top, as a legend lists them. `size` is the value of one unit
+    of the axes; the stack begins at `bottom`, in these units."""
     edges, borders = axis.x(stack.edges), [bottom + border / size for border in stack.borders]
     drawn: list[Artist] = []
     for layer, low, high in zip(stack.layers, borders[:-1], borders[1:], strict=True):

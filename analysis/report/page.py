@@ -90,11 +90,7 @@ class Page:
 
 
 def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence[int] = ()) -> Page:
-    """Collect the content of a trace's page; for `ranks` see `shown_ranks`.
-
-    Raises:
-        TraceError: The trace has no such rank.
-    """
+    """Collect the content of a trace's page; for `ranks` see `shown_ranks`, also for what it raises."""
     metrics = JobMetrics(trace)
     shown = shown_ranks(trace, ranks)
     summary = metrics.summary()
@@ -154,12 +150,8 @@ def _missing(trace: Trace, summary: Summary) -> list[str]:
 def write_report(
     trace: Trace, findings: Findings, output: Path, min_bytes: int, ranks: Sequence[int] = (), force: bool = False
 ) -> None:
-    """Write the page of a trace, complete or not at all; for `ranks` see `shown_ranks`.
-
-    Raises:
-        UserError: The output exists (without `force`) or cannot be written.
-        TraceError: The trace has no such rank.
-    """
+    """Write the page of a trace, complete or not at all; for `ranks` see `shown_ranks`. Raises UserError where the
+    output exists (without `force`) or cannot be written."""
     with new_output(output, force, Path.is_file, "a file") as new:
         new.write_text(render_page(build_page(trace, findings, min_bytes, ranks)), encoding="utf-8")
 

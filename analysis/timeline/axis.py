@@ -91,21 +91,12 @@ SCREEN_STEPS = 16_000
 class BoxSampler:
     """Selects the boxes to draw where there are too many: those of one iteration in `stride`.
 
-    What is drawn then looks like the whole. Beyond the limit, the longest boxes are drawn.
-
-    Attributes:
-        stride: One iteration in `stride` is drawn.
-        dropped: Number of boxes in drawn iterations that were left out as the shortest ones.
+    What is drawn then looks like the whole. Beyond the limit, the longest boxes are drawn; `dropped` counts the others.
     """
 
     def __init__(self, iteration_starts: Ints, box_count: int, max_boxes: int) -> None:
-        """Choose the stride.
-
-        Args:
-            iteration_starts: Start of each iteration, ns; empty where there are none.
-            box_count: Number of boxes of the most frequent kind.
-            max_boxes: Most boxes of each kind to draw.
-        """
+        """Choose the stride, for `box_count` boxes of the most frequent kind. `iteration_starts`, ns, are empty where
+        there are none."""
         self._iteration_starts = iteration_starts
         self._max_boxes = max_boxes
         self.stride = max(1, -(-box_count // max_boxes)) if len(iteration_starts) else 1

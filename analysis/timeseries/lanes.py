@@ -11,19 +11,12 @@ from ebbtide.analysis.timeseries.step_functions import Ints
 
 
 def assign_lanes(starts: Ints, ends: Ints, parents: Sequence[int | None] | None = None) -> tuple[Ints, Ints]:
-    """Assign each interval to a lane; intervals without parents need the fewest lanes possible.
+    """Return (drawing order, lane of each interval). In the drawing order times rise, and a parent comes before the
+    intervals nested in it.
 
-    An interval shares the lane of its parent if it is within the parent and does not overlap a sibling on that lane.
-    Otherwise it gets a lane that is free for all of its time.
-
-    Args:
-        starts: Start of each interval, ns.
-        ends: End of each interval, ns; not before its start.
-        parents: For each interval the index of its parent, or None. None: no interval has a parent.
-
-    Returns:
-        (drawing order, lane of each interval). In the drawing order times rise, and a parent comes before the intervals
-        nested in it.
+    An interval shares the lane of its parent (an index, or None) if it is within the parent and does not overlap a
+    sibling on that lane. Otherwise it gets a lane that is free for all of its time. Intervals without parents need the
+    fewest lanes possible.
     """
     # Intervals without length go first: they have ended when the intervals that begin with them begin.
     order = np.lexsort((-ends, ends > starts, starts))

@@ -15,17 +15,8 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
-    """Return the largest value of a step function in each interval [start, end], both ends included.
-
-    Args:
-        times: Times of the samples, ns, sorted. The function has no value before its first sample.
-        values: Value from each time until the next one.
-        starts: Start of each interval, ns.
-        ends: End of each interval, ns.
-
-    Returns:
-        A value per interval; NaN where the function has no value in it.
-    """
+    """Return the largest value of a step function in each interval [start, end], both ends included; NaN where it has
+    none: it has no value before its first sample. `times` are sorted."""
     peaks = np.full(len(starts), np.nan)
     if not len(times):
         return peaks
@@ -40,15 +31,10 @@ def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
 
 
 def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Floats]:
-    """Return the running total of amounts, each of which passes evenly between its start and end.
+    """Return a function from times (ns) to the total of amounts that has passed by each time; its differences are
+    exact.
 
-    Args:
-        starts: Start of each amount, ns. Amounts may overlap in time.
-        ends: End of each amount, ns.
-        amounts: The amounts, for example bytes.
-
-    Returns:
-        A function from times (ns) to the total that has passed by each time. Its differences are exact amounts.
+    Each amount passes evenly between its start and end. Amounts may overlap in time.
     """
     if not len(starts):
         return lambda times: np.zeros(len(times))
@@ -151,14 +137,8 @@ def overlap_ns(starts: Ints, ends: Ints, intervals: Union) -> Ints:
 
 
 def union_length_by_group(groups: Ints, starts: Ints, ends: Ints, count: int) -> Ints:
-    """Return the length of the union of the intervals of each group, ns.
-
-    Args:
-        groups: Number of the group of each interval, from 0 and less than `count`.
-        starts: Start of each interval, ns.
-        ends: End of each interval, ns.
-        count: Number of groups.
-    """
+    """Return the length of the union of the intervals of each of `count` groups, ns. `groups`: the number of the group
+    of each interval."""
     if not len(starts):
         return np.zeros(count, np.int64)
     begin, span = int(starts.min()), int(ends.max()) - int(starts.min()) + 1
@@ -190,13 +170,8 @@ class FreeTimeline:
 def intervals_at_least(
     times: Ints | Floats, values: Ints, end: float, threshold: int
 ) -> Iterator[tuple[float, float, int]]:
-    """Yield (start, end, smallest value) of each maximal interval in which a step function reaches the threshold.
-
-    Args:
-        times: Where each value begins, increasing.
-        values: Values; the last one holds until `end`.
-        end: End of the step function, in the unit of `times`.
-    """
+    """Yield (start, end, smallest value) of each maximal interval in which a step function reaches the threshold. Each
+    value begins at one of the increasing `times`; the last one holds until `end`."""
     edges = np.diff(np.concatenate([[0], (values >= threshold).astype(np.int8), [0]]))
     bounds = np.append(times, end)
     for first, after in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):

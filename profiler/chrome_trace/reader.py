@@ -33,17 +33,14 @@ _MAX_SKIPPED = 10_000
 
 
 class ChromeTrace:
-    """Chrome trace that is being read from a stream of bytes.
-
-    Attributes:
-        meta: The top-level values that are kept. Complete once `batches` has ended, since values may follow the events.
-        stop_reason: Reason why reading stopped before the end of the trace; None if it did not.
-    """
+    """Chrome trace that is being read from a stream of bytes."""
 
     def __init__(self, stream: Stream, chunk: int = CHUNK) -> None:
+        # The top-level values that are kept. Complete once `batches` has ended, since values may follow the events.
         self.meta: dict[str, Any] = {}
         self.count = 0
         self.skipped = 0
+        # Reason why reading stopped before the end of the trace; None if it did not.
         self.stop_reason: str | None = None
         self._window = JsonWindow(stream, chunk)
 

@@ -157,11 +157,8 @@ class GpuActivity(TabularResult):
 
 
 def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
-    """Measure the activity of the first device of a rank; None: the first one.
-
-    Raises:
-        TraceError: The trace does not have the rank.
-    """
+    """Measure the activity of the first device of a rank; None: the first one. Raises TraceError where the trace does
+    not have it."""
     if rank is None:
         rank = next(iter(trace.ranks), None)
     if rank is None:

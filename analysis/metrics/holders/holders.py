@@ -74,18 +74,12 @@ class Holders(TabularResult):
 
 
 def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None) -> Holders | None:
-    """Divide the memory of a device at a time by what holds it.
+    """Divide the memory of a device (None: the rank's first one) at a time, ns (None: that of the largest use), by what
+    holds it.
 
     The most exact record counts: each allocation (of a memory snapshot, or of `--allocator-iterations` in these
     iterations), else tensors by category (of a memory timeline), else what the recorder found of parameters, gradients
-    and optimizer state.
-
-    Args:
-        at_ns: The time, ns; None: that of the largest use in this record.
-        device: The device; None: the rank's first one.
-
-    Returns:
-        None if no memory of the device was recorded at that time.
+    and optimizer state. None if no memory of the device was recorded at that time.
     """
     device = device or main_device(trace, rank)
     if device is None:
@@ -232,16 +226,11 @@ class StackNode:
 
 
 def stack_tree(trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None) -> StackNode | None:
-    """Return the blocks that are held at a time, by category and then by call stack from the outermost frame.
+    """Return the root of the blocks that are held at a time, by category and then by call stack from the outermost
+    frame.
 
-    Blocks without a stack are below their module.
-
-    Args:
-        at_ns: The time, ns; None: that of the largest use.
-        device: The device; None: the rank's first one.
-
-    Returns:
-        The root; None where allocations were not recorded.
+    Blocks without a stack are below their module. Time and device are those of `holders_at`. None where allocations
+    were not recorded.
     """
     device = device or main_device(trace, rank)
     holders = holders_at(trace, rank, at_ns, device)

@@ -24,14 +24,11 @@ class ShownRank(NamedTuple):
 
 
 def shown_ranks(trace: Trace, asked: Sequence[int] = ()) -> list[ShownRank]:
-    """Return the ranks to show in detail.
+    """Return the ranks to show in detail. Raises TraceError where the trace does not have one that is asked for.
 
     Of a job with up to 8 ranks these are the ranks asked for, or all. Of a larger one: the ranks asked for; the
     slowest, the median and the fastest one, by the time of all phases; and ranks that differ from the others, one of
     each cause.
-
-    Raises:
-        TraceError: The trace does not have a rank that is asked for.
     """
     for rank in asked:
         trace.rank(rank)

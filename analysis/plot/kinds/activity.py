@@ -51,11 +51,7 @@ class ActivityPanel(PlotPanel):
 
 
 def activity_panels(view: View, height: float, required: bool) -> list[ActivityPanel]:
-    """Return the panel of a view; no panel where kernels were not recorded.
-
-    Raises:
-        TraceError: There is no panel, and one is required.
-    """
+    """Return the panel of a view; none where kernels were not recorded, which raises TraceError if it is `required`."""
     lanes = activity_lanes(view.trace, view.rank, view.axis, PICTURE)
     if required and not lanes:
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_KERNELS}")

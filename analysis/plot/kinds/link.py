@@ -71,11 +71,8 @@ class LinkPanel(ContentPanel):
 
 
 def link_panels(view: View, height: float, required: bool) -> list[LinkPanel]:
-    """Return the panel of the link; no panel where neither copies nor counters were recorded.
-
-    Raises:
-        TraceError: There is no panel, and one is required.
-    """
+    """Return the panel of the link; none where neither copies nor counters were recorded, which raises TraceError if it
+    is `required`."""
     content = link_panel(view.trace, view.rank, view.axis, PICTURE)
     if required and content is None:
         raise TraceError(

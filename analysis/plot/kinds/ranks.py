@@ -69,11 +69,7 @@ class RanksPanel(PlotPanel):
 
 
 def ranks_panels(view: View, height: float) -> list[RanksPanel]:
-    """Return a heat map of the late start and of each phase.
-
-    Raises:
-        TraceError: The trace has one rank, or no steady iterations.
-    """
+    """Return a heat map of the late start and of each phase. Raises TraceError for one rank, or no steady iteration."""
     maps = heat_maps(view.trace)
     spans = view.iteration_spans(on_gpu=False)
     shown = [number for number in spans["iteration"].tolist() if maps and number in set(maps[0].iterations)]

@@ -133,11 +133,8 @@ class IdlePanel(PlotPanel):
 
 
 def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]:
-    """Return the panel of windows, and the one of the idle link where it was recorded.
-
-    Raises:
-        TraceError: No memory was recorded, or the capacity is not known.
-    """
+    """Return the panel of windows, and the one of the idle link where it was recorded. Raises TraceError where no
+    memory was recorded, or the capacity is not known."""
     free = find_windows(view.trace, min_bytes, [view.rank])
     if free.pool is None or not (free.known_ranks or free.unrecorded_ranks):
         raise TraceError(f"{view.trace.path}: {free.missing[0]}")

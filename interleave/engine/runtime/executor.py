@@ -69,12 +69,8 @@ class Executor:
             thread.start()
 
     def begin(self, plan: Plan, inputs: Mapping[int, int] | None = None, begin_s: float | None = None) -> None:
-        """Begin an iteration: operations that wait for no point of it may run from now on.
-
-        Args:
-            inputs: The input that an operation also waits for, as a number: see `mark_available`.
-            begin_s: When the iteration began, on the clock of time.perf_counter; None: now.
-        """
+        """Begin an iteration: operations that wait for no point of it may run from now on. `inputs`: the input that an
+        operation also waits for, as a number: see `mark_available`. `begin_s`: as for `PlanRun`."""
         run = PlanRun(plan, inputs or {}, begin_s)
         with self._changed:
             if self._closed:

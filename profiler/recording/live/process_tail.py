@@ -34,19 +34,14 @@ def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
 
 
 class SpoolTail:
-    """Reads one spool in pieces. A record that is not complete yet is left for the next time.
-
-    Attributes:
-        header: Its first record; None until it was read.
-        is_readable: False for a file that does not begin with the header of this version: nothing of it is read.
-        behind: Whether the file had more than the last call has read.
-    """
+    """Reads one spool in pieces. A record that is not complete yet is left for the next time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header: Any = None
+        self.header: Any = None  # Its first record; None until it was read.
+        # False for a file that does not begin with the header of this version: nothing of it is read.
         self.is_readable = True
-        self.behind = False
+        self.behind = False  # Whether the file had more than the last call has read.
         self._offset = 0
 
     def read(self, max_bytes: int) -> Records:

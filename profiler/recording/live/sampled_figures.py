@@ -107,13 +107,8 @@ class SampledFigures:
         self._link_peak: float | None = (gpu.get("link") or {}).get("peak_bytes_per_s")
 
     def read(self, times: Iterable[IterationTimes]) -> dict[str, float]:
-        """Return figures of the newest iteration that has been sampled to its end.
-
-        `times`: those of iterations, the newest first.
-
-        Returns:
-            `peak_bytes/device`, and `link_bytes/h2d` and `link_bytes/d2h`; without those that were not sampled.
-        """
+        """Return `peak_bytes/device`, `link_bytes/h2d` and `link_bytes/d2h` of the newest iteration that has been
+        sampled to its end; without those that were not sampled. `times`: those of iterations, the newest first."""
         while self._samples.poll(_PIECE_BYTES) and self._samples.spool.behind:
             pass
         records = self._samples.window()
