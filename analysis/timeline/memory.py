@@ -66,10 +66,8 @@ def free_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resol
 
 
 def host_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel | None:
-    """Return the panel of host memory, which has a scale of its own: on it the lines of the device would be flat.
-
-    None where no pool of the host was recorded, or the device is the CPU.
-    """
+    """Return the panel of host memory, which has a scale of its own: on it the lines of the device would be flat. None
+    where no pool of the host was recorded, or the device is the CPU."""
     host_pools = _host_pools(trace, rank)
     pools = [pool for pool in _pools(trace, rank) if pool in host_pools]
     lines = _lines(trace, rank, pools, axis, resolution)

@@ -73,10 +73,8 @@ class Op(NamedTuple):
 
 
 def uses_state_on_host(op: Op, casts_on_gpu: Collection[int]) -> bool:
-    """Return whether an operation reads or writes the state of its subgroup in host memory.
-
-    `casts_on_gpu` are subgroups whose masters are uploaded and converted on the GPU.
-    """
+    """Return whether an operation reads or writes the state of its subgroup in host memory. `casts_on_gpu` are
+    subgroups whose masters are uploaded and converted on the GPU."""
     if op.kind == "upload":
         return op.subgroup in casts_on_gpu
     return op.kind in ("fetch", "flush") or (op.kind in ("update", "cast") and op.resource == "cpu")

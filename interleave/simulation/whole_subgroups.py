@@ -138,9 +138,7 @@ class WholeSubgroupProgram(BoundProgram):
 
     def _times_after_gradient(self, size: float) -> tuple[float, float]:
         """Return the least times in which a subgroup is done after its gradient is ready: on the CPU, and on the GPU.
-
-        `size` is a share of all parameters.
-        """
+        `size` is a share of all parameters."""
         workload, machine = self._workload, self._machine
         down = workload.grad_bytes / self._link_rate("d2h")
         memory_limited = (machine.host_memory_bytes_per_s or 0.0) / workload.cpu_update_bytes
@@ -218,10 +216,8 @@ class WholeSubgroupProgram(BoundProgram):
             self.add_row({**length, stays: -time, **fetched, **flushed}, lower=-available - smaller_last)
 
     def _order_streams(self, smallest: float) -> None:
-        """Require that updates follow their fetches and flushes follow their updates, at least once.
-
-        `smallest` is the smallest subgroup, as a share of all parameters.
-        """
+        """Require that updates follow their fetches and flushes follow their updates, at least once. `smallest` is the
+        smallest subgroup, as a share of all parameters."""
         workload = self._workload
         update = len(self.intervals) - 1
         fetched, state = self.variable("fetched", update), self.variable("state", update)

@@ -188,10 +188,8 @@ class IterationFigures:
 
 
 def _bounds(phases: Sequence[_Phase], spans: dict[int, tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """Return start and end of each phase: device times, or those of the host if a phase did not run on the device.
-
-    None while the device has not passed all of them.
-    """
+    """Return start and end of each phase: device times, or those of the host if a phase did not run on the device. None
+    while the device has not passed all of them."""
     records = [record for record, _ in phases]
     if not all(_ran_on_device(record) for record in records):
         return [(record.start_ns, record.end_ns) for record in records]

@@ -46,10 +46,8 @@ class SliceMark(NamedTuple):
 
 
 class ProcessProgress:
-    """One process of a recording, as far as its spool is written.
-
-    `iteration`: the last that it has finished; None before the first. `marks`: those of each request, by its number.
-    """
+    """One process of a recording, as far as its spool is written. `iteration`: the last that it has finished; None
+    before the first. `marks`: those of each request, by its number."""
 
     def __init__(self, path: Path) -> None:
         self.pid = process_id(path.name)

@@ -117,10 +117,8 @@ class Executor:
             return is_enough(run) and self._error is None
 
     def finish(self) -> PlanRun:
-        """Wait until the run has ended, and return it.
-
-        Raises OperationFailed if an operation raised, and EngineError if no plan is running or the executor was closed.
-        """
+        """Wait until the run has ended, and return it. Raises OperationFailed if an operation raised, and EngineError
+        if no plan is running or the executor was closed."""
         with self._changed:
             run = self._run
             if run is None:

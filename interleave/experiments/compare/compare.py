@@ -93,10 +93,8 @@ class CompareConfig:
 
 
 def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> Comparison:
-    """Train under each policy, one after the other, and predict each plan that ran.
-
-    Raises UserError where a policy or setting is invalid, or a policy that was given cannot run here.
-    """
+    """Train under each policy, one after the other, and predict each plan that ran. Raises UserError where a policy or
+    setting is invalid, or a policy that was given cannot run here."""
     policies = list(dict.fromkeys(config.policies or POLICIES))
     shape = _checked_shape(config, policies)
     subgroup_params = config.subgroup_params or -(-shape.params // _SUBGROUPS)

@@ -205,10 +205,7 @@ def needs_streamed(policy: str) -> bool:
 
 
 def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRun:
-    """Train under a policy.
-
-    Raises CannotRun where the policy has no plan for this job, or memory does not suffice.
-    """
+    """Train under a policy. Raises CannotRun where the policy has no plan for this job, or memory does not suffice."""
     job = Job(training.shape, training.seed, testbed.device, training.waits)
     try:
         optimizer = InterleavedAdamW(

@@ -205,10 +205,7 @@ class Grid:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Grid:
-        """Arrange the rows of a sweep.
-
-        Raises UserError for more panels or policies than anybody can read.
-        """
+        """Arrange the rows of a sweep. Raises UserError for more panels or policies than anybody can read."""
         values = {axis: _values(rows, axis.column) for axis in AXES}
         swept = [axis for axis in AXES if len(values[axis]) > 1]
         axis = max(swept, key=lambda axis: len(values[axis]), default=None)

@@ -46,9 +46,7 @@ class SpoolTail:
 
     def read(self, max_bytes: int) -> Records:
         """Return the complete and valid records after those read so far; none where the file does not exist any more.
-
-        `max_bytes`: bytes to read at most.
-        """
+        `max_bytes`: bytes to read at most."""
         self.behind = False
         if not self.is_readable:
             return _EMPTY
@@ -87,10 +85,7 @@ class PhaseCounts:
 
 
 class ProcessTail:
-    """Follows the spool of one process.
-
-    `last_record_ns`: time of its last record with one; None before.
-    """
+    """Follows the spool of one process. `last_record_ns`: time of its last record with one; None before."""
 
     def __init__(self, path: Path, iterations: int) -> None:
         self.spool = SpoolTail(path)
@@ -123,10 +118,7 @@ class ProcessTail:
         return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else None
 
     def poll(self, max_bytes: int) -> int:
-        """Read new records; return their number.
-
-        `max_bytes`: bytes to read at most.
-        """
+        """Read new records; return their number. `max_bytes`: bytes to read at most."""
         records = self.spool.read(max_bytes)
         if not len(records):
             return 0
@@ -206,10 +198,7 @@ class ProcessTail:
         return (marked or int((kind == kinds.PHASE).sum())) > iterations
 
     def _drop(self, ends: dict[int, int]) -> None:
-        """Drop the first iterations.
-
-        `ends`: iteration -> sequence number of its last phase.
-        """
+        """Drop the first iterations. `ends`: iteration -> sequence number of its last phase."""
         records, last, sequence = self._records, max(ends), max(ends.values())
         end_ns = _end_ns(records, ends) or 0
         self._dropped = self._dropped.plus(records, ends)

@@ -26,10 +26,8 @@ _SPACINGS = 512
 
 
 class SamplerTail:
-    """Follows the spool of the sampler.
-
-    `peaks`: NVML number of a device -> peak bytes/s of its link in one direction, as far as known.
-    """
+    """Follows the spool of the sampler. `peaks`: NVML number of a device -> peak bytes/s of its link in one direction,
+    as far as known."""
 
     def __init__(self, path: Path, peaks: dict[int, float]) -> None:
         self.spool = SpoolTail(path)

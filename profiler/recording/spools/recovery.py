@@ -259,10 +259,8 @@ def _first_size(text: str, patterns: tuple[str, ...]) -> int | None:
 
 
 class SliceTables(NamedTuple):
-    """Contents of the slices of a process.
-
-    `problems`: a line for each file that could not be read, or not completely.
-    """
+    """Contents of the slices of a process. `problems`: a line for each file that could not be read, or not
+    completely."""
 
     transfers: pd.DataFrame
     kernels: pd.DataFrame
@@ -270,10 +268,7 @@ class SliceTables(NamedTuple):
 
 
 def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> SliceTables:
-    """Read the slices of a process.
-
-    `wall_to_monotonic_ns`: added to their times, which are Unix times.
-    """
+    """Read the slices of a process. `wall_to_monotonic_ns`: added to their times, which are Unix times."""
     transfers, kernels = [frame("transfers")], [frame("kernels")]
     problems = []
     for path in paths:
