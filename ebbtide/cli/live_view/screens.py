@@ -11,8 +11,7 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from ebbtide.cli.live_view.marks import legend
-from ebbtide.cli.live_view.panels import finding_line
+from ebbtide.cli.live_view.panels import finding_line, legend
 from ebbtide.cli.live_view.snapshot import RecordingSnapshot
 from ebbtide.cli.live_view.watched import WatchedJob, tail
 
