@@ -87,6 +87,10 @@ class BoundProgram(LinearProgram):
             self._limit_speculation()
         self._update_once()
         self._balance_totals()
+        self._complete()
+
+    def _complete(self) -> None:
+        """Add the rows of a kind of plans, after those that all plans satisfy."""
 
     def state_before(self, index: int) -> int:
         """Return the variable of the state on the device before an interval."""

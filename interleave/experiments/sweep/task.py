@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, TypeAlias, TypeVar
 
 import ebbtide
@@ -191,9 +190,7 @@ class Journal:
             raise UserError(f"cannot write {self._path}: {error.strerror or error}") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         assert self._file is not None
         self._file.close()
         with contextlib.suppress(FileNotFoundError):
