@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.export.trace_events import Process, dumps
+from ebbtide.analysis.export.trace_events import Process, any_overlap, dumps
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.memory_spans import memory_spans
 from ebbtide.analysis.metrics.prediction import is_predicted
-from ebbtide.analysis.timeseries.lanes import any_overlap
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output

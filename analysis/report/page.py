@@ -17,12 +17,11 @@ from markupsafe import Markup, escape
 from ebbtide.analysis.findings import Findings
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, no_iterations
-from ebbtide.analysis.metrics.ranks.selection import ShownRank, shown_ranks
 from ebbtide.analysis.metrics.summary import Summary
 from ebbtide.analysis.report.heat import HeatSection, heat_section
 from ebbtide.analysis.report.job_description import JobDescription, describe_job
 from ebbtide.analysis.report.key_figures import KeyFigure, key_figures
-from ebbtide.analysis.report.rank import RankView, rank_view
+from ebbtide.analysis.report.rank import RankView, ShownRank, rank_view, shown_ranks
 from ebbtide.analysis.report.timeline import color_styles
 from ebbtide.analysis.report.timeline_content import DetailLimits
 from ebbtide.analysis.tables.ranks import differences_table, rank_table

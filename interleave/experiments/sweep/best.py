@@ -159,7 +159,7 @@ def _best(group: tuple[Any, ...], rows: Sequence[Row]) -> BestPolicy:
         if best and row["policy"] == BASELINE and row["subgroup_params"] == best["subgroup_params"]
     ]
     speed_up = baseline_ms[0] / best["iteration_ms"] if best and baseline_ms and best["iteration_ms"] else None
-    return BestPolicy(*group, best, speed_up)
+    return BestPolicy(**dict(zip(_GROUP, group, strict=True)), row=best, speed_up=speed_up)
 
 
 @dataclass(frozen=True)
