@@ -26,10 +26,6 @@ CONTENT = "ranks by iterations"
 _MAX_LISTED = 10
 
 
-def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    return ranks_panels(view, 2 * layout.tall)
-
-
 @dataclass(frozen=True)
 class RanksPanel(PlotPanel):
     """A heat map: a row per rank, a column per iteration, as wide as the iteration."""
@@ -68,7 +64,7 @@ class RanksPanel(PlotPanel):
         return drawn + [Patch(fc="none", ec="none", label=text) for text in listed]
 
 
-def ranks_panels(view: View, height: float) -> list[RanksPanel]:
+def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
     """Return a heat map of the late start and of each phase. Raises TraceError for one rank, or no steady iteration."""
     maps = heat_maps(view.trace)
     spans = view.iteration_spans(on_gpu=False)
@@ -87,7 +83,7 @@ def ranks_panels(view: View, height: float) -> list[RanksPanel]:
     return [
         RanksPanel(
             view,
-            height / len(maps),
+            2 * layout.tall / len(maps),
             heat,
             edges,
             levels,

@@ -35,10 +35,6 @@ CONTENT = "windows of free memory"
 _SHARE_COLOR = "#c4c4c4"
 
 
-def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    return windows_panels(view, layout.tall, layout.min_bytes)
-
-
 class BoxEdges(NamedTuple):
     """Edges of boxes in the units of the axes, one value per box."""
 
@@ -132,9 +128,10 @@ class IdlePanel(PlotPanel):
         return bottom, bottom + 0.84
 
 
-def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]:
+def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
     """Return the panel of windows, and the one of the idle link where it was recorded. Raises TraceError where no
     memory was recorded, or the capacity is not known."""
+    min_bytes = layout.min_bytes
     free = find_windows(view.trace, min_bytes, [view.rank])
     if free.pool is None or not (free.known_ranks or free.unrecorded_ranks):
         raise TraceError(f"{view.trace.path}: {free.missing[0]}")
@@ -156,12 +153,12 @@ def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]
         remarks.append(f"{sampler.dropped:,} shorter windows are not drawn")
     fields = content_fields(free_memory_panel(view.trace, view.rank, view.axis, PICTURE))
     fields |= {"remarks": [*remarks, *fields["remarks"]], "level_required": True}
-    panel = WindowsPanel(view, height, windows=windows, recurring=recurring, min_bytes=min_bytes, **fields)
-    panels: list[PlotPanel] = [panel]
+    panel = WindowsPanel(view, layout.tall, windows=windows, recurring=recurring, min_bytes=min_bytes, **fields)
+    drawn: list[PlotPanel] = [panel]
     directions = [d for d in DIRECTIONS if windows[f"{d}_idle_share"].notna().any()]
     if directions:
-        panels.append(IdlePanel(view, 0.32 * len(directions) + 0.1, windows, directions, name="idle link"))
-    return panels
+        drawn.append(IdlePanel(view, 0.32 * len(directions) + 0.1, windows, directions, name="idle link"))
+    return drawn
 
 
 def _horizontal_edges(view: View, boxes: pd.DataFrame) -> tuple[Floats, Floats]:
