@@ -10,8 +10,7 @@ import msgspec
 
 from ebbtide.analysis.metrics.iterations import slowest_times, steady_iterations
 from ebbtide.analysis.metrics.prediction import is_predicted
-from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.analysis.metrics.totals import whole_trace
+from ebbtide.analysis.metrics.summary import summarize, whole_trace
 from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread, difference_interval
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import RankInfo

@@ -1,10 +1,11 @@
-"""Writes events of the Trace Event Format, which ui.perfetto.dev and chrome://tracing read.
+"""Writes events of the Trace Event Format, which ui.perfetto.dev and chrome://tracing read, in lanes without overlaps.
 
 The format: Duca and Sinclair, "Trace Event Format" (Google, 2016).
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +14,51 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.timeseries.lanes import any_overlap, assign_lanes
 from ebbtide.analysis.timeseries.step_functions import Ints
+
+
+def assign_lanes(starts: Ints, ends: Ints, parents: Sequence[int | None] | None = None) -> tuple[Ints, Ints]:
+    """Return (drawing order, lane of each interval). In the drawing order times rise, and a parent comes before the
+    intervals nested in it.
+
+    An interval shares the lane of its parent (an index, or None) if it is within the parent and does not overlap a
+    sibling on that lane. Otherwise it gets a lane that is free for all of its time. Intervals without parents need the
+    fewest lanes possible.
+    """
+    # Intervals without length go first: they have ended when the intervals that begin with them begin.
+    order = np.lexsort((-ends, ends > starts, starts))
+    lanes = np.zeros(len(starts), np.int64)
+    nests: list[list[int]] = []  # per lane, the open intervals, each within the one before
+    busy_lanes: list[tuple[int, int]] = []  # (end, lane)
+    free_lanes: list[int] = []
+    for index in order.tolist():
+        start, end = int(starts[index]), int(ends[index])
+        parent = parents[index] if parents is not None else None
+        if parent is not None and 0 <= parent < len(lanes) and nests and end <= ends[parent]:
+            nest = nests[lanes[parent]]
+            while nest and ends[nest[-1]] <= start:
+                nest.pop()
+            if nest and nest[-1] == parent:
+                nest.append(index)
+                lanes[index] = lanes[parent]
+                continue
+        while busy_lanes and busy_lanes[0][0] <= start:
+            heapq.heappush(free_lanes, heapq.heappop(busy_lanes)[1])
+        if not free_lanes:
+            free_lanes.append(len(nests))
+            nests.append([])
+        lane = heapq.heappop(free_lanes)
+        nests[lane] = [index]
+        heapq.heappush(busy_lanes, (end, lane))
+        lanes[index] = lane
+    return order, lanes
+
+
+def any_overlap(starts: Ints, ends: Ints) -> bool:
+    """Return whether any two of the intervals share time."""
+    order = np.lexsort((ends, starts))
+    return bool((starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any())
+
 
 # Rows that are converted to Python objects at a time.
 _CHUNK = 20_000
@@ -81,11 +125,7 @@ def _contents(tables: Mapping[str, pd.DataFrame], indices: Ints) -> list[str]:
 
 
 class Process:
-    """Writes the events of one process of the file.
-
-    Attributes:
-        pid: Number of the process.
-    """
+    """Writes the events of one process of the file; `pid` is its number."""
 
     def __init__(self, pid: int, tids: Iterator[int], origin_ns: int) -> None:
         """Start a process. Its tracks get numbers of `tids`, which all processes share: Perfetto identifies a track by
@@ -109,12 +149,10 @@ class Process:
     ) -> Iterator[str]:
         """Yield a slice per row, on one track, or on several if slices overlap.
 
-        Args:
-            tables: By category: columns name, start_ns, end_ns; every other column becomes an argument, null where it
-                has no value.
-            parents: For each row of all tables the index of its parent, or None; see `assign_lanes`.
-            flow: Start or end a flow at the start of each row that has a value in the column `correlation`, which all
-                tables must have; both ends have the same value, which no other flow of the file has.
+        `tables`, by category, have columns name, start_ns, end_ns; every other column becomes an argument, null where
+        it has no value. `parents`: for each row of all tables the index of its parent, or None; see `assign_lanes`.
+        `flow`: start or end a flow at the start of each row that has a value in the column `correlation`, which all
+        tables must have; both ends have the same value, which no other flow of the file has.
         """
         starts, ends = (
             np.concatenate([np.empty(0, np.int64), *(rows[side].to_numpy(np.int64) for rows in tables.values())])

@@ -49,22 +49,17 @@ class LiveTrace:
     A recording is read as far as it was written, and only what it has gained since the last `poll`; memory is bounded
     by the number of iterations. Nothing is locked or written, and the job is not touched. When the recording has been
     finished, the tables are read instead.
-
-    Attributes:
-        path: The trace.
-        state: See `State`.
-        trace: The last iterations (and one before them, which counts as warm-up) as a trace, for all metrics; None in
-            the state `waiting`, until a process has begun to record.
-        finished: The whole trace; None until it is finished.
     """
 
     def __init__(self, path: str | Path, iterations: int = 50) -> None:
-        self.path = Path(path)
-        self.state: State = "waiting"
+        self.path = Path(path)  # The trace.
+        self.state: State = "waiting"  # See `State`.
+        # The last iterations (and one before them, which counts as warm-up) as a trace, for all metrics; None in the
+        # state `waiting`, until a process has begun to record.
         self.trace: Trace | None = None
         self._iterations = iterations
         self._tail: RecordingTail | None = None
-        self.finished: Trace | None = None
+        self.finished: Trace | None = None  # The whole trace; None until it is finished.
         # Modification time and inode of meta.json, and when its recording began.
         self._stamp: tuple[int, int] | None = None
         self._started_ns: Any = None
@@ -81,11 +76,8 @@ class LiveTrace:
         return self.trace.ranks if self.trace is not None else []
 
     def poll(self) -> bool:
-        """Read what was recorded since the last call; return whether anything has changed.
-
-        Raises:
-            TraceError: The path is no trace, is damaged, or has a newer schema.
-        """
+        """Read what was recorded since the last call; return whether anything has changed. Raises TraceError where the
+        path is no trace, is damaged, or has a newer schema."""
         before = self.state
         if self._meta_changed():
             self._open()
@@ -106,11 +98,8 @@ class LiveTrace:
         return rank_figures(self.trace, rank, self._rank_state(rank))
 
     def totals(self, rank: int) -> RankTotals:
-        """Return the sums of a rank since the recording began. None of them decreases.
-
-        Raises:
-            TraceError: The rank has not begun to record.
-        """
+        """Return the sums of a rank since the recording began; none decreases. Raises TraceError for a rank that has
+        not begun."""
         if rank not in self.ranks:
             raise TraceError(f"{self.path} has no rank {rank}")
         if rank not in self._totals:
@@ -222,7 +211,10 @@ def last_iterations(trace: Trace, count: int) -> Trace:
         return trace
     # A rank that has not got so far begins where its last iteration ended.
     starts = {rank: _start_ns(rows, first) for rank, rows in spans.items()}
-    entries = [_with_start(entry, starts[entry["rank"]]) for entry in trace.raw_meta["ranks"]]
+    entries = [
+        {**entry, "first_iteration_start_ns": start_ns} if (start_ns := starts[entry["rank"]]) is not None else entry
+        for entry in trace.raw_meta["ranks"]
+    ]
     _, warmup = steady_iterations(trace)
     dropped = len({int(i) for rows in spans.values() for i in rows["iteration"] if i < first})
     meta = {**trace.raw_meta, "ranks": entries, "warmup_iterations": max(1, warmup - dropped)}
@@ -234,10 +226,6 @@ def _start_ns(spans: pd.DataFrame, first: int) -> int | None:
     if len(later):
         return int(later["start_ns"].iloc[0])
     return int(spans["end_ns"].iloc[-1]) if len(spans) else None
-
-
-def _with_start(entry: dict[str, Any], start_ns: int | None) -> dict[str, Any]:
-    return entry if start_ns is None else {**entry, "first_iteration_start_ns": start_ns}
 
 
 def _cut(rows: pd.DataFrame, table: str, first: int, start_ns: int | None) -> pd.DataFrame:

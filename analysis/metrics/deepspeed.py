@@ -77,9 +77,7 @@ class DeepSpeedSetup:
     @property
     def rounded_ratio(self) -> float | None:
         """The share that the configured ratio gives when it is rounded to whole subgroups, by the rule of the version.
-
-        None where ratio or subgroups were not recorded, and for stages that do not split between subgroups.
-        """
+        None where ratio or subgroups were not recorded, and for stages that do not split between subgroups."""
         if self.ratio is None or not self.subgroups or self.stage != 3:
             return None
         on_gpu = resident_range(self.ratio, len(self.subgroups), self.info.version)

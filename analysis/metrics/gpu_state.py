@@ -12,7 +12,7 @@ from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
-from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, overlapping
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools, Columns
@@ -54,24 +54,16 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class GpuFigure:
-    """A quantity of the GPUs in one phase, over the steady iterations.
+    """A quantity of the GPUs in one phase, over the steady iterations."""
 
-    Attributes:
-        quantity: `utilization`, `memory_utilization`, `power`, `sm_clock`, `memory_clock`, `temperature`, or
-            `throttled`: 100 while a power or thermal limit lowers the clocks, else 0; its mean is a share of time.
-        unit: Unit of the values.
-        phase: The phase, or `other`.
-        min: Smallest value.
-        mean: Mean over time.
-        max: Largest value.
-    """
-
+    # `utilization`, `memory_utilization`, `power`, `sm_clock`, `memory_clock`, `temperature`, or `throttled`: 100 while
+    # a power or thermal limit lowers the clocks, else 0; its mean is a share of time.
     quantity: str
-    unit: str
-    phase: str
-    min: float
-    mean: float
-    max: float
+    unit: str  # Unit of the values.
+    phase: str  # The phase, or `other`.
+    min: float  # Smallest value.
+    mean: float  # Mean over time.
+    max: float  # Largest value.
 
     @property
     def label(self) -> str:
@@ -150,12 +142,8 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
 def _stretches(phases: PhaseArrays, times: Ints) -> tuple[Ints, Ints, Floats]:
     """Return each phase with each of the samples that hold during it: (position of the phase, of the sample, ns)."""
     held_until = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS)
-    starts, ends = phases.starts, phases.ends
-    first = np.searchsorted(held_until, starts, side="right")
-    counts = np.maximum(np.searchsorted(times, ends, side="left") - first, 0)
-    phase = np.repeat(np.arange(len(starts)), counts)
-    sample = np.arange(len(phase)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    lengths = np.minimum(held_until[sample], ends[phase]) - np.maximum(times[sample], starts[phase])
+    phase, sample = overlapping(phases.starts, phases.ends, (times, held_until))
+    lengths = np.minimum(held_until[sample], phases.ends[phase]) - np.maximum(times[sample], phases.starts[phase])
     return phase, sample, lengths.astype(np.float64)
 
 

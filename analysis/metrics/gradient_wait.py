@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.analysis.metrics.copies import CopyStats
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.substeps.aggregate import SubStep
+from ebbtide.analysis.metrics.link import CopyStats
+from ebbtide.analysis.metrics.substeps.breakdown import SubStep
 from ebbtide.phases import BACKWARD, FORWARD
 
 # A backward computes as much as two forwards. Recomputation adds one. Reducing gradients over ranks takes about as long

@@ -27,25 +27,15 @@ _TIMES = ("iteration", *ITERATION_PARTS)
 
 @dataclass(frozen=True)
 class Spread:
-    """Times of one phase of one rank over the steady iterations.
-
-    Attributes:
-        rank: The rank.
-        phase: A phase, `other`, or `iteration`.
-        median_ms: Median.
-        spread_ms: Scaled median absolute deviation, which for normal noise is the standard deviation.
-        min_ms: Smallest time.
-        max_ms: Largest time.
-        outliers: Numbers of the iterations that are far from the median; also `odd` in JSON.
-    """
+    """Times of one phase of one rank over the steady iterations."""
 
     rank: int
-    phase: str
-    median_ms: float
-    spread_ms: float
-    min_ms: float
-    max_ms: float
-    outliers: list[int]
+    phase: str  # A phase, `other`, or `iteration`.
+    median_ms: float  # Median.
+    spread_ms: float  # Scaled median absolute deviation, which for normal noise is the standard deviation.
+    min_ms: float  # Smallest time.
+    max_ms: float  # Largest time.
+    outliers: list[int]  # Numbers of the iterations that are far from the median; also `odd` in JSON.
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,15 +12,66 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
-from ebbtide.analysis.metrics.iteration_table import IterationTable, positions, sums
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS, OTHER, PHASES
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools, Columns
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+@dataclass(frozen=True)
+class IterationTable:
+    """A row per iteration, a column per phase or quantity."""
+
+    numbers: Ints  # The iterations, ascending.
+    columns: Mapping[str, Floats]  # Values by name, one per iteration; NaN where not known.
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A pandas frame with the iterations as index."""
+        import pandas as pd
+
+        return pd.DataFrame(dict(self.columns), index=pd.Index(self.numbers, name="iteration"))
+
+    def at(self, numbers: Sequence[int] | Ints) -> IterationTable:
+        """Return the rows of some iterations, ascending; NaN for those that the table does not have."""
+        wanted = np.asarray(numbers, np.int64)
+        position, present = positions(self.numbers, wanted)
+        columns = {name: np.full(len(wanted), np.nan) for name in self.columns}
+        for name, values in columns.items():
+            values[present] = self.columns[name][position[present]]
+        return IterationTable(wanted, columns)
+
+    def only(self, numbers: Iterable[int]) -> IterationTable:
+        """Return the rows of those of some iterations that the table has."""
+        kept = np.isin(self.numbers, list(numbers))
+        return IterationTable(self.numbers[kept], {name: values[kept] for name, values in self.columns.items()})
+
+    def largest(self, names: Sequence[str]) -> Floats:
+        """Return the largest value of some columns in each iteration; NaN where none is known."""
+        largest: Floats = np.fmax.reduce([self.columns[name] for name in names])
+        return largest
+
+    def total(self, names: Sequence[str]) -> Floats:
+        """Return the sum of the known values of some columns in each iteration; 0 where none is."""
+        total: Floats = np.sum([np.nan_to_num(self.columns[name]) for name in names], axis=0)
+        return total
+
+
+def positions(numbers: Ints, wanted: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Return the position of each wanted number among ascending ones, and whether it is one of them."""
+    position = np.minimum(np.searchsorted(numbers, wanted), max(len(numbers) - 1, 0))
+    present = numbers[position] == wanted if len(numbers) else np.zeros(len(wanted), bool)
+    return position, present
+
+
+def sums(count: int, rows: Ints, values: Floats) -> Floats:
+    """Return the sum of the values of each of `count` rows; 0 where there is none."""
+    return np.bincount(rows, values, count).astype(np.float64)
+
 
 # Where a trace does not state its warm-up: the first iterations, of traces with at least so many.
 _WARMUP_ITERATIONS = 2
@@ -35,7 +87,6 @@ class PhaseArrays(NamedTuple):
     ends: Ints  # ns
 
     def only(self, selected: Bools) -> PhaseArrays:
-        """Return some of the phases."""
         return PhaseArrays(self.iterations[selected], self.phases[selected], self.starts[selected], self.ends[selected])
 
 
@@ -43,20 +94,13 @@ class PhaseArrays(NamedTuple):
 class Intervals:
     """Times of a rank's iterations and phases, on the device's clock where every phase has device times, else on the
     host's.
-
-    Attributes:
-        numbers: The iterations, ascending.
-        starts: Their starts, ns. An iteration begins where the one before ended.
-        ends: Their ends, ns: of the last phase, or, where the source marks iterations, the mark.
-        times: The phases, without `other`.
-        micro_steps: The micro-step of each phase.
     """
 
-    numbers: Ints
-    starts: Ints
-    ends: Ints
-    times: PhaseArrays
-    micro_steps: Ints
+    numbers: Ints  # The iterations, ascending.
+    starts: Ints  # Their starts, ns. An iteration begins where the one before ended.
+    ends: Ints  # Their ends, ns: of the last phase, or, where the source marks iterations, the mark.
+    times: PhaseArrays  # The phases, without `other`.
+    micro_steps: Ints  # The micro-step of each phase.
 
     @cached_property
     def spans(self) -> pd.DataFrame:
@@ -125,12 +169,7 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
 
 def _iteration_ends(times: PhaseArrays, marks: Columns, column: str) -> tuple[Ints, Ints]:
     """Return the iterations and the end of each: of its last phase, or the later end of its mark, before the next one.
-
-    Args:
-        times: Phases of finished iterations, in order of time.
-        marks: The table `iteration_marks`.
-        column: The column of `marks` on the clock of the phases.
-    """
+    `column` is that of `marks` on the clock of the phases."""
     numbers, first, position = np.unique(times.iterations, return_index=True, return_inverse=True)
     least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
     ends = np.full(len(numbers), least)
@@ -197,7 +236,6 @@ def durations_ms(times: Intervals) -> IterationTable:
 
 @once_per_trace
 def rank_durations(trace: Trace, rank: int) -> IterationTable:
-    """Return `durations_ms` of the finished iterations of a rank."""
     return durations_ms(intervals(trace, rank))
 
 

@@ -12,23 +12,20 @@ from ebbtide.profiler.trace import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ebbtide.analysis.metrics.activity.activity import GpuActivity
-    from ebbtide.analysis.metrics.activity.collective_skew import CollectiveSkew
+    from ebbtide.analysis.metrics.activity.activity import CollectiveSkew, GpuActivity
     from ebbtide.analysis.metrics.advice import Adviser
-    from ebbtide.analysis.metrics.copies import CopyStats
     from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup
     from ebbtide.analysis.metrics.drift import Drift
     from ebbtide.analysis.metrics.gpu_state import GpuState
     from ebbtide.analysis.metrics.holders.holders import Holders
     from ebbtide.analysis.metrics.iteration_stats import Iterations
-    from ebbtide.analysis.metrics.link import LinkUse, PhaseLink
+    from ebbtide.analysis.metrics.link import CopyStats, LinkUse, PhaseLink
     from ebbtide.analysis.metrics.memory import MemoryUse
     from ebbtide.analysis.metrics.rank import RankMetrics
     from ebbtide.analysis.metrics.ranks.by_rank import RankTable
-    from ebbtide.analysis.metrics.ranks.differences import RankDifferences
+    from ebbtide.analysis.metrics.ranks.comparison import RankDifferences
     from ebbtide.analysis.metrics.storage import StorageUse
-    from ebbtide.analysis.metrics.substeps.aggregate import SubStep
-    from ebbtide.analysis.metrics.substeps.breakdown import SubSteps
+    from ebbtide.analysis.metrics.substeps.breakdown import SubStep, SubSteps
     from ebbtide.analysis.metrics.summary import Summary
     from ebbtide.analysis.metrics.windows import Windows
     from ebbtide.profiler.trace.metadata import RankInfo
@@ -159,7 +156,7 @@ class JobMetrics:
     @property
     def without_gradients_ms(self) -> float | None:
         """Time of `other` in which forwards without gradients run; None where none were recorded."""
-        from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms
+        from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 
         return without_gradients_ms(self.trace)
 
@@ -180,7 +177,7 @@ class JobMetrics:
     @cached_property
     def collective_skew(self) -> CollectiveSkew | None:
         """Waiting of the ranks for each other; None unless several recorded the same collectives."""
-        from ebbtide.analysis.metrics.activity.collective_skew import collective_skew
+        from ebbtide.analysis.metrics.activity.activity import collective_skew
 
         return collective_skew(self.trace)
 
@@ -343,13 +340,13 @@ class JobMetrics:
     @cached_property
     def steady_copies(self) -> pd.DataFrame:
         """Copies of each rank in its `copied_iterations`: the table `transfers` with rank, phase and iteration."""
-        from ebbtide.analysis.metrics.copies import steady_copies
+        from ebbtide.analysis.metrics.link import steady_copies
 
         return steady_copies(self.trace)
 
     def copy_stats(self, direction: str, host_memory: str, phase: str | None = None) -> CopyStats | None:
         """Return the copies of one kind in a phase, or (None) in all, of the rank on which they took longest."""
-        from ebbtide.analysis.metrics.copies import copy_stats
+        from ebbtide.analysis.metrics.link import copy_stats
 
         return copy_stats(self.trace, self.steady_copies, direction, host_memory, phase)
 

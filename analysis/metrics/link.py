@@ -1,4 +1,4 @@
-"""Measures how the link between host and device was used, per direction and phase."""
+"""Measures how the link between host and device was used, per direction and phase, and the copies of each kind."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pandas as pd
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import first_device, link_peak, main_device
-from ebbtide.analysis.metrics.iterations import steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, traffic
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, copies, traffic
 from ebbtide.analysis.metrics.phases import link_table, whole_link_table
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
@@ -23,30 +23,18 @@ from ebbtide.profiler.trace import Trace
 
 @dataclass(frozen=True)
 class PhaseLink:
-    """One direction of the link in one phase: medians over the steady iterations, None if not recorded.
-
-    Attributes:
-        rank: The rank.
-        phase: The phase, or `other`; None for the whole of a trace without iterations, from its first to its last
-            record.
-        direction: `h2d` or `d2h`.
-        bytes: Bytes moved.
-        busy_ms: Time in which copies ran.
-        both_ms: Time in which copies ran in both directions at once.
-        mean_bytes_per_s: Rate over the whole phase.
-        busy_bytes_per_s: Rate over `busy_ms`.
-        share_of_peak: `mean_bytes_per_s` as a share of the link's peak.
-    """
+    """One direction of the link in one phase: medians over the steady iterations, None if not recorded."""
 
     rank: int
+    # The phase, or `other`; None for the whole of a trace without iterations, from its first to its last record.
     phase: str | None
-    direction: str
-    bytes: float | None
-    busy_ms: float | None
-    both_ms: float | None
-    mean_bytes_per_s: float | None
-    busy_bytes_per_s: float | None
-    share_of_peak: float | None
+    direction: str  # `h2d` or `d2h`.
+    bytes: float | None  # Bytes moved.
+    busy_ms: float | None  # Time in which copies ran.
+    both_ms: float | None  # Time in which copies ran in both directions at once.
+    mean_bytes_per_s: float | None  # Rate over the whole phase.
+    busy_bytes_per_s: float | None  # Rate over `busy_ms`.
+    share_of_peak: float | None  # `mean_bytes_per_s` as a share of the link's peak.
 
 
 @dataclass(frozen=True)
@@ -54,44 +42,27 @@ class CopyKind:
     """All copies of a rank in one direction from or to one kind of host memory, over the whole trace.
 
     The driver stages a pageable copy through a buffer: it is slower, and the host waits for it.
-
-    Attributes:
-        rank: The rank.
-        direction: `h2d` or `d2h`.
-        host_memory: `pinned`, `pageable`, or None if not recorded.
-        count: Number of copies.
-        bytes: Bytes of the copies whose size was recorded; None if there is none.
-        busy_ms: Time in which at least one of them ran.
-        busy_bytes_per_s: Rate over `busy_ms`.
     """
 
     rank: int
-    direction: str
-    host_memory: str | None
-    count: int
-    bytes: int | None
-    busy_ms: float
-    busy_bytes_per_s: float | None
+    direction: str  # `h2d` or `d2h`.
+    host_memory: str | None  # `pinned`, `pageable`, or None if not recorded.
+    count: int  # Number of copies.
+    bytes: int | None  # Bytes of the copies whose size was recorded; None if there is none.
+    busy_ms: float  # Time in which at least one of them ran.
+    busy_bytes_per_s: float | None  # Rate over `busy_ms`.
 
 
 @dataclass(frozen=True)
 class RankLink:
-    """The source of a rank's figures.
-
-    Attributes:
-        rank: The rank.
-        source: `copies`, the name of a counter, or None where nothing was recorded.
-        peak_bytes_per_s: Peak rate of the link in one direction.
-        rejected_samples: Per direction the number of samples left out because no link has such rates;
-            also `false_samples` in JSON.
-        missing: Why the sampler has recorded nothing; None where it has, or where the reason is not known.
-    """
+    """The source of a rank's figures."""
 
     rank: int
-    source: str | None
-    peak_bytes_per_s: float | None
+    source: str | None  # `copies`, the name of a counter, or None where nothing was recorded.
+    peak_bytes_per_s: float | None  # Peak rate of the link in one direction.
+    # Per direction the number of samples left out because no link has such rates; also `false_samples` in JSON.
     rejected_samples: dict[str, int]
-    missing: str | None
+    missing: str | None  # Why the sampler has recorded nothing; None where it has, or where the reason is not known.
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,3 +156,48 @@ def _copy_kinds(trace: Trace, rank: int) -> list[CopyKind]:
             rate = size / (busy / 1e9) if size is not None and busy else None
             kinds.append(CopyKind(rank, direction, str(host) or None, len(group), size, busy / 1e6, rate))
     return kinds
+
+
+@dataclass(frozen=True)
+class CopyStats:
+    """Copies of one kind, means over the steady iterations."""
+
+    count: int  # Copies per iteration.
+    bytes: float | None  # Bytes per iteration of the copies whose size was recorded; None if there is none.
+    busy_ms: float  # Time per iteration in which at least one of them ran.
+
+
+def steady_copies(trace: Trace) -> pd.DataFrame:
+    """Return the copies of each rank in its `copied_iterations`: the table `transfers` with rank, phase, iteration."""
+    tables: list[pd.DataFrame] = []
+    for rank in trace.ranks:
+        rows = copies(trace, rank, None)
+        if rows.empty and tables:
+            continue
+        phases = intervals(trace, rank).with_other
+        # The stable sort keeps a phase without length before the phase that begins with it.
+        phases = phases.sort_values("start_ns", kind="stable", ignore_index=True)
+        index = np.searchsorted(phases["start_ns"].to_numpy(), rows["start_ns"].to_numpy(), side="right") - 1
+        rows, index = rows[index >= 0], index[index >= 0]
+        inside = rows["start_ns"].to_numpy() < phases["end_ns"].to_numpy()[index]
+        own = phases.iloc[index].reset_index(drop=True)
+        rows = rows.reset_index(drop=True).assign(rank=rank, phase=own["phase"], iteration=own["iteration"])
+        tables.append(rows[inside & rows["iteration"].isin(copied_iterations(trace, rank))])
+    return pd.concat(tables)
+
+
+def copy_stats(
+    trace: Trace, rows: pd.DataFrame, direction: str, host_memory: str, phase: str | None = None
+) -> CopyStats | None:
+    """Return the copies of one kind among `steady_copies`, in a phase or (None) in all, of the rank on which they took
+    longest."""
+    rows = rows[(rows["direction"] == direction) & (rows["host_memory"] == host_memory)]
+    if phase is not None:
+        rows = rows[rows["phase"] == phase]
+    stats = []
+    for rank, group in rows.groupby("rank"):
+        busy = union_length(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64))
+        count, sized = len(copied_iterations(trace, int(rank))), group["bytes"].dropna()
+        size = int(sized.sum()) / count if len(sized) else None
+        stats.append(CopyStats(round(len(group) / count), size, busy / 1e6 / count))
+    return max(stats, key=lambda kind: kind.busy_ms, default=None)

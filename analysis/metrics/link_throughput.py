@@ -11,7 +11,7 @@ import numpy as np
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import link_peak, main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
-from ebbtide.analysis.timeseries.step_functions import Floats, Ints, cumulative, union
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, covered_until, cumulative, union
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.link_samples import sample_starts, valid_rates
 
@@ -153,17 +153,9 @@ def busy_between(rows: pd.DataFrame, spans: Spans) -> Between:
 
 
 def covering(starts: Ints, ends: Ints) -> Total:
-    """Return a function from times to the ns inside some intervals by then; the intervals (ns) are disjoint and
-    ascending."""
-    before = np.append(0, np.cumsum(ends - starts))
-
-    def total(times: Ints) -> Floats:
-        count = np.searchsorted(starts, times, side="right")
-        last = np.maximum(count - 1, 0)
-        inside = np.minimum(times, ends[last]) - starts[last] if len(starts) else np.zeros(len(times), np.int64)
-        return np.where(count > 0, before[last] + inside, 0).astype(np.float64)
-
-    return total
+    """Return `covered_until` of disjoint intervals (ns) in order, as floats."""
+    covered = covered_until((starts, ends))
+    return lambda times: covered(times).astype(np.float64)
 
 
 class RateSamples(NamedTuple):

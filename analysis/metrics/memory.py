@@ -33,42 +33,28 @@ GAPS = {
 
 @dataclass(frozen=True)
 class PoolUse:
-    """Bytes of a pool in one phase of a rank.
-
-    Attributes:
-        rank: The rank.
-        phase: The phase, or `other`; None for the whole of a trace without iterations, whose smallest and largest
-            values low and peak are then.
-        pool: The pool.
-        low_bytes: Smallest value in an iteration, median over the steady iterations.
-        peak_bytes: Largest value in an iteration, median over the steady iterations.
-    """
+    """Bytes of a pool in one phase of a rank."""
 
     rank: int
+    # The phase, or `other`; None for the whole of a trace without iterations, whose smallest and largest values low and
+    # peak are then.
     phase: str | None
     pool: str
-    low_bytes: int
-    peak_bytes: int
+    low_bytes: int  # Smallest value in an iteration, median over the steady iterations.
+    peak_bytes: int  # Largest value in an iteration, median over the steady iterations.
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two memory counts in one phase of a rank, computed at each moment; low and peak as in `PoolUse`.
-
-    Attributes:
-        rank: The rank.
-        phase: The phase, or `other`; None as in `PoolUse`.
-        gap: `fragmentation` (reserved - allocated), `outside torch` (device - reserved) or `free` (capacity - the pool
-            of `free_pool`).
-        low_bytes: Smallest value in an iteration, median over the steady iterations.
-        peak_bytes: Largest value in an iteration, median over the steady iterations.
-    """
+    """Difference of two memory counts in one phase of a rank, computed at each moment; low and peak as in `PoolUse`."""
 
     rank: int
-    phase: str | None
+    phase: str | None  # The phase, or `other`; None as in `PoolUse`.
+    # `fragmentation` (reserved - allocated), `outside torch` (device - reserved) or `free` (capacity - the pool of
+    # `free_pool`).
     gap: str
-    low_bytes: int
-    peak_bytes: int
+    low_bytes: int  # Smallest value in an iteration, median over the steady iterations.
+    peak_bytes: int  # Largest value in an iteration, median over the steady iterations.
 
 
 @dataclass(frozen=True, repr=False)

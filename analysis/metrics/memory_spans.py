@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, memory_timeline
-from ebbtide.analysis.metrics.iteration_table import positions
-from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, positions, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace

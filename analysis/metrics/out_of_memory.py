@@ -12,7 +12,7 @@ from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.holders.holders import Holder, Holders, holders_at
 from ebbtide.profiler.trace import Trace
-from ebbtide.profiler.trace.metadata import Inventory, OutOfMemoryRecord
+from ebbtide.profiler.trace.metadata import OutOfMemoryRecord
 from ebbtide.units import bytes_text
 
 OFFLOAD, CHECKPOINTING, SEGMENTS, MICRO_BATCH = (
@@ -115,7 +115,8 @@ def _holders(
         if at_error is not None:
             return list(at_error.holders), record.t_ns, at_error.pool
     pool = "heap" if device == "cpu" and record.reserved_bytes is None else "allocated"
-    inventory = _inventory_at(trace.rank(rank).inventories, record.t_ns)
+    taken = (entry for entry in trace.rank(rank).inventories if entry.t_ns <= record.t_ns)
+    inventory = max(taken, key=lambda entry: entry.t_ns, default=None)
     if inventory is None:
         return [], None, pool
     # Gradients come and go: those of another time say nothing about this one.
@@ -137,10 +138,6 @@ def _has_allocations_at(trace: Trace, rank: int, device: str | None, t_ns: int) 
     starts = phases.loc[phases["start_ns"] <= t_ns, "start_ns"]
     last_ns = np.nanmax([rows["start_ns"].max(), rows["end_ns"].astype(float).max()])
     return bool(last_ns >= (starts.max() if len(starts) else t_ns))
-
-
-def _inventory_at(inventories: tuple[Inventory, ...], t_ns: int) -> Inventory | None:
-    return max((entry for entry in inventories if entry.t_ns <= t_ns), key=lambda entry: entry.t_ns, default=None)
 
 
 def shortfall_bytes(record: OutOfMemoryRecord) -> int | None:

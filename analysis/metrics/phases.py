@@ -8,8 +8,7 @@ import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import memory_timeline
-from ebbtide.analysis.metrics.iteration_table import IterationTable, sums
-from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import IterationTable, PhaseArrays, intervals, steady_iterations, sums
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
 from ebbtide.analysis.timeseries.statistics import median_or_none

@@ -12,18 +12,13 @@ if TYPE_CHECKING:
 
     from ebbtide.analysis.metrics.activity.activity import GpuActivity
     from ebbtide.analysis.metrics.activity.busy_time import BusyTime
-    from ebbtide.analysis.metrics.holders.growth import Growth
+    from ebbtide.analysis.metrics.holders.categories import Growth
     from ebbtide.analysis.timeseries.step_functions import Ints
     from ebbtide.profiler.trace.metadata import DeviceInfo
 
 
 class RankMetrics:
-    """The figures of a rank. Figures that were not recorded are None.
-
-    Attributes:
-        trace: The trace.
-        rank: The rank.
-    """
+    """The figures of a rank. Figures that were not recorded are None."""
 
     def __init__(self, trace: Trace, rank: int) -> None:
         self.trace = trace
@@ -67,7 +62,7 @@ class RankMetrics:
     @property
     def memory_growth(self) -> list[Growth] | None:
         """Call sites that leave blocks behind in every iteration; None where allocations were not recorded."""
-        from ebbtide.analysis.metrics.holders.growth import memory_growth
+        from ebbtide.analysis.metrics.holders.categories import memory_growth
 
         return memory_growth(self.trace, self.rank)
 

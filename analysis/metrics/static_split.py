@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from ebbtide.analysis.metrics.deepspeed import resident_range
 from ebbtide.analysis.metrics.device_fit import equal_sizes, fits_beside, gradient_starts
-from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
+from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, recorded_free_memory, state_bytes
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 
 # DeepSpeed's own default is 1e9. Smaller subgroups overlap better, and larger ones need more device memory.

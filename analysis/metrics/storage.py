@@ -21,29 +21,19 @@ DIRECTIONS = ("read", "write")
 
 @dataclass(frozen=True)
 class StorageUse:
-    """One direction of a rank's storage, medians over the steady iterations.
-
-    Attributes:
-        rank: The rank.
-        direction: `read` or `write`.
-        requests: Rows of the table `ops` per iteration: one per subgroup and submission.
-        bytes: Bytes per iteration.
-        gradient_bytes: Those of them that are gradients.
-        in_flight_ms: Time per iteration in which at least one request was in flight, from submission to the end of the
-            wait for it. The transfer itself may have been shorter.
-        wait_ms: Time per iteration in which the job waited for requests of this direction; None where waits were not
-            recorded.
-        hidden_share: Share of `in_flight_ms` in which the job did not wait.
-    """
+    """One direction of a rank's storage, medians over the steady iterations."""
 
     rank: int
-    direction: str
-    requests: float
-    bytes: float
-    gradient_bytes: float
+    direction: str  # `read` or `write`.
+    requests: float  # Rows of the table `ops` per iteration: one per subgroup and submission.
+    bytes: float  # Bytes per iteration.
+    gradient_bytes: float  # Those of them that are gradients.
+    # Time per iteration in which at least one request was in flight, from submission to the end of the wait for it. The
+    # transfer itself may have been shorter.
     in_flight_ms: float
+    # Time per iteration in which the job waited for requests of this direction; None where waits were not recorded.
     wait_ms: float | None
-    hidden_share: float | None
+    hidden_share: float | None  # Share of `in_flight_ms` in which the job did not wait.
 
 
 def storage_use(trace: Trace, ranks: Sequence[int] | None = None) -> list[StorageUse]:

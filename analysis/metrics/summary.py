@@ -10,26 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.metrics.activity.busy_time import busy_time
 from ebbtide.analysis.metrics.devices import (
     capacity_bytes,
     free_pool,
+    memory_timeline,
     peak_pool,
     pool_peaks,
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
-from ebbtide.analysis.metrics.iteration_table import IterationTable
-from ebbtide.analysis.metrics.iterations import median_ms, part_counts, slowest_times, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
+from ebbtide.analysis.metrics.iterations import IterationTable, median_ms, part_counts, slowest_times, steady_iterations
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, traffic
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, on_demand_remarks, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range
-from ebbtide.analysis.metrics.ranks.comparison import rank_differences
-from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, RankDifferences
+from ebbtide.analysis.metrics.ranks.comparison import NOT_COMPARED, RankDifferences, rank_differences
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
-from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.analysis.timeseries.step_functions import Floats, union_length
+from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.agent.without_gradients import NAME as WITHOUT_GRADIENTS
 from ebbtide.profiler.trace import Trace
@@ -39,31 +38,78 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Totals:
+    """Figures of a whole trace, its warm-up included; None for figures that were not recorded."""
+
+    span_ms: float | None  # From its first to its last record.
+    h2d_bytes: int | None  # Bytes moved to the device, summed over ranks, from copies or else from sampled counters.
+    d2h_bytes: int | None  # Bytes moved to the host.
+    min_free_bytes: int | None  # Least free memory of any rank (capacity - `Summary.free_pool`).
+    compute_ms: float | None  # Time in which compute kernels run, summed over ranks.
+    communication_ms: float | None  # Time in which collectives run, summed over ranks.
+    copy_ms: float | None  # Time in which copies run, summed over ranks with recorded kernels.
+    # Time between the first and the last activity of a GPU in which nothing runs on it, summed over ranks.
+    idle_ms: float | None
+
+
+def whole_trace(trace: Trace) -> Totals:
+    """Sum the figures of a trace."""
+    span = trace.span_ns()
+    busy = [times for rank in trace.ranks if (times := busy_time(trace, rank)) is not None]
+    idle = [length(times.recorded) - length(times.all) for times in busy]
+    return Totals(
+        span_ms=None if span is None else (span[1] - span[0]) / 1e6,
+        h2d_bytes=_moved_bytes(trace, "h2d"),
+        d2h_bytes=_moved_bytes(trace, "d2h"),
+        min_free_bytes=_min_free(trace),
+        compute_ms=_sum_ms([length(times.compute) for times in busy]),
+        communication_ms=_sum_ms([length(times.communication) for times in busy]),
+        copy_ms=_sum_ms([length(times.copy) for times in busy]),
+        idle_ms=_sum_ms(idle),
+    )
+
+
+def _moved_bytes(trace: Trace, direction: str) -> int | None:
+    sizes = []
+    for rank in trace.ranks:
+        moved, span = traffic(trace, rank, direction), trace.span_ns(rank)
+        if moved is None or span is None:
+            continue
+        starts, ends = (np.array([moment], np.int64) for moment in span)
+        size = float(moved.total(ends)[0] - moved.total(starts)[0])
+        sizes += [] if np.isnan(size) else [size]
+    return round(sum(sizes)) if sizes else None
+
+
+def _sum_ms(lengths_ns: list[int]) -> float | None:
+    return sum(lengths_ns) / 1e6 if lengths_ns else None
+
+
+def _min_free(trace: Trace) -> int | None:
+    pool, sizes = free_pool(trace), []
+    for rank in trace.ranks:
+        _, used = memory_timeline(trace, rank, pool or "")
+        capacity = capacity_bytes(trace, rank)
+        if len(used) and capacity is not None:
+            sizes.append(capacity - int(used.max()))
+    return max(min(sizes), 0) if sizes else None
+
+
+@dataclass(frozen=True)
 class PhaseSummary:
-    """One phase over the steady iterations; None for figures that were not recorded.
+    """One phase over the steady iterations; None for figures that were not recorded."""
 
-    Attributes:
-        phase: The phase, or `other`.
-        count: How often it ran, each micro-step once.
-        median_ms: Median of its time per iteration, on the slowest rank.
-        p95_ms: 95th percentile of the same, with linear interpolation.
-        peak_bytes: Peak of `MemorySummary.pool`, median over iterations and ranks.
-        min_free_bytes: Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
-        h2d_bytes: Bytes moved to the device per iteration, median over iterations and ranks.
-        d2h_bytes: Bytes moved to the host per iteration, median over iterations and ranks.
-        share: `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
-        low_ms, high_ms: Of a predicted trace, `median_ms` under fast and under slow assumptions.
-    """
-
-    phase: str
-    count: int
-    median_ms: float | None
-    p95_ms: float | None
-    peak_bytes: int | None
-    min_free_bytes: int | None
-    h2d_bytes: int | None
-    d2h_bytes: int | None
+    phase: str  # The phase, or `other`.
+    count: int  # How often it ran, each micro-step once.
+    median_ms: float | None  # Median of its time per iteration, on the slowest rank.
+    p95_ms: float | None  # 95th percentile of the same, with linear interpolation.
+    peak_bytes: int | None  # Peak of `MemorySummary.pool`, median over iterations and ranks.
+    min_free_bytes: int | None  # Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
+    h2d_bytes: int | None  # Bytes moved to the device per iteration, median over iterations and ranks.
+    d2h_bytes: int | None  # Bytes moved to the host per iteration, median over iterations and ranks.
+    # `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
     share: float | None
+    # `low_ms`, `high_ms`: of a predicted trace, `median_ms` under fast and under slow assumptions.
     low_ms: float | None = None
     high_ms: float | None = None
 
@@ -75,34 +121,21 @@ class PhaseSummary:
 
 @dataclass(frozen=True)
 class TransferSummary:
-    """All copies of one direction in the trace, on all ranks; None where copies were not recorded.
+    """All copies of one direction in the trace, on all ranks; None where copies were not recorded."""
 
-    Attributes:
-        count: Number of copies.
-        bytes: Bytes of all copies; None if no copy has a size.
-        busy_ms: Time in which copies ran, summed over ranks.
-    """
-
-    count: int | None
-    bytes: int | None
-    busy_ms: float | None
+    count: int | None  # Number of copies.
+    bytes: int | None  # Bytes of all copies; None if no copy has a size.
+    busy_ms: float | None  # Time in which copies ran, summed over ranks.
 
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """Peaks over the whole trace, of the rank with the largest.
+    """Peaks over the whole trace, of the rank with the largest."""
 
-    Attributes:
-        capacity_bytes: Memory of the first rank's device.
-        peak_bytes: Peak of `pool`.
-        pool: The pool whose peak is reported: `device` where recorded, else `allocated`, else `heap`.
-        pools: Peak of each recorded pool, bytes.
-    """
-
-    capacity_bytes: int | None
-    peak_bytes: int | None
-    pool: str | None
-    pools: dict[str, int]
+    capacity_bytes: int | None  # Memory of the first rank's device.
+    peak_bytes: int | None  # Peak of `pool`.
+    pool: str | None  # The pool whose peak is reported: `device` where recorded, else `allocated`, else `heap`.
+    pools: dict[str, int]  # Peak of each recorded pool, bytes.
 
 
 @dataclass(frozen=True, repr=False)
@@ -249,7 +282,7 @@ def _summarize(trace: Trace) -> Summary:
 def _without_gradients(trace: Trace) -> float | None:
     if not any(WITHOUT_GRADIENTS in trace.labels(rank, "ops", "name") for rank in trace.ranks):
         return None
-    from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms  # imports pandas
+    from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms  # imports pandas
 
     return without_gradients_ms(trace)
 
@@ -340,15 +373,12 @@ def _remarks(trace: Trace) -> list[str]:
             shown = f"{len(copied_iterations(trace, rank))} of {len(numbers)}"
             remarks.append(f"rank {rank}: copies were recorded in {shown} iterations; the others count as not known")
     is_real = trace.meta.source not in ("simulated", "predicted")
-    if _has_gpu(trace) and is_real and not any(len(trace.columns(rank, "gpu")) for rank in trace.ranks):
+    has_gpu = any(device.kind == "cuda" for entry in trace.meta.ranks for device in entry.devices)
+    if has_gpu and is_real and not any(len(trace.columns(rank, "gpu")) for rank in trace.ranks):
         remarks.append(NO_GPU_STATE)
     if trace.meta.state == "recording":
         remarks.append("this trace is not finished: its recording was cut off or is still running")
     return remarks
-
-
-def _has_gpu(trace: Trace) -> bool:
-    return any(device.kind == "cuda" for entry in trace.meta.ranks for device in entry.devices)
 
 
 def _median_bytes(values: Floats) -> int | None:

@@ -20,7 +20,6 @@ def line_properties(style: LineStyle, width_factor: float = 1.0) -> dict[str, An
 
 
 def box_properties(style: BoxStyle) -> dict[str, Any]:
-    """Return the properties of a box."""
     return {"fc": COLORS[style.fill].light, "ec": COLORS[style.edge].light, "lw": style.edge_width}
 
 

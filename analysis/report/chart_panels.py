@@ -9,12 +9,10 @@ import numpy as np
 
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.timeline.activity import activity_lanes
-from ebbtide.analysis.timeline.axis import TimeAxis
+from ebbtide.analysis.timeline.axis import SCREEN_STEPS, Resolution, TimeAxis
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
-from ebbtide.analysis.timeline.panels import Scale, TimelineLine, TimelinePanel, value_scale
-from ebbtide.analysis.timeline.reduction import SCREEN_STEPS, Resolution
-from ebbtide.analysis.timeline.stack import TimelineStack
+from ebbtide.analysis.timeline.panels import Scale, TimelineLine, TimelinePanel, TimelineStack, value_scale
 from ebbtide.analysis.timeline.styles import HOST_MEMORY_DASHES, AreaStyle, LineStyle
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.profiler.trace import Trace
@@ -128,7 +126,6 @@ class ChartPanel:
 
     @property
     def unit(self) -> str:
-        """Unit of the values."""
         return self.scale.unit
 
     @property

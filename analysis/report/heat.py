@@ -42,21 +42,15 @@ class RankLabel:
 
 @dataclass(frozen=True)
 class HeatSection:
-    """Heat maps of all ranks.
+    """Heat maps of all ranks."""
 
-    Attributes:
-        pictures: A picture per part of the iteration.
-        keys: (colour, text) of each level.
-        labels: Ranks that differ, as far as there is room.
-        first_rank, last_rank: Ranks of the first and the last row.
-        first_iteration, last_iteration: Iterations of the first and the last column.
-    """
-
-    pictures: list[HeatPicture]
-    keys: list[tuple[str, str]]
-    labels: list[RankLabel]
+    pictures: list[HeatPicture]  # A picture per part of the iteration.
+    keys: list[tuple[str, str]]  # (colour, text) of each level.
+    labels: list[RankLabel]  # Ranks that differ, as far as there is room.
+    # `first_rank`, `last_rank`: ranks of the first and the last row.
     first_rank: int
     last_rank: int
+    # `first_iteration`, `last_iteration`: iterations of the first and the last column.
     first_iteration: int
     last_iteration: int
 

@@ -39,7 +39,6 @@ class JobDescription(NamedTuple):
 
 
 def describe_job(trace: Trace) -> JobDescription:
-    """Describe the job of a trace."""
     meta = trace.meta
     first = meta.ranks[0] if meta.ranks else RankInfo(rank=0)
     lines = [

@@ -17,13 +17,12 @@ from markupsafe import Markup, escape
 from ebbtide.analysis.findings import Findings
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, no_iterations
-from ebbtide.analysis.metrics.ranks.selection import ShownRank, shown_ranks
 from ebbtide.analysis.metrics.summary import Summary
-from ebbtide.analysis.report.glyphs import color_styles
 from ebbtide.analysis.report.heat import HeatSection, heat_section
 from ebbtide.analysis.report.job_description import JobDescription, describe_job
 from ebbtide.analysis.report.key_figures import KeyFigure, key_figures
-from ebbtide.analysis.report.rank import RankView, rank_view
+from ebbtide.analysis.report.rank import RankView, ShownRank, rank_view, shown_ranks
+from ebbtide.analysis.report.timeline import color_styles
 from ebbtide.analysis.report.timeline_content import DetailLimits
 from ebbtide.analysis.tables.ranks import differences_table, rank_table
 from ebbtide.analysis.tables.summary import gpu_table, phase_table
@@ -90,11 +89,7 @@ class Page:
 
 
 def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence[int] = ()) -> Page:
-    """Collect the content of a trace's page; for `ranks` see `shown_ranks`.
-
-    Raises:
-        TraceError: The trace has no such rank.
-    """
+    """Collect the content of a trace's page; for `ranks` see `shown_ranks`, also for what it raises."""
     metrics = JobMetrics(trace)
     shown = shown_ranks(trace, ranks)
     summary = metrics.summary()
@@ -154,12 +149,8 @@ def _missing(trace: Trace, summary: Summary) -> list[str]:
 def write_report(
     trace: Trace, findings: Findings, output: Path, min_bytes: int, ranks: Sequence[int] = (), force: bool = False
 ) -> None:
-    """Write the page of a trace, complete or not at all; for `ranks` see `shown_ranks`.
-
-    Raises:
-        UserError: The output exists (without `force`) or cannot be written.
-        TraceError: The trace has no such rank.
-    """
+    """Write the page of a trace, complete or not at all; for `ranks` see `shown_ranks`. Raises UserError where the
+    output exists (without `force`) or cannot be written."""
     with new_output(output, force, Path.is_file, "a file") as new:
         new.write_text(render_page(build_page(trace, findings, min_bytes, ranks)), encoding="utf-8")
 
@@ -178,7 +169,8 @@ def render_page(content: Page) -> str:
     environment.filters |= {"ms": ms_text, "code": _code, "sentence": _sentence}
     scripts = [_source(environment, name) for name in _SCRIPTS]
     if any(view.timeline for view in content.ranks):
-        scripts = [*_bokeh(), *scripts]
+        # bokeh.min.js alone, without widgets, tables and fonts.
+        scripts = [*Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw, *scripts]
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {' '.join(map(_hash, scripts))}"
     template = environment.get_template("page.html.j2")
     styles = color_styles() + _source(environment, "page.css")
@@ -194,11 +186,6 @@ def _sentence(text: str) -> Markup:
     """Return text with a capital if it begins with a word; a command, a file or h2d is not changed."""
     word = text.split(" ")[0].rstrip(",:;")
     return _code(text[:1].upper() + text[1:] if word.isalpha() and word != "ebbtide" else text)
-
-
-def _bokeh() -> list[str]:
-    """Return bokeh.min.js alone, without widgets, tables and fonts."""
-    return list(Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw)
 
 
 def _source(environment: Environment, name: str) -> str:

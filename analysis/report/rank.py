@@ -1,19 +1,20 @@
-"""Collects what the page shows of one rank: timeline, windows, sub-steps, iterations, link."""
+"""Collects what the page shows of one rank, and draws the call stacks that hold memory as an icicle graph in SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from html import escape
+from typing import Any, NamedTuple
 
-from ebbtide.analysis.metrics.holders.holders import Holders
-from ebbtide.analysis.metrics.holders.stack_tree import stack_tree
+from ebbtide.analysis.metrics.holders.categories import CATEGORIES
+from ebbtide.analysis.metrics.holders.holders import Holders, StackNode, stack_tree
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import LinkUse
-from ebbtide.analysis.metrics.ranks.selection import ShownRank
+from ebbtide.analysis.metrics.ranks.comparison import rank_differences
+from ebbtide.analysis.metrics.ranks.rank_series import phase_series
 from ebbtide.analysis.report.chart_panels import ChartLanes, ChartPanel
-from ebbtide.analysis.report.stack_graph import stack_graph
 from ebbtide.analysis.report.timeline import timeline_json
 from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_content
 from ebbtide.analysis.tables import link as link_tables
@@ -23,6 +24,9 @@ from ebbtide.analysis.tables.memory import category_table
 from ebbtide.analysis.tables.substeps import step_table, subgroup_table
 from ebbtide.analysis.tables.table import Table
 from ebbtide.analysis.tables.windows import longest_table, recurring_table, windows_note
+from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text
 
 _MAX_SUBGROUP_ROWS = 60
 
@@ -112,3 +116,84 @@ def _holders(holders: Holders | None) -> Table | None:
 
 def _with_rows(*tables: Table) -> list[Table]:
     return [table for table in tables if table]
+
+
+_WIDTH, _ROW_HEIGHT = 1000, 18
+# Narrower nodes are left out: they could not be seen, and a page would have thousands.
+_MIN_WIDTH = 2.0
+_CHAR_WIDTH = 6.2
+_MAX_DEPTH = 60
+
+
+def stack_graph(root: StackNode) -> str:
+    """Return the graph: the root on top, below each frame what it called, as wide as its bytes."""
+    rectangles: list[str] = []
+    depth = _draw(root, 0.0, 0, "root", root.bytes, rectangles)
+    height = (depth + 1) * _ROW_HEIGHT
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="Call stacks that hold {bytes_text(root.bytes)}">{"".join(rectangles)}</svg>'
+    )
+
+
+def _draw(node: StackNode, left: float, depth: int, category: str, total: int, rectangles: list[str]) -> int:
+    """Add the rectangles of a node and of those below it; return the depth of the deepest."""
+    width = _WIDTH * node.bytes / total
+    chars = int((width - 4) / _CHAR_WIDTH)
+    label = node.label if len(node.label) <= chars else node.label[: chars - 1] + "…" if chars > 3 else ""
+    tooltip = f"{node.label}: {bytes_text(node.bytes)} ({node.bytes / total:.1%})"
+    top = depth * _ROW_HEIGHT
+    rectangles.append(
+        f'<g class="{category}"><title>{escape(tooltip)}</title>'
+        f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_ROW_HEIGHT - 1}"/>'
+        f'<text x="{left + 3:.2f}" y="{top + 13}">{escape(label)}</text></g>'
+    )
+    deepest = depth
+    for child in node.largest_first() if depth < _MAX_DEPTH else ():
+        if _WIDTH * child.bytes / total < _MIN_WIDTH:
+            break
+        own = (child.label if child.label in CATEGORIES else "unknown") if depth == 0 else category
+        deepest = max(deepest, _draw(child, left, depth + 1, own, total, rectangles))
+        left += _WIDTH * child.bytes / total
+    return deepest
+
+
+# All ranks of a job with at most so many are shown.
+MAX_RANKS = 8
+# Of a larger job: so many ranks that differ, each with another cause, beside the slowest, median and fastest one.
+_MAX_DIFFERING = 3
+
+
+class ShownRank(NamedTuple):
+    """A rank that is shown in detail, and why; empty where all ranks are shown."""
+
+    rank: int
+    reason: str
+
+
+def shown_ranks(trace: Trace, asked: Sequence[int] = ()) -> list[ShownRank]:
+    """Return the ranks to show in detail. Raises TraceError where the trace does not have one that is asked for.
+
+    Of a job with up to 8 ranks these are the ranks asked for, or all. Of a larger one: the ranks asked for; the
+    slowest, the median and the fastest one, by the time of all phases; and ranks that differ from the others, one of
+    each cause.
+    """
+    for rank in asked:
+        trace.rank(rank)
+    if len(trace.ranks) <= MAX_RANKS:
+        return [ShownRank(rank, "") for rank in dict.fromkeys(asked or trace.ranks)]
+    reasons: dict[int, list[str]] = {rank: ["asked for"] for rank in asked}
+    medians = {rank: median_or_none(phase_series(trace, rank).columns["phases_ms"]) for rank in trace.ranks}
+    by_time = [rank for _, rank in sorted((ms, rank) for rank, ms in medians.items() if ms is not None)]
+    if by_time:
+        chosen = {"slowest": by_time[-1], "median": by_time[len(by_time) // 2], "fastest": by_time[0]}
+        for reason, rank in chosen.items():
+            reasons.setdefault(rank, []).append(reason)
+    causes: dict[str, int] = {}
+    for difference in rank_differences(trace).differences:
+        causes.setdefault(difference.cause, difference.ranks[0])
+    for cause, rank in list(causes.items())[:_MAX_DIFFERING]:
+        reasons.setdefault(rank, []).append(cause)
+    return [ShownRank(rank, ", ".join(texts)) for rank, texts in reasons.items()] or [
+        ShownRank(rank, "") for rank in trace.ranks[:MAX_RANKS]
+    ]

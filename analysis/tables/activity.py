@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from ebbtide.analysis.metrics.activity.activity import GpuActivity
-from ebbtide.analysis.metrics.activity.idle_causes import CAUSE_TEXTS
+from ebbtide.analysis.metrics.activity.phase_activity import CAUSE_TEXTS
 from ebbtide.analysis.tables.table import Table, View, ms, number, share, text, us
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text

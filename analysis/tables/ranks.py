@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.analysis.metrics.devices import first_device, peak_pool, pool_peaks
 from ebbtide.analysis.metrics.missing import no_iterations
-from ebbtide.analysis.metrics.ranks.differences import RankDifferences, ranks_text
+from ebbtide.analysis.metrics.ranks.comparison import RankDifferences, ranks_text
 from ebbtide.analysis.tables.table import Table, View, free_note, ms, number, rate, size, text
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace

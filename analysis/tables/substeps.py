@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.analysis.metrics.missing import NO_SUB_STEPS
-from ebbtide.analysis.metrics.substeps.aggregate import SubStep
-from ebbtide.analysis.metrics.substeps.breakdown import SubSteps
+from ebbtide.analysis.metrics.substeps.breakdown import SubStep, SubSteps
 from ebbtide.analysis.tables.summary import storage_table
 from ebbtide.analysis.tables.table import Column, Table, View, ms, number, rate, share, size, text
 from ebbtide.profiler.trace import Trace

@@ -9,8 +9,7 @@ from ebbtide.analysis.metrics.devices import capacity_name
 from ebbtide.analysis.metrics.gpu_state import GpuFigure
 from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.metrics.storage import StorageUse
-from ebbtide.analysis.metrics.summary import PhaseSummary, Summary
-from ebbtide.analysis.metrics.totals import Totals
+from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, Totals
 from ebbtide.analysis.tables.ranks import differences_table
 from ebbtide.analysis.tables.table import Gain, Table, View, free_note, ms, number, share, size, text
 from ebbtide.profiler.trace import Trace

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
-from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
-from ebbtide.analysis.timeline.axis import TimeAxis
-from ebbtide.analysis.timeline.reduction import Resolution
-from ebbtide.analysis.timeline.stack import StackLayer, TimelineStack
+from ebbtide.analysis.metrics.activity.phase_activity import time_without_compute
+from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
+from ebbtide.analysis.timeline.panels import StackLayer, TimelineStack
 from ebbtide.analysis.timeline.styles import ACTIVITY_STYLES
-from ebbtide.analysis.timeseries.intervals import Union, difference, overlap_ns
-from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.analysis.timeseries.step_functions import Ints, Union, difference, overlap_ns
 from ebbtide.profiler.trace import Trace
 
 # Causes of idle time from the bottom of their lane, with the names of their areas.

@@ -9,12 +9,10 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.metrics.recurring_windows import phase_table, recurring_segments
 from ebbtide.analysis.metrics.substeps.operations import STORAGE, named_ops, run_in_sequence
-from ebbtide.analysis.metrics.windows import Window
+from ebbtide.analysis.metrics.windows import Window, phase_table, recurring_segments
 from ebbtide.analysis.timeline.axis import TimeAxis
-from ebbtide.analysis.timeseries.step_functions import Ints
-from ebbtide.analysis.timeseries.thresholds import FreeTimeline
+from ebbtide.analysis.timeseries.step_functions import FreeTimeline, Ints
 from ebbtide.profiler.trace import Trace
 
 _RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h")

@@ -7,9 +7,8 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import link_peak, main_device
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, copies, of_copies, traffic
-from ebbtide.analysis.timeline.axis import TimeAxis
+from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
 from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel
-from ebbtide.analysis.timeline.reduction import Resolution
 from ebbtide.analysis.timeline.styles import HOST_MEMORY_DASHES, SOLID, UNKNOWN_HOST_MEMORY, Dash, link_style
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.profiler.trace import Trace

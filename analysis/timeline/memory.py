@@ -18,10 +18,8 @@ from ebbtide.analysis.metrics.devices import (
 )
 from ebbtide.analysis.metrics.holders.holders import memory_by_category, recorded_span
 from ebbtide.analysis.metrics.memory_spans import memory_with_gaps
-from ebbtide.analysis.timeline.axis import TimeAxis
-from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel
-from ebbtide.analysis.timeline.reduction import Resolution
-from ebbtide.analysis.timeline.stack import TimelineStack, stack_categories
+from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
+from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel, TimelineStack, stack_categories
 from ebbtide.analysis.timeline.styles import STACK_TOP, LineStyle, pool_styles
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, peak_between
 from ebbtide.profiler.trace import Trace
@@ -68,10 +66,8 @@ def free_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resol
 
 
 def host_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel | None:
-    """Return the panel of host memory, which has a scale of its own: on it the lines of the device would be flat.
-
-    None where no pool of the host was recorded, or the device is the CPU.
-    """
+    """Return the panel of host memory, which has a scale of its own: on it the lines of the device would be flat. None
+    where no pool of the host was recorded, or the device is the CPU."""
     host_pools = _host_pools(trace, rank)
     pools = [pool for pool in _pools(trace, rank) if pool in host_pools]
     lines = _lines(trace, rank, pools, axis, resolution)

@@ -1,8 +1,9 @@
-"""Exact step functions and rates over time: a sample holds from its time until the next one."""
+"""Exact step functions over time, in which a sample holds until the next one, and operations on unions of intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,17 +15,8 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
-    """Return the largest value of a step function in each interval [start, end], both ends included.
-
-    Args:
-        times: Times of the samples, ns, sorted. The function has no value before its first sample.
-        values: Value from each time until the next one.
-        starts: Start of each interval, ns.
-        ends: End of each interval, ns.
-
-    Returns:
-        A value per interval; NaN where the function has no value in it.
-    """
+    """Return the largest value of a step function in each interval [start, end], both ends included; NaN where it has
+    none: it has no value before its first sample. `times` are sorted."""
     peaks = np.full(len(starts), np.nan)
     if not len(times):
         return peaks
@@ -39,15 +31,10 @@ def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
 
 
 def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Floats]:
-    """Return the running total of amounts, each of which passes evenly between its start and end.
+    """Return a function from times (ns) to the total of amounts that has passed by each time; its differences are
+    exact.
 
-    Args:
-        starts: Start of each amount, ns. Amounts may overlap in time.
-        ends: End of each amount, ns.
-        amounts: The amounts, for example bytes.
-
-    Returns:
-        A function from times (ns) to the total that has passed by each time. Its differences are exact amounts.
+    Each amount passes evenly between its start and end. Amounts may overlap in time.
     """
     if not len(starts):
         return lambda times: np.zeros(len(times))
@@ -89,3 +76,104 @@ def union_length(starts: Ints, ends: Ints) -> int:
     """Return the length of the union of intervals, ns."""
     starts, ends = union(starts, ends)
     return int((ends - starts).sum())
+
+
+# (starts, ends), ns: disjoint and in order.
+Union = tuple[Ints, Ints]
+
+
+def length(intervals: Union) -> int:
+    """Return the total length of disjoint intervals, ns."""
+    starts, ends = intervals
+    return int((ends - starts).sum())
+
+
+def merged(*intervals: Union) -> Union:
+    """Return the union of several unions."""
+    starts, ends = (np.concatenate([part[side] for part in intervals]) for side in (0, 1))
+    return union(starts, ends)
+
+
+def overlapping(starts: Ints, ends: Ints, other: Union) -> tuple[Ints, Ints]:
+    """Return (position of the interval, position in the union) of each pair of an interval and one of a union that
+    share time, in the order of the intervals."""
+    first = np.searchsorted(other[1], starts, side="right")
+    counts = np.maximum(np.searchsorted(other[0], ends, side="left") - first, 0)
+    own = np.repeat(np.arange(len(starts)), counts)
+    return own, np.arange(len(own)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+
+
+def intersection(first: Union, second: Union) -> Union:
+    """Return the time that two unions share."""
+    own, other = overlapping(*first, second)
+    return np.maximum(first[0][own], second[0][other]), np.minimum(first[1][own], second[1][other])
+
+
+def difference(first: Union, second: Union) -> Union:
+    """Return the time of the first union that the second does not cover."""
+    limits = np.iinfo(np.int64)
+    starts, ends = second
+    return intersection(first, (np.append(limits.min, ends), np.append(starts, limits.max)))
+
+
+def covered_until(intervals: Union) -> Callable[[Ints], Ints]:
+    """Return a function from times to the ns inside of a union by then."""
+    starts, ends = intervals
+    before = np.append(0, np.cumsum(ends - starts))
+
+    def covered(times: Ints) -> Ints:
+        count = np.searchsorted(starts, times, side="right")
+        last = np.maximum(count - 1, 0)
+        inside = np.minimum(times, ends[last]) - starts[last] if len(starts) else times * 0
+        return np.where(count > 0, before[last] + inside, 0)
+
+    return covered
+
+
+def overlap_ns(starts: Ints, ends: Ints, intervals: Union) -> Ints:
+    """Return how much of each interval [start, end), ns, a union covers."""
+    covered = covered_until(intervals)
+    return covered(ends) - covered(starts)
+
+
+def union_length_by_group(groups: Ints, starts: Ints, ends: Ints, count: int) -> Ints:
+    """Return the length of the union of the intervals of each of `count` groups, ns. `groups`: the number of the group
+    of each interval."""
+    if not len(starts):
+        return np.zeros(count, np.int64)
+    begin, span = int(starts.min()), int(ends.max()) - int(starts.min()) + 1
+    # Groups one after the other on one axis, so that intervals of different groups do not meet.
+    shift = groups * span - begin
+    united_starts, united_ends = union(starts + shift, ends + shift)
+    lengths = np.zeros(count, np.int64)
+    np.add.at(lengths, united_starts // span, united_ends - united_starts)
+    return lengths
+
+
+@dataclass(frozen=True)
+class FreeTimeline:
+    """Free memory as a step function, which has no value before its first sample."""
+
+    times: Ints  # Times of the samples, ns, sorted.
+    free: Ints  # Free bytes from each time until the next one.
+
+    def between(self, start: int, end: int) -> tuple[Ints, Ints]:
+        """Return (times at which each value begins, values) of the timeline in [start, end). The first time is `start`,
+        or the first sample where that is later. Of several samples at one time the last one counts."""
+        first = max(int(np.searchsorted(self.times, start, side="right")) - 1, 0)
+        after = int(np.searchsorted(self.times, end, side="left"))
+        times = np.maximum(self.times[first:after], start)
+        last = np.append(np.diff(times) > 0, True) if len(times) else np.empty(0, bool)
+        return times[last], self.free[first:after][last]
+
+
+def intervals_at_least(
+    times: Ints | Floats, values: Ints, end: float, threshold: int
+) -> Iterator[tuple[float, float, int]]:
+    """Yield (start, end, smallest value) of each maximal interval in which a step function reaches the threshold. Each
+    value begins at one of the increasing `times`; the last one holds until `end`."""
+    edges = np.diff(np.concatenate([[0], (values >= threshold).astype(np.int8), [0]]))
+    bounds = np.append(times, end)
+    for first, after in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+        if bounds[after] > bounds[first]:
+            yield bounds[first], bounds[after], int(values[first:after].min())

@@ -92,23 +92,19 @@ def output_option(metavar: str, default: str | bool = True) -> Any:
 
 
 def machine_option(default: str) -> Any:
-    """Return the option for machines."""
     text = "Machine file, or name of a preset (ebbtide machines); M@SPEC is its GPU in another host."
     return typer.Option("--machine", metavar="M", help=text, show_default=default)
 
 
 def jobs_option(default: str) -> Any:
-    """Return the option for the number of processes."""
     return typer.Option("--jobs", metavar="N", help="Number of processes.", parser=count, show_default=default)
 
 
 def rank_option(default: str) -> Any:
-    """Return the option for a rank."""
     return typer.Option("--rank", help="Rank to show.", parser=count, metavar="N", show_default=default)
 
 
 def policy_option(default: str) -> Any:
-    """Return the option for policies."""
     text = "Offload policy, e.g. twin-flow:0.4. Repeatable."
     return typer.Option("--policy", metavar="P", help=text, show_default=default)
 

@@ -67,7 +67,6 @@ def print_view(view: View) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table as text."""
     from ebbtide.analysis.tables.text import table_lines
 
     echo(styled(table.title, bold=True))

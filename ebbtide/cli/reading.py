@@ -39,9 +39,7 @@ def show_result(
     of_rank: int | None = None,
 ) -> None:
     """Print a result of a trace; below figures the command to go on with, `follow_up`, with {} for the trace.
-
-    `of_rank`: the one rank that it is of, where the user asked for none.
-    """
+    `of_rank`: the one rank that it is of, where the user asked for none."""
     from ebbtide.analysis.tables.table import Gain, Table
 
     if as_json:

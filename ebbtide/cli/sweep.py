@@ -134,13 +134,14 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinishe
         unfinished: The path that the file of finished rows is next to.
     """
     from ebbtide.errors import UserError
-    from ebbtide.interleave.experiments.sweep.best import write_rows
-    from ebbtide.interleave.experiments.sweep.picture import check_panels, draw_sweep
+    from ebbtide.interleave.experiments.sweep.best import Grid, write_rows
+    from ebbtide.interleave.experiments.sweep.picture import draw_sweep
     from ebbtide.interleave.experiments.sweep.task import Journal, compute_rows, journal_path, scenario_columns
     from ebbtide.output_files import new_output
 
     if outputs.plot is not None:
-        check_panels([scenario_columns(task) for task in tasks])
+        # Raises UserError for more panels or policies than anybody can read.
+        Grid.of([scenario_columns(task) for task in tasks])
     with Journal(journal_path(unfinished)) as journal:
         with sweep_progress(outputs.table is not None) as progress:
             rows = compute_rows(tasks, journal, runner, progress)

@@ -197,7 +197,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         commit = {
             "storage": self._runner.commit(),
             "steps": [int(self.optimizer.state[master]["step"]) for master in self._masters],
-            "param_groups": [_hyperparameters(group) for group in self.optimizer.param_groups],
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+            ],
             "loss_scaler": dict(self.loss_scaler.__dict__),
         }
         if self._cpu_adam is not None:
@@ -320,7 +322,3 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self.persistent_parameters = []
         super()._post_step(timer_names)
         self.persistent_parameters = persistent
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

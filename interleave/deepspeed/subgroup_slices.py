@@ -192,11 +192,8 @@ class HeldMasters:
 
 
 class StoredMasters:
-    """Masters and moments without elements, which have host memory only from `show` to `write_back`.
-
-    Args:
-        sizes: Elements of each master while it is shown.
-    """
+    """Masters and moments without elements, which have host memory only from `show` to `write_back`; `sizes`: their
+    elements then."""
 
     # The engine has its own.
     slice_buffers = None

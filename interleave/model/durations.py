@@ -127,7 +127,6 @@ class Durations:
         self._operation_s = machine.operation_s or 0.0
 
     def seconds(self, op: Op) -> float:
-        """Return the duration of an operation, s."""
         if op.kind == "clip":
             return self._norm_s
         if op.kind == "update":

@@ -42,41 +42,28 @@ _NAMES = ("none", "forward", "backward", "both")
 
 
 class Op(NamedTuple):
-    """One operation on one subgroup.
-
-    Attributes:
-        subgroup: Index of the subgroup, -1 for an operation on all of them.
-        nbytes: Bytes moved; 0 for updates and casts.
-        point: The earliest point of the iteration at which it may start (see `UPDATE`).
-        after: Indices of the operations that must have ended.
-        pageable: Whether the host memory of a copy is pageable rather than pinned.
-        blocking: Whether forward and backward stop until it has ended.
-        acquire: Bytes of device memory allocated when it starts.
-        release: Bytes of device memory freed when it ends.
-        due: The point of the next iteration at which compute waits until it has ended; None: it ends with the update of
-            its own iteration. Operations with a point are called late.
-        speculative: Whether an update on the CPU runs before clipping has said that it is valid, and writes beside the
-            old state (or over it, see `Plan.rolls_back`).
-        path: Of a read or write: the path of the storage (see `Machine.storage`).
-        buffer: Of a read or write: the buffer in host memory, by its index in `Plan.storage_buffers`. A subgroup has it
-            from the start of its read until the end of its write. -1: a write of a gradient (see `STATE_ONLY` of the
-            departures).
-    """
+    """One operation on one subgroup."""
 
     kind: OpKind
     resource: Resource
-    subgroup: int
+    subgroup: int  # Index of the subgroup, -1 for an operation on all of them.
     params: int
-    nbytes: float
-    point: float
-    after: tuple[int, ...] = ()
-    pageable: bool = False
-    blocking: bool = False
-    acquire: float = 0.0
-    release: float = 0.0
+    nbytes: float  # Bytes moved; 0 for updates and casts.
+    point: float  # The earliest point of the iteration at which it may start (see `UPDATE`).
+    after: tuple[int, ...] = ()  # Indices of the operations that must have ended.
+    pageable: bool = False  # Whether the host memory of a copy is pageable rather than pinned.
+    blocking: bool = False  # Whether forward and backward stop until it has ended.
+    acquire: float = 0.0  # Bytes of device memory allocated when it starts.
+    release: float = 0.0  # Bytes of device memory freed when it ends.
+    # The point of the next iteration at which compute waits until it has ended; None: it ends with the update of its
+    # own iteration. Operations with a point are called late.
     due: float | None = None
+    # Whether an update on the CPU runs before clipping has said that it is valid, and writes beside the old state (or
+    # over it, see `Plan.rolls_back`).
     speculative: bool = False
-    path: int = 0
+    path: int = 0  # Of a read or write: the path of the storage (see `Machine.storage`).
+    # Of a read or write: the buffer in host memory, by its index in `Plan.storage_buffers`. A subgroup has it from the
+    # start of its read until the end of its write. -1: a write of a gradient (see `STATE_ONLY` of the departures).
     buffer: int = -1
 
     @property
@@ -86,10 +73,8 @@ class Op(NamedTuple):
 
 
 def uses_state_on_host(op: Op, casts_on_gpu: Collection[int]) -> bool:
-    """Return whether an operation reads or writes the state of its subgroup in host memory.
-
-    `casts_on_gpu` are subgroups whose masters are uploaded and converted on the GPU.
-    """
+    """Return whether an operation reads or writes the state of its subgroup in host memory. `casts_on_gpu` are
+    subgroups whose masters are uploaded and converted on the GPU."""
     if op.kind == "upload":
         return op.subgroup in casts_on_gpu
     return op.kind in ("fetch", "flush") or (op.kind in ("update", "cast") and op.resource == "cpu")
@@ -156,13 +141,10 @@ STATE_ONLY: Final = "storage has state only"
 
 
 class Departures(NamedTuple):
-    """The rules that a plan does not follow.
-
-    Attributes:
-        consequence: How the results differ from those of a plan that follows them, for people; empty if they do not.
-    """
+    """The rules that a plan does not follow."""
 
     rules: frozenset[Rule] = frozenset()
+    # How the results differ from those of a plan that follows them, for people; empty if they do not.
     consequence: str = ""
 
 
@@ -170,14 +152,10 @@ NO_DEPARTURES: Final = Departures()
 
 
 class Overlap(NamedTuple):
-    """Phases that updates may run in, beside the step.
+    """Phases that updates may run in, beside the step."""
 
-    Attributes:
-        forward: Whether updates may end in the next forward, as far as it does not need the parameters yet.
-        backward: Whether updates on the CPU may run in the backward before it is known whether they are valid.
-    """
-
-    forward: bool = False
+    forward: bool = False  # Whether updates may end in the next forward, as far as it does not need the parameters yet.
+    # Whether updates on the CPU may run in the backward before it is known whether they are valid.
     backward: bool = False
 
     @property

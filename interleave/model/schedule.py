@@ -16,19 +16,12 @@ from ebbtide.machines.machine import Machine
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """Bytes of one iteration, counted where they are allocated and moved, and not taken from the plan.
+    """Bytes of one iteration, counted where they are allocated and moved, and not taken from the plan."""
 
-    Attributes:
-        device: Device memory that state and its buffers hold at the end of the iteration.
-        host: Host memory that state, its buffers and those of copies hold then.
-        storage_read: Bytes read from storage.
-        storage_written: Bytes written to storage.
-    """
-
-    device: int
-    host: int
-    storage_read: int
-    storage_written: int
+    device: int  # Device memory that state and its buffers hold at the end of the iteration.
+    host: int  # Host memory that state, its buffers and those of copies hold then.
+    storage_read: int  # Bytes read from storage.
+    storage_written: int  # Bytes written to storage.
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,12 @@ _MIN_FREE_BYTES_PER_PARAM = 1e-5
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bounds in seconds.
+    """Lower bounds in seconds."""
 
-    Attributes:
-        update_s: The update, if state moves within the update only.
-        iteration_s: The iteration, if state may move in any phase.
-        exposed_whole_s: The same for plans of whole subgroups.
-    """
-
-    update_s: float
-    iteration_s: float
+    update_s: float  # The update, if state moves within the update only.
+    iteration_s: float  # The iteration, if state may move in any phase.
     exposed_s: float
-    exposed_whole_s: float
+    exposed_whole_s: float  # The same for plans of whole subgroups.
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,6 @@ class BoundProgram(LinearProgram):
 
     The solver's tolerances are absolute, so all values are kept near 1: parameters are shares of all parameters,
     bytes are per parameter, times are in units of `time_unit_s`.
-
-    Attributes:
-        time_unit_s: The unit of time in seconds.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class BoundProgram(LinearProgram):
         self._workload = workload
         self._machine = machine
         self.intervals = intervals
-        self.time_unit_s = time_unit_s
+        self.time_unit_s = time_unit_s  # The unit of time in seconds.
         self._storage = storage_limits(workload, machine)
         on_storage = (*STORAGE_FLOWS, *HOST_STATES) if self._storage is not None else ()
         for index, interval in enumerate(intervals):
@@ -90,6 +87,10 @@ class BoundProgram(LinearProgram):
             self._limit_speculation()
         self._update_once()
         self._balance_totals()
+        self._complete()
+
+    def _complete(self) -> None:
+        """Add the rows of a kind of plans, after those that all plans satisfy."""
 
     def state_before(self, index: int) -> int:
         """Return the variable of the state on the device before an interval."""
@@ -126,13 +127,11 @@ class BoundProgram(LinearProgram):
         return interval.phase in (OTHER, FORWARD) and (self._overlap.forward or self._storage is not None)
 
     def _limit_rate(self, terms: dict[int, float], index: int, rate: float, left: float = 1.0) -> None:
-        """Require that the terms take at most the interval's length at this rate.
+        """Require that the terms take at most the interval's length at this rate, of which the job's collectives leave
+        the share `left` while compute goes on. Waits have all of it.
 
         Terms are divided by the rate: the solver may neglect work that takes hardly any time, but not a rate that
         multiplies the length.
-
-        Args:
-            left: Share of the rate that the job's collectives leave while compute goes on. Waits have all of it.
         """
         times = {variable: factor / rate for variable, factor in terms.items()}
         interval = self.intervals[index]

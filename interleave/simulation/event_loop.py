@@ -22,10 +22,6 @@ class StorageChannels:
 
     Both channels of a path are slowed by one factor if together they exceed what the path moves, and all by the factor
     by which host memory slows everything.
-
-    Attributes:
-        next_end: When the next running task ends.
-        traffic: Bytes/s of host memory that the running tasks need if nothing but their path slows them.
     """
 
     def __init__(self, limits: Sequence[float], queues: Sequence[list[int]]) -> None:
@@ -40,8 +36,8 @@ class StorageChannels:
         self._speed = [1.0] * count
         self._demand = [0.0] * count
         self._path_share = [1.0] * len(limits)
-        self.next_end = INFINITE
-        self.traffic = 0.0
+        self.next_end = INFINITE  # When the next running task ends.
+        self.traffic = 0.0  # Bytes/s of host memory that the running tasks need if nothing but their path slows them.
 
     def start(self, now: float, alone_s: list[float], demand: list[float], starts: list[float]) -> bool:
         """Start ready tasks on idle channels, and return whether the traffic has changed."""
@@ -95,33 +91,24 @@ class StorageChannels:
 
 
 class TaskGraph:
-    """Tasks, each on one resource, and which of them wait for which.
-
-    Attributes:
-        resource: Resource of each task: one of `CPU`, `GPU`, `H2D`, `D2H`, `COMPUTE`, or from `STORAGE` on.
-        alone_s: Seconds of each task if nothing else runs.
-        demand: Host memory traffic of each task if nothing else runs, bytes/s.
-        pending: How many tasks each task waits for. Running the graph counts them down.
-        link_left: By task of `COMPUTE`: the shares of the link that are left while it goes on, to the device and to the
-            host.
-        stops_compute: Tasks of `GPU` during which tasks of `COMPUTE` stand still that take any time.
-        storage_limits: Limit of reads and writes together of each path of the storage, bytes/s.
-    """
+    """Tasks, each on one resource, and which of them wait for which."""
 
     def __init__(
         self, resource: list[int], alone_s: list[float], demand: list[float], storage_limits: Sequence[float] = ()
     ) -> None:
+        # Resource of each task: one of `CPU`, `GPU`, `H2D`, `D2H`, `COMPUTE`, or from `STORAGE` on.
         self.resource = resource
-        self.alone_s = alone_s
-        self.demand = demand
-        self.pending = [0] * len(resource)
+        self.alone_s = alone_s  # Seconds of each task if nothing else runs.
+        self.demand = demand  # Host memory traffic of each task if nothing else runs, bytes/s.
+        self.pending = [0] * len(resource)  # How many tasks each task waits for. Running the graph counts them down.
         self.successors: list[list[int]] = [[] for _ in resource]
+        # By task of `COMPUTE`: the shares of the link that are left while it goes on, to the device and to the host.
         self.link_left: dict[int, tuple[float, float]] = {}
+        # Tasks of `GPU` during which tasks of `COMPUTE` stand still that take any time.
         self.stops_compute: frozenset[int] = frozenset()
-        self.storage_limits = storage_limits
+        self.storage_limits = storage_limits  # Limit of reads and writes together of each path of the storage, bytes/s.
 
     def add_dependency(self, task: int, successor: int) -> None:
-        """Let one task wait for another."""
         self.successors[task].append(successor)
         self.pending[successor] += 1
 

@@ -19,22 +19,18 @@ _SAME_LENGTH = 1e-9
 
 @dataclass(frozen=True)
 class IterationWork:
-    """The tasks of one iteration.
-
-    Attributes:
-        points: The points of the iteration between which compute runs without a stop, ascending, without its start.
-            Those at which late operations are due and others may start occur twice, as does that of the backward: when
-            compute arrives there, and when it has waited.
-        link_left: By phase: the shares of the link that the job's collectives leave.
-    """
+    """The tasks of one iteration."""
 
     resource: list[int]
     alone_s: list[float]
     demand: list[float]
+    # The points of the iteration between which compute runs without a stop, ascending, without its start. Those at
+    # which late operations are due and others may start occur twice, as does that of the backward: when compute arrives
+    # there, and when it has waited.
     points: list[float]
     compute_s: list[float]
     overhead_s: float
-    link_left: dict[str, tuple[float, float]]
+    link_left: dict[str, tuple[float, float]]  # By phase: the shares of the link that the job's collectives leave.
     storage_limits: tuple[float, ...] = ()
 
     @property

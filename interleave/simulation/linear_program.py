@@ -83,15 +83,12 @@ class LinearProgram:
         return variable
 
     def variable(self, name: str, index: int = 0) -> int:
-        """Return the number of a variable."""
         return self._variables[name, index]
 
     def limit(self, variable: int, upper: float) -> None:
-        """Lower the largest value allowed of a variable."""
         self._upper[variable] = min(self._upper[variable], upper)
 
     def add_row(self, terms: dict[int, float], lower: float = -math.inf, upper: float = math.inf) -> None:
-        """Add the constraint `lower` <= sum of factor x variable <= `upper`."""
         self._rows.append(_Row(terms, lower, upper))
 
     def minimize(self, variable: int) -> Vector | None:
@@ -150,21 +147,15 @@ class LinearProgram:
 
 @dataclass(frozen=True)
 class IterationInterval:
-    """A part of the iteration in which neither the phase nor the free memory changes.
+    """A part of the iteration in which neither the phase nor the free memory changes."""
 
-    Attributes:
-        phase: `other`, `forward`, `backward`, `overhead` (of the step) or `update`.
-        length_s: Seconds; 0 for the update, whose length is the variable of the program.
-        gradients_ready: Share of the gradients that the backward has computed by its end.
-        link_left: Shares of the link that the job's collectives leave, to the device and to the host.
-        forward_done: Share of the forward that is done by its end, where updates may end in the forward; else None.
-    """
-
-    phase: str
-    length_s: float
+    phase: str  # `other`, `forward`, `backward`, `overhead` (of the step) or `update`.
+    length_s: float  # Seconds; 0 for the update, whose length is the variable of the program.
     free_bytes: float
-    gradients_ready: float
+    gradients_ready: float  # Share of the gradients that the backward has computed by its end.
+    # Shares of the link that the job's collectives leave, to the device and to the host.
     link_left: tuple[float, float] = (1.0, 1.0)
+    # Share of the forward that is done by its end, where updates may end in the forward; else None.
     forward_done: float | None = None
 
 

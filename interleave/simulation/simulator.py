@@ -337,19 +337,13 @@ def _schedule(
 
 @dataclass(frozen=True)
 class Steps:
-    """Schedules of the two kinds of steps.
+    """Schedules of the two kinds of steps."""
 
-    Attributes:
-        valid: The schedule of a step that clipping does not change.
-        redone: The schedule of one that it changes; None if the plan does not speculate.
-    """
-
-    valid: Schedule
-    redone: Schedule | None = None
+    valid: Schedule  # The schedule of a step that clipping does not change.
+    redone: Schedule | None = None  # The schedule of one that it changes; None if the plan does not speculate.
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
         return self.valid.plan
 
     @property

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
-from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
 from ebbtide.interleave.simulation.linear_program import IterationInterval, gradient_ready_s
@@ -35,24 +35,16 @@ class WholeSubgroupProgram(BoundProgram):
     after it has arrived, and flushed after that unless state stays on the device at the end.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        machine: Machine,
-        intervals: list[IterationInterval],
-        windows: bool,
-        time_unit_s: float,
-        overlap: Overlap = NO_OVERLAP,
-    ) -> None:
-        super().__init__(workload, machine, intervals, windows, time_unit_s, overlap)
-        # The length is from the rows above alone.
+    def _complete(self) -> None:
+        workload, overlap = self._workload, self._overlap
+        # The length is from the rows of all plans alone.
         min_length = self._least_length() if overlap == NO_OVERLAP else 0.0
         # Subgroups as shares of all parameters.
         sizes = [size / workload.params for size in workload.subgroups]
         smallest = min(sizes)
         self._size, self._last_size, self._count = sizes[0], sizes[-1], len(sizes)
         even = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
-        for index, interval in enumerate(intervals):
+        for index, interval in enumerate(self.intervals):
             free = self._free_share(interval)
             room = self._whole_room(free) if even else free
             self.limit(self.variable("state", index), room)
@@ -138,9 +130,7 @@ class WholeSubgroupProgram(BoundProgram):
 
     def _times_after_gradient(self, size: float) -> tuple[float, float]:
         """Return the least times in which a subgroup is done after its gradient is ready: on the CPU, and on the GPU.
-
-        `size` is a share of all parameters.
-        """
+        `size` is a share of all parameters."""
         workload, machine = self._workload, self._machine
         down = workload.grad_bytes / self._link_rate("d2h")
         memory_limited = (machine.host_memory_bytes_per_s or 0.0) / workload.cpu_update_bytes
@@ -218,10 +208,8 @@ class WholeSubgroupProgram(BoundProgram):
             self.add_row({**length, stays: -time, **fetched, **flushed}, lower=-available - smaller_last)
 
     def _order_streams(self, smallest: float) -> None:
-        """Require that updates follow their fetches and flushes follow their updates, at least once.
-
-        `smallest` is the smallest subgroup, as a share of all parameters.
-        """
+        """Require that updates follow their fetches and flushes follow their updates, at least once. `smallest` is the
+        smallest subgroup, as a share of all parameters."""
         workload = self._workload
         update = len(self.intervals) - 1
         fetched, state = self.variable("fetched", update), self.variable("state", update)

@@ -89,19 +89,13 @@ _Phase = tuple[PhaseRecord, bool]
 
 
 class _Iteration(NamedTuple):
-    """A finished iteration.
-
-    Attributes:
-        begin_ns: Start of the first iteration that was recorded, where that is before its first phase; else 0.
-        follows: Whether another iteration ended before it.
-        peaks: The largest readings in bytes, by pool and device.
-    """
+    """A finished iteration."""
 
     number: int
-    begin_ns: int
-    follows: bool
+    begin_ns: int  # Start of the first iteration that was recorded, where that is before its first phase; else 0.
+    follows: bool  # Whether another iteration ended before it.
     phases: tuple[_Phase, ...]
-    peaks: dict[tuple[int, int], int]
+    peaks: dict[tuple[int, int], int]  # The largest readings in bytes, by pool and device.
 
     @property
     def was_read(self) -> bool:
@@ -110,17 +104,12 @@ class _Iteration(NamedTuple):
 
 
 class IterationTimes(NamedTuple):
-    """Times of an iteration in ns of CLOCK_MONOTONIC: those of the device where it ran there, else of the host.
-
-    Attributes:
-        start_ns: End of the iteration before; start of the first phase where there is none.
-        phase_ns: Sum of each phase, in the order of `spool.PHASES`.
-    """
+    """Times of an iteration in ns of CLOCK_MONOTONIC: those of the device where it ran there, else of the host."""
 
     number: int
-    start_ns: int
+    start_ns: int  # End of the iteration before; start of the first phase where there is none.
     end_ns: int
-    phase_ns: tuple[int, ...]
+    phase_ns: tuple[int, ...]  # Sum of each phase, in the order of `spool.PHASES`.
 
 
 class IterationFigures:
@@ -199,10 +188,8 @@ class IterationFigures:
 
 
 def _bounds(phases: Sequence[_Phase], spans: dict[int, tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """Return start and end of each phase: device times, or those of the host if a phase did not run on the device.
-
-    None while the device has not passed all of them.
-    """
+    """Return start and end of each phase: device times, or those of the host if a phase did not run on the device. None
+    while the device has not passed all of them."""
     records = [record for record, _ in phases]
     if not all(_ran_on_device(record) for record in records):
         return [(record.start_ns, record.end_ns) for record in records]

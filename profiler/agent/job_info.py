@@ -111,7 +111,6 @@ class JobInfo:
         self.write()
 
     def note(self, text: str) -> None:
-        """Add a note for the reader of the trace."""
         self._data["notes"].append(text)
         self.write()
 

@@ -75,13 +75,7 @@ def cuda_reader(torch: Any) -> Callable[[int], list[Reading]]:
 
 
 class MemoryReader:
-    """Reads the memory pools of the device that the job uses: the GPU, or the CPU's heap.
-
-    Attributes:
-        cost_ns: Duration of a reading: the least one of late, since a single one may contain the time of other
-            processes. A heap of many fragments makes mallinfo2 slow; a caller that reads on a timer chooses its
-            interval by this.
-    """
+    """Reads the memory pools of the device that the job uses: the GPU, or the CPU's heap."""
 
     def __init__(self, torch: Any, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -89,6 +83,8 @@ class MemoryReader:
         self._read_cuda = cuda_reader(torch)
         self._read_heap = heap_reader()
         self._device: int | None = None
+        # Duration of a reading: the least one of late, since a single one may contain the time of other processes. A
+        # heap of many fragments makes mallinfo2 slow; a caller that reads on a timer chooses its interval by this.
         self.cost_ns = 0
 
     def read_here(self) -> list[Reading]:

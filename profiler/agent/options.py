@@ -12,23 +12,17 @@ OPTIONS = "EBBTIDE_OPTIONS"
 
 @dataclass(frozen=True)
 class Options:
-    """The recording options.
-
-    Attributes:
-        last: End of the iterations to record (exclusive); None: to the end of the job.
-        max_bytes: Size limit of this process's spool, in bytes; None: no limit.
-        poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
-        memory: Whether the process reads its memory; otherwise `poll_ms` and `allocator_iterations` mean nothing.
-        on_demand: Whether details are recorded in the slices that `ebbtide profile --attach` asks for, and only there.
-    """
+    """The recording options."""
 
     first: int = 0
-    last: int | None = None
-    max_bytes: int | None = None
-    poll_ms: float = 25.0
+    last: int | None = None  # End of the iterations to record (exclusive); None: to the end of the job.
+    max_bytes: int | None = None  # Size limit of this process's spool, in bytes; None: no limit.
+    poll_ms: float = 25.0  # Interval of memory readings between phase boundaries, in ms; 0: none.
     allocator_iterations: int = 0
     transfers: bool = False
+    # Whether the process reads its memory; otherwise `poll_ms` and `allocator_iterations` mean nothing.
     memory: bool = True
+    # Whether details are recorded in the slices that `ebbtide profile --attach` asks for, and only there.
     on_demand: bool = False
 
     def environment(self, spool_directory: str) -> dict[str, str]:

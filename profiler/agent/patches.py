@@ -83,7 +83,6 @@ class Patches:
             self.set(owner, name, wrapper(original))
 
     def undo(self) -> None:
-        """Restore every attribute that was replaced."""
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is _MISSING:

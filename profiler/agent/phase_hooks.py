@@ -193,10 +193,8 @@ class TorchHooks:
     def _wrap_update(
         self, original: Callable[..., Any], optimizer_index: int, of_torch: bool = False
     ) -> Callable[..., Any]:
-        """Wrap a method, perhaps of one of torch's own optimizers, as an update.
-
-        `optimizer_index` tells which positional argument is the optimizer: 0 in a method of an optimizer.
-        """
+        """Wrap a method, perhaps of one of torch's own optimizers, as an update. `optimizer_index` tells which
+        positional argument is the optimizer: 0 in a method of an optimizer."""
         recorder, compiling = self._recorder, self._compiling
 
         @functools.wraps(original)

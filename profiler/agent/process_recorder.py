@@ -233,26 +233,18 @@ class ProcessFiles:
     """The spool of this process image, the description of its job, and further files.
 
     A program that this process executes, and a forked child, have files of their own.
-
-    Attributes:
-        spool: The spool; None before `open`.
-        opened_ns: The time of `open`, in ns of CLOCK_MONOTONIC; 0 before.
     """
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.job_info = JobInfo(torch, directory)
-        self.spool: Spool | None = None
+        self.spool: Spool | None = None  # The spool; None before `open`.
         self.directory = directory
-        self.opened_ns = 0
+        self.opened_ns = 0  # The time of `open`, in ns of CLOCK_MONOTONIC; 0 before.
         self._max_bytes = options.max_bytes
         self._name = ""
 
     def open(self) -> Spool:
-        """Create the spool, and describe the process.
-
-        Raises:
-            OSError: If the spool cannot be created.
-        """
+        """Create the spool, and describe the process. Raises OSError if the spool cannot be created."""
         self.opened_ns = time.monotonic_ns()
         rank, world_size, local_rank = self.job_info.read_ranks()
         self._name = process_name(self.job_info.host)

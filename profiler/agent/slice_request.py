@@ -24,18 +24,12 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True)
 class SliceRequest:
-    """A request for a detailed slice.
+    """A request for a detailed slice."""
 
-    Attributes:
-        number: Its time in ns of CLOCK_MONOTONIC, which identifies it.
-        end: End of these iterations (exclusive).
-        poll_us: Interval of memory readings between phase boundaries, in us; 0: none.
-    """
-
-    number: int
+    number: int  # Its time in ns of CLOCK_MONOTONIC, which identifies it.
     first: int
-    end: int
-    poll_us: int = 25_000
+    end: int  # End of these iterations (exclusive).
+    poll_us: int = 25_000  # Interval of memory readings between phase boundaries, in us; 0: none.
     allocator_iterations: int = 0
     transfers: bool = False
 

@@ -213,7 +213,6 @@ class Spool:
             self._pending.append(_PACK(PHASE, phase, 0, sequence, micro_batch, source, 0, start_ns, end_ns, 0))
 
     def put_memory(self, pool: int, device: int, time_ns: int, nbytes: int) -> None:
-        """Append a reading of memory."""
         if self._file is not None:
             self._pending.append(_PACK(MEMORY, pool, device, 0, 0, 0, 0, time_ns, nbytes, 0))
 
@@ -285,5 +284,4 @@ class Spool:
 
     @property
     def is_open(self) -> bool:
-        """Whether records are still written."""
         return self._file is not None

@@ -19,13 +19,10 @@ class ForwardsWithoutGradients:
 
     They are rows of the table `ops`, in the time that is called `other`. Nothing is recorded before the first phase,
     so a process that only infers stays without a trace.
-
-    Attributes:
-        active: Whether one runs, to which belong the modules that it calls.
     """
 
     def __init__(self, recorder: Any) -> None:
-        self.active = False
+        self.active = False  # Whether one runs, to which belong the modules that it calls.
         self._recorder = recorder
         # The row that the next call of the same thread may extend; no row: 0.
         self._start_ns = self._end_ns = self._thread = 0

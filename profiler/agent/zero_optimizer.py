@@ -20,10 +20,8 @@ def fp32_masters(optimizer: Any) -> Any:
 
 
 def subgroup_sizes(optimizer: Any) -> Any:
-    """Return the number of this rank's parameters in each subgroup, padding included.
-
-    None if it is not a ZeRO optimizer.
-    """
+    """Return the number of this rank's parameters in each subgroup, padding included. None if it is not a ZeRO
+    optimizer."""
     return _first_attribute(optimizer, _SIZES) if fp32_masters(optimizer) is not None else None
 
 

@@ -175,7 +175,6 @@ class IntTable:
         self._blocks = [np.empty((0, len(names)), np.int64)]
 
     def add(self, *columns: npt.ArrayLike) -> None:
-        """Append rows."""
         self._blocks.append(np.column_stack(columns))
 
     def table(self) -> pd.DataFrame:
@@ -205,18 +204,14 @@ class Args(msgspec.Struct, gc=False, frozen=True):
 
 
 class Event(msgspec.Struct, gc=False, frozen=True):
-    """One event of a Chrome trace.
-
-    Attributes:
-        ts: Start in microseconds after the trace's base; UNSET if the event has no time. `spans` converts to ns.
-        tid: Thread: a number, or the name of a stream; None if the event has none.
-    """
+    """One event of a Chrome trace."""
 
     cat: str = ""
     name: str = ""
+    # Start in microseconds after the trace's base; UNSET if the event has no time. `spans` converts to ns.
     ts: _WholeUs | _FloatUs | UnsetType = UNSET
     dur: _WholeDurationUs | _FloatDurationUs = 0
-    tid: Any = None
+    tid: Any = None  # Thread: a number, or the name of a stream; None if the event has none.
     args: Args = Args()
 
 

@@ -106,10 +106,8 @@ def labels(numbers: pd.Series[int], text_of: Callable[[int], str]) -> pd.Categor
 
 
 def process_group(args: Args) -> str | None:
-    """Return a label of the process group of a collective, such as `3 [0, 1]`: its name, then its ranks.
-
-    None where the kernel states no group (torch before 2.4, ROCm), and for a call between two ranks.
-    """
+    """Return a label of the process group of a collective, such as `3 [0, 1]`: its name, then its ranks. None where the
+    kernel states no group (torch before 2.4, ROCm), and for a call between two ranks."""
     if args.group_name is None or str(args.collective).lower() in _POINT_TO_POINT:
         return None
     return f"{args.group_name} {args.group_ranks}" if args.group_ranks is not None else str(args.group_name)
@@ -117,9 +115,7 @@ def process_group(args: Args) -> str | None:
 
 class GpuActivities:
     """Collects the GPU activities of one trace, and the calls that launched them. Add all events before reading.
-
-    `duplicates`: number of activities that were in the trace twice, known once `work` was read.
-    """
+    `duplicates`: number of activities that were in the trace twice, known once `work` was read."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
@@ -197,10 +193,8 @@ class GpuActivities:
 
 
 def _matching(calls: pd.DataFrame, correlations: pd.Series[int]) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the value of the first call with each correlation, and whether there is one.
-
-    `correlations`: correlations, of which only positive ones state a call.
-    """
+    """Return the value of the first call with each correlation, and whether there is one. `correlations`: correlations,
+    of which only positive ones state a call."""
     wanted = correlations.to_numpy(np.int64)
     if calls.empty:
         return np.zeros_like(wanted), np.zeros(len(wanted), bool)

@@ -33,17 +33,14 @@ _MAX_SKIPPED = 10_000
 
 
 class ChromeTrace:
-    """Chrome trace that is being read from a stream of bytes.
-
-    Attributes:
-        meta: The top-level values that are kept. Complete once `batches` has ended, since values may follow the events.
-        stop_reason: Reason why reading stopped before the end of the trace; None if it did not.
-    """
+    """Chrome trace that is being read from a stream of bytes."""
 
     def __init__(self, stream: Stream, chunk: int = CHUNK) -> None:
+        # The top-level values that are kept. Complete once `batches` has ended, since values may follow the events.
         self.meta: dict[str, Any] = {}
         self.count = 0
         self.skipped = 0
+        # Reason why reading stopped before the end of the trace; None if it did not.
         self.stop_reason: str | None = None
         self._window = JsonWindow(stream, chunk)
 
@@ -102,10 +99,8 @@ class ChromeTrace:
             self._window.extend()
 
     def _decode_window(self) -> list[Event] | None:
-        """Decode the events up to the last complete one in the window at once.
-
-        None if the window has fewer than two complete events, or one that is invalid.
-        """
+        """Decode the events up to the last complete one in the window at once. None if the window has fewer than two
+        complete events, or one that is invalid."""
         data, begin = self._window.data, self._window.skip_separators()
         next_begin = len(data)
         while (next_begin := data.rfind(b"{", begin, next_begin)) > begin:

@@ -46,10 +46,8 @@ class SliceMark(NamedTuple):
 
 
 class ProcessProgress:
-    """One process of a recording, as far as its spool is written.
-
-    `iteration`: the last that it has finished; None before the first. `marks`: those of each request, by its number.
-    """
+    """One process of a recording, as far as its spool is written. `iteration`: the last that it has finished; None
+    before the first. `marks`: those of each request, by its number."""
 
     def __init__(self, path: Path) -> None:
         self.pid = process_id(path.name)
@@ -86,7 +84,6 @@ class ProcessProgress:
         return max((ends[-1] - ends[0]) // (len(ends) - 1), 1)
 
     def update(self) -> None:
-        """Read what was written since the last time."""
         records = self._new_records()
         for record in records[records["kind"] == kinds.ITERATION]:
             self.iteration, self.ended_ns = int(record["a"]), int(record["x"])
@@ -133,16 +130,11 @@ def _newest_of_each(spools: Path) -> Iterator[ProcessProgress]:
 
 @dataclass(frozen=True)
 class SliceOptions:
-    """The options of a slice.
-
-    Attributes:
-        first: The first of them; None: soon, the same on all ranks.
-        poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
-    """
+    """The options of a slice."""
 
     count: int
-    first: int | None = None
-    poll_ms: float = 25.0
+    first: int | None = None  # The first of them; None: soon, the same on all ranks.
+    poll_ms: float = 25.0  # Interval of memory readings between phase boundaries, in ms; 0: none.
     allocator_iterations: int = 0
     transfers: bool = False
 

@@ -237,10 +237,8 @@ def _age_s(pid: int) -> float:
 
 
 def wait_status(pid: int, pidfd: int) -> int | None:
-    """Return the wait status of a process that has ended, as `os.waitpid` would give it to its parent.
-
-    None if the kernel does not give it: before Linux 6.15 only while the parent has not yet asked.
-    """
+    """Return the wait status of a process that has ended, as `os.waitpid` would give it to its parent. None if the
+    kernel does not give it: before Linux 6.15 only while the parent has not yet asked."""
     info = bytearray(_PIDFD_INFO.size)
     struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
     try:

@@ -30,10 +30,8 @@ _NO_SPACE = "no space left on the device: the recording ends where it ran out (t
 
 @dataclass
 class RecordingResult:
-    """The result of a recording.
-
-    `traces`: a trace for each training that was recorded; if there is none, no file is left.
-    """
+    """The result of a recording. `traces`: a trace for each training that was recorded; if there is none, no file is
+    left."""
 
     traces: list[Trace]
     warnings: list[str] = field(default_factory=list)
@@ -41,10 +39,7 @@ class RecordingResult:
 
 @dataclass(frozen=True)
 class OpenRecording:
-    """A trace that is being recorded.
-
-    `sampler`: its sampler, not yet started.
-    """
+    """A trace that is being recorded. `sampler`: its sampler, not yet started."""
 
     output: Path
     command: list[str]
@@ -75,10 +70,8 @@ def spool_folder(output: Path) -> Path:
 def open_recording(
     output: Path, command: list[str], options: Options, job: int, warn: Callable[[str], None] = lambda _: None
 ) -> OpenRecording:
-    """Fill the folder of a new trace with its first metadata, an empty folder for spools, and a lock.
-
-    `warn` is called with warnings while the job (its process id) runs.
-    """
+    """Fill the folder of a new trace with its first metadata, an empty folder for spools, and a lock. `warn` is called
+    with warnings while the job (its process id) runs."""
     spools = spool_folder(output)
     spools.mkdir()
     lock = lock_recording(output, job)
@@ -203,16 +196,10 @@ def explain_empty_recording(
 
 
 def finish(path: Path, changes: dict[str, Any]) -> list[Trace]:
-    """Convert the spools of a recording into tables, then delete the spools.
+    """Convert the spools of a recording into tables, then delete the spools. `changes` are keys to set in meta.json.
 
-    Args:
-        changes: Keys to set in meta.json.
-
-    Returns:
-        The finished trace, and one more for each further training that the command ran: RUN-2.ebb, RUN-3.ebb, ...
-
-    Raises:
-        OSError: No space is left. The trace is unchanged and still opens from its spools.
+    Returns the finished trace, and one more for each further training that the command ran: RUN-2.ebb, RUN-3.ebb, ...
+    Raises OSError where no space is left: the trace is unchanged then and still opens from its spools.
     """
     first, *others = recovered_traces(path, read_meta(path) | changes)
     for other in others:

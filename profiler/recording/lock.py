@@ -17,10 +17,8 @@ _PERIOD_S = 0.02
 
 
 def lock_recording(path: Path, job: int) -> int:
-    """Lock a trace until the returned descriptor is closed, or this process ends.
-
-    `job`: process id of the job, for `wait_until_finished`.
-    """
+    """Lock a trace until the returned descriptor is closed, or this process ends. `job`: process id of the job, for
+    `wait_until_finished`."""
     fd = os.open(path / SPOOL / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.write(fd, json.dumps({"job": job, "start_ticks": start_ticks(job), "collector": os.getpid()}).encode())

@@ -110,7 +110,6 @@ class Gpu:
         return int(self._nvml.call("nvmlDeviceGetMemoryInfo", self._handle).used)
 
     def read_link(self) -> LinkState:
-        """Return the current state of the card's link."""
         return LinkState(self._try("nvmlDeviceGetCurrPcieLinkGeneration"), self._try("nvmlDeviceGetCurrPcieLinkWidth"))
 
     def read_pcie_counters(self) -> tuple[int, int]:
@@ -141,7 +140,6 @@ class Gpu:
         return sample
 
     def free_gpm_sample(self, sample: Any) -> None:
-        """Free a snapshot."""
         self._nvml.call("nvmlGpmSampleFree", sample)
 
     def read_gpm_rates(self, first: Any, second: Any) -> tuple[float, float]:
@@ -218,10 +216,8 @@ class OpenedGpus(NamedTuple):
 
 
 def open_gpus(nvml: Nvml, visible: str = "") -> OpenedGpus:
-    """Open every card. One that is partitioned is replaced by its MIG devices, since jobs run only on those.
-
-    `visible`: the value of CUDA_VISIBLE_DEVICES. If it names MIG devices, others are left out.
-    """
+    """Open every card. One that is partitioned is replaced by its MIG devices, since jobs run only on those. `visible`:
+    the value of CUDA_VISIBLE_DEVICES. If it names MIG devices, others are left out."""
     gpus: list[Gpu] = []
     unavailable = []
     for index in range(nvml.call("nvmlDeviceGetCount")):
@@ -297,10 +293,8 @@ class GpuStateReader:
         self._failures: Counter[tuple[str, ...]] = Counter()
 
     def read(self) -> dict[str, int]:
-        """Read every quantity that the card gives now, in the units of `GPU_QUANTITIES`.
-
-        Raises Unsupported if the card gives none of them, and never will.
-        """
+        """Read every quantity that the card gives now, in the units of `GPU_QUANTITIES`. Raises Unsupported if the card
+        gives none of them, and never will."""
         values: dict[str, int] = {}
         for number, reading in enumerate(self._readings):
             remaining = self._read_one(reading, values)
@@ -311,10 +305,8 @@ class GpuStateReader:
         return values
 
     def refusals(self) -> str | None:
-        """Return the quantities that the card does not give, with the reasons.
-
-        None if it gives all, or none at all: then `read` has raised the reasons.
-        """
+        """Return the quantities that the card does not give, with the reasons. None if it gives all, or none at all:
+        then `read` has raised the reasons."""
         return self._reasons() if self.refused and self._readings else None
 
     def _reasons(self) -> str:

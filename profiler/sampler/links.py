@@ -20,10 +20,7 @@ _MIN_GPM_WINDOW_NS = 100_000_000
 
 @dataclass(frozen=True)
 class LinkSample:
-    """Mean throughput over a window.
-
-    `t_ns`: end of the window.
-    """
+    """Mean throughput over a window. `t_ns`: end of the window."""
 
     t_ns: int
     window_ns: int
@@ -32,10 +29,7 @@ class LinkSample:
 
 
 class LinkSource(Protocol):
-    """A counter that link throughput is read from.
-
-    `period_s`: pause between two readings in s.
-    """
+    """A counter that link throughput is read from. `period_s`: pause between two readings in s."""
 
     name: str
     period_s: float
@@ -128,10 +122,8 @@ class ThroughputSource:
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
-    """Return the first source of a GPU that answers, and for each one before it the reason why it does not.
-
-    None if none answers, or if what they count is not the traffic of this GPU.
-    """
+    """Return the first source of a GPU that answers, and for each one before it the reason why it does not. None if
+    none answers, or if what they count is not the traffic of this GPU."""
     obstacle = gpu.link_obstacle()
     if obstacle is not None:
         return None, [obstacle]

@@ -18,10 +18,7 @@ class Unsupported(NvmlError):
 
 
 class Nvml:
-    """NVML, initialised.
-
-    `library`: the module `pynvml`, or a replacement with the same functions; None imports it.
-    """
+    """NVML, initialised. `library`: the module `pynvml`, or a replacement with the same functions; None imports it."""
 
     def __init__(self, library: Any = None) -> None:
         if library is None:

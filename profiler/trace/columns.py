@@ -78,8 +78,7 @@ class Columns:
 
     def labels(self, name: str) -> list[str]:
         """Return the different texts of a column in order of appearance."""
-        codes, labels = self._codes(name)
-        return appearing(codes, labels)
+        return distinct_texts(self._array(name))
 
     def texts(self, name: str) -> npt.NDArray[np.object_]:
         """Return a column of text; None where the value is missing."""
@@ -87,10 +86,10 @@ class Columns:
         return np.array([*labels, None], object)[codes]
 
     def _array(self, name: str) -> pa.Array:
-        return self._once(f"{name}:arrow", lambda: one_array(self._arrow.column(name)))
+        return self._once(f"{name}:arrow", lambda: _one_array(self._arrow.column(name)))
 
     def _codes(self, name: str) -> Codes:
-        codes: Codes = self._once(f"{name}:codes", lambda: text_codes(self._array(name)))
+        codes: Codes = self._once(f"{name}:codes", lambda: _text_codes(self._array(name)))
         return codes
 
     def _once(self, key: str, compute: Callable[[], Any]) -> Any:
@@ -100,38 +99,32 @@ class Columns:
 
 
 def _sorted(table: str, rows: pa.Table) -> pa.Table:
-    times = _numbers(one_array(rows.column(SORT[table])))
+    times = _numbers(_one_array(rows.column(SORT[table])))
     return rows if (times[1:] >= times[:-1]).all() else rows.take(pa.array(np.argsort(times, kind="stable")))
 
 
-def one_array(values: pa.ChunkedArray) -> pa.Array:
+def _one_array(values: pa.ChunkedArray) -> pa.Array:
     """Return a column as one array; its chunks must share a dictionary."""
     if not values.num_chunks:
         return pa.nulls(0, values.type)
     return values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
 
 
-def text_codes(values: pa.Array) -> Codes:
-    """Return the texts of an array as codes."""
+def _text_codes(values: pa.Array) -> Codes:
     if pa.types.is_dictionary(values.type):
         codes = _numbers(values.indices)
         if values.indices.null_count:
             codes = np.where(_recorded(values.indices), codes, -1)
         return codes, values.dictionary.to_pylist()
     texts = values.to_pylist()
-    positions = {
-        text: position for position, text in enumerate(dict.fromkeys(text for text in texts if text is not None))
-    }
-    return np.array([positions.get(text, -1) for text in texts], np.int64), list(positions)
+    labels = distinct_texts(values)
+    positions = {text: position for position, text in enumerate(labels)}
+    return np.array([positions.get(text, -1) for text in texts], np.int64), labels
 
 
-def appearing(codes: npt.NDArray[Any], labels: list[str]) -> list[str]:
-    """Return the labels that codes refer to, each once, in order of appearance."""
-    first = np.full(len(labels) + 1, len(codes))
-    # The first of several positions stands last here, and is kept.
-    first[codes[::-1]] = np.arange(len(codes))[::-1]
-    order = [code for code in np.argsort(first[:-1], kind="stable") if first[code] < len(codes)]
-    return list(dict.fromkeys(labels[code] for code in order))
+def distinct_texts(values: pa.Array | pa.ChunkedArray) -> list[str]:
+    """Return the different texts of a column in order of appearance. A dictionary may have a text twice."""
+    return [text for text in dict.fromkeys(values.unique().to_pylist()) if text is not None]
 
 
 def _numbers(values: pa.Array) -> npt.NDArray[Any]:
@@ -143,7 +136,5 @@ def _numbers(values: pa.Array) -> npt.NDArray[Any]:
 
 
 def _recorded(values: pa.Array) -> Bools:
-    if not values.null_count:
-        return np.ones(len(values), bool)
-    bits = np.unpackbits(np.frombuffer(values.buffers()[0], np.uint8), bitorder="little")
-    return bits[values.offset : values.offset + len(values)].astype(bool)
+    recorded: Bools = values.is_valid().to_numpy(zero_copy_only=False)
+    return recorded

@@ -12,16 +12,11 @@ from ebbtide.profiler.trace.schema import SORT, TABLES, TraceColumn, typed_rows
 
 
 def frame(table: str, rows: Any = ()) -> pd.DataFrame:
-    """Return a frame with the columns and types of a table, sorted by time.
+    """Return a frame with the columns and types of a table, sorted by time. `rows` are dicts, or columns as a frame or
+    a dict of arrays. Raises ValueError where a value is missing in a column that is not nullable.
 
     Nullable integers have the type `Int64`, so that nanoseconds keep every digit; missing floats are NaN. Columns that
     the table does not have are dropped, missing nullable ones are added.
-
-    Args:
-        rows: Rows as dicts, or columns as a frame or a dict of arrays.
-
-    Raises:
-        ValueError: A value is missing in a column that is not nullable.
     """
     columns = {}
     for column in TABLES[table]:

@@ -24,10 +24,8 @@ def sample_starts(ends: npt.NDArray[np.int64], windows: npt.NDArray[np.int64]) -
 
 
 def valid_rates(rates: npt.NDArray[np.float64], peak_bytes_per_s: float | None) -> npt.NDArray[np.bool_]:
-    """Return which rates (bytes/s) a link can have.
-
-    `peak_bytes_per_s`: peak of the link in one direction; None: not known.
-    """
+    """Return which rates (bytes/s) a link can have. `peak_bytes_per_s`: peak of the link in one direction; None: not
+    known."""
     limited = rates <= peak_bytes_per_s * _ABOVE_PEAK if peak_bytes_per_s else np.isfinite(rates)
     valid: npt.NDArray[np.bool_] = (rates >= 0) & limited
     return valid

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import TraceError
-from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
-from ebbtide.profiler.trace.reader import open_trace
+from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, write_rank
 from ebbtide.profiler.trace.schema import TABLES
 from ebbtide.profiler.trace.trace import Trace
 
@@ -42,13 +41,15 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False, align: str
     first = traces[0]
     entries, tables_of_rank = [], {}
     for trace, shift in zip(traces, _shifts(traces, align), strict=True):
+        # As they are in meta.json, with keys that the format does not specify.
+        raw_entries = {entry["rank"]: entry for entry in reversed(trace.raw_meta["ranks"])}
         for rank in trace.ranks:
             tables = {table: trace.table(rank, table).copy() for table in TABLES}
             for frame in tables.values():
                 for column in set(_TIMES) & set(frame.columns):
                     frame[column] += shift
             tables_of_rank[rank] = tables
-            entries.append(_shifted(_entry(trace, rank), shift))
+            entries.append(_shifted(raw_entries[rank], shift))
     hosts = [trace.meta.host.name for trace in traces]
     notes = [note for trace in traces for note in trace.notes]
     meta = {
@@ -97,11 +98,6 @@ def _wall_offset(trace: Trace) -> int:
     if offset is None:
         raise TraceError(f"{trace.path} does not have its clock's offset from Unix time: it cannot be merged")
     return offset
-
-
-def _entry(trace: Trace, rank: int) -> dict[str, Any]:
-    """Return the entry of a rank as it is in meta.json, with keys that the format does not specify."""
-    return next(entry for entry in trace.raw_meta["ranks"] if entry["rank"] == rank)
 
 
 def _shifted(entry: dict[str, Any], shift: int) -> dict[str, Any]:

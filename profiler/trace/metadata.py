@@ -151,24 +151,17 @@ class FrameworkInfo(_Section, frozen=True, kw_only=True):
 
 
 class OptimizerInfo(_Section, frozen=True, kw_only=True):
-    """The optimizers of one class on a rank.
+    """The optimizers of one class on a rank."""
 
-    Attributes:
-        class_name: The class; under ZeRO that of the optimizer inside. The JSON key is `class`.
-        params: Parameters that they update on this rank, padding included.
-        state_bytes: Bytes of state; None where it is stored on a disk or in another process.
-        state_dtypes: The number of state elements by dtype.
-        state_devices: Devices that hold state: `cpu`, `cuda`, `nvme`.
-    """
-
+    # The class; under ZeRO that of the optimizer inside. The JSON key is `class`.
     class_name: str | None = msgspec.field(default=None, name="class")
     count: Count | None = None
     groups: Count | None = None
-    params: Count | None = None
+    params: Count | None = None  # Parameters that they update on this rank, padding included.
     param_dtypes: tuple[str, ...] = ()
-    state_bytes: Count | None = None
-    state_dtypes: dict[str, Count] = {}
-    state_devices: tuple[str, ...] = ()
+    state_bytes: Count | None = None  # Bytes of state; None where it is stored on a disk or in another process.
+    state_dtypes: dict[str, Count] = {}  # The number of state elements by dtype.
+    state_devices: tuple[str, ...] = ()  # Devices that hold state: `cpu`, `cuda`, `nvme`.
 
 
 class DeepSpeedInfo(_Section, frozen=True, kw_only=True):

@@ -14,17 +14,13 @@ SPOOL = "spool"
 
 @dataclass(frozen=True)
 class TraceColumn:
-    """A column of a table.
-
-    Attributes:
-        nullable: Whether a value may be missing.
-        categorical: Whether frames have it as a category, with one copy of each value. Of a table with millions of
-            samples and few different labels, text takes several times the memory and time.
-    """
+    """A column of a table."""
 
     name: str
     type: pa.DataType
-    nullable: bool = False
+    nullable: bool = False  # Whether a value may be missing.
+    # Whether frames have it as a category, with one copy of each value. Of a table with millions of samples and few
+    # different labels, text takes several times the memory and time.
     categorical: bool = False
 
 
@@ -131,16 +127,8 @@ OPTIONAL_TABLES = frozenset({"gpu", "kernels", "iteration_marks", "annotations",
 
 # The column by which the rows of each table are sorted.
 SORT = {
-    "phases": "start_ns",
-    "memory": "t_ns",
-    "link": "t_ns",
-    "transfers": "start_ns",
-    "ops": "start_ns",
-    "gpu": "t_ns",
-    "kernels": "start_ns",
-    "iteration_marks": "start_ns",
-    "annotations": "start_ns",
-    "allocations": "start_ns",
+    table: next(column.name for column in columns if column.name in ("t_ns", "start_ns"))
+    for table, columns in TABLES.items()
 }
 
 
@@ -155,7 +143,6 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def text_columns(table: str) -> list[str]:
-    """Return the names of a table's columns of text, which are best read as dictionaries."""
     return [column.name for column in TABLES[table] if is_text(column.type)]
 
 

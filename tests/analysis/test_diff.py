@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.analysis.diff import Change, Diff, SettingChange, compare
-from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.analysis.metrics.totals import whole_trace
+from ebbtide.analysis.metrics.summary import summarize, whole_trace
 from ebbtide.analysis.timeseries.two_samples import beyond_spread
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder

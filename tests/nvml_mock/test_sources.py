@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ebbtide.interleave.calibrate.link import ReferenceCopies, check_counters, check_sources
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.profiler.agent.spool import LINK_SOURCES
-from ebbtide.profiler.recording.spools.process import recover
+from ebbtide.profiler.recording.spools.recovery import recover
 from ebbtide.profiler.sampler.gpu import GpuStateReader, open_gpus
 from ebbtide.profiler.sampler.links import (
     CounterSource,

@@ -7,7 +7,6 @@ import socket
 import threading
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
-from types import TracebackType
 from typing import NamedTuple, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -126,7 +125,5 @@ class MetricsServer:
     def __enter__(self) -> MetricsServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

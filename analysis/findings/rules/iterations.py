@@ -10,7 +10,7 @@ from ebbtide.analysis.findings.needs import ENOUGH_VALUES, ITERATIONS, PASSES, R
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.drift import Drift
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.ranks.differences import RankDifference, ranks_text
+from ebbtide.analysis.metrics.ranks.comparison import RankDifference, ranks_text
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, PHASES
 from ebbtide.units import bytes_text, ms_text, rate_text
 

@@ -9,10 +9,10 @@ from ebbtide.analysis.findings.needs import ALLOCATIONS, GPU, record_memory, sco
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.metrics.devices import memory_timeline
-from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.memory import difference
 from ebbtide.analysis.metrics.memory_spans import memory_spans
+from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, state_bytes
 from ebbtide.analysis.metrics.static_split import StaticSplit, largest_split
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.phases import UPDATE

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels
-from ebbtide.analysis.metrics.activity.collective_skew import CollectiveSkew, collective_skew
-from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
-from ebbtide.analysis.metrics.activity.phase_activity import phase_activity
+from ebbtide.analysis.metrics.activity.phase_activity import phase_activity, time_without_compute
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
-from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms
-from ebbtide.analysis.timeseries.intervals import difference, length
+from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.analysis.timeseries.step_functions import difference, length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
@@ -26,23 +26,14 @@ _MAX_KERNELS = 50
 
 @dataclass(frozen=True)
 class KernelTime:
-    """All kernels of one name on the first device of a rank, over the whole trace.
+    """All kernels of one name on the first device of a rank, over the whole trace."""
 
-    Attributes:
-        name: Name of the kernel.
-        kind: `compute` or `communication`.
-        count: Number of runs.
-        time_ms: Sum of their times.
-        mean_us: Mean time of one run.
-        share: `time_ms` as a share of the sum over all kernels.
-    """
-
-    name: str
-    kind: str
-    count: int
-    time_ms: float
-    mean_us: float
-    share: float
+    name: str  # Name of the kernel.
+    kind: str  # `compute` or `communication`.
+    count: int  # Number of runs.
+    time_ms: float  # Sum of their times.
+    mean_us: float  # Mean time of one run.
+    share: float  # `time_ms` as a share of the sum over all kernels.
 
 
 def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
@@ -73,21 +64,15 @@ class KernelLaunches:
     """Launches of compute kernels on the first device of a rank, over the whole trace.
 
     A kernel of a CUDA graph was launched by the launch of the graph.
-
-    Attributes:
-        count: Number of compute kernels whose launch was recorded.
-        median_delay_us: Median of the times from the start of the launching call to the start of the kernel.
-        p95_delay_us: Their 95th percentile, by linear interpolation.
-        median_queued: Median over the launches of the number of these kernels that were launched before and had not
-            yet begun, on any stream.
-        p95_queued: Its 95th percentile.
     """
 
-    count: int
-    median_delay_us: float
-    p95_delay_us: float
+    count: int  # Number of compute kernels whose launch was recorded.
+    median_delay_us: float  # Median of the times from the start of the launching call to the start of the kernel.
+    p95_delay_us: float  # Their 95th percentile, by linear interpolation.
+    # Median over the launches of the number of these kernels that were launched before and had not yet begun, on any
+    # stream.
     median_queued: float
-    p95_queued: float
+    p95_queued: float  # Its 95th percentile.
 
 
 def kernel_launches(trace: Trace, rank: int) -> KernelLaunches | None:
@@ -109,42 +94,27 @@ class PhaseActivity:
     """GPU time of one phase: medians over the steady iterations, None where not recorded.
 
     A kernel belongs to the phase that launched it. Compute, communication and copies may overlap.
-
-    Attributes:
-        phase: The phase, or `other`.
-        compute_ms: Time in which compute kernels of the phase run.
-        communication_ms: Time in which its collectives run.
-        copy_ms: Time of the phase in which copies run.
-        idle_ms: Time of the phase in which nothing runs.
     """
 
-    phase: str
-    compute_ms: float | None
-    communication_ms: float | None
-    copy_ms: float | None
-    idle_ms: float | None
+    phase: str  # The phase, or `other`.
+    compute_ms: float | None  # Time in which compute kernels of the phase run.
+    communication_ms: float | None  # Time in which its collectives run.
+    copy_ms: float | None  # Time of the phase in which copies run.
+    idle_ms: float | None  # Time of the phase in which nothing runs.
 
 
 @dataclass(frozen=True)
 class TotalActivity:
-    """GPU time of the whole trace; None where kernels were not recorded.
+    """GPU time of the whole trace; None where kernels were not recorded."""
 
-    Attributes:
-        span_ms: From the start of the first to the end of the last activity (kernel, copy, memset), without the pauses
-            of a recording in slices.
-        compute_ms: Time in which compute kernels run.
-        communication_ms: Time in which collectives run.
-        copy_ms: Time in which copies run.
-        idle_ms: Time of the span in which nothing runs.
-        communication_overlap_share: Share of `communication_ms` in which compute kernels run as well; None without
-            communication.
-    """
-
+    # From the start of the first to the end of the last activity (kernel, copy, memset), without the pauses of a
+    # recording in slices.
     span_ms: float | None = None
-    compute_ms: float | None = None
-    communication_ms: float | None = None
-    copy_ms: float | None = None
-    idle_ms: float | None = None
+    compute_ms: float | None = None  # Time in which compute kernels run.
+    communication_ms: float | None = None  # Time in which collectives run.
+    copy_ms: float | None = None  # Time in which copies run.
+    idle_ms: float | None = None  # Time of the span in which nothing runs.
+    # Share of `communication_ms` in which compute kernels run as well; None without communication.
     communication_overlap_share: float | None = None
 
 
@@ -187,11 +157,8 @@ class GpuActivity(TabularResult):
 
 
 def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
-    """Measure the activity of the first device of a rank; None: the first one.
-
-    Raises:
-        TraceError: The trace does not have the rank.
-    """
+    """Measure the activity of the first device of a rank; None: the first one. Raises TraceError where the trace does
+    not have it."""
     if rank is None:
         rank = next(iter(trace.ranks), None)
     if rank is None:
@@ -246,3 +213,78 @@ def _total(trace: Trace, rank: int) -> TotalActivity:
         idle_ms=(span - length(busy.all)) / 1e6,
         communication_overlap_share=1 - exposed / communication if communication else None,
     )
+
+
+# The operation in the name of a kernel: ncclDevKernel_AllReduce_Sum_f32_RING_LL(...). The algorithm may differ by rank.
+_OPERATION = re.compile(r"(?:nccl|rccl)\w*?_([A-Za-z]+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CollectiveWait:
+    """Waiting of one rank in collectives, over the whole trace.
+
+    A collective ends at about the same time on all ranks, so the rank on which it is shortest came last, and the others
+    waited for it. This compares lengths only, so clocks of hosts need not agree.
+    """
+
+    rank: int
+    wait_ms: float  # Sum over collectives of the time on this rank less the shortest time on any rank.
+    last: int  # Number of collectives for which this rank came last.
+
+
+@dataclass(frozen=True)
+class CollectiveSkew:
+    """Waiting of ranks in their common collectives."""
+
+    count: int  # Number of collectives compared.
+    waits: list[CollectiveWait]  # An entry per rank that has such collectives.
+
+
+def collective_skew(trace: Trace) -> CollectiveSkew | None:
+    """Compare the collectives that ranks have in common, the n-th of one rank with the n-th of every other.
+
+    Ranks have those of a process group in common, where kernels name their group. Else all ranks are one group. The
+    result is None unless at least two ranks of a group recorded collectives, and all of them the same operations in the
+    same order of launches. Groups of which this is not true are left out.
+    """
+    tables = {rank: _collectives(trace, rank) for rank in trace.ranks}
+    if all(table["group"].isna().all() for table in tables.values()):
+        groups = [tables]
+    else:
+        names = {str(name) for table in tables.values() for name in table["group"].dropna().unique()}
+        members = [{rank: table[table["group"] == name] for rank, table in tables.items()} for name in sorted(names)]
+        groups = [{rank: table for rank, table in group.items() if len(table)} for group in members]
+    count = 0
+    waits: dict[int, CollectiveWait] = {}
+    for group in groups:
+        lengths = _common_lengths(group)
+        if lengths is None:
+            continue
+        count += lengths.shape[1]
+        waited = (lengths - lengths.min(axis=0)).sum(axis=1)
+        last = np.bincount(lengths.argmin(axis=0), minlength=len(lengths))
+        for rank, wait, times in zip(group, waited, last, strict=True):
+            before = waits.get(rank, CollectiveWait(rank, 0.0, 0))
+            waits[rank] = CollectiveWait(rank, before.wait_ms + wait / 1e6, before.last + int(times))
+    return CollectiveSkew(count, [waits[rank] for rank in sorted(waits)]) if count else None
+
+
+def _collectives(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return the collectives of a rank in the order of their launches."""
+    rows = main_kernels(trace, rank)
+    rows = rows[rows["kind"] == "communication"]
+    launches = rows["launch_ns"].fillna(rows["start_ns"])
+    return rows.assign(launch_ns=launches).sort_values("launch_ns", kind="stable")
+
+
+def _common_lengths(group: dict[int, pd.DataFrame]) -> npt.NDArray[np.int64] | None:
+    """Return the length of each collective (column) on each rank (row), ns; None where the ranks' operations differ."""
+    operations = {tuple(_operation(str(name)) for name in table["name"]) for table in group.values()}
+    if len(group) < 2 or len(operations) != 1 or not operations.pop():
+        return None
+    return np.stack([(table["end_ns"] - table["start_ns"]).to_numpy(np.int64) for table in group.values()])
+
+
+def _operation(name: str) -> str:
+    match = _OPERATION.search(name)
+    return match[1].lower() if match else name

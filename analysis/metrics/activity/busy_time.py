@@ -9,8 +9,7 @@ import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.timeseries.intervals import Union, intersection, merged
-from ebbtide.analysis.timeseries.step_functions import union
+from ebbtide.analysis.timeseries.step_functions import Union, intersection, merged, union
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:

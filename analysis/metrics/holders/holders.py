@@ -1,8 +1,10 @@
-"""Divides the memory of a device at a time by what holds it."""
+"""Divides the memory of a device at a time by what holds it, and by the call stacks that hold it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,7 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.devices import main_device, peak_pool
-from ebbtide.analysis.metrics.holders.categories import CATEGORIES, categorized_allocations
-from ebbtide.analysis.metrics.holders.stacks import call_site
+from ebbtide.analysis.metrics.holders.categories import CATEGORIES, call_site, categorized_allocations
 from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
@@ -23,19 +24,13 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Holder:
-    """Bytes held at a time by one category, module and call site; None where not known.
+    """Bytes held at a time by one category, module and call site; None where not known."""
 
-    Attributes:
-        category: `parameter`, `gradient`, `optimizer_state`, `activation` or `temporary`; those of torch's profiler in
-            an imported memory timeline.
-        module: Dotted name of the module.
-        site: The place in the user's code that allocated it, as `function (file:line)`.
-        bytes: Bytes.
-    """
-
+    # `parameter`, `gradient`, `optimizer_state`, `activation` or `temporary`; those of torch's profiler in an imported
+    # memory timeline.
     category: str | None
-    module: str | None
-    site: str | None
+    module: str | None  # Dotted name of the module.
+    site: str | None  # The place in the user's code that allocated it, as `function (file:line)`.
     bytes: int
 
 
@@ -79,18 +74,12 @@ class Holders(TabularResult):
 
 
 def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None) -> Holders | None:
-    """Divide the memory of a device at a time by what holds it.
+    """Divide the memory of a device (None: the rank's first one) at a time, ns (None: that of the largest use), by what
+    holds it.
 
     The most exact record counts: each allocation (of a memory snapshot, or of `--allocator-iterations` in these
     iterations), else tensors by category (of a memory timeline), else what the recorder found of parameters, gradients
-    and optimizer state.
-
-    Args:
-        at_ns: The time, ns; None: that of the largest use in this record.
-        device: The device; None: the rank's first one.
-
-    Returns:
-        None if no memory of the device was recorded at that time.
+    and optimizer state. None if no memory of the device was recorded at that time.
     """
     device = device or main_device(trace, rank)
     if device is None:
@@ -209,3 +198,54 @@ def _from_inventory(trace: Trace, rank: int, device: str, at_ns: int) -> list[Ho
         for entry in inventory.holders
         if entry.device == device and (entry.category != "gradient" or in_update or inventory.t_ns == at_ns)
     ]
+
+
+_NO_STACK = "no call stack"
+# Frames by which torch calls the forward of a module, two for each module.
+_CALL = re.compile(r"_(?:wrapped_)?call_impl \(")
+
+
+@dataclass
+class StackNode:
+    """A frame, with the blocks that were allocated in it and in the frames that it called."""
+
+    label: str  # The frame, as `function (file:line)`; of the root, its category, or a module, other text.
+    bytes: int = 0  # Bytes of these blocks.
+    children: dict[str, StackNode] = field(default_factory=dict)  # The frames that it called, by label.
+
+    def add(self, labels: Iterable[str], size: int) -> None:
+        """Add blocks below this node, by their path from here."""
+        node = self
+        node.bytes += size
+        for label in labels:
+            node = node.children.setdefault(label, StackNode(label))
+            node.bytes += size
+
+    def largest_first(self) -> list[StackNode]:
+        return sorted(self.children.values(), key=lambda child: -child.bytes)
+
+
+def stack_tree(trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None) -> StackNode | None:
+    """Return the root of the blocks that are held at a time, by category and then by call stack from the outermost
+    frame.
+
+    Blocks without a stack are below their module. Time and device are those of `holders_at`. None where allocations
+    were not recorded.
+    """
+    device = device or main_device(trace, rank)
+    holders = holders_at(trace, rank, at_ns, device)
+    if device is None or holders is None or not (trace.allocations(rank)["device"] == device).any():
+        return None
+    if at_ns is None:
+        at_ns = holders.at_ns
+    rows = categorized_allocations(trace, rank, device)
+    live = rows[(rows["start_ns"] <= at_ns) & (rows["end_ns"] > at_ns)]
+    sums = live.groupby(["category", "stack", "module"], dropna=False, observed=True)["bytes"].sum()
+    root = StackNode(holders.pool)
+    for (category, stack, module), size in sums.items():
+        if pd.isna(stack):
+            path = [_NO_STACK if pd.isna(module) else str(module)]
+        else:
+            path = [line for line in str(stack).splitlines() if not _CALL.match(line)]
+        root.add(["not known" if pd.isna(category) else str(category), *path], int(size))
+    return root

@@ -10,8 +10,7 @@ import pandas as pd
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.iterations import steady_iterations
-from ebbtide.analysis.metrics.ranks.comparison import rank_differences
-from ebbtide.analysis.metrics.ranks.differences import RankDifferences
+from ebbtide.analysis.metrics.ranks.comparison import RankDifferences, rank_differences
 from ebbtide.analysis.metrics.ranks.rank_series import rank_series
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.profiler.trace import Trace
@@ -19,47 +18,32 @@ from ebbtide.profiler.trace import Trace
 
 @dataclass(frozen=True)
 class RankRow:
-    """Medians of one rank over the steady iterations; None where not recorded.
-
-    Attributes:
-        rank: The rank.
-        host: Its host.
-        iteration_ms, forward_ms, backward_ms, update_ms, other_ms: Times.
-        phases_ms: Time of all phases, without `other`.
-        free_bytes: Least free memory of an iteration.
-        h2d_bytes_per_s, d2h_bytes_per_s: Rate of copies while they run, or the highest sampled rate.
-        times_slowest: In how many iterations its phases took longest; None with one rank.
-        cause: The cause where it differs from the others, alone or with its host; else None.
-    """
+    """Medians of one rank over the steady iterations; None where not recorded."""
 
     rank: int
-    host: str | None
+    host: str | None  # Its host.
+    # `iteration_ms`, `forward_ms`, `backward_ms`, `update_ms`, `other_ms`: times.
     iteration_ms: float | None
     forward_ms: float | None
     backward_ms: float | None
     update_ms: float | None
     other_ms: float | None
-    phases_ms: float | None
-    free_bytes: float | None
+    phases_ms: float | None  # Time of all phases, without `other`.
+    free_bytes: float | None  # Least free memory of an iteration.
+    # `h2d_bytes_per_s`, `d2h_bytes_per_s`: rate of copies while they run, or the highest sampled rate.
     h2d_bytes_per_s: float | None
     d2h_bytes_per_s: float | None
-    times_slowest: int | None
-    cause: str | None
+    times_slowest: int | None  # In how many iterations its phases took longest; None with one rank.
+    cause: str | None  # The cause where it differs from the others, alone or with its host; else None.
 
 
 @dataclass(frozen=True, repr=False)
 class RankTable(TabularResult):
-    """A row per rank, and the ranks that differ.
+    """A row per rank, and the ranks that differ."""
 
-    Attributes:
-        counted: How many steady iterations medians are over.
-        ranks: The rows.
-        differences: The ranks that differ from the others.
-    """
-
-    counted: int
-    ranks: list[RankRow]
-    differences: RankDifferences
+    counted: int  # How many steady iterations medians are over.
+    ranks: list[RankRow]  # The rows.
+    differences: RankDifferences  # The ranks that differ from the others.
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --by rank --json` prints."""

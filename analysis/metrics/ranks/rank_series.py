@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device
-from ebbtide.analysis.metrics.iteration_table import IterationTable
-from ebbtide.analysis.metrics.iterations import intervals, rank_durations, steady_iterations
+from ebbtide.analysis.metrics.iterations import IterationTable, intervals, rank_durations, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, rate_samples, traffic
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
@@ -147,7 +146,6 @@ def centered_rows(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[.
 
 
 def row_medians(rows: Floats) -> Floats:
-    """Return the median of each row."""
     medians = np.full(len(rows), np.nan)
     recorded = ~np.isnan(rows).all(axis=1)
     medians[recorded] = np.nanmedian(rows[recorded], axis=1)

@@ -81,11 +81,8 @@ def scan_ranks(
     """Compute a result part by part elsewhere, and keep what was computed of each rank here.
 
     `trace`: a trace on disk; other processes open it by its path. `progress`: called with the numbers of finished and
-    of all ranks, at the start and after each task.
-
-    Raises:
-        UserError: A worker died.
-        TraceError: The trace is damaged, or workers cannot read its path.
+    of all ranks, at the start and after each task. Raises UserError if a worker died, TraceError if the trace is
+    damaged or workers cannot read its path.
     """
     path, kept = trace.path.resolve(), _of_all_ranks(trace)
     tasks = {str(part[0]): ScanTask(path, part, read, kept) for part in _parts(trace, _RANKS_PER_TASK)}

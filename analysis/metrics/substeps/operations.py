@@ -8,8 +8,11 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.analysis.timeseries.step_functions import overlapping
+from ebbtide.phases import OTHER
 from ebbtide.profiler.agent.without_gradients import NAME as WITHOUT_GRADIENTS
 from ebbtide.profiler.trace import Trace
 
@@ -73,11 +76,7 @@ def _split(ops: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
     """Split ops at the edges of disjoint phases in order; leave out parts outside phases and parts without length."""
     begins, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     starts, stops = ops["start_ns"].to_numpy(np.int64), ops["end_ns"].to_numpy(np.int64)
-    first = np.searchsorted(ends, starts, side="right")
-    counts = np.maximum(np.searchsorted(begins, stops, side="left") - first, 0)
-    row = np.repeat(np.arange(len(ops)), counts)
-    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    phase = first[row] + nth
+    row, phase = overlapping(starts, stops, (begins, ends))
     start, stop = np.maximum(starts[row], begins[phase]), np.minimum(stops[row], ends[phase])
     # A part without length at an edge could belong to either phase.
     kept = stop > start
@@ -94,3 +93,20 @@ def remove_overlaps(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     reached = groups.cummax().groupby([rows[key] for key in keys], sort=False).shift(fill_value=np.iinfo(np.int64).min)
     starts = np.minimum(np.maximum(rows["start_ns"], reached), rows["end_ns"])
     return rows.assign(start_ns=starts)
+
+
+@once_per_trace
+def without_gradients_ms(trace: Trace, rank: int | None = None) -> float | None:
+    """Return the time of `other` in which forwards without gradients run: reference models, generation, evaluation.
+
+    The median over the steady iterations, on a rank, or the slowest one (None); None where none were recorded.
+    """
+    numbers = steady_iterations(trace).numbers
+    longest = np.zeros(len(numbers))
+    ranks = [one for one in trace.ranks if rank in (None, one) and WITHOUT_GRADIENTS in op_names(trace, one)]
+    for one in ranks:
+        rows, _ = split_by_phase(trace, one, numbers)
+        rows = remove_overlaps(rows[(rows["name"] == WITHOUT_GRADIENTS) & (rows["phase"] == OTHER)], ["iteration"])
+        sums = (rows["end_ns"] - rows["start_ns"]).groupby(rows["iteration"]).sum()
+        longest = np.maximum(longest, sums.reindex(numbers, fill_value=0).to_numpy(np.float64) / 1e6)
+    return median_or_none(longest) if ranks else None

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 from ebbtide.errors import UserError
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.plot.panels import PlotPanel
-    from ebbtide.analysis.plot.views import View
+    from ebbtide.analysis.plot.panels import PlotPanel, View
 
 
 class Layout(NamedTuple):

@@ -11,11 +11,10 @@ from matplotlib.axes import Axes
 
 from ebbtide.analysis.metrics.missing import NO_KERNELS
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import PlotPanel, draw_stack
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.plot.panels import PlotPanel, View, draw_stack
 from ebbtide.analysis.timeline.activity import ActivityLane, activity_lanes
+from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.panels import Scale
-from ebbtide.analysis.timeline.reduction import PICTURE
 from ebbtide.errors import TraceError
 
 CONTENT = "GPU activity"
@@ -24,7 +23,6 @@ _REMARKS = ("height of a lane: share of the time",)
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of this kind."""
     return activity_panels(view, layout.tall, required=True)
 
 
@@ -53,11 +51,7 @@ class ActivityPanel(PlotPanel):
 
 
 def activity_panels(view: View, height: float, required: bool) -> list[ActivityPanel]:
-    """Return the panel of a view; no panel where kernels were not recorded.
-
-    Raises:
-        TraceError: There is no panel, and one is required.
-    """
+    """Return the panel of a view; none where kernels were not recorded, which raises TraceError if it is `required`."""
     lanes = activity_lanes(view.trace, view.rank, view.axis, PICTURE)
     if required and not lanes:
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_KERNELS}")

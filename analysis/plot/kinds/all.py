@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbtide.analysis.plot.kinds import Layout, both
-from ebbtide.analysis.plot.panels import PlotPanel
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.plot.panels import PlotPanel, View
 
 CONTENT = "memory, link and GPU activity"
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of what was recorded."""
     return both.panels(view, layout, with_all=True)

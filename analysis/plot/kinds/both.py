@@ -8,8 +8,7 @@ from ebbtide.analysis.plot.kinds import Layout
 from ebbtide.analysis.plot.kinds.activity import activity_panels
 from ebbtide.analysis.plot.kinds.link import link_panels
 from ebbtide.analysis.plot.kinds.memory import memory_panels
-from ebbtide.analysis.plot.panels import PhasesPanel, PlotPanel
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.plot.panels import PhasesPanel, PlotPanel, View
 
 CONTENT = "memory and link"
 

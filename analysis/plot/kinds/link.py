@@ -10,12 +10,11 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, content_fields, draw_level
+from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, View, content_fields, draw_level
 from ebbtide.analysis.plot.styles import TEXT_COLOR, line_properties
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.panels import Scale
-from ebbtide.analysis.timeline.reduction import PICTURE
 from ebbtide.analysis.timeline.styles import COLORS, LINK_COLORS
 from ebbtide.errors import TraceError
 
@@ -25,7 +24,6 @@ _SIDES = {"h2d": "up", "d2h": "down"}
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of this kind."""
     return link_panels(view, layout.middle, required=True)
 
 
@@ -73,11 +71,8 @@ class LinkPanel(ContentPanel):
 
 
 def link_panels(view: View, height: float, required: bool) -> list[LinkPanel]:
-    """Return the panel of the link; no panel where neither copies nor counters were recorded.
-
-    Raises:
-        TraceError: There is no panel, and one is required.
-    """
+    """Return the panel of the link; none where neither copies nor counters were recorded, which raises TraceError if it
+    is `required`."""
     content = link_panel(view.trace, view.rank, view.axis, PICTURE)
     if required and content is None:
         raise TraceError(

@@ -11,12 +11,11 @@ from matplotlib.axes import Axes
 
 from ebbtide.analysis.metrics.missing import NO_MEMORY
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, content_fields, draw_level, draw_stack
+from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, View, content_fields, draw_level, draw_stack
 from ebbtide.analysis.plot.styles import line_properties
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
 from ebbtide.analysis.timeline.panels import Scale
-from ebbtide.analysis.timeline.reduction import PICTURE
 from ebbtide.errors import TraceError
 
 CONTENT = "memory"
@@ -27,7 +26,6 @@ _BAND_OPACITY = 0.2
 
 
 def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of memory."""
     if not (drawn := memory_panels(view, layout.tall, with_host=True)):
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_MEMORY}")
     return drawn

@@ -14,8 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import PlotPanel
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.plot.panels import PlotPanel, View
 from ebbtide.analysis.timeline.heat import LEVEL_COLORS, HeatMap, heat_levels, heat_maps
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.analysis.timeseries.step_functions import Floats
@@ -25,11 +24,6 @@ from ebbtide.units import ms_text
 CONTENT = "ranks by iterations"
 # Ranks that differ, as listed beside the picture.
 _MAX_LISTED = 10
-
-
-def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of this kind."""
-    return ranks_panels(view, 2 * layout.tall)
 
 
 @dataclass(frozen=True)
@@ -70,12 +64,8 @@ class RanksPanel(PlotPanel):
         return drawn + [Patch(fc="none", ec="none", label=text) for text in listed]
 
 
-def ranks_panels(view: View, height: float) -> list[RanksPanel]:
-    """Return a heat map of the late start and of each phase.
-
-    Raises:
-        TraceError: The trace has one rank, or no steady iterations.
-    """
+def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
+    """Return a heat map of the late start and of each phase. Raises TraceError for one rank, or no steady iteration."""
     maps = heat_maps(view.trace)
     spans = view.iteration_spans(on_gpu=False)
     shown = [number for number in spans["iteration"].tolist() if maps and number in set(maps[0].iterations)]
@@ -93,7 +83,7 @@ def ranks_panels(view: View, height: float) -> list[RanksPanel]:
     return [
         RanksPanel(
             view,
-            height / len(maps),
+            2 * layout.tall / len(maps),
             heat,
             edges,
             levels,

@@ -19,14 +19,13 @@ from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot.kinds import Layout
 from ebbtide.analysis.plot.kinds.memory import MemoryPanel
-from ebbtide.analysis.plot.panels import PlotPanel, content_fields
+from ebbtide.analysis.plot.panels import PlotPanel, View, content_fields
 from ebbtide.analysis.plot.styles import OUTLINE_COLOR, box_properties
 from ebbtide.analysis.plot.text import label_boxes
-from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.axis import PICTURE, PICTURE_BOXES, BoxSampler
 from ebbtide.analysis.timeline.boxes import clip_boxes, recurring_boxes, window_boxes
 from ebbtide.analysis.timeline.memory import free_memory_panel
 from ebbtide.analysis.timeline.panels import Scale
-from ebbtide.analysis.timeline.reduction import PICTURE, PICTURE_BOXES, BoxSampler
 from ebbtide.analysis.timeline.styles import COLORS, RECURRING, WINDOW, BoxStyle
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.errors import TraceError
@@ -34,11 +33,6 @@ from ebbtide.units import bytes_text
 
 CONTENT = "windows of free memory"
 _SHARE_COLOR = "#c4c4c4"
-
-
-def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
-    """Return the panels of this kind."""
-    return windows_panels(view, layout.tall, layout.min_bytes)
 
 
 class BoxEdges(NamedTuple):
@@ -134,12 +128,10 @@ class IdlePanel(PlotPanel):
         return bottom, bottom + 0.84
 
 
-def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]:
-    """Return the panel of windows, and the one of the idle link where it was recorded.
-
-    Raises:
-        TraceError: No memory was recorded, or the capacity is not known.
-    """
+def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
+    """Return the panel of windows, and the one of the idle link where it was recorded. Raises TraceError where no
+    memory was recorded, or the capacity is not known."""
+    min_bytes = layout.min_bytes
     free = find_windows(view.trace, min_bytes, [view.rank])
     if free.pool is None or not (free.known_ranks or free.unrecorded_ranks):
         raise TraceError(f"{view.trace.path}: {free.missing[0]}")
@@ -161,12 +153,12 @@ def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]
         remarks.append(f"{sampler.dropped:,} shorter windows are not drawn")
     fields = content_fields(free_memory_panel(view.trace, view.rank, view.axis, PICTURE))
     fields |= {"remarks": [*remarks, *fields["remarks"]], "level_required": True}
-    panel = WindowsPanel(view, height, windows=windows, recurring=recurring, min_bytes=min_bytes, **fields)
-    panels: list[PlotPanel] = [panel]
+    panel = WindowsPanel(view, layout.tall, windows=windows, recurring=recurring, min_bytes=min_bytes, **fields)
+    drawn: list[PlotPanel] = [panel]
     directions = [d for d in DIRECTIONS if windows[f"{d}_idle_share"].notna().any()]
     if directions:
-        panels.append(IdlePanel(view, 0.32 * len(directions) + 0.1, windows, directions, name="idle link"))
-    return panels
+        drawn.append(IdlePanel(view, 0.32 * len(directions) + 0.1, windows, directions, name="idle link"))
+    return drawn
 
 
 def _horizontal_edges(view: View, boxes: pd.DataFrame) -> tuple[Floats, Floats]:

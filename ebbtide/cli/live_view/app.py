@@ -38,11 +38,9 @@ class Panel(Widget):
         self._count_rows = count_rows
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Return the number of rows."""
         return self._count_rows()
 
     def render(self) -> Text:
-        """Draw the panel."""
         return self._draw(self.size.width, self.size.height)
 
 
@@ -116,7 +114,6 @@ class LiveView(App[str]):
         self._make_view()
 
     def compose(self) -> ComposeResult:
-        """Make the panels."""
         yield Panel(lambda w, h: panels.draw_header(self.snapshot, self._view, self.paused, w), "header")
         yield Panel(lambda w, h: panels.draw_waiting(self.snapshot, w, h), "waiting")
         with Container(id="body"):
@@ -134,12 +131,10 @@ class LiveView(App[str]):
         return Panel(lambda w, h: Text() if self._view is None else draw(self._view, w, h), panel_id, count_rows)
 
     def on_mount(self) -> None:
-        """Begin to follow the recording."""
         self._show()
         self.run_worker(self._follow, thread=True, name="follow", exit_on_error=False)
 
     def on_unmount(self) -> None:
-        """Let the thread end."""
         self._ends = True
         self._wake.set()
 
@@ -210,7 +205,6 @@ class LiveView(App[str]):
             self._wake.set()
 
     def action_zoom(self, step: int) -> None:
-        """Show more or fewer iterations."""
         self.iterations = ZOOMS[min(max(ZOOMS.index(self.iterations) + step, 0), len(ZOOMS) - 1)]
         self._make_view()
         self._show()
@@ -222,7 +216,6 @@ class LiveView(App[str]):
         self._show()
 
     def action_findings(self) -> None:
-        """Show the findings with their evidence."""
         self.push_screen(FindingsScreen(self.snapshot))
 
     def action_help(self) -> None:

@@ -11,8 +11,7 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from ebbtide.cli.live_view.marks import legend
-from ebbtide.cli.live_view.panels import finding_line
+from ebbtide.cli.live_view.panels import finding_line, legend
 from ebbtide.cli.live_view.snapshot import RecordingSnapshot
 from ebbtide.cli.live_view.watched import WatchedJob, tail
 
@@ -57,7 +56,6 @@ class _Page(Screen[None]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """Make the page."""
         with VerticalScroll():
             yield Static(self._text, id="page")
         yield Footer(compact=True)
@@ -97,7 +95,6 @@ class LogScreen(_Page):
         self._job = job
 
     def on_mount(self) -> None:
-        """Read the output again and again."""
         self.set_interval(_PERIOD_S, self._update)
         self.query_one(VerticalScroll).scroll_end(animate=False)
 

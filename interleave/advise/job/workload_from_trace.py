@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ebbtide.analysis.metrics.deepspeed import DEFAULT_SWAP_BUFFERS
-from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
-from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
+from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, recorded_free_memory, state_bytes
 from ebbtide.analysis.metrics.static_split import recorded_sizes, rounding_version, subgroup_params
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload

@@ -61,7 +61,6 @@ class AdaptiveRunner:
 
     @property
     def device(self) -> Device:
-        """The device."""
         assert self._device is not None
         return self._device
 
@@ -119,13 +118,11 @@ class AdaptiveRunner:
 
     @property
     def planner(self) -> Planner:
-        """The planner."""
         assert self._planner is not None
         return self._planner
 
     @property
     def plan(self) -> Plan:
-        """The plan of the next step."""
         plan = self.engine.plan
         assert plan is not None
         return plan

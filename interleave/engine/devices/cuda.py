@@ -56,12 +56,10 @@ class CudaMark:
 
     @property
     def is_passed(self) -> bool:
-        """Whether the stream has passed it."""
         with thread_setup(self._device):
             return bool(self.event.query())
 
     def synchronize(self) -> None:
-        """Wait, without the GIL, until the stream has passed it."""
         with thread_setup(self._device):
             self.event.synchronize()
 
@@ -88,11 +86,9 @@ class CudaStreams:
         self.begin_iteration()
 
     def stream(self, name: Stream) -> torch.cuda.Stream:
-        """Return a stream of torch; `job` is the current one of the calling thread."""
         return torch.cuda.current_stream(self._device) if name == "job" else self._streams[name]
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
-        """Let a stream wait for marks."""
         for mark in marks:
             assert isinstance(mark, CudaMark)
             self.stream(stream).wait_event(mark.event)
@@ -239,7 +235,6 @@ class CudaDevice:
         self._streams.begin_iteration()
 
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
-        """Issue work to a stream: `work` calls functions of torch, which use the stream that is current."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream(stream)):
             work()
 

@@ -36,7 +36,6 @@ class EmulatedMark:
 
     @property
     def is_passed(self) -> bool:
-        """Whether the stream has passed it."""
         return self._passed.is_set()
 
     def synchronize(self) -> None:
@@ -57,7 +56,6 @@ class WorkQueue:
         self._lock = threading.Lock()
 
     def put(self, work: Callable[[], object]) -> None:
-        """Add work, which must not raise."""
         self._queue.put(work)
         if not self._is_started:
             with self._lock:
@@ -92,11 +90,9 @@ class EmulatedStreams:
         return nullcontext()
 
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
-        """Issue work to a stream."""
         self._queues[stream].put(lambda: self._run(work))
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
-        """Let a stream wait for marks."""
         for mark in marks:
             self.submit(stream, mark.synchronize)
 

@@ -202,7 +202,6 @@ class CpuKernel:
         return [int(self._compiled.fingerprint(array.view(np.uint16))) for array in as_arrays(values)]
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
     def _run(

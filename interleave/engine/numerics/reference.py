@@ -187,13 +187,8 @@ def scalars_of(
     updated: Collection[int],
     scale: float,
 ) -> list[Scalars | None]:
-    """Return the factors of the next update of each parameter; None for those that are not updated or in no group.
-
-    Args:
-        step_count: Returns how often a parameter was updated before.
-        updated: The indices of the parameters that are updated.
-        scale: The factor of all gradients.
-    """
+    """Return the factors of the next update of each parameter; None for those that are not `updated` (indices), or in
+    no group. `step_count` returns how often a parameter was updated before; `scale` is the factor of all gradients."""
     hypers: dict[torch.Tensor, Hyper] = {}
     for group in param_groups:
         beta1, beta2 = group["betas"]

@@ -51,7 +51,6 @@ class MethodGate:
         setattr(owner, name, self._gated)
 
     def remove(self) -> None:
-        """Call the function no longer."""
         self._is_removed = True
         if vars(self._owner).get(self._name) is not self._gated:
             # Another gate calls this one.
@@ -82,7 +81,6 @@ class ShardedGates:
         ]
 
     def remove(self) -> None:
-        """Remove the gates."""
         for gate in self._gates:
             gate.remove()
 
@@ -146,7 +144,6 @@ class HooklessCopies:
             object.__delattr__(module, _GETSTATE)
 
     def __call__(self) -> Any:
-        """Return the state of the module."""
         module = self._module()
         state = self._next() if self._next is not None else type(module).__getstate__(module)  # type: ignore[call-arg]
         if not isinstance(state, dict):
@@ -216,7 +213,6 @@ class ForwardGates:
             dynamo.reset()
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for removable in self._removables:
             removable.remove()
 

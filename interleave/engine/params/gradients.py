@@ -46,11 +46,7 @@ class GradientNorm:
 
     def scale_factor(self, params: Sequence[torch.Tensor], loss_scale: float = 1.0) -> float | None:
         """Return the factor to multiply each gradient with, None if one is not finite; drop those that were added.
-
-        Args:
-            params: All parameters, in the order of their indices.
-            loss_scale: The factor that the gradients were multiplied with before.
-        """
+        `loss_scale` is the factor that they were multiplied with before."""
         sums: dict[int, float] = {}
         # From the last to the first: when the last are there, there is nothing to wait for in the others.
         for indices, wait in reversed(self._pending):

@@ -313,7 +313,6 @@ class LateParams:
             param.__class__ = self._late_classes[own_class]
 
     def clear(self, param: torch.Tensor) -> None:
-        """Make a parameter ordinary again."""
         own_class = self._own_classes.get(type(param))
         if own_class is not None:
             param.__class__ = own_class

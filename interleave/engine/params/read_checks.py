@@ -32,19 +32,13 @@ _Addresses = tuple[int, int]
 
 @dataclass
 class UnguardedAccess:
-    """A place in a job that reads or writes parameters without waiting for their updates.
+    """A place in a job that reads or writes parameters without waiting for their updates."""
 
-    Attributes:
-        location: File and line of the innermost function outside of torch, DeepSpeed, ebbtide and the standard library.
-        operator: The operation, as torch names it.
-        is_write: Whether it writes the parameters.
-        params: The names of the parameters, in the order in which they were found.
-    """
-
+    # File and line of the innermost function outside of torch, DeepSpeed, ebbtide and the standard library.
     location: str
-    operator: str
-    is_write: bool
-    params: list[str]
+    operator: str  # The operation, as torch names it.
+    is_write: bool  # Whether it writes the parameters.
+    params: list[str]  # The names of the parameters, in the order in which they were found.
 
     def __str__(self) -> str:
         params = self.params[0] + (f" and {len(self.params) - 1} more" if len(self.params) > 1 else "")
@@ -80,7 +74,6 @@ class ReadChecks:
                 self._hidden[index] = param, addresses, copy
 
     def release(self, indices: Iterable[int]) -> None:
-        """Show the values of parameters again."""
         changed = {}
         for index in sorted(self._hidden.keys() & indices):
             param, _, copy = self._hidden.pop(index)

@@ -46,7 +46,6 @@ class Block:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return len(self.memory)
 
 

@@ -69,12 +69,8 @@ class Executor:
             thread.start()
 
     def begin(self, plan: Plan, inputs: Mapping[int, int] | None = None, begin_s: float | None = None) -> None:
-        """Begin an iteration: operations that wait for no point of it may run from now on.
-
-        Args:
-            inputs: The input that an operation also waits for, as a number: see `mark_available`.
-            begin_s: When the iteration began, on the clock of time.perf_counter; None: now.
-        """
+        """Begin an iteration: operations that wait for no point of it may run from now on. `inputs`: the input that an
+        operation also waits for, as a number: see `mark_available`. `begin_s`: as for `PlanRun`."""
         run = PlanRun(plan, inputs or {}, begin_s)
         with self._changed:
             if self._closed:
@@ -121,10 +117,8 @@ class Executor:
             return is_enough(run) and self._error is None
 
     def finish(self) -> PlanRun:
-        """Wait until the run has ended, and return it.
-
-        Raises OperationFailed if an operation raised, and EngineError if no plan is running or the executor was closed.
-        """
+        """Wait until the run has ended, and return it. Raises OperationFailed if an operation raised, and EngineError
+        if no plan is running or the executor was closed."""
         with self._changed:
             run = self._run
             if run is None:

@@ -63,7 +63,6 @@ class TransferBuffers:
                 self.outdated_params.add(number)
 
     def clear(self) -> None:
-        """Drop all buffers."""
         for buffers in self._by_kind.values():
             buffers.clear()
 
@@ -181,7 +180,6 @@ class Store:
 
     @property
     def inputs(self) -> StepInputs:
-        """The inputs of the operations."""
         return self._inputs
 
     @inputs.setter

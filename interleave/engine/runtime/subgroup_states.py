@@ -119,7 +119,6 @@ class SubgroupStates:
         self.on_host[subgroup] = self.stored.load(subgroup, buffer)
 
     def save(self, subgroup: int) -> None:
-        """Write the state in a buffer to storage; the buffer is free then."""
         assert self.stored is not None
         self.stored.save(subgroup, self.on_host[subgroup])
         del self.on_host[subgroup]

@@ -71,40 +71,30 @@ _WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Settings of a comparison.
+    """Settings of a comparison."""
 
-    Attributes:
-        policies: Policies to run; None for those of POLICIES that can run here.
-        iterations: Iterations per policy, warm-up included.
-        subgroup_params: Parameters per subgroup; None for a tenth of the model.
-        memory_budget: Bytes of device memory for optimizer state; None for half of the state and three subgroups.
-        link_bytes_per_s: Rate of an emulated link per direction; None for the default of `find_testbed`.
-        machine: Machine to predict with; None to measure this one.
-        waits: Times that forward and backward wait in addition to their arithmetic; None for the default.
-        storage: Folders for state that host memory does not hold; empty for none.
-        host_bytes: With storage: bytes of host memory for state and buffers; None for what gradients, parameters, half
-            of the state and three subgroups need.
-    """
-
-    policies: Sequence[str] | None = None
-    iterations: int = 12
+    policies: Sequence[str] | None = None  # Policies to run; None for those of POLICIES that can run here.
+    iterations: int = 12  # Iterations per policy, warm-up included.
     params: int = 20_000_000
-    subgroup_params: int | None = None
+    subgroup_params: int | None = None  # Parameters per subgroup; None for a tenth of the model.
+    # Bytes of device memory for optimizer state; None for half of the state and three subgroups.
     memory_budget: float | None = None
+    # Rate of an emulated link per direction; None for the default of `find_testbed`.
     link_bytes_per_s: float | None = None
-    machine: Machine | None = None
+    machine: Machine | None = None  # Machine to predict with; None to measure this one.
+    # Times that forward and backward wait in addition to their arithmetic; None for the default.
     waits: PhaseWaits | None = None
     baselines: Sequence[str] = ()
     seed: int = 0
-    storage: Sequence[Path] = ()
+    storage: Sequence[Path] = ()  # Folders for state that host memory does not hold; empty for none.
+    # With storage: bytes of host memory for state and buffers; None for what gradients, parameters, half of the state
+    # and three subgroups need.
     host_bytes: float | None = None
 
 
 def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> Comparison:
-    """Train under each policy, one after the other, and predict each plan that ran.
-
-    Raises UserError where a policy or setting is invalid, or a policy that was given cannot run here.
-    """
+    """Train under each policy, one after the other, and predict each plan that ran. Raises UserError where a policy or
+    setting is invalid, or a policy that was given cannot run here."""
     policies = list(dict.fromkeys(config.policies or POLICIES))
     shape = _checked_shape(config, policies)
     subgroup_params = config.subgroup_params or -(-shape.params // _SUBGROUPS)

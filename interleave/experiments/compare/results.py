@@ -60,25 +60,19 @@ class ComparedBytes:
 
 @dataclass(frozen=True)
 class ComparedPolicy:
-    """The measured and predicted figures of one policy.
-
-    Attributes:
-        counted: Number of iterations that medians are over.
-        times: Median in ms of the iteration, of each phase, and of what the optimizer adds to the iteration: `exposed`.
-        peak_device_bytes: Peak of the device memory of the plan, at the measured or predicted times of its operations.
-        losses: Loss of every iteration; None for one that is not finite.
-        measured: Schedule of the iteration with the median update time.
-    """
+    """The measured and predicted figures of one policy."""
 
     policy: str
-    counted: int
+    counted: int  # Number of iterations that medians are over.
+    # Median in ms of the iteration, of each phase, and of what the optimizer adds to the iteration: `exposed`.
     times: dict[str, Pair]
     busy: dict[str, Pair]
+    # Peak of the device memory of the plan, at the measured or predicted times of its operations.
     peak_device_bytes: Pair
     memory: ComparedBytes
-    losses: list[float | None]
+    losses: list[float | None]  # Loss of every iteration; None for one that is not finite.
     losses_equal: bool
-    measured: Schedule
+    measured: Schedule  # Schedule of the iteration with the median update time.
     predicted: Schedule
 
     @property

@@ -183,11 +183,7 @@ class PolicyRun:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Settings of one training run.
-
-    Attributes:
-        streamed: Whether gradients are copied to the host while the backward computes the others.
-    """
+    """Settings of one training run."""
 
     shape: Shape
     seed: int
@@ -195,7 +191,7 @@ class TrainingRun:
     subgroup_params: int
     on_iteration: Callable[[], object]
     waits: PhaseWaits
-    streamed: bool
+    streamed: bool  # Whether gradients are copied to the host while the backward computes the others.
 
 
 def overlap_of(policy: str) -> str:
@@ -209,10 +205,7 @@ def needs_streamed(policy: str) -> bool:
 
 
 def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRun:
-    """Train under a policy.
-
-    Raises CannotRun where the policy has no plan for this job, or memory does not suffice.
-    """
+    """Train under a policy. Raises CannotRun where the policy has no plan for this job, or memory does not suffice."""
     job = Job(training.shape, training.seed, testbed.device, training.waits)
     try:
         optimizer = InterleavedAdamW(

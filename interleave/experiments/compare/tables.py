@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide.analysis.tables.table import Column, Table, View, ms, text
-from ebbtide.interleave.experiments.compare.results import Comparison, Pair
+from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison, Pair
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.policies.storage import storage_summary
 from ebbtide.units import bytes_unit, count_text, rate_text
@@ -55,7 +55,7 @@ def _pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, .
     return (
         ms(label, lambda row: pair_of(row).measured),
         ms("predicted", lambda row: pair_of(row).predicted),
-        text("ratio", lambda row: _ratio_text(pair_of(row))),
+        text("ratio", lambda row: None if (ratio := pair_of(row).ratio) is None else f"{ratio:.2f}"),
     )
 
 
@@ -102,7 +102,11 @@ def _detailed_tables(comparison: Comparison) -> View:
     yield Table("memory", title, columns, results)
 
     def busy_text(resource: str) -> Any:
-        return text(resource, lambda result: _shares_text(result.busy[resource]))
+        def shares_text(result: ComparedPolicy) -> str:
+            pair = result.busy[resource]
+            return f"{100 * pair.measured:.0f} / {100 * pair.predicted:.0f} %"
+
+        return text(resource, shares_text)
 
     columns = [text("policy", "policy"), *map(busy_text, RESOURCES)]
     yield Table("busy", "Busy shares of the update, measured / predicted", columns, results)
@@ -115,19 +119,11 @@ def _detailed_tables(comparison: Comparison) -> View:
             yield f"{result.policy} changed its plan during the run: only the last {result.counted} iterations count"
 
 
-def _ratio_text(pair: Pair) -> str | None:
-    return None if pair.ratio is None else f"{pair.ratio:.2f}"
-
-
 def _bytes_text(pair: Pair) -> str:
     if not pair.measured and not pair.predicted:
         return "0"
     unit_bytes, unit = bytes_unit(max(pair.measured, pair.predicted))
     return f"{pair.measured / unit_bytes:,.2f} / {pair.predicted / unit_bytes:,.2f} {unit}"
-
-
-def _shares_text(pair: Pair) -> str:
-    return f"{100 * pair.measured:.0f} / {100 * pair.predicted:.0f} %"
 
 
 def _loss_text(loss: float | None) -> str:

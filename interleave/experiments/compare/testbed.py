@@ -45,21 +45,16 @@ _REQUIRED_RATES = (
 
 @dataclass(frozen=True)
 class Testbed:
-    """The device and machine of all runs of a comparison.
-
-    Attributes:
-        link_bytes_per_s: Rate of an emulated link per direction; None for a GPU.
-        threads: CPU threads of updates; None for the default of the kernel.
-        storage: Folders for state that host memory does not hold, the paths of the machine's storage; empty: none. The
-            host memory that there is for state and buffers is that of the machine.
-    """
+    """The device and machine of all runs of a comparison."""
 
     device: torch.device
     name: str
     machine: Machine
     memory_budget: float
-    link_bytes_per_s: float | None
-    threads: int | None
+    link_bytes_per_s: float | None  # Rate of an emulated link per direction; None for a GPU.
+    threads: int | None  # CPU threads of updates; None for the default of the kernel.
+    # Folders for state that host memory does not hold, the paths of the machine's storage; empty: none. The host memory
+    # that there is for state and buffers is that of the machine.
     storage: tuple[Path, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,23 +88,21 @@ SCHEMA = pa.schema(
 )
 
 
+# The columns of which each combination of values has a best policy: the first fields of `BestPolicy`.
+_GROUP = ("workload", "machine", "scale_params", "free_bytes", "host_free_bytes")
+
+
 @dataclass(frozen=True)
 class BestPolicy:
-    """The fastest combination of a workload, a machine and a scenario, over policies and subgroup sizes.
-
-    Attributes:
-        free_bytes: Free memory of the scenario; None for that of the workload.
-        row: Row of the combination; None if no combination fits.
-        speed_up: Speed-up over the baseline with the same subgroups; None if that is not in the sweep.
-    """
+    """The fastest combination of a workload, a machine and a scenario, over policies and subgroup sizes."""
 
     workload: str
     machine: str
     scale_params: float
-    free_bytes: float | None
+    free_bytes: float | None  # Free memory of the scenario; None for that of the workload.
     host_free_bytes: float | None
-    row: Row | None
-    speed_up: float | None
+    row: Row | None  # Row of the combination; None if no combination fits.
+    speed_up: float | None  # Speed-up over the baseline with the same subgroups; None if that is not in the sweep.
 
     @property
     def above_bound(self) -> float | None:
@@ -129,23 +127,11 @@ class BestPolicy:
             "storage_written_bytes",
         )
         return {
-            "workload": self.workload,
-            "machine": self.machine,
-            "scale_params": self.scale_params,
-            "free_bytes": self.free_bytes,
-            "host_free_bytes": self.host_free_bytes,
+            **{name: getattr(self, name) for name in _GROUP},
             **{name: self.row[name] if self.row else None for name in names},
             "speed_up": self.speed_up,
             "above_bound_share": self.above_bound,
         }
-
-
-class _Group(NamedTuple):
-    workload: str
-    machine: str
-    scale_params: float
-    free_bytes: float | None
-    host_free_bytes: float | None
 
 
 def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
@@ -154,14 +140,13 @@ def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
     Combinations that are exact come before those that are not, and those that fit before those for which that is not
     known; those that do not fit are left out.
     """
-    groups: dict[_Group, list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        group = _Group(*(row[name] for name in _Group._fields))
-        groups.setdefault(group, []).append(row)
+        groups.setdefault(tuple(row[name] for name in _GROUP), []).append(row)
     return [_best(group, group_rows) for group, group_rows in groups.items()]
 
 
-def _best(group: _Group, rows: Sequence[Row]) -> BestPolicy:
+def _best(group: tuple[Any, ...], rows: Sequence[Row]) -> BestPolicy:
     replayed = [row for row in rows if row["error"] is None]
     best = min(
         (row for row in replayed if row["fits"] is not False),
@@ -174,7 +159,7 @@ def _best(group: _Group, rows: Sequence[Row]) -> BestPolicy:
         if best and row["policy"] == BASELINE and row["subgroup_params"] == best["subgroup_params"]
     ]
     speed_up = baseline_ms[0] / best["iteration_ms"] if best and baseline_ms and best["iteration_ms"] else None
-    return BestPolicy(*group, best, speed_up)
+    return BestPolicy(**dict(zip(_GROUP, group, strict=True)), row=best, speed_up=speed_up)
 
 
 @dataclass(frozen=True)
@@ -209,14 +194,10 @@ class PanelRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """The panels of a picture: one row of panels per workload and scenario, one column per machine.
-
-    Attributes:
-        axis: Swept column that panels are drawn along; None if no scenario was swept.
-    """
+    """The panels of a picture: one row of panels per workload and scenario, one column per machine."""
 
     rows: Sequence[Row]
-    axis: Axis | None
+    axis: Axis | None  # Swept column that panels are drawn along; None if no scenario was swept.
     ticks: list[Any]
     panel_rows: list[PanelRow]
     machines: list[str]
@@ -224,10 +205,7 @@ class Grid:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Grid:
-        """Arrange the rows of a sweep.
-
-        Raises UserError for more panels or policies than anybody can read.
-        """
+        """Arrange the rows of a sweep. Raises UserError for more panels or policies than anybody can read."""
         values = {axis: _values(rows, axis.column) for axis in AXES}
         swept = [axis for axis in AXES if len(values[axis]) > 1]
         axis = max(swept, key=lambda axis: len(values[axis]), default=None)

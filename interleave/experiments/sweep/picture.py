@@ -185,11 +185,6 @@ _NAME_SIZE = 10.0
 _LEGEND_LINE = 0.18
 
 
-def check_panels(rows: Sequence[Row]) -> None:
-    """Raise UserError for more panels or policies than anybody can read. Rows need no figures for that."""
-    Grid.of(rows)
-
-
 def draw_sweep(rows: Sequence[Row]) -> Figure:
     """Draw the iteration, device and host memory and traffic of storage of each policy.
 
@@ -298,7 +293,10 @@ def draw_bars(grid: Grid) -> Figure:
     groups = [
         [(machine, grid.points(panel_row, machine)) for machine in grid.machines] for panel_row in grid.panel_rows
     ]
-    all_bars = [[_bars(grid, points) for _, points in group] for group in groups]
+    all_bars = [
+        [[_bar(policy, number, points) for number, policy in enumerate(grid.policies)] for _, points in group]
+        for group in groups
+    ]
     columns = byte_columns([bar for group in all_bars for bars in group for bar in bars])
     count = len(grid.panel_rows) * len(grid.machines)
     size = (figure_width(columns), 0.9 + (0.75 + 0.36 * len(grid.policies)) * count)
@@ -331,10 +329,6 @@ def draw_bars(grid: Grid) -> Figure:
     handles = [*legend_patches([bar for group in all_bars for bars in group for bar in bars]), *lines]
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
     return figure
-
-
-def _bars(grid: Grid, points: Points) -> list[PolicyBar]:
-    return [_bar(policy, number, points) for number, policy in enumerate(grid.policies)]
 
 
 def _bar(policy: str, number: int, points: Points) -> PolicyBar:

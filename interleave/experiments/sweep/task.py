@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, TypeAlias, TypeVar
 
 import ebbtide
@@ -38,23 +37,19 @@ Named = TypeVar("Named", Workload, Machine)
 
 @dataclass(frozen=True)
 class Scenario:
-    """Changes to a workload; the defaults leave it as it is.
+    """Changes to a workload; the defaults leave it as it is."""
 
-    Attributes:
-        scale_params: Factor for the number of parameters. Forward and backward times grow by the same factor (the same
-            operations per parameter and token); free memory shrinks by the half-precision parameters; activations stay.
-        free_bytes: Lowest value of the free device memory, as a longer sequence or a larger batch would change it. Used
-            memory at other times is scaled by the same factor, so that windows remain (see `with_min_free`).
-        host_free_bytes: Host memory that a plan may use; the state beyond it is in storage, where the machine has some.
-    """
-
+    # Factor for the number of parameters. Forward and backward times grow by the same factor (the same operations per
+    # parameter and token); free memory shrinks by the half-precision parameters; activations stay.
     scale_params: float = 1.0
+    # Lowest value of the free device memory, as a longer sequence or a larger batch would change it. Used memory at
+    # other times is scaled by the same factor, so that windows remain (see `with_min_free`).
     free_bytes: float | None = None
     subgroup_params: int | None = None
+    # Host memory that a plan may use; the state beyond it is in storage, where the machine has some.
     host_free_bytes: float | None = None
 
     def apply_to(self, workload: Workload) -> Workload:
-        """Return the changed workload."""
         if self.scale_params != 1:
             workload = _scaled(workload, self.scale_params, shrink_free=self.free_bytes is None)
         if self.free_bytes is not None:
@@ -195,9 +190,7 @@ class Journal:
             raise UserError(f"cannot write {self._path}: {error.strerror or error}") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         assert self._file is not None
         self._file.close()
         with contextlib.suppress(FileNotFoundError):

@@ -121,10 +121,8 @@ class SubstepRecorder:
 
 
 class SubstepMethod:
-    """A method that is one row of the table `ops`.
-
-    `find_subgroup`: returns the subgroup the method works on, from the sub-steps so far and the method's arguments.
-    """
+    """A method that is one row of the table `ops`. `find_subgroup`: returns the subgroup the method works on, from the
+    sub-steps so far and the method's arguments."""
 
     def __init__(
         self,
@@ -218,10 +216,8 @@ def _gradient_resource(optimizer: Any, subgroup: int) -> str:
 
 
 def _upload_bytes(optimizer: Any, subgroup: int) -> int | None:
-    """Return the bytes of a subgroup's parameters, in the model's precision, that are copied to the device.
-
-    None if the subgroup's state is on the device.
-    """
+    """Return the bytes of a subgroup's parameters, in the model's precision, that are copied to the device. None if the
+    subgroup's state is on the device."""
     if _master_resource(optimizer, subgroup) != "cpu":
         return None
     return int(subgroup_sizes(optimizer)[subgroup] * optimizer.dtype.itemsize)

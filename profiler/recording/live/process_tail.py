@@ -34,26 +34,19 @@ def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
 
 
 class SpoolTail:
-    """Reads one spool in pieces. A record that is not complete yet is left for the next time.
-
-    Attributes:
-        header: Its first record; None until it was read.
-        is_readable: False for a file that does not begin with the header of this version: nothing of it is read.
-        behind: Whether the file had more than the last call has read.
-    """
+    """Reads one spool in pieces. A record that is not complete yet is left for the next time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header: Any = None
+        self.header: Any = None  # Its first record; None until it was read.
+        # False for a file that does not begin with the header of this version: nothing of it is read.
         self.is_readable = True
-        self.behind = False
+        self.behind = False  # Whether the file had more than the last call has read.
         self._offset = 0
 
     def read(self, max_bytes: int) -> Records:
         """Return the complete and valid records after those read so far; none where the file does not exist any more.
-
-        `max_bytes`: bytes to read at most.
-        """
+        `max_bytes`: bytes to read at most."""
         self.behind = False
         if not self.is_readable:
             return _EMPTY
@@ -83,25 +76,16 @@ _MAX_PENDING_ITERATIONS = 4
 
 @dataclass(frozen=True)
 class PhaseCounts:
-    """Time and number of the finished iterations of a process since its recording began.
-
-    Attributes:
-        iteration_ns: Time from the start of the first to the end of the last of them, by the host's clock.
-        phase_ns: Phase -> its time, summed over iterations: by the device's clock, where it was recorded.
-        phase_iterations: Phase -> the number of iterations that had it.
-    """
+    """Time and number of the finished iterations of a process since its recording began."""
 
     iterations: int
-    iteration_ns: int
-    phase_ns: dict[str, int]
-    phase_iterations: dict[str, int]
+    iteration_ns: int  # Time from the start of the first to the end of the last of them, by the host's clock.
+    phase_ns: dict[str, int]  # Phase -> its time, summed over iterations: by the device's clock, where it was recorded.
+    phase_iterations: dict[str, int]  # Phase -> the number of iterations that had it.
 
 
 class ProcessTail:
-    """Follows the spool of one process.
-
-    `last_record_ns`: time of its last record with one; None before.
-    """
+    """Follows the spool of one process. `last_record_ns`: time of its last record with one; None before."""
 
     def __init__(self, path: Path, iterations: int) -> None:
         self.spool = SpoolTail(path)
@@ -125,7 +109,6 @@ class ProcessTail:
 
     @property
     def dropped_iterations(self) -> int:
-        """Number of iterations that were dropped."""
         return self._dropped.iterations
 
     @property
@@ -135,10 +118,7 @@ class ProcessTail:
         return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else None
 
     def poll(self, max_bytes: int) -> int:
-        """Read new records; return their number.
-
-        `max_bytes`: bytes to read at most.
-        """
+        """Read new records; return their number. `max_bytes`: bytes to read at most."""
         records = self.spool.read(max_bytes)
         if not len(records):
             return 0
@@ -218,10 +198,7 @@ class ProcessTail:
         return (marked or int((kind == kinds.PHASE).sum())) > iterations
 
     def _drop(self, ends: dict[int, int]) -> None:
-        """Drop the first iterations.
-
-        `ends`: iteration -> sequence number of its last phase.
-        """
+        """Drop the first iterations. `ends`: iteration -> sequence number of its last phase."""
         records, last, sequence = self._records, max(ends), max(ends.values())
         end_ns = _end_ns(records, ends) or 0
         self._dropped = self._dropped.plus(records, ends)

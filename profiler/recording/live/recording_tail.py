@@ -11,9 +11,8 @@ import numpy as np
 from ebbtide.profiler.recording.live.process_tail import PhaseCounts, ProcessTail
 from ebbtide.profiler.recording.live.sampled_figures import SamplerTail
 from ebbtide.profiler.recording.spools.devices import device_names
-from ebbtide.profiler.recording.spools.process import read_process
 from ebbtide.profiler.recording.spools.records import RECORD
-from ebbtide.profiler.recording.spools.recovery import trace_of
+from ebbtide.profiler.recording.spools.recovery import read_process, trace_of
 from ebbtide.profiler.recording.spools.trainings import group_trainings
 from ebbtide.profiler.trace.schema import SPOOL
 from ebbtide.profiler.trace.trace import Trace

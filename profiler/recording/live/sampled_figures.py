@@ -26,10 +26,8 @@ _SPACINGS = 512
 
 
 class SamplerTail:
-    """Follows the spool of the sampler.
-
-    `peaks`: NVML number of a device -> peak bytes/s of its link in one direction, as far as known.
-    """
+    """Follows the spool of the sampler. `peaks`: NVML number of a device -> peak bytes/s of its link in one direction,
+    as far as known."""
 
     def __init__(self, path: Path, peaks: dict[int, float]) -> None:
         self.spool = SpoolTail(path)
@@ -58,7 +56,6 @@ class SamplerTail:
         self._records = self._records[~(old | outdated_memory(self._records, start_ns))]
 
     def window(self) -> Records:
-        """Return the samples that are kept."""
         return self._records
 
     def link_bytes(self, device: int) -> dict[str, int] | None:
@@ -108,13 +105,8 @@ class SampledFigures:
         self._link_peak: float | None = (gpu.get("link") or {}).get("peak_bytes_per_s")
 
     def read(self, times: Iterable[IterationTimes]) -> dict[str, float]:
-        """Return figures of the newest iteration that has been sampled to its end.
-
-        `times`: those of iterations, the newest first.
-
-        Returns:
-            `peak_bytes/device`, and `link_bytes/h2d` and `link_bytes/d2h`; without those that were not sampled.
-        """
+        """Return `peak_bytes/device`, `link_bytes/h2d` and `link_bytes/d2h` of the newest iteration that has been
+        sampled to its end; without those that were not sampled. `times`: those of iterations, the newest first."""
         while self._samples.poll(_PIECE_BYTES) and self._samples.spool.behind:
             pass
         records = self._samples.window()

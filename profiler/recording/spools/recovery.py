@@ -1,20 +1,312 @@
-"""Reads the traces of a recording that is not finished from its spools."""
+"""Recovers the traces of a recording from its spools, complete or cut off anywhere."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
+import pandas as pd
+from msgspec import UNSET
+
+from ebbtide.profiler.agent import spool as kinds
+from ebbtide.profiler.agent.spool import HOST
+from ebbtide.profiler.chrome_trace.gpu_activities import GpuActivities
+from ebbtide.profiler.chrome_trace.reader import ChromeTrace
+from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.recording.lock import wait_until_finished
-from ebbtide.profiler.recording.spools.process import recover
-from ebbtide.profiler.recording.spools.trainings import Training, note_other_trainings
-from ebbtide.profiler.trace.files import read_meta
-from ebbtide.profiler.trace.reader import open_trace
-from ebbtide.profiler.trace.schema import SPOOL, TABLES
+from ebbtide.profiler.recording.spools.devices import device_names, note_on_unused_gpus, notes_on_devices, nvml_info
+from ebbtide.profiler.recording.spools.records import RECORD, Records, detailed_slices, note_on_iterations, read_records
+from ebbtide.profiler.recording.spools.tables import (
+    gpu_table,
+    link_table,
+    memory_table,
+    ops_table,
+    phases_table,
+    select_rows,
+)
+from ebbtide.profiler.recording.spools.trainings import RankData, Training, group_trainings, note_other_trainings
+from ebbtide.profiler.sampler.numa import placement_file
+from ebbtide.profiler.trace.files import open_trace, read_meta
+from ebbtide.profiler.trace.frames import empty_frame, frame
+from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo, without_nulls
+from ebbtide.profiler.trace.schema import SORT, SPOOL, TABLES
 from ebbtide.profiler.trace.trace import Trace
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = r"(\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|TiB)"
+_PATTERNS = {
+    "requested_bytes": (rf"[Tt]ried to allocate {_SIZE}",),
+    "capacity_bytes": (rf"total capacity of {_SIZE}", rf"{_SIZE} total capacity"),
+    "free_bytes": (rf"of which {_SIZE} is free", rf"{_SIZE} free"),
+    "allocated_bytes": (rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated"),
+    "_unused_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
+    "reserved_bytes": (rf"{_SIZE} reserved in total by PyTorch",),
+}
+_FIGURES = tuple(name for name in _PATTERNS if not name.startswith("_"))
+# The name of a slice, which the agent gives it.
+_SLICE = re.compile(r"copies-(\d+)-(\d+)\.json$")
+
+
+def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
+    """Return the trainings in the spools of a recording, in the order in which they began.
+
+    There is at least one, which may have no ranks.
+    """
+    notes: list[str] = []
+    sampled = [r for r in (read_records(p, notes) for p in sorted(directory.glob("sampler-*.spool"))) if r is not None]
+    samples = np.concatenate(sampled) if sampled else np.empty(0, RECORD)
+    processes = []
+    for path in sorted(directory.glob("agent-*.spool")):
+        records = read_records(path, notes)
+        if records is not None:
+            processes.append(read_process(path, records, samples, meta))
+    trainings = group_trainings(processes) or [Training([])]
+    unused = note_on_unused_gpus((data.meta["devices"] for data in processes), meta["host"])
+    trainings[0].notes += notes + ([unused] if unused else [])
+    return trainings
+
+
+def read_process(
+    path: Path, records: Records, samples: Records, meta: dict[str, Any], with_files: bool = True
+) -> RankData:
+    """Convert the records of one process into its tables.
+
+    Args:
+        path: Its spool. The description of its job is read from the file beside it.
+        with_files: Whether to read the copies and the allocations that the process wrote into further files.
+    """
+    header = records[0]
+    host, options = meta["host"], meta.get("options", {})
+    gpus = host.get("gpus") or []
+    job_info = _job_info(path.with_name(path.name.replace("agent-", "facts-").replace(".spool", ".json")))
+    entry = _entry(header, job_info, host, gpus)
+    pid = entry["pid"]
+    placement = _placement(placement_file(path.parent, pid))
+    if placement is not None:
+        entry["numa"] = placement
+    entry["stopped"] = _stop_reason(records)
+    notes = list(job_info.get("notes", []))
+    notes += [note for note in [note_on_iterations(records)] if note]
+    phases = phases_table(records)
+    starts = records[records["kind"] == kinds.START]
+    if len(starts):
+        entry["first_iteration_start_ns"] = int(starts[-1]["x"])
+    elif len(phases):
+        entry["first_iteration_start_ns"] = int(phases["start_ns"].min())
+    entry["detailed_slices"] = detailed_slices(records)
+    data = RankData(entry, {table: empty_frame(table) for table in TABLES}, notes)
+    data.stepped = bool((records["kind"] == kinds.ITERATION).any())
+    data.tables["phases"] = frame("phases", phases)
+    data.tables["ops"] = ops_table(records)
+    names = device_names(entry["devices"], gpus)
+    notes += notes_on_devices(entry["devices"], host)
+    own = samples[(samples["kind"] != kinds.MEMORY) | (samples["small"] != HOST) | (samples["a"] == pid)]
+    memory = pd.concat([memory_table(records, None), memory_table(own, names)], ignore_index=True)
+    data.tables["memory"] = frame("memory", memory)
+    data.tables["link"] = link_table(own, names)
+    data.tables["gpu"] = gpu_table(samples, names)
+    if with_files:
+        expects_copies = options.get("transfers") or any(detailed["transfers"] for detailed in entry["detailed_slices"])
+        _add_files(data, path, header, bool(expects_copies))
+    first, end = options.get("iterations") or (0, None)
+    if first or end is not None:
+        _trim(data, first, end)
+    return data
+
+
+def _add_files(data: RankData, path: Path, header: Any, expects_copies: bool) -> None:
+    """Add the copies, kernels and allocations of a process, which are in files of their own."""
+    notes = data.notes
+    slice_paths = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
+    if slice_paths:
+        recorded = read_slices(slice_paths, int(header["x"]) - int(header["y"]))
+        data.tables |= {"transfers": recorded.transfers, "kernels": recorded.kernels}
+        notes += recorded.problems
+        data.meta["transfers_recorded"] = True
+        data.meta["transfers_spans_ns"] = slice_spans(slice_paths, data.tables["phases"])
+    elif expects_copies:
+        on_gpu = data.meta["devices"][0].get("kind") == "cuda"
+        reason = "the profiler for them gave nothing" if on_gpu else "the job did not use a GPU"
+        notes.append(f"no copies were recorded: {reason}")
+    notes += _add_allocations(data, path)
+
+
+def _add_allocations(data: RankData, path: Path) -> list[str]:
+    """Add the allocations that a process captured, if it did; return notes."""
+    description = path.with_name(path.stem.replace("agent-", "") + "-allocations-description.json")
+    if not description.exists():
+        return []
+    try:
+        recorded = read_recorded(description)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return [f"the recorded allocations could not be read ({error})"]
+    data.tables["allocations"] = frame("allocations", recorded.allocations)
+    data.tables["memory"] = frame("memory", pd.concat([data.tables["memory"], recorded.memory], ignore_index=True))
+    return []
+
+
+def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the entry of a process in meta.json, from the agent's description and the header of its spool."""
+    devices = job_info.get("devices") or [host.get("cpu") or {"device": "cpu", "kind": "cpu"}]
+    return {
+        "host": host.get("name"),
+        **{key: value for key, value in with_stated_figures(job_info).items() if key != "notes"},
+        "rank": int(header["b"]),
+        "pid": int(header["a"]),
+        "world_size": int(header["c"]),
+        "local_rank": int(header["z"]),
+        "started_ns": int(header["x"]),
+        "devices": [{**device, **nvml_info(device, gpus)} for device in devices],
+        "transfers_recorded": False,
+    }
+
+
+def _stop_reason(records: Records) -> str:
+    stopped = records[records["kind"] == kinds.STOPPED]
+    return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else "cut off"
+
+
+def _job_info(path: Path) -> dict[str, Any]:
+    """Return the agent's description of its process; empty where it is missing or damaged."""
+    try:
+        job_info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        # The header has the rank.
+        msgspec.convert(without_nulls({**job_info, "rank": 0}), RankInfo)
+        msgspec.convert(job_info.get("notes", []), list[str])
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+    return job_info
+
+
+def _placement(path: Path) -> dict[str, Any] | None:
+    """Return the NUMA nodes of a process as the sampler read them; None where it did not, or the file is damaged."""
+    try:
+        placement: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        msgspec.convert(placement, NumaPlacement)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return placement
+
+
+def _trim(data: RankData, first: int, end: int | None) -> None:
+    """Keep the iterations [first, end): the agent records a little more, to see where they end."""
+    phases, ops = data.tables["phases"], data.tables["ops"]
+    phases = data.tables["phases"] = phases[_in_range(phases, first, end)].reset_index(drop=True)
+    data.tables["ops"] = select_rows(ops, _in_range(ops, first, end))
+    begin_ns = data.meta.get("first_iteration_start_ns", 0)
+    end_ns = phases["end_ns"].max() if end is not None and len(phases) else None
+    # The device finishes the last iteration later than the host.
+    device_end_ns = pd.concat([phases["end_ns"], phases["gpu_end_ns"].dropna()]).max()
+    for table in ("memory", "link", "gpu", "transfers", "kernels"):
+        rows, column = data.tables[table], SORT[table]
+        if table == "memory":
+            rows = _with_values_at(rows, begin_ns)
+        inside = rows[column] >= begin_ns
+        if end_ns is not None:
+            inside &= rows[column] <= (device_end_ns if table in ("transfers", "kernels") else end_ns)
+        data.tables[table] = rows[inside].reset_index(drop=True)
+
+
+def _in_range(table: pd.DataFrame, first: int, end: int | None) -> pd.Series[bool]:
+    """Return which rows belong to the iterations [first, end); without an end, rows of no iteration belong too."""
+    iteration = table["iteration"]
+    rows = iteration.ge(first) & iteration.lt(end) if end is not None else iteration.ge(first) | iteration.isna()
+    return rows.fillna(False).astype(bool)
+
+
+def _with_values_at(memory: pd.DataFrame, begin_ns: int) -> pd.DataFrame:
+    """Add a row per pool with its value at `begin_ns`."""
+    last = memory[memory["t_ns"] < begin_ns].groupby(["device", "pool"], as_index=False).tail(1)
+    return frame("memory", pd.concat([last.assign(t_ns=begin_ns), memory]))
+
+
+def with_stated_figures(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of a rank whose out-of-memory errors have the figures that only their messages state.
+
+    The texts are those of torch from version 1.13 on, and of its CPU allocator. They round to hundredths of a unit. A
+    figure that is not stated either is None.
+    """
+    errors = entry.get("out_of_memory")
+    return {**entry, "out_of_memory": [_complete(error) for error in errors]} if errors else entry
+
+
+def _complete(record: dict[str, Any]) -> dict[str, Any]:
+    stated = _figures(record.get("message") or "")
+    return {**record, **{name: record.get(name) if record.get(name) is not None else stated[name] for name in _FIGURES}}
+
+
+def _figures(text: str) -> dict[str, int | None]:
+    figures = {name: _first_size(text, patterns) for name, patterns in _PATTERNS.items()}
+    allocated, unused = figures["allocated_bytes"], figures.pop("_unused_bytes")
+    if allocated is not None and unused is not None:
+        figures["reserved_bytes"] = allocated + unused
+    return figures
+
+
+def _first_size(text: str, patterns: tuple[str, ...]) -> int | None:
+    for pattern in patterns:
+        match = re.search(pattern, text)
+        if match:
+            return round(float(match[1]) * _UNITS[match[2]])
+    return None
+
+
+class SliceTables(NamedTuple):
+    """Contents of the slices of a process. `problems`: a line for each file that could not be read, or not
+    completely."""
+
+    transfers: pd.DataFrame
+    kernels: pd.DataFrame
+    problems: list[str]
+
+
+def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> SliceTables:
+    """Read the slices of a process. `wall_to_monotonic_ns`: added to their times, which are Unix times."""
+    transfers, kernels = [frame("transfers")], [frame("kernels")]
+    problems = []
+    for path in paths:
+        activities = GpuActivities()
+        try:
+            with path.open("rb") as file:
+                trace = ChromeTrace(file)
+                for batch in trace.batches():
+                    activities.add([event for event in batch if event.ts is not UNSET])
+        except (OSError, ValueError) as error:
+            problems.append(f"the copies in {path.name} could not be read ({error})")
+            continue
+        base_ns = trace.base_ns + wall_to_monotonic_ns
+        transfers.append(frame("transfers", activities.transfers(base_ns)))
+        kernels.append(frame("kernels", activities.kernels(base_ns)))
+        if trace.stop_reason or trace.skipped:
+            problems.append(
+                f"the copies in {path.name} could not all be read ({trace.stop_reason or 'some are damaged'})"
+            )
+    return SliceTables(frame("transfers", pd.concat(transfers)), frame("kernels", pd.concat(kernels)), problems)
+
+
+def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:
+    """Return the spans of time, in ns, ascending and disjoint, that the slices cover, from the names of their files.
+
+    The agent starts a slice just after an iteration ends: it covers the time from that end on.
+    """
+    phase_ends = np.sort(phases["end_ns"].to_numpy(np.int64))
+    slices = sorted((int(match[1]), int(match[2])) for path in paths if (match := _SLICE.search(path.name)))
+    spans: list[tuple[int, int]] = []
+    for start, end in slices:
+        before = phase_ends[: np.searchsorted(phase_ends, start, side="right")]
+        start = int(before[-1]) if len(before) else start
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+    return spans
 
 
 def unfinished_trace(path: Path) -> Trace:

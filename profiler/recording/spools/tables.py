@@ -48,10 +48,8 @@ def phases_table(records: Records) -> pd.DataFrame:
 
 
 def memory_table(records: Records, device_names: dict[int, str] | None) -> pd.DataFrame:
-    """Return the samples of memory on the rank's devices and the host.
-
-    `device_names`: the rank's names of its devices by their NVML number; None: the records have the rank's numbers.
-    """
+    """Return the samples of memory on the rank's devices and the host. `device_names`: the rank's names of its devices
+    by their NVML number; None: the records have the rank's numbers."""
     rows = records[(records["kind"] == kinds.MEMORY) & (records["y"] != MISSING)]
     table = pd.DataFrame(
         {

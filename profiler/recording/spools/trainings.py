@@ -19,10 +19,7 @@ _STOP_NOTES = {
 
 @dataclass
 class RankData:
-    """The data of one process.
-
-    `stepped`: whether an optimizer ended an iteration.
-    """
+    """The data of one process. `stepped`: whether an optimizer ended an iteration."""
 
     meta: dict[str, Any]
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)

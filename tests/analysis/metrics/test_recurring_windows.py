@@ -11,9 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.metrics.recurring_windows import PhaseSegment, _lower_envelope, phase_table, recurring_segments
-from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.analysis.timeseries.thresholds import FreeTimeline
+from ebbtide.analysis.metrics.windows import (
+    PhaseSegment,
+    _lower_envelope,
+    find_windows,
+    phase_table,
+    recurring_segments,
+)
+from ebbtide.analysis.timeseries.step_functions import FreeTimeline
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.iterations import steady_iterations
-from ebbtide.analysis.metrics.substeps.aggregate import SubStep
-from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
+from ebbtide.analysis.metrics.substeps.breakdown import SubStep, SubSteps, sub_steps
 from ebbtide.analysis.metrics.substeps.operations import split_by_phase
 from ebbtide.interleave.advise.schedule_to_trace import trace_of
 from ebbtide.interleave.policies import make_plan

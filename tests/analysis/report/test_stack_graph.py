@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.analysis.metrics.holders.stack_tree import StackNode
-from ebbtide.analysis.report.stack_graph import stack_graph
+from ebbtide.analysis.metrics.holders.holders import StackNode
+from ebbtide.analysis.report.rank import stack_graph
 from tests.analysis.report.report_traces import trained
 from tests.analysis.report.test_report import parse
 from tests.conftest import examples

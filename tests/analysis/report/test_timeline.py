@@ -10,13 +10,16 @@ import pytest
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import link_use
-from ebbtide.analysis.metrics.ranks.selection import ShownRank
 from ebbtide.analysis.metrics.substeps.operations import named_ops
 from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.analysis.report.chart_boxes import substep_chart_boxes
 from ebbtide.analysis.report.chart_panels import ChartPanel
-from ebbtide.analysis.report.rank import rank_view
-from ebbtide.analysis.report.timeline_content import DetailLimits, TimelineContent, timeline_content
+from ebbtide.analysis.report.rank import ShownRank, rank_view
+from ebbtide.analysis.report.timeline_content import (
+    DetailLimits,
+    TimelineContent,
+    substep_chart_boxes,
+    timeline_content,
+)
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.profiler.trace import Trace, TraceBuilder

@@ -7,8 +7,7 @@ import pytest
 
 from ebbtide.analysis.metrics.activity.activity import gpu_activity
 from ebbtide.analysis.timeline.activity import IDLE_CAUSES, PAUSE, activity_lanes
-from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
-from ebbtide.analysis.timeline.reduction import Resolution
+from ebbtide.analysis.timeline.axis import Resolution, TimeAxis, recorded_interval
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 

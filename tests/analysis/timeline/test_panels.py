@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
+from ebbtide.analysis.timeline.axis import Resolution, TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.memory import device_memory_panel, free_memory_panel, host_memory_panel, pool_line
 from ebbtide.analysis.timeline.panels import value_scale
-from ebbtide.analysis.timeline.reduction import Resolution
 from ebbtide.analysis.timeline.styles import POOL_STYLES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.report.report_traces import GIB, GPU, MS, trained

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.timeline.axis import BoxSampler, Resolution
 from ebbtide.analysis.timeline.boxes import phase_boxes
-from ebbtide.analysis.timeline.reduction import BoxSampler, Resolution
 from tests.analysis.report.report_traces import trained
 
 

@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeline.axis import TimeAxis
-from ebbtide.analysis.timeline.reduction import Resolution
-from ebbtide.analysis.timeline.stack import StepFunction, TimelineStack, stack_categories
+from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
+from ebbtide.analysis.timeline.panels import StepFunction, TimelineStack, stack_categories
 from ebbtide.analysis.timeline.styles import REST
 
 AXIS = TimeAxis(0, 100, 300, 200)

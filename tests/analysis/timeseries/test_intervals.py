@@ -6,16 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeseries.intervals import (
+from ebbtide.analysis.timeseries.step_functions import (
     Union,
     difference,
     intersection,
     length,
     merged,
     overlap_ns,
+    union,
     union_length_by_group,
 )
-from ebbtide.analysis.timeseries.step_functions import union
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda s: (s[0], s[0] + s[1])), max_size=8)
 Spans = list[tuple[int, int]]

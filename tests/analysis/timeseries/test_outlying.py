@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ebbtide.analysis.timeseries.outlying import median_errors, stands_out
+from ebbtide.analysis.timeseries.statistics import median_errors, stands_out
 from ebbtide.analysis.timeseries.step_functions import Floats
 from tests.conftest import slow_case
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli.live_view.app import LiveView
-from ebbtide.cli.live_view.marks import level_rows
+from ebbtide.cli.live_view.panels import level_rows
 from ebbtide.profiler.recording.lifecycle import finish
 from tests.cli.live_view.screens import drive, make_view
 from tests.conftest import slow

@@ -19,15 +19,12 @@ from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars, TensorUpdate
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import OTHER, Op, Plan
 from ebbtide.interleave.model.workload import Workload
-from tests.interleave.engine.jobs import ReferenceAdamW, closing
 from tests.interleave.engine.plans import PLACEMENTS, device_bytes, make, plans, workload_of
-from tests.interleave.engine.states import bits
 from tests.interleave.engine.twins import (
     Jitter,
     JitteryDevice,
@@ -357,67 +354,3 @@ def test_engine__raises_without_host_memory_to_complete_a_step() -> None:
 
 def no_memory(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
     raise EngineError("the host has no memory left")
-
-
-def gradients(params: list[torch.Tensor], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in params:
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-
-
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("policy", ["zero-offload", "interleaved:2", "gpu-only"])
-def test_step__refuses_a_gradient_that_is_not_finite_and_changes_nothing(policy: str, poison: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (50, 200)]
-    reference = ReferenceAdamW([param.detach().clone() for param in params])
-    with closing(InterleavedAdamW(params, policy=policy, subgroup_params=60, threads=1)) as optimizer:
-        for step in range(6):
-            gradients(list(params), step)
-            gradients(reference.params, step)
-            if step in (0, 3):
-                assert params[1].grad is not None
-                params[1].grad[199] = poison
-                with pytest.raises(EngineError, match="not a number"):
-                    optimizer.step()
-            else:
-                optimizer.step()
-                reference.step()
-            for param, expected in zip(params, reference.params, strict=True):
-                assert torch.equal(bits(param.detach()), bits(expected))
-
-
-@given(
-    st.sampled_from(["zero-offload", "pipelined", "twin-flow:0.5", "interleaved:2", "gpu-only"]),
-    st.sampled_from(CALLS),
-    st.integers(0, 60),
-    st.sampled_from(WHEN),
-    SEEDS,
-)
-def test_optimizer__continues_after_a_failure_or_is_closed(
-    policy: str, call: str, number: int, when: str, seed: int
-) -> None:
-    """With the right number of steps and a new plan; or it is closed, and says so."""
-    generator = torch.Generator().manual_seed(seed)
-    params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (50, 200)]
-    reference = ReferenceAdamW([param.detach().clone() for param in params])
-    device = FaultyDevice(Jitter(seed, 1e-4))
-    with no_thread_left(), contextlib.closing(device):
-        optimizer = InterleavedAdamW(params, policy=policy, subgroup_params=60, threads=1, device=device)
-        with closing(optimizer):
-            fault = device.fault = Fault(call, number, when)
-            for step in range(6):
-                gradients(list(params), step)
-                gradients(reference.params, step)
-                try:
-                    optimizer.step()
-                except EngineError as error:
-                    assert fault.struck
-                    if "lost" in str(error):
-                        assert call in UPDATES
-                        with pytest.raises(EngineError, match="closed"):
-                            optimizer.step()
-                        return
-                reference.step()
-                for param, expected in zip(params, reference.params, strict=True):
-                    assert torch.equal(bits(param.detach()), bits(expected))

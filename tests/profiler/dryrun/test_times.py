@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ebbtide.analysis.metrics.activity.activity import gpu_activity
 from ebbtide.analysis.metrics.iterations import median_ms
 from ebbtide.analysis.metrics.prediction import TimeRange, predicted_range, prediction_line
-from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms
+from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.machine import Machine

@@ -11,7 +11,7 @@ from ebbtide.analysis.findings.finding import Finding
 from ebbtide.analysis.findings.rules.host import host_memory_limit
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.host_limits import memory_group
-from ebbtide.profiler.recording.spools.process import recover
+from ebbtide.profiler.recording.spools.recovery import recover
 from ebbtide.profiler.sampler.sampler import HostLimitWatch, Sampler
 from ebbtide.profiler.trace import TraceBuilder
 from tests.profiler.sampler.test_sampler import write_agent_files

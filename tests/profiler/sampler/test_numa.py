@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ebbtide.profiler.recording.spools.process import recover
+from ebbtide.profiler.recording.spools.recovery import recover
 from ebbtide.profiler.sampler.numa import NumaReader, describe_nodes, placement_file
 from ebbtide.profiler.sampler.sampler import Sampler
 from ebbtide.profiler.trace.metadata import HostInfo, NumaPlacement, RankInfo

@@ -14,7 +14,7 @@ import pynvml
 import pytest
 
 from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, MISSING, POOLS, Spool
-from ebbtide.profiler.recording.spools.process import recover
+from ebbtide.profiler.recording.spools.recovery import recover
 from ebbtide.profiler.recording.spools.trainings import RankData
 from ebbtide.profiler.sampler.sampler import Sampler
 from tests.profiler.sampler.fake_nvml import GIB, FakeCard, FakeNvml, counting, hopper, older

@@ -69,7 +69,6 @@ class DirectFile:
         self._move("read", os.preadv, offset, memory)
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Write all bytes of the memory."""
         self._move("written", os.pwritev, offset, memory)
 
     def allocate(self, offset: int, nbytes: int) -> None:
@@ -88,7 +87,6 @@ class DirectFile:
             ) from None
 
     def truncate(self) -> None:
-        """Remove all content."""
         os.ftruncate(self._file, 0)
 
     def synchronize(self) -> None:
@@ -99,7 +97,6 @@ class DirectFile:
             raise EngineError(f"{self.path} cannot be written to its drive: {error.strerror}") from None
 
     def close(self) -> None:
-        """Close the file."""
         self._pool.shutdown()
         os.close(self._file)
 

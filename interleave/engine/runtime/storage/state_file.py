@@ -75,7 +75,6 @@ class StateFile:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self._file.path
 
     def reserve(self, subgroup: int) -> None:

@@ -71,12 +71,10 @@ class StoredStates:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read so far."""
         return sum(file.read_bytes for file in self.files)
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written so far."""
         return sum(file.written_bytes for file in self.files)
 
     def has(self, subgroup: int) -> bool:

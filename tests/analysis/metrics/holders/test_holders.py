@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbtide.analysis.metrics.holders.categories import categorized_allocations
-from ebbtide.analysis.metrics.holders.holders import Holder, holders_at, memory_by_category
-from ebbtide.analysis.metrics.holders.stack_tree import stack_tree
-from ebbtide.analysis.metrics.holders.stacks import call_site, part_of_step
+from ebbtide.analysis.metrics.holders.categories import call_site, categorized_allocations, part_of_step
+from ebbtide.analysis.metrics.holders.holders import Holder, holders_at, memory_by_category, stack_tree
 from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.importers.torch_memory.snapshot import import_snapshot
 from ebbtide.profiler.trace import Trace, TraceBuilder

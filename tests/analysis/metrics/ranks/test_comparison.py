@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.analysis.metrics.ranks.comparison import rank_differences
-from ebbtide.analysis.metrics.ranks.differences import RankDifference, ranks_text
+from ebbtide.analysis.metrics.ranks.comparison import RankDifference, rank_differences, ranks_text
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.metrics.ranks.fleets import GIB, fleet
 from tests.conftest import slow_case

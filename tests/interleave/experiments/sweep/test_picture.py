@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.sweep.picture import check_panels, draw_sweep
+from ebbtide.interleave.experiments.sweep.best import Grid
+from ebbtide.interleave.experiments.sweep.picture import draw_sweep
 from ebbtide.interleave.experiments.sweep.task import Row, Scenario
 from tests.interleave.experiments.sweep.sweeps import machine, rows, workload
 
@@ -166,7 +167,7 @@ def test_draw_sweep__an_error_is_written_into_an_empty_panel() -> None:
         ([{"scale_params": a, "free_bytes": b} for a in range(30) for b in range(30)], "30 rows"),
     ],
 )
-def test_check_panels__refuses_too_many_panels_or_policies(changes: list[Row], message: str) -> None:
+def test_grid__refuses_too_many_panels_or_policies(changes: list[Row], message: str) -> None:
     row = {"workload": "job", "machine": "box", "policy": "pipelined", **asdict(Scenario())}
     with pytest.raises(UserError, match=message):
-        check_panels([row | change for change in changes])
+        Grid.of([row | change for change in changes])

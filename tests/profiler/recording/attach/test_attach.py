@@ -18,9 +18,8 @@ from ebbtide.analysis.metrics.holders.holders import holders_at
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot.figure import draw
-from ebbtide.analysis.timeline.axis import TimeAxis
+from ebbtide.analysis.timeline.axis import PICTURE, TimeAxis
 from ebbtide.analysis.timeline.memory import device_memory_panel
-from ebbtide.analysis.timeline.reduction import PICTURE
 from ebbtide.errors import TraceError
 from ebbtide.profiler import Trace, Tracer, open_trace
 from ebbtide.profiler.agent.slice_request import REQUEST, SliceRequest

@@ -9,8 +9,8 @@ import pandas as pd
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import GPU_QUANTITIES, GPU_STATE, MEMORY, MISSING, Spool
-from ebbtide.profiler.recording.spools.process import recover
 from ebbtide.profiler.recording.spools.records import RECORD, Records, read_records
+from ebbtide.profiler.recording.spools.recovery import recover
 from ebbtide.profiler.recording.spools.tables import gpu_table
 from ebbtide.profiler.trace.schema import TABLES
 

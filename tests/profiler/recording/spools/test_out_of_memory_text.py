@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ebbtide.profiler.recording.spools.process import with_stated_figures
+from ebbtide.profiler.recording.spools.recovery import with_stated_figures
 
 MIB, GIB = 1 << 20, 1 << 30
 ADVICE = (

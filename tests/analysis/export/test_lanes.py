@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeseries.lanes import any_overlap, assign_lanes
+from ebbtide.analysis.export.trace_events import any_overlap, assign_lanes
 
 Interval = tuple[int, int, int | None]
 INTERVALS = st.lists(
