@@ -125,7 +125,7 @@ class Intervals:
     def times_with_other(self) -> PhaseArrays:
         """The phases, and after them `other` for the time without a phase."""
         phases = self.times
-        if not len(phases.starts):
+        if not len(self.ends):
             return phases
         # At the end of each iteration stands a phase without length, so that the time before it is a gap, too.
         starts = np.concatenate([self.ends, phases.starts])
@@ -151,6 +151,9 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     """Split the finished iterations of a rank into phases."""
     rows = trace.columns(rank, "phases")
     finished = rows.recorded("iteration")
+    marks = trace.columns(rank, "iteration_marks")
+    if not finished.any() and len(marks):
+        return _marked_intervals(marks)
     start, end = ("gpu_start_ns", "gpu_end_ns") if device_times else ("start_ns", "end_ns")
     if device_times and not (finished.any() and (rows.recorded(start) & rows.recorded(end))[finished].all()):
         return intervals(trace, rank, device_times=False)
@@ -158,13 +161,20 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     order = order[np.argsort(rows.ints(start)[order], kind="stable")]
     iterations, starts, ends = (rows.ints(name)[order] for name in ("iteration", start, end))
     times = PhaseArrays(iterations, rows.texts("phase")[order], starts, ends)
-    numbers, iteration_ends = _iteration_ends(times, trace.columns(rank, "iteration_marks"), end)
+    numbers, iteration_ends = _iteration_ends(times, marks, end)
     iteration_starts = np.roll(iteration_ends, 1)
     if len(numbers):
         begin = trace.rank(rank).first_iteration_start_ns
         # Device clocks are aligned to within microseconds: a first phase may seem to begin before its iteration.
         iteration_starts[0] = starts[0] if begin is None else min(begin, int(starts[0]))
     return Intervals(numbers, iteration_starts, iteration_ends, times, rows.ints("micro_step")[order])
+
+
+def _marked_intervals(marks: Columns) -> Intervals:
+    """Return iterations that the source marks, where it has no phases."""
+    none = np.empty(0, np.int64)
+    phases = PhaseArrays(none, np.empty(0, object), none, none)
+    return Intervals(*(marks.ints(name) for name in ("iteration", "start_ns", "end_ns")), phases, none)
 
 
 def _iteration_ends(times: PhaseArrays, marks: Columns, column: str) -> tuple[Ints, Ints]:
@@ -205,7 +215,7 @@ def steady_iterations(trace: Trace) -> SteadyIterations:
 
     The first two are warm-up where there are five or more, unless the trace's metadata states another number.
     """
-    numbers = sorted({number for rank in trace.ranks for number in _finished(trace.columns(rank, "phases"))})
+    numbers = sorted({number for rank in trace.ranks for number in _finished(trace, rank)})
     warmup = trace.meta.warmup_iterations
     if warmup is None:
         warmup = _WARMUP_ITERATIONS if len(numbers) >= _MIN_ITERATIONS_FOR_WARMUP else 0
@@ -213,8 +223,12 @@ def steady_iterations(trace: Trace) -> SteadyIterations:
     return SteadyIterations(numbers[warmup:], warmup)
 
 
-def _finished(phases: Columns) -> list[int]:
-    numbers: list[int] = np.unique(phases.ints("iteration")[phases.recorded("iteration")]).tolist()
+def _finished(trace: Trace, rank: int) -> list[int]:
+    phases = trace.columns(rank, "phases")
+    finished = phases.ints("iteration")[phases.recorded("iteration")]
+    if not len(finished):
+        finished = trace.columns(rank, "iteration_marks").ints("iteration")
+    numbers: list[int] = np.unique(finished).tolist()
     return numbers
 
 
@@ -231,6 +245,8 @@ def durations_ms(times: Intervals) -> IterationTable:
         columns[phase] = sums(len(absent), position[own], lengths[own]) if own.any() else absent
     iteration_ms = (times.ends - times.starts) / 1e6
     other_ms = np.maximum(iteration_ms - IterationTable(times.numbers, columns).total(PHASES), 0.0)
+    if not len(times.times.starts):
+        other_ms = absent  # nothing is known of phases
     return IterationTable(times.numbers, {**columns, "iteration": iteration_ms, OTHER: other_ms})
 
 

@@ -252,8 +252,9 @@ def _summarize(trace: Trace) -> Summary:
                 p95_ms=float(np.percentile(phase_times, 95)) if median is not None else None,
                 peak_bytes=_median_bytes(peaks[phase]),
                 min_free_bytes=_median_bytes(free[phase]),
-                h2d_bytes=_median_bytes(moved["h2d"][phase]),
-                d2h_bytes=_median_bytes(moved["d2h"][phase]),
+                # Copies of a phase that the trace does not show are those of another part.
+                h2d_bytes=_median_bytes(moved["h2d"][phase]) if median is not None else None,
+                d2h_bytes=_median_bytes(moved["d2h"][phase]) if median is not None else None,
                 share=median / total if median is not None and total else None,
                 **_range(predicted_range(trace, phase)),
             )

@@ -13,7 +13,7 @@ import typer.core
 
 import ebbtide
 from ebbtide.cli.command import HEADINGS, Command, find_commands, with_current_name
-from ebbtide.cli.printing import echo, is_terminal, output_width, own_stdout
+from ebbtide.cli.printing import echo, echo_error, is_terminal, output_width, own_stdout
 
 # Least width of a help whose options have frames around them.
 _PANEL_WIDTH = 100
@@ -109,5 +109,5 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fail(message: str) -> int:
-    typer.echo(f"ebbtide: {' '.join(message.split())}", err=True)
+    echo_error(" ".join(message.split()))
     return 2

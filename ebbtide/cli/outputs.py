@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ebbtide.cli.printing import echo_error
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -56,7 +58,7 @@ def print_outputs(*paths: Path | None) -> None:
     """Print the paths of written outputs on stderr."""
     for path in paths:
         if path is not None:
-            typer.echo(f"ebbtide: {path}", err=True)
+            echo_error(str(path))
 
 
 def _is_folder_of_traces(folder: Path) -> bool:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from ebbtide.foreign_text import printable, printable_line
+
 if TYPE_CHECKING:
     from ebbtide.analysis.tables.table import Table, View
 
@@ -23,18 +25,27 @@ _output: TextIO | None = None
 ProgressUpdate = Callable[[str, float, float], None]
 
 
-def echo(text: str = "") -> None:
-    """Print a text and a line break as output of the command."""
-    typer.echo(text, file=_output)
+def echo(text: str = "", **style: Any) -> None:
+    """Print a text and a line break as output of the command, without characters that could control the terminal.
+
+    `style`: colours, unless NO_COLOR forbids them; `typer` leaves them out where it writes to a file."""
+    text = printable(text)
+    typer.echo(typer.style(text, **style) if style and not os.environ.get("NO_COLOR") else text, file=_output)
 
 
 def echo_line(line: str, **style: Any) -> None:
-    """Print a line, continued on further ones where it is wider than the terminal; `style`: colours on a terminal."""
+    """Print a line, continued on further ones where it is wider than the terminal; `style`: as of `echo`."""
     from ebbtide.analysis.tables.text import wrapped
 
+    line = printable_line(line)
     if is_terminal():
         line = "\n".join(wrapped(line, output_width()))
-    echo(styled(line, **style))
+    echo(line, **style)
+
+
+def echo_error(line: str) -> None:
+    """Print one line on stderr: what a command says beside its output."""
+    typer.echo(f"ebbtide: {printable_line(line)}", err=True)
 
 
 def is_terminal() -> bool:
@@ -42,11 +53,6 @@ def is_terminal() -> bool:
     output = _output or sys.stdout
     # It is None where the caller has closed it.
     return bool(os.environ.get("COLUMNS")) or (output is not None and output.isatty())
-
-
-def styled(text: str, **style: Any) -> str:
-    """Return a text with colours, unless NO_COLOR forbids them. `echo` leaves them out where it writes to a file."""
-    return typer.style(text, **style) if style and not os.environ.get("NO_COLOR") else text
 
 
 def output_width() -> int:
@@ -69,9 +75,9 @@ def print_view(view: View) -> None:
 def print_table(table: Table) -> None:
     from ebbtide.analysis.tables.text import table_lines
 
-    echo(styled(table.title, bold=True))
+    echo(table.title, bold=True)
     for line in table_lines(table, output_width()):
-        echo(line)
+        echo(printable_line(line))
     for note in (table.note, table.cut):
         if note:
             echo_line(note)

@@ -192,6 +192,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     stream: _Whole = MISSING
     correlation: _Whole = MISSING
     sequence: _Whole = msgspec.field(name="Sequence number", default=MISSING)
+    forward_thread: _Whole = msgspec.field(name="Fwd thread id", default=MISSING)
     allocated: _Whole = msgspec.field(name="Total Allocated", default=MISSING)
     reserved: _Whole = msgspec.field(name="Total Reserved", default=MISSING)
     address: _Whole = msgspec.field(name="Addr", default=MISSING)

@@ -18,9 +18,9 @@ COMMUNICATION = KINDS.index("communication")
 # The number of a copy between host and device, which is a row of the table `transfers` and not of `kernels`.
 TRANSFER = len(KINDS)
 # Each category by its name in torch, and in torch 1.8.
-ACTIVITY_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
+ACTIVITY_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "mtia_ccp_events", "Kernel", "Memcpy", "Memset"})
 # Calls of the runtime or driver, by which the host launches work.
-CALL_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver", "Runtime"})
+CALL_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver", "mtia_runtime", "Runtime"})
 _COPIES = frozenset({"gpu_memcpy", "Memcpy"})
 _MEMSETS = frozenset({"gpu_memset", "Memset"})
 # ncclDevKernel_AllReduce_Sum_f32_RING_LL(...), ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...); RCCL uses both names.

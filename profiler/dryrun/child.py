@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ebbtide.errors import UserError
+from ebbtide.foreign_text import printable_line
 from ebbtide.machines.machine import machine_from
 from ebbtide.profiler.dryrun.errors import CannotFakeError, DryRunFinished
 from ebbtide.profiler.dryrun.launch import become_dry_run
@@ -90,7 +91,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     for line in run.user_files.lines():
-        print(f"ebbtide: {line}", file=sys.stderr)
+        print(f"ebbtide: {printable_line(line)}", file=sys.stderr)
     if printer is not None:
         module, function = printer.split(":")
         fits = getattr(import_module(module), function)(Path(output))
@@ -149,7 +150,7 @@ def _without_own_frames(error: BaseException) -> BaseException:
 
 
 def _fail(message: str) -> int:
-    print(f"ebbtide: {' '.join(message.split())}", file=sys.stderr)
+    print(f"ebbtide: {printable_line(' '.join(message.split()))}", file=sys.stderr)
     return _CANNOT_FAKE
 
 

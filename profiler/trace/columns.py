@@ -136,5 +136,8 @@ def _numbers(values: pa.Array) -> npt.NDArray[Any]:
 
 
 def _recorded(values: pa.Array) -> Bools:
-    recorded: Bools = values.is_valid().to_numpy(zero_copy_only=False)
-    return recorded
+    # Arrow's own conversion of booleans imports pandas.
+    if not values.null_count:
+        return np.ones(len(values), bool)
+    bits = np.unpackbits(np.frombuffer(values.buffers()[0], np.uint8), bitorder="little")
+    return bits[values.offset : values.offset + len(values)].astype(bool)

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,6 +31,7 @@ from ebbtide.profiler.trace.schema import (
     typed_rows,
 )
 from ebbtide.profiler.trace.trace import Trace
+from ebbtide.profiler.trace.untrusted import MAX_META_BYTES, check_size, check_values, open_regular, read_regular
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,7 +103,7 @@ def _other_trainings(path: Path) -> list[Path]:
 
 def _recording_begin(path: Path) -> tuple[Any, ...] | None:
     """Return both clocks at the beginning of a recording, and their host; None if `path` is none."""
-    meta = json.loads((path / META).read_bytes()) if is_trace(path) else {}
+    meta = read_meta(path) if is_trace(path) else {}
     return (meta["started_ns"], meta.get("clock")) if meta.get("started_ns") else None
 
 
@@ -124,7 +125,7 @@ def is_locked(path: Path) -> bool:
 def is_trace(path: Path) -> bool:
     """Return whether a path is the folder of a trace, of any schema."""
     try:
-        return bool(json.loads((path / META).read_bytes()).get("format") == FORMAT)
+        return bool(json.loads(read_regular(path / META, MAX_META_BYTES)).get("format") == FORMAT)
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
@@ -134,9 +135,11 @@ def read_meta(path: Path) -> dict[str, Any]:
     if not os.path.exists(path):
         raise TraceError(f"{path} does not exist: name a trace that `ebbtide profile` has written")
     try:
-        meta = json.loads((path / META).read_bytes())
-    except (OSError, RecursionError):
-        raise TraceError(f"{path} is not a trace: it has no readable {META}") from None
+        meta = json.loads(read_regular(path / META, MAX_META_BYTES))
+    except RecursionError:
+        raise TraceError(f"{path} is not a trace: its {META} is nested too deeply") from None
+    except OSError as error:
+        raise TraceError(f"{path} is not a trace: it has no readable {META} ({error.strerror})") from None
     except ValueError:
         raise TraceError(f"{path} is damaged: its {META} is not JSON (truncated?)") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT or not isinstance(meta.get("schema"), int):
@@ -202,7 +205,7 @@ def open_trace(path: str | Path) -> Trace:
         return profiler.unfinished_trace(path)
     for entry in meta.ranks:
         for table in [table for table in TABLES if table not in OPTIONAL_TABLES]:
-            if not _parquet(path, entry.rank, table).is_file():
+            if not os.path.lexists(_parquet(path, entry.rank, table)):
                 raise TraceError(f"{path} is damaged: {_parquet(path, entry.rank, table).name} is missing")
     return Trace(
         path,
@@ -218,16 +221,19 @@ def _parquet(path: Path, rank: int, table: str) -> Path:
 
 def _read(path: Path, rank: int, table: str) -> Columns:
     file = _parquet(path, rank, table)
-    if table in OPTIONAL_TABLES and not file.exists():
+    if table in OPTIONAL_TABLES and not os.path.lexists(file):
         return Columns(table, typed_rows(table, pa.Table.from_arrays([], [])))
     try:
-        # Text of few different values is read as a dictionary: decoding each value takes three times as long.
-        # Files of earlier versions lack some columns.
-        metadata = pq.read_metadata(file)
-        text = [column for column in text_columns(table) if column in metadata.schema.names]
-        with pq.ParquetFile(file, metadata=metadata, read_dictionary=text, pre_buffer=True) as parquet:
-            rows = parquet.read()
-        return Columns(table, typed_rows(table, rows))
+        with open_regular(file) as opened:
+            metadata = _footer(opened)
+            # Text of few different values is read as a dictionary: decoding each value takes three times as long.
+            # Files of earlier versions lack some columns.
+            text = [column for column in text_columns(table) if column in metadata.schema.names]
+            with pq.ParquetFile(opened, metadata=metadata, read_dictionary=text, pre_buffer=True) as parquet:
+                rows = parquet.read([column.name for column in TABLES[table] if column.name in metadata.schema.names])
+        columns = Columns(table, typed_rows(table, rows))
+        check_values(table, columns)
+        return columns
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, file, rank, error) from None
 
@@ -235,16 +241,24 @@ def _read(path: Path, rank: int, table: str) -> Columns:
 def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
     """Return the different values of a text column without reading the others, in order of appearance."""
     file = _parquet(path, rank, table)
-    if table in OPTIONAL_TABLES and not file.exists():
+    if table in OPTIONAL_TABLES and not os.path.lexists(file):
         return []
     try:
-        metadata = pq.read_metadata(file)
-        if column not in metadata.schema.names:
-            return _read(path, rank, table).labels(column)
-        with pq.ParquetFile(file, metadata=metadata, read_dictionary=[column]) as parquet:
-            return distinct_texts(parquet.read(columns=[column]).column(column))
+        with open_regular(file) as opened:
+            metadata = _footer(opened)
+            if column not in metadata.schema.names:
+                return _read(path, rank, table).labels(column)
+            with pq.ParquetFile(opened, metadata=metadata, read_dictionary=[column]) as parquet:
+                return distinct_texts(parquet.read(columns=[column]).column(column))
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, file, rank, error) from None
+
+
+def _footer(file: BinaryIO) -> Any:
+    """Return the metadata of a Parquet file whose rows may be read."""
+    metadata = pq.read_metadata(file)
+    check_size(metadata, os.fstat(file.fileno()).st_size)
+    return metadata
 
 
 def _damaged(path: Path, file: Path, rank: int, error: Exception) -> TraceError:

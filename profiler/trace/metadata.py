@@ -6,6 +6,7 @@ What was not recorded is None or empty. Keys that the format does not specify ar
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -329,6 +330,10 @@ def parse_meta(raw: dict[str, Any], path: Path) -> TraceMeta:
         raise TraceError(f"{path} is damaged: {where} is not valid ({problem.reason})") from None
     except (UnicodeEncodeError, RecursionError):
         raise TraceError(f"{path} is damaged: its meta.json is not valid (bad Unicode, or nested too deeply)") from None
+    numbers = Counter(entry.rank for entry in meta.ranks)
+    if len(numbers) < len(meta.ranks):
+        rank, _ = numbers.most_common(1)[0]
+        raise TraceError(f"{path} is damaged: its meta.json has rank {rank} more than once")
     if meta.state == "recording" and "host" not in raw:
         raise TraceError(f"{path} is damaged: host in its meta.json is missing")
     return meta

@@ -24,7 +24,7 @@ from ebbtide.cli.options import (
     valued,
 )
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
-from ebbtide.cli.printing import echo, echo_line, print_view
+from ebbtide.cli.printing import echo, echo_error, echo_line, print_view
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.compare.runs import PhaseWaits
@@ -151,11 +151,8 @@ def compare(
     print_outputs(plot, save)
     if not comparison.losses_equal:
         differing = ", ".join(result.policy for result in comparison.results if not result.losses_equal)
-        typer.echo(
-            f"ebbtide: the losses of {differing} differ from those of "
-            f"{comparison.results[0].policy}: this is a bug, please report it",
-            err=True,
-        )
+        first = comparison.results[0].policy
+        echo_error(f"the losses of {differing} differ from those of {first}: this is a bug, please report it")
         raise typer.Exit(1)
 
 

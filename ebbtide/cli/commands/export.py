@@ -9,6 +9,7 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, MinBytes, TraceFile, output_option, refuse_options, size
+from ebbtide.cli.printing import echo_error
 
 ENDINGS = (".json", ".json.gz")
 
@@ -51,7 +52,7 @@ def _write_events(trace: Path, output: Path, force: bool) -> None:
     from ebbtide.profiler.trace import open_trace
 
     write_chrome_trace(open_trace(trace), output, force)
-    typer.echo(f"ebbtide: {output} (open it in https://ui.perfetto.dev)", err=True)
+    echo_error(f"{output} (open it in https://ui.perfetto.dev)")
 
 
 def _write_tables(trace: Path, folder: Path, format: str, min_size: int, force: bool) -> None:
@@ -59,5 +60,5 @@ def _write_tables(trace: Path, folder: Path, format: str, min_size: int, force: 
     from ebbtide.profiler.trace import open_trace
 
     for note in write_tables(open_trace(trace), folder, format, min_size, force):
-        typer.echo(f"ebbtide: {note}", err=True)
-    typer.echo(f"ebbtide: {folder}", err=True)
+        echo_error(note)
+    echo_error(str(folder))

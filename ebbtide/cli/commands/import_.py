@@ -10,6 +10,7 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, output_option, refuse_options, size
+from ebbtide.cli.printing import echo_error
 from ebbtide.phases import ITERATION_PARTS
 
 _RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
@@ -92,7 +93,7 @@ def import_(
 
     trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases)
     for line in (*trace.notes, *closing_lines(trace)):
-        typer.echo(f"ebbtide: {line}", err=True)
+        echo_error(line)
 
 
 def _merge(traces: list[Path], output: Path, align: str | None, force: bool) -> None:
@@ -102,7 +103,7 @@ def _merge(traces: list[Path], output: Path, align: str | None, force: bool) -> 
 
     merged = merge([open_trace(path) for path in traces], output, force, align)
     for line in closing_lines(merged):
-        typer.echo(f"ebbtide: {line}", err=True)
+        echo_error(line)
 
 
 def _link(text: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, Iterations, MinBytes, output_option, rank_option, size
 from ebbtide.cli.options import iterations as parse_iterations
 from ebbtide.cli.outputs import picture_format
+from ebbtide.cli.printing import echo_error
 
 _KINDS = "What to draw. " + " ".join(f"{name}: {text}" for name, text in kind_texts().items())
 
@@ -46,4 +47,4 @@ def plot(
         save(draw(opened, span, rank, kind, min_size), temporary, file_format)
     first, end = span
     drawn = f" (iterations {first} to {end - 1})" if iterations is not None and end is not None else ""
-    typer.echo(f"ebbtide: {output}{drawn}", err=True)
+    echo_error(f"{output}{drawn}")

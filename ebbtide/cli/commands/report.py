@@ -9,6 +9,7 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, Jobs, MinBytes, Scheduler, TraceFile, output_option, rank_option, size
+from ebbtide.cli.printing import echo_error
 from ebbtide.cli.reading import read_ranks
 
 
@@ -38,4 +39,4 @@ def report(
     opened = open_trace(trace)
     read_ranks(opened, find, jobs, scheduler)
     write_report(opened, find(opened, TraceAdviser(opened)), output, min_size, rank or [], force)
-    typer.echo(f"ebbtide: {output} (open it in a browser)", err=True)
+    echo_error(f"{output} (open it in a browser)")

@@ -10,6 +10,7 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Metrics, metrics_server
+from ebbtide.cli.printing import echo_error
 
 
 @command("Record", 1, shares_stdout=True, examples=("watch", "watch run.ebb --metrics 9400"))
@@ -51,7 +52,7 @@ def watch(
     LiveTrace(path).poll()
     with metrics_server(metrics) as server:
         server.start(path)
-        typer.echo(f"ebbtide: metrics of {path}: {server.url}", err=True)
+        echo_error(f"metrics of {path}: {server.url}")
         if view:
             show(path)
         else:

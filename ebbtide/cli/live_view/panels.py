@@ -27,6 +27,7 @@ from ebbtide.analysis.tables.windows import recurring_table
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.cli.live_view.snapshot import RecordingSnapshot, SeenFinding, SelectedRank
+from ebbtide.foreign_text import masked
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.units import bytes_text, ms_text, rate_text
 
@@ -78,6 +79,7 @@ def lines(rows: Sequence[Text], width: int, height: int) -> Text:
     """Join rows to a text of at most a width and a height; what does not fit is cut off."""
     kept = list(rows)[: max(height, 0)]
     for row in kept:
+        row.plain = masked(row.plain)
         row.truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True, overflow="crop").join(kept)
 

@@ -12,6 +12,7 @@ import typer
 from ebbtide.analysis.export.prometheus.server import MetricsServer
 from ebbtide.cli.live_view.terminal import require_terminal, show
 from ebbtide.cli.live_view.watched import tail
+from ebbtide.cli.printing import echo_error
 from ebbtide.errors import UserError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.recording.launch import BackgroundJob
@@ -40,14 +41,14 @@ def profile_and_show(
     try:
         show(output, job)
     except UserError as error:
-        typer.echo(f"ebbtide: the view has ended ({error}); the job goes on", err=True)
+        echo_error(f"the view has ended ({error}); the job goes on")
     _follow_output(job)
     code = job.exit_code()
     if code:
         for line in tail(job.log).splitlines()[-_LAST_LINES:]:
             typer.echo(line, err=True)
     typer.echo(job.messages, nl=False, err=True)
-    typer.echo(f"ebbtide: output of the job: {job.log}", err=True)
+    echo_error(f"output of the job: {job.log}")
     return code
 
 
@@ -55,7 +56,7 @@ def _follow_output(job: BackgroundJob) -> None:
     """Print the output of a job from now on until it is finished; print nothing if it is already."""
     if job.is_finished():
         return
-    typer.echo("ebbtide: the job goes on, and its output follows", err=True)
+    echo_error("the job goes on, and its output follows")
     with open(job.log, "rb") as file:
         file.seek(0, 2)
         is_finished = False

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from ebbtide.cli.printing import echo, echo_line, print_view, progress_bar
+from ebbtide.cli.printing import echo, echo_error, echo_line, print_view, progress_bar
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.sweep.task import Row
@@ -31,9 +29,7 @@ def sweep_progress(can_continue: bool) -> Iterator[Callable[[int, int], None]]:
         def progress(finished_rows: int, all_rows: int) -> None:
             nonlocal finished, total, started
             if not started and finished_rows:
-                typer.echo(
-                    f"ebbtide: resuming: {finished_rows} of {all_rows} combinations are already finished", err=True
-                )
+                echo_error(f"resuming: {finished_rows} of {all_rows} combinations are already finished")
             finished, total, started = finished_rows, all_rows, True
             update(f"{finished} of {total} combinations", finished, total)
 
@@ -41,7 +37,7 @@ def sweep_progress(can_continue: bool) -> Iterator[Callable[[int, int], None]]:
             yield progress
         except KeyboardInterrupt:
             remedy = "run the same command again to continue" if can_continue else "with -o they would be kept"
-            typer.echo(f"ebbtide: stopped: {finished} of {total} combinations are finished; {remedy}", err=True)
+            echo_error(f"stopped: {finished} of {total} combinations are finished; {remedy}")
             raise
 
 
@@ -70,4 +66,4 @@ def print_sweep(rows: list[Row], notes: list[str], output: Path | None, as_json:
     options = [f"--all (all {len(rows):,} combinations)"] if len(rows) > len(best) and not print_all else []
     echo_line(f"next: {', '.join([*options, '--recommend for one of them (what to paste)'])}")
     if output is not None:
-        typer.echo(f"ebbtide: {output}", err=True)
+        echo_error(str(output))

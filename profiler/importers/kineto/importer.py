@@ -16,12 +16,10 @@ from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntTable, spans
 from ebbtide.profiler.chrome_trace.gpu_activities import ACTIVITY_CATEGORIES, CALL_CATEGORIES, GpuActivities
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
-from ebbtide.profiler.importers.kineto.phases import CALLS, OPS, DeviceTimes, Marks, find_phases
+from ebbtide.profiler.importers.kineto.phases import ANNOTATION, CALLS, OPS, DeviceTimes, Marks, find_phases
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
-# The category of annotations of the host; those of the device have another.
-ANNOTATION = "user_annotation"
 # A trace with more would grow by what nobody reads one by one.
 MAX_COUNT = 200_000
 
@@ -70,6 +68,8 @@ _MAX_COUNT = 10_000_000
 # The category of instant events; torch before 1.12 gave them none.
 MEMORY_CATEGORIES = frozenset({"cpu_instant_event", ""})
 _NAME = "[memory]"
+# Categories of torch.profiler's events, those that are not read included.
+_CATEGORIES = OPS | {CALLS, "Trace", "overhead", "gpu_user_annotation"} | CALL_CATEGORIES | ACTIVITY_CATEGORIES
 # c10::DeviceType of the CPU, and of accelerators with torch's names. HIP (ROCm) devices are `cuda` in torch.
 _CPU = 0
 _ACCELERATORS = {1: "cuda", 6: "cuda", 12: "xpu", 13: "mps", 19: "mtia", 20: "privateuseone"}
@@ -119,6 +119,7 @@ class _Contents:
     def __init__(self, source: Source) -> None:
         self.marks, self.annotations = Marks(), Annotations()
         self.device, self.memory = GpuActivities(), AllocatorMemory()
+        self._is_torch = False
         with source.open() as file:
             self.trace = ChromeTrace(cast(io.BufferedReader, file))
             try:
@@ -128,6 +129,8 @@ class _Contents:
                 raise source.damaged(error) from None
         if not self.trace.count:
             raise SourceError(f"{source} has no events")
+        if not self._is_torch and not self.trace.stop_reason:
+            raise SourceError(f"{source} has no events of torch.profiler: another tool wrote this Chrome trace")
 
     def _add(self, batch: list[Event]) -> None:
         by_category: defaultdict[str, list[Event]] = defaultdict(list)
@@ -135,6 +138,7 @@ class _Contents:
             if event.ts is not UNSET:
                 by_category[event.cat].append(event)
         for category, events in by_category.items():
+            self._is_torch |= category in _CATEGORIES or any(event.name == _NAME for event in events)
             if category in OPS:
                 self.marks.add_ops(events)
                 if category == ANNOTATION:

@@ -17,7 +17,9 @@ from ebbtide.profiler.chrome_trace.events import Event, IntArray, IntTable, span
 from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION
 from ebbtide.profiler.trace.iterations import micro_steps
 
-OPS = frozenset({"cpu_op", "Operator", "user_annotation"})
+# The category of annotations of the host; those of the device have another.
+ANNOTATION = "user_annotation"
+OPS = frozenset({"cpu_op", "Operator", ANNOTATION})
 CALLS = "python_function"
 _MODULE = "nn.Module: "
 _PROFILER_STEP = re.compile(r"ProfilerStep#[0-9]{1,18}")
@@ -35,15 +37,19 @@ class MarkKind(IntEnum):
     PROFILER_STEP = 3
     OPTIMIZER_STEP = 4
     EVALUATED = 5
-    OP = 6
+    NODE = 6
+    OP = 7
 
 
 _PREFIXES = {
     "Optimizer.step#": MarkKind.OPTIMIZER_STEP,
     "autograd::engine::evaluate_function: ": MarkKind.EVALUATED,
+    "torch::autograd::": MarkKind.NODE,
     "aten::": MarkKind.OP,
     "Optimizer.zero_grad": MarkKind.OP,
 }
+# The name of a node of the graph, as in NllLossBackward0.
+_NODE = re.compile(r"\w+Backward\d*")
 _WORDS = {
     MarkKind.FORWARD: re.compile(r"(forward|fwd)(_?(pass|step))?"),
     MarkKind.BACKWARD: re.compile(r"(backward|bwd)(_?(pass|step))?"),
@@ -56,7 +62,8 @@ class Marks:
 
     Attributes:
         evaluated: Functions that the autograd engine evaluates; the sequence number is that of the op (MISSING for
-            the accumulation of gradients).
+            the accumulation of gradients). Versions of torch before 1.10 record only the nodes that these run.
+        has_ops: Whether operations of the CPU were recorded.
     """
 
     def __init__(self) -> None:
@@ -65,14 +72,24 @@ class Marks:
         self.updates = IntTable("start", "end", "optimizer")
         self.calls = IntTable("start", "end")
         self.ops = IntTable("start", "end", "sequence")
-        self.evaluated = IntTable("start", "end", "sequence")
+        self.has_ops = False
+        self._functions = IntTable("start", "end", "sequence")
+        self._nodes = IntTable("start", "end", "sequence")
         self._optimizers: dict[str, int] = {}
+
+    @property
+    def evaluated(self) -> pd.DataFrame:
+        functions = self._functions.table()
+        return functions if len(functions) else self._nodes.table()
 
     def add_ops(self, events: list[Event]) -> None:
         """Add the marks among CPU ops and annotations."""
         by_kind: defaultdict[MarkKind, list[Event]] = defaultdict(list)
+        self.has_ops |= any(event.cat != ANNOTATION for event in events[:1])
         for event in events:
             kind = _kind(event.name)
+            if kind == MarkKind.NODE and event.name[0] != "t" and event.args.forward_thread <= 0:
+                kind = MarkKind.OP  # an op of the forward that is called so
             if kind != MarkKind.OP or event.args.sequence >= 0:
                 by_kind[kind].append(event)
         for kind, marks in by_kind.items():
@@ -80,8 +97,9 @@ class Marks:
                 self.steps.add(*spans(marks), [int(event.name.partition("#")[2]) for event in marks])
             elif kind == MarkKind.OPTIMIZER_STEP:
                 self.updates.add(*spans(marks), [self._optimizer(event.name) for event in marks])
-            elif kind == MarkKind.EVALUATED:
-                self.evaluated.add(*spans(marks), [event.args.sequence for event in marks])
+            elif kind in (MarkKind.EVALUATED, MarkKind.NODE):
+                table = self._functions if kind == MarkKind.EVALUATED else self._nodes
+                table.add(*spans(marks), [event.args.sequence for event in marks])
             elif kind == MarkKind.OP:
                 self.ops.add(*spans(marks), [event.args.sequence for event in marks])
             else:
@@ -102,6 +120,8 @@ def _kind(name: str) -> MarkKind:
     for prefix, kind in _PREFIXES.items():
         if name.startswith(prefix):
             return kind
+    if _NODE.fullmatch(name):
+        return MarkKind.NODE
     if _PROFILER_STEP.fullmatch(name):
         return MarkKind.PROFILER_STEP
     words = _SEPARATORS.split(name.lower())
@@ -197,7 +217,7 @@ class FoundPhases:
     Attributes:
         phases: The columns of the table `phases` except the device times, in order and without overlap.
         steps: Columns number, start and end of the ProfilerStep annotations that are iterations; empty if iterations
-            are counted by updates.
+            are counted by updates. Without any phase they are all of these annotations.
     """
 
     phases: pd.DataFrame
@@ -225,7 +245,7 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
         phase=("phase", "first"), start_ns=("start", "first"), end_ns=("end", "last"),
         step=("step", "first"), optimizer=("part_of", "first"),
     ).reset_index(drop=True)  # fmt: skip
-    iterations = steps.iloc[:0]
+    iterations = steps.iloc[:0] if len(phases) else steps
     if _steps_are_iterations(phases):
         phases["iteration"] = pd.array([*steps["number"], None], dtype="Int64")[phases["step"]]
         iterations = steps[steps.index.isin(phases["step"])].reset_index(drop=True)
@@ -240,7 +260,7 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
             notes.append(
                 "it does not mark iterations: give torch.profiler a schedule= and call prof.step() once per iteration"
             )
-    notes += _missing_marks(phases["phase"])
+    notes += _missing_marks(phases["phase"], marks.has_ops)
     phases["phase"] = _PHASE_NAMES[phases["phase"].to_numpy(np.int64)]
     columns = phases[["iteration", "phase", "start_ns", "end_ns"]]
     return FoundPhases(columns.assign(micro_step=micro_steps(phases)), iterations)
@@ -256,7 +276,7 @@ def _marked_spans(marks: Marks) -> pd.DataFrame:
         kind: _separate(words[words["phase"] == kind], kind)
         for kind in (MarkKind.FORWARD, MarkKind.BACKWARD, MarkKind.UPDATE)
     }
-    engine = outermost(marks.evaluated.table()).assign(phase=int(MarkKind.BACKWARD), part_of=0)
+    engine = outermost(marks.evaluated).assign(phase=int(MarkKind.BACKWARD), part_of=0)
     trained = _differentiated_ops(marks, engine).assign(phase=int(MarkKind.FORWARD), part_of=0)
     calls = _separate(marks.calls.table(), MarkKind.FORWARD)
     steps = marks.updates.table().assign(phase=int(MarkKind.UPDATE)).rename(columns={"optimizer": "part_of"})
@@ -281,7 +301,7 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
     """Return the ops that the engine evaluates later, without those that the engine itself runs to recompute."""
     ops = marks.ops.table()
     ops = ops[interval_index(ops["start"], engine["start"], engine["end"]) < 0]
-    evaluated = marks.evaluated.table().groupby("sequence", as_index=False)["start"].max()
+    evaluated = marks.evaluated.groupby("sequence", as_index=False)["start"].max()
     ops = ops.merge(evaluated, on="sequence", suffixes=("", "_of_engine"))
     ops = ops[ops["start"] < ops["start_of_engine"]]
     # An op has the number of the next op to be differentiated. The last op with a number is that op.
@@ -326,13 +346,12 @@ def _iterations_by_updates(phases: pd.DataFrame) -> pd.api.extensions.ExtensionA
     return pd.array([*last_rows, None], dtype="Int64")[np.searchsorted([*last_rows.values()], phases.index)]
 
 
-def _missing_marks(kinds: pd.Series) -> list[str]:
+def _missing_marks(kinds: pd.Series, has_ops: bool) -> list[str]:
     """Return a line for each phase that is not marked, with the call that marks it."""
     if kinds.empty:
-        return [
-            "it does not mark phases: record the CPU too (ProfilerActivity.CPU), or mark phases with "
-            'record_function("forward"), ("backward") and ("optimizer")'
-        ]
+        record = "" if has_ops else "record the CPU too (ProfilerActivity.CPU), or "
+        names = 'record_function("forward"), ("backward") and ("optimizer")'
+        return [f"it does not mark phases: {record}mark phases with {names}"]
     lines = []
     for name in _PHASE_NAMES[[kind for kind in (MarkKind.FORWARD, MarkKind.BACKWARD) if not kinds.eq(kind).any()]]:
         lines.append(f'it has no {name}: if the job has one, mark it with record_function("{name}")')

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.recording.spools.records import RECORD, Records, is_header, is_valid, iteration_ends
+from ebbtide.profiler.trace.untrusted import open_regular
 
 _SEQUENCED = (kinds.PHASE, kinds.GPU_TIMES, kinds.OP)
 _EMPTY: Records = np.empty(0, RECORD)
@@ -51,7 +52,7 @@ class SpoolTail:
         if not self.is_readable:
             return _EMPTY
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open_regular(self.path) as file:
                 file.seek(self._offset)
                 raw = file.read(max_bytes)
         except FileNotFoundError:

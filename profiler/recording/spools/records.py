@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ebbtide.phases import BACKWARD, FORWARD
 from ebbtide.profiler.agent import spool as kinds
+from ebbtide.profiler.trace.untrusted import open_regular
 
 # The layout of `agent.spool.RECORD`.
 RECORD = np.dtype(
@@ -38,7 +39,8 @@ _BEGIN, _END = kinds.DETAIL_MARKS.index("begin"), kinds.DETAIL_MARKS.index("end"
 
 def read_records(path: Path, notes: list[str]) -> Records | None:
     """Return the complete and valid records of a spool; None, and a note, where it does not even have its header."""
-    raw = path.read_bytes()
+    with open_regular(path) as file:
+        raw = file.read()
     records = np.frombuffer(raw[: len(raw) - len(raw) % RECORD.itemsize], RECORD)
     if not len(records) or not has_magic(records[0]):
         notes.append(f"{path.name} holds no records: the process ended or the disk was full before its first")

@@ -38,6 +38,7 @@ from ebbtide.profiler.trace.frames import empty_frame, frame
 from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo, without_nulls
 from ebbtide.profiler.trace.schema import SORT, SPOOL, TABLES
 from ebbtide.profiler.trace.trace import Trace
+from ebbtide.profiler.trace.untrusted import MAX_META_BYTES, open_regular, read_regular
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|TiB)"
@@ -176,7 +177,7 @@ def _stop_reason(records: Records) -> str:
 def _job_info(path: Path) -> dict[str, Any]:
     """Return the agent's description of its process; empty where it is missing or damaged."""
     try:
-        job_info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        job_info: dict[str, Any] = json.loads(read_regular(path, MAX_META_BYTES))
         # The header has the rank.
         msgspec.convert(without_nulls({**job_info, "rank": 0}), RankInfo)
         msgspec.convert(job_info.get("notes", []), list[str])
@@ -188,7 +189,7 @@ def _job_info(path: Path) -> dict[str, Any]:
 def _placement(path: Path) -> dict[str, Any] | None:
     """Return the NUMA nodes of a process as the sampler read them; None where it did not, or the file is damaged."""
     try:
-        placement: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        placement: dict[str, Any] = json.loads(read_regular(path, MAX_META_BYTES))
         msgspec.convert(placement, NumaPlacement)
     except (OSError, ValueError, RecursionError):
         return None
@@ -274,7 +275,7 @@ def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> SliceTables
     for path in paths:
         activities = GpuActivities()
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 trace = ChromeTrace(file)
                 for batch in trace.batches():
                     activities.add([event for event in batch if event.ts is not UNSET])

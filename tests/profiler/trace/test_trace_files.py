@@ -38,17 +38,19 @@ from tests.conftest import examples
 Rows = dict[str, list[dict[str, Any]]]
 Damage = Callable[[Path], Any]
 
-int64 = st.integers(-(2**63), 2**63 - 1)
 MEMORY = "rank-0/memory.parquet"
 LATE = 2**60 + 1  # a time that no float holds
+LARGE = 2**50 - 1
 
 
 def value(column: TraceColumn) -> st.SearchStrategy[Any]:
     present: st.SearchStrategy[Any] = st.text(max_size=5)
-    if pa.types.is_integer(column.type):
-        present = int64
+    if column.name.endswith("_ns"):
+        present = st.integers(-LATE, -LATE + 2**50) if column.name != "window_ns" else st.integers(0, LARGE)
+    elif pa.types.is_integer(column.type):
+        present = st.integers(0, LARGE)
     elif pa.types.is_floating(column.type):
-        present = st.floats(allow_nan=False)
+        present = st.floats(0, allow_nan=False, allow_infinity=False)
     return st.none() | present if column.nullable else present
 
 
@@ -85,7 +87,7 @@ def sample(path: Path, rank: int = 0, wall_offset_ns: Any = 0) -> Trace:
     ranked.kernel(LATE, LATE + 1, launch_ns=LATE - 1, stream=7).kernel(LATE + 2, LATE + 3, "communication", "nccl")
     ranked.add("iteration_marks", iteration=0, start_ns=LATE, end_ns=LATE + 10)
     ranked.add("annotations", start_ns=LATE, end_ns=LATE + 1, name="loss", thread=1)
-    ranked.add("allocations", start_ns=LATE, device="cuda:0", bytes=LATE, stack="step (train.py:3)")
+    ranked.add("allocations", start_ns=LATE, device="cuda:0", bytes=LARGE, stack="step (train.py:3)")
     return builder.write(path)
 
 

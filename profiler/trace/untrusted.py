@@ -1,0 +1,91 @@
+"""Bounds on the files of a trace, which may come from anybody: what they are, how large, and which values they hold."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from ebbtide.profiler.trace.schema import TABLES
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.trace.columns import Columns
+
+# A rank takes about 1 kB of meta.json.
+MAX_META_BYTES = 32 << 20
+# Tables that people record take up to 12 times their file in memory. Below the floor nothing is refused.
+_MAX_RATIO = 200
+_FLOOR_BYTES = 64 << 20
+_VALUE_BYTES = 8
+# Ten years: times are those of one recording.
+_MAX_SPAN_NS = 10 * 366 * 86_400 * 10**9
+_MAX_TIME_NS = 1 << 62
+_MAX_BYTES = 1 << 50
+# Iterations, streams and the like.
+_MAX_NUMBER = 1 << 53
+# Streams are pointers in some traces.
+_ANY_NUMBER = ("stream", "thread", "throttle_reasons")
+
+
+def open_regular(path: Path, max_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file that is not a link, of at most so many bytes; never wait for another process.
+
+    Raises:
+        OSError: It is none, or cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(None, "not a regular file")
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise OSError(None, f"{status.st_size:,} bytes, more than {max_bytes:,}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return open(descriptor, "rb")
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file that is not a link, of at most so many bytes. Raises OSError as `open_regular`."""
+    with open_regular(path, max_bytes) as file:
+        return file.read(max_bytes)
+
+
+def check_size(metadata: Any, file_bytes: int) -> None:
+    """Check the memory that a Parquet file says it will take, before it is read; `metadata`: its footer.
+
+    Raises ValueError where that is out of proportion to the file."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    stored = sum(
+        group.column(number).total_uncompressed_size for group in groups for number in range(group.num_columns)
+    )
+    needed = max(stored, metadata.num_rows * metadata.num_columns * _VALUE_BYTES)
+    if needed > max(_FLOOR_BYTES, _MAX_RATIO * file_bytes) or min(stored, metadata.num_rows) < 0:
+        raise ValueError(f"{metadata.num_rows:,} rows would take {needed:,} bytes, in a file of {file_bytes:,}")
+
+
+def check_values(table: str, columns: Columns) -> None:
+    """Check the ranges of the numbers of a table. Raises ValueError for a value that no recording has."""
+    for column in TABLES[table] if len(columns) else ():
+        if pa.types.is_floating(column.type):
+            values = columns.floats(column.name)
+            recorded = columns.recorded(column.name)
+            if not (np.isfinite(values[recorded]) & (values[recorded] >= 0)).all():
+                raise ValueError(f"its column {column.name} has values below 0, or none")
+        elif pa.types.is_integer(column.type) and column.name not in _ANY_NUMBER:
+            numbers = columns.ints(column.name)[columns.recorded(column.name)]
+            if len(numbers):
+                _check_range(column.name, int(numbers.min()), int(numbers.max()))
+
+
+def _check_range(name: str, least: int, most: int) -> None:
+    if name.endswith("_ns"):
+        if least < -_MAX_TIME_NS or most > _MAX_TIME_NS or most - least > _MAX_SPAN_NS:
+            raise ValueError(f"its times {name} span {(most - least) / 1e9:,.0f} s")
+    elif least < (-1 if name == "parent" else 0) or most > (_MAX_BYTES if name == "bytes" else _MAX_NUMBER):
+        raise ValueError(f"its column {name} has values from {least:,} to {most:,}")
