@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,27 +41,6 @@ class ChartStack:
     areas: Sequence[ChartArea]
 
 
-@dataclass(frozen=True)
-class ChartLane:
-    """A lane of the activity of the GPU: its name, and areas in percent of the time."""
-
-    name: str
-    stack: ChartStack
-
-
-@dataclass(frozen=True)
-class ChartLanes:
-    """The lanes of activity from the top, and a remark on how they are drawn."""
-
-    lanes: Sequence[ChartLane]
-    notes: Sequence[str]
-
-    @property
-    def areas(self) -> list[ChartArea]:
-        """Areas of all lanes, in the order in which the page lists them."""
-        return [area for lane in self.lanes for area in lane.stack.areas]
-
-
 def chart_stack(name: str, stack: TimelineStack, axis: TimeAxis, size: float) -> ChartStack:
     """Return a stack in the units of its axes; `size` is the value of one unit of the value axis."""
     tops = [np.append(border, border[-1]) / size for border in stack.borders[1:]]
@@ -72,19 +51,18 @@ def chart_stack(name: str, stack: TimelineStack, axis: TimeAxis, size: float) ->
     return ChartStack(axis.x(stack.edges), areas)
 
 
-def chart_lanes(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> ChartLanes | None:
-    """Return the lanes of a rank's GPU; None where kernels were not recorded. All areas have at most `max_points`
-    together."""
+# Lanes of the activity of the GPU by name, from the top: areas in percent of the time.
+ChartLanes = Mapping[str, ChartStack]
+
+
+def chart_lanes(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> tuple[ChartLanes, list[str]]:
+    """Return the lanes of a rank's GPU, none where kernels were not recorded, and remarks on how they are drawn. All
+    areas have at most `max_points` together."""
     slots = max(1, min(max_points // 8, _MAX_SLOTS))
     lanes = activity_lanes(trace, rank, axis, Resolution(slots, steps_per_slot=1))
-    if not lanes:
-        return None
-    slot_ns = lanes[0].stack.slot_ns
-    note = [] if slot_ns is None else [f"activity: shares of {ms_text(slot_ns / 1e6)} each"]
-    return ChartLanes(
-        [ChartLane(lane.name, chart_stack(f"activity/{lane.name}", lane.stack, axis, 0.01)) for lane in lanes[::-1]],
-        note,
-    )
+    slots_ns = {stack.slot_ns for stack in lanes.values() if stack.slot_ns is not None}
+    notes = [f"activity: shares of {ms_text(slot_ns / 1e6)} each" for slot_ns in slots_ns]
+    return {name: chart_stack(f"activity/{name}", lanes[name], axis, 0.01) for name in reversed(lanes)}, notes
 
 
 @dataclass(frozen=True)

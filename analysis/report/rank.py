@@ -51,8 +51,7 @@ class RankView:
     timeline: dict[str, Any] | None
     unit: str  # Unit of the time axis.
     panels: Sequence[ChartPanel]  # Panels of the timeline, whose lines the page lists.
-    # Lanes of activity of the timeline, whose areas the page lists; None where there are none.
-    lanes: ChartLanes | None
+    lanes: ChartLanes  # Lanes of activity of the timeline, whose areas the page lists.
     timeline_notes: Sequence[str]  # Remarks on the timeline.
     holders: Table | None  # Table of the holders of memory at its peak; None where they are not known.
     # Graph of the call stacks that hold memory at its peak, as SVG; None where they were not recorded.
@@ -92,7 +91,7 @@ def rank_view(
         timeline=timeline_json(content) if content else None,
         unit=content.axis.unit if content else "s",
         panels=content.panels if content else (),
-        lanes=content.activity if content else None,
+        lanes=content.lanes if content else {},
         timeline_notes=content.notes if content else (),
         holders=_holders(metrics.holders(rank)),
         stacks=stack_graph(tree) if tree else None,

@@ -159,7 +159,7 @@ def timeline_json(content: TimelineContent) -> dict[str, Any]:
     x_range = Range1d(start=start, end=end, bounds=(first - margin, last + margin), min_interval=(last - first) / 1e6)
     crosshair = Span(dimension="height", line_width=1, line_dash="dotted", tags=["muted"])
     plots = [_strips_plot(content, x_range)] if content.strips else []
-    plots += [_lanes_plot(content.activity, x_range)] if content.activity is not None else []
+    plots += [_lanes_plot(content.lanes, x_range)] if content.lanes else []
     plots += [_panel_plot(panel, content, x_range) for panel in content.panels]
     borders = np.array([label.start for label in content.iterations[1:]])
     for plot in plots:
@@ -233,19 +233,19 @@ def _strips_plot(content: TimelineContent, x_range: Range1d) -> Any:
     return plot
 
 
-def _lanes_plot(activity: ChartLanes, x_range: Range1d) -> Any:
+def _lanes_plot(lanes: ChartLanes, x_range: Range1d) -> Any:
     """Draw a lane for each kind of activity; the values of each are percent, on a range of its own."""
-    rows, full = len(activity.lanes), 100 / _LANE_FILL
+    rows, full = len(lanes), 100 / _LANE_FILL
     plot = _figure("activity", _LANE_HEIGHT * rows + 16, x_range, Range1d(start=0, end=rows))
     plot.ygrid.visible = False
-    names = {rows - row - 1 + _LANE_FILL / 2: lane.name for row, lane in enumerate(activity.lanes)}
+    names = {rows - row - 1 + _LANE_FILL / 2: name for row, name in enumerate(lanes)}
     plot.yaxis.ticker = FixedTicker(ticks=list(names))
     plot.yaxis.major_label_overrides = names
     plot.yaxis.axis_line_alpha = plot.yaxis.major_tick_line_alpha = 0
-    for row, lane in enumerate(activity.lanes):
+    for row, (name, stack) in enumerate(lanes.items()):
         below = rows - row - 1
-        plot.extra_y_ranges[lane.name] = Range1d(start=-below * full, end=(rows - below) * full)
-        draw_stack(plot, lane.stack, lane.name)
+        plot.extra_y_ranges[name] = Range1d(start=-below * full, end=(rows - below) * full)
+        draw_stack(plot, stack, name)
         plot.add_layout(Span(location=below, dimension="width", line_width=1, tags=["rule"]))
     return plot
 

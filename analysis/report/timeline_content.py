@@ -153,7 +153,7 @@ class TimelineContent:
     axis: TimeAxis  # The time axis. 0 is the start of the first iteration, or of the trace where it has none.
     initial: tuple[int, int]  # Start and end of what is shown at first, ns: the iterations.
     strips: Sequence[Strip]  # Rows of boxes, from the top.
-    activity: ChartLanes | None  # Lanes of the GPU's activity, below the strips; None where kernels were not recorded.
+    lanes: ChartLanes  # Lanes of the GPU's activity, below the strips; none where kernels were not recorded.
     panels: Sequence[ChartPanel]  # Panels of lines, from the top.
     iterations: Sequence[IterationLabel]  # Numbers of iterations.
     windows: ChartBoxes | None  # Windows of free memory, boxes of the first panel; None where there are none.
@@ -180,22 +180,22 @@ def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: D
     start, end = recorded[0], max(recorded[1], recorded[0] + 1)
     axis = TimeAxis(initial[0], start, end, end - start)
     panels = chart_panels(trace, rank, axis, limits.points)
-    activity = chart_lanes(trace, rank, axis, limits.points)
+    lanes, lane_notes = chart_lanes(trace, rank, axis, limits.points)
     builder = _BoxBuilder(trace, rank, axis, windows, starts, limits.boxes)
     strips = builder.strips()
-    if not strips and not panels and activity is None:
+    if not strips and not panels and not lanes:
         return None
     labels = zip(map(int, spans["iteration"]), map(float, axis.x(starts)), map(float, axis.x(ends)), strict=True)
     return TimelineContent(
         axis=axis,
         initial=initial,
         strips=strips,
-        activity=activity,
+        lanes=lanes,
         panels=panels,
         iterations=[IterationLabel(*label) for label in labels],
         windows=builder.windows(panels[0]) if panels else None,
         notes=[
-            *(activity.notes if activity is not None else ()),
+            *lane_notes,
             *(note for panel in panels for note in panel.notes),
             *builder.notes(),
         ],

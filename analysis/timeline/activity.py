@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
@@ -25,24 +23,16 @@ IDLE_CAUSES = {
 PAUSE = "not recorded"
 
 
-@dataclass(frozen=True)
-class ActivityLane:
-    """One lane: its name, and a stack whose values are shares of the time, 0 to 1."""
+def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> dict[str, TimelineStack]:
+    """Return the lanes of a rank's first device by name, from the bottom: idle, copy, communication, compute.
 
-    name: str
-    stack: TimelineStack
-
-
-def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> list[ActivityLane]:
-    """Return the lanes of a rank's first device from the bottom: idle, copy, communication, compute.
-
-    Where there are more changes than the resolution allows, a step is a slot of the axis, and a share is that of the
-    slot. Otherwise shares are 0 or 1. Idle time is split by its cause; with it are the pauses of a recording. There are
-    no lanes where kernels were not recorded.
+    Values are shares of the time. Where there are more changes than the resolution allows, a step is a slot of the
+    axis, and a share is that of the slot. Otherwise shares are 0 or 1. Idle time is split by its cause; with it are the
+    pauses of a recording. There are no lanes where kernels were not recorded.
     """
     busy = busy_time(trace, rank)
     if busy is None:
-        return []
+        return {}
     causes = time_without_compute(trace, rank)
     idle = {cause: causes[cause] for cause in IDLE_CAUSES if cause in causes}
     starts, ends = busy.recorded
@@ -52,25 +42,22 @@ def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resoluti
         lanes[name] = {name: times}
     edges, slot_ns = _edges([times for parts in lanes.values() for times in parts.values()], axis, resolution)
     length = np.maximum(np.diff(edges), 1)
-    return [
-        ActivityLane(
-            lane,
-            TimelineStack(
-                edges,
-                tuple(
-                    StackLayer(
-                        IDLE_CAUSES.get(part, part),
-                        overlap_ns(edges[:-1], edges[1:], times) / length,
-                        ACTIVITY_STYLES[part],
-                    )
-                    for part, times in parts.items()
-                    if lane != "idle" or len(times[0])
-                ),
-                slot_ns,
+    return {
+        lane: TimelineStack(
+            edges,
+            tuple(
+                StackLayer(
+                    IDLE_CAUSES.get(part, part),
+                    overlap_ns(edges[:-1], edges[1:], times) / length,
+                    ACTIVITY_STYLES[part],
+                )
+                for part, times in parts.items()
+                if lane != "idle" or len(times[0])
             ),
+            slot_ns,
         )
         for lane, parts in lanes.items()
-    ]
+    }
 
 
 def _edges(times: list[Union], axis: TimeAxis, resolution: Resolution) -> tuple[Ints, float | None]:

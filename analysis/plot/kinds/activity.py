@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from ebbtide.analysis.metrics.missing import NO_KERNELS
 from ebbtide.analysis.plot.kinds import Layout
 from ebbtide.analysis.plot.panels import PlotPanel, View, draw_stack
-from ebbtide.analysis.timeline.activity import ActivityLane, activity_lanes
+from ebbtide.analysis.timeline.activity import activity_lanes
 from ebbtide.analysis.timeline.axis import PICTURE
-from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.timeline.panels import Scale, TimelineStack
 from ebbtide.errors import TraceError
 
 CONTENT = "GPU activity"
@@ -30,7 +30,7 @@ def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
 class ActivityPanel(PlotPanel):
     """Lanes of activity of a rank's GPU."""
 
-    lanes: Sequence[ActivityLane]
+    lanes: Mapping[str, TimelineStack]  # By name, from the bottom.
 
     @property
     def on_gpu(self) -> bool:
@@ -38,14 +38,13 @@ class ActivityPanel(PlotPanel):
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         drawn: list[Artist] = []
-        for number, lane in enumerate(self.lanes):
-            areas = draw_stack(axes, lane.stack, self.view.axis, 1 / _LANE_HEIGHT, number)
+        for number, (name, stack) in enumerate(self.lanes.items()):
+            areas = draw_stack(axes, stack, self.view.axis, 1 / _LANE_HEIGHT, number)
             axes.axhline(number, color="#7b8794", lw=0.4)
             # A lane of one area is named by its label.
-            drawn += areas if lane.name == "idle" else []
+            drawn += areas if name == "idle" else []
         axes.set_ylim(0, len(self.lanes))
-        names = [lane.name for lane in self.lanes]
-        axes.set_yticks(np.arange(len(names)) + _LANE_HEIGHT / 2, labels=names)
+        axes.set_yticks(np.arange(len(self.lanes)) + _LANE_HEIGHT / 2, labels=list(self.lanes))
         axes.tick_params(axis="y", length=0)
         return drawn
 

@@ -45,12 +45,11 @@ def test_activity_tables__are_absent_without_kernels() -> None:
 def test_build_page__has_lanes_whose_areas_hold_the_time_of_each_kind() -> None:
     trace = with_kernels(trained()).build()
     (view,) = build_page(trace, NONE, GIB).ranks
-    assert view.lanes is not None
-    assert [lane.name for lane in view.lanes.lanes] == ["compute", "communication", "copy", "idle"]
+    assert list(view.lanes) == ["compute", "communication", "copy", "idle"]
     total = gpu_activity(trace).total
-    for lane, time_ms in zip(view.lanes.lanes, (total.compute_ms, total.communication_ms), strict=False):
-        (area,) = lane.stack.areas
-        assert float((np.diff(lane.stack.x) * area.top[:-1]).sum()) / 100 == pytest.approx(time_ms)
+    for lane, time_ms in zip(view.lanes.values(), (total.compute_ms, total.communication_ms), strict=False):
+        (area,) = lane.areas
+        assert float((np.diff(lane.x) * area.top[:-1]).sum()) / 100 == pytest.approx(time_ms)
 
 
 def test_render_page__lists_areas_with_their_samples_and_draws_them() -> None:

@@ -32,18 +32,18 @@ def test_activity_lanes__have_the_time_that_gpu_activity_measures(slots: int) ->
     interval = recorded_interval(trace, 0)
     assert interval is not None
     lanes = activity_lanes(trace, 0, TimeAxis(0, *interval, interval[1] - interval[0]), Resolution(slots, 1))
-    assert [lane.name for lane in lanes] == ["idle", "copy", "communication", "compute"]
+    assert list(lanes) == ["idle", "copy", "communication", "compute"]
     figures = gpu_activity(trace)
-    for lane in lanes:
-        length = np.diff(lane.stack.edges)
-        times = {layer.name: float((layer.values * length).sum()) / 1e6 for layer in lane.stack.layers}
-        assert sum(times.values()) == pytest.approx(getattr(figures.total, f"{lane.name}_ms"), abs=1e-6)
-        shares = np.array([layer.values for layer in lane.stack.layers])
+    for lane, stack in lanes.items():
+        length = np.diff(stack.edges)
+        times = {layer.name: float((layer.values * length).sum()) / 1e6 for layer in stack.layers}
+        assert sum(times.values()) == pytest.approx(getattr(figures.total, f"{lane}_ms"), abs=1e-6)
+        shares = np.array([layer.values for layer in stack.layers])
         assert shares.min() >= 0
         assert shares.sum(axis=0).max() <= 1 + 1e-12
         if slots > len(length):
             assert set(np.unique(shares)) <= {0.0, 1.0}
-        if lane.name == "idle":
+        if lane == "idle":
             causes = {name: figures.without_compute[cause] for cause, name in IDLE_CAUSES.items()}
             assert times == pytest.approx({name: time_ms for name, time_ms in causes.items() if time_ms}, abs=1e-6)
 
@@ -57,12 +57,12 @@ def test_activity_lanes__show_pauses_of_a_recording() -> None:
         transfers_spans_ns=[[0, 30], [70, 100]],
     )
     rank.kernel(0, 10).kernel(20, 30).kernel(80, 100)
-    (idle, *_) = activity_lanes(builder.build(), 0, TimeAxis(0, 0, 100, 100), Resolution(100, 1))
-    starts = {layer.name: idle.stack.edges[:-1][layer.values > 0].tolist() for layer in idle.stack.layers}
+    idle = activity_lanes(builder.build(), 0, TimeAxis(0, 0, 100, 100), Resolution(100, 1))["idle"]
+    starts = {layer.name: idle.edges[:-1][layer.values > 0].tolist() for layer in idle.layers}
     assert starts == {"idle: launch not recorded": [10, 70], PAUSE: [30]}
 
 
 def test_activity_lanes__are_absent_without_kernels() -> None:
     builder = TraceBuilder()
     builder.rank(0).transfer("h2d", 0, 5, 1)
-    assert activity_lanes(builder.build(), 0, TimeAxis(0, 0, 5, 5), Resolution(10, 1)) == []
+    assert activity_lanes(builder.build(), 0, TimeAxis(0, 0, 5, 5), Resolution(10, 1)) == {}
