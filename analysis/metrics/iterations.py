@@ -174,7 +174,7 @@ def _marked_intervals(marks: Columns) -> Intervals:
     """Return iterations that the source marks, where it has no phases."""
     none = np.empty(0, np.int64)
     phases = PhaseArrays(none, np.empty(0, object), none, none)
-    return Intervals(*(marks.ints(name) for name in ("iteration", "start_ns", "end_ns")), phases, none)
+    return Intervals(marks.ints("iteration"), marks.ints("start_ns"), marks.ints("end_ns"), phases, none)
 
 
 def _iteration_ends(times: PhaseArrays, marks: Columns, column: str) -> tuple[Ints, Ints]:

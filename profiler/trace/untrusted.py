@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +32,7 @@ _MAX_NUMBER = 1 << 53
 _ANY_NUMBER = ("stream", "thread", "throttle_reasons")
 
 
-def open_regular(path: Path, max_bytes: int | None = None) -> BinaryIO:
+def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file that is not a link, of at most so many bytes; never wait for another process.
 
     Raises:
