@@ -106,7 +106,7 @@ def plan(
         raise typer.BadParameter("--layers, --hidden and --checkpointing need --params")
 
     from ebbtide.cli.render.advice import print_code, print_plans
-    from ebbtide.interleave.advise.job.compute_times import shape_of
+    from ebbtide.interleave.advise.job.decoder import shape_of
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
     from ebbtide.interleave.advise.levers.search import smallest_machine

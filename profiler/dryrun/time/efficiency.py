@@ -61,8 +61,8 @@ class Evidence(NamedTuple):
 
 
 PRODUCT, FLASH_2, FLASH_3, CUDNN, EFFICIENT = "product", "flash2", "flash3", "cudnn", "efficient"
-# One job differs by so much from another on the same card (clocks, versions, shapes), and a card from others of its class.
-_JOBS, _CARDS = 0.08, 0.08
+# A job differs by so much from others on the same card (clocks, versions, shapes), and a card from others of its class.
+_JOBS, _CARDS = 0.1, 0.08
 # The share of its best shape that a product of a job reaches: 0.86 on H100, 0.88 on A100.
 _IN_JOB = 0.87
 _BEST_ERROR = 0.07
@@ -90,7 +90,8 @@ EVIDENCE = (
     Evidence(FLASH_2, "RTX 3090", CardClass.GEFORCE, 0.57, 0.05),
     Evidence(FLASH_2, "RTX 5090", CardClass.GEFORCE, 0.75, 0.15),
     Evidence(FLASH_2, "H100", CardClass.HOPPER, 0.374, 0.04),
-    Evidence(FLASH_3, "H100", CardClass.HOPPER, 0.665, 0.05),
+    Evidence(FLASH_3, "H100", CardClass.HOPPER, 0.655, 0.05),
+    Evidence(FLASH_3, "H100 80GB HBM3", CardClass.HOPPER, 0.72, 0.05),
     Evidence(CUDNN, "H100", CardClass.HOPPER, 0.601, 0.05),
     Evidence(CUDNN, "RTX 5090", CardClass.GEFORCE, 0.8, 0.15),
 )
@@ -98,9 +99,9 @@ EVIDENCE = (
 OTHER_TYPES = {"float8": 0.92, "tf32": 0.93}
 # A backward of attention over its forward: 0.86 to 0.87 of the rate on A100 and H100.
 BACKWARD_OF_ATTENTION = 0.87
-# Elements of the result that all processors work on at the same time: 120 tiles of 128 x 128. A product of n such waves
-# reaches n / (n + 1) of its rate. On an A100 (NVIDIA, figure for cubes) that gives 0.35, 0.68, 0.83 and 0.90 of the best
-# rate for 1024, 2048, 3072 and 4096; measured are 0.30, 0.67, 0.81 and 0.89.
+# Elements of the result that all processors work on at a time: 120 tiles of 128 x 128. A product of n such waves has
+# the share n / (n + 1) of its rate. On A100 (NVIDIA, figure for cubes) that gives 0.35, 0.68, 0.83 and 0.90 of the best
+# rate for 1024, 2048, 3072 and 4096; measured are 0.30, 0.67, 0.81 and 0.89. Below one wave tiles get smaller.
 _WAVE_ELEMENTS = 120 * 128 * 128
 # One whose smallest dimension is d reaches d / (d + 32) of this: its tiles are not filled.
 _SMALL_DIMENSION = 32
@@ -144,7 +145,8 @@ def card_class_of(gpu: GpuCompute) -> CardClass:
 def product_factor(result_elements: float, smallest_dimension: float) -> float:
     """Return the share of the rate of large products that one of this size reaches."""
     waves = result_elements / _WAVE_ELEMENTS
-    return waves / (waves + 1) * smallest_dimension / (smallest_dimension + _SMALL_DIMENSION)
+    filled = waves / (waves + 1) if waves > 1 else math.sqrt(waves) / 2
+    return filled * smallest_dimension / (smallest_dimension + _SMALL_DIMENSION)
 
 
 def attention_factor(sequence: float, head_size: float) -> float:

@@ -96,6 +96,12 @@ class GpuRates:
         return efficiency.kernel_share(kernel, self.gpu.name or "", self._card_class)
 
     @property
+    def fused_attention(self) -> list[str]:
+        """The fused implementations of attention that were measured on GPUs of this class."""
+        named = {one.kernel for one in efficiency.EVIDENCE if one.card_class is self._card_class} - {PRODUCT}
+        return sorted(named) or [FLASH_2]
+
+    @property
     def description(self) -> str:
         """The peak rates in words."""
         peaks = ", ".join(f"{rate / 1e12:,.0f} TFLOP/s {name}" for name, rate in self.gpu.flops_per_s.items())
