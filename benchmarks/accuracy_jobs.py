@@ -31,6 +31,7 @@ class Job:
         tokens: Tokens of a step on one GPU.
         recompute_share: The share of all operations that is computed again; None: by `checkpointing`.
         policy: The policy of the update; None: only forward, backward and an update on the GPU.
+        other_s: The time outside of the phases, as in other runs of the same authors.
     """
 
     name: str
@@ -46,9 +47,11 @@ class Job:
     tokens: int
     checkpointing: int = 0
     recompute_share: float | None = None
-    kernels: str | None = None
+    runtime: str | None = None
     attention: str | None = None
     policy: str | None = None
+    offloaded_share: float = 1.0
+    other_s: float = 0.0
 
     @property
     def shape(self) -> TransformerShape:
@@ -69,7 +72,7 @@ class Prediction:
 
 def predict(job: Job) -> Prediction | None:
     """Predict a step; None if the plan is that the job does not fit."""
-    implementation = Implementation(job.kernels, job.attention)
+    implementation = Implementation(job.runtime, job.attention, job.offloaded_share)
     if job.recompute_share is not None:
         return _predict_streamed(job, implementation)
     machine = preset(job.machine)
@@ -85,7 +88,8 @@ def predict(job: Job) -> Prediction | None:
     plan = plan_for_machine(planned, machine, PlanRequest(job.machine, (job.policy,)))
     if plan.iteration_ms is None or plan.iteration_low_ms is None or plan.iteration_high_ms is None:
         return None
-    return Prediction(job.name, plan.iteration_low_ms / 1e3, plan.iteration_ms / 1e3, plan.iteration_high_ms / 1e3)
+    times_ms = plan.iteration_low_ms, plan.iteration_ms, plan.iteration_high_ms
+    return Prediction(job.name, *(job.other_s + time / 1e3 for time in times_ms))
 
 
 def _predict_streamed(job: Job, implementation: Implementation) -> Prediction:

@@ -24,6 +24,7 @@ GATHERED_LAYERS = 2
 # backward, and the reduction of gradients.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1, 2
 # Types of matrix products by preference.
+_FULL_BYTES = 4
 _HALF_TYPES, _FULL_TYPES = ("bfloat16", "float16"), ("tf32", "float32")
 
 
@@ -108,9 +109,12 @@ class TransformerCompute:
             f"{typical / fast * share:.0%}), {self.implementation.text}"
         )
         factor = (slow / fast) ** (0.5 / DEVIATIONS_OF_RANGE)
-        times = ComputeTimes(forward_s, typical - forward_s, 0.0, factor, 0.0, note)
-        params = self.shape.params
-        return with_collectives(times, self.param_bytes * params * micro_steps, machine, settings.ranks)
+        params, hides = self.shape.params, self.implementation.hides_exchanges
+        # Copies of gradients that are not hidden are part of the backward.
+        copied = _FULL_BYTES * params / settings.ranks * self.implementation.offloaded_share if hides is False else 0.0
+        copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
+        times = ComputeTimes(forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note)
+        return with_collectives(times, self.param_bytes * params * micro_steps, machine, settings.ranks, hides)
 
 
 @dataclass(frozen=True)
@@ -167,12 +171,14 @@ class RecordedCompute:
         return 1.0, UNKNOWN_GPU_FACTOR, text
 
 
-def with_collectives(times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int) -> ComputeTimes:
+def with_collectives(
+    times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int, hides: bool | None = None
+) -> ComputeTimes:
     """Return times with the exchanges of parameters and gradients between ranks.
 
-    How far they overlap with compute is not known: between the longer of the two and their sum. The time is the
-    geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %. `gathered_bytes`
-    are those of all parameters, times the micro-steps.
+    Where it is not known how far compute hides them (`hides` is None), the time is between the longer of the two and
+    their sum: the geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %.
+    `gathered_bytes` are those of all parameters, times the micro-steps.
     """
     rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
@@ -182,7 +188,8 @@ def with_collectives(times: ComputeTimes, gathered_bytes: float, machine: Machin
     compute, exchange = times.forward_s + times.backward_s, one_pass * passes
     if not compute + exchange:
         return times
-    shortest, longest = max(compute, exchange), compute + exchange
+    shortest = compute + exchange if hides is False else max(compute, exchange)
+    longest = shortest if hides else compute + exchange
     total = math.sqrt(shortest * longest)
     overlap_factor = math.exp(math.log(longest / shortest) / 2 / DEVIATIONS_OF_RANGE)
     share = times.forward_s / compute if compute else _FORWARD_PASSES / passes

@@ -46,35 +46,63 @@ class ElementwiseWork(NamedTuple):
     launches: int
 
 
-# Forward and backward, with fused kernels (torch.compile, Liger, Megatron's) and operation by operation: norms with
-# copies in fp32, rotations of queries and keys, residual sums, the activation; the loss with logits in fp32.
-ELEMENTWISE = {
-    "fused": (ElementwiseWork(16, 6, 4, 20), ElementwiseWork(30, 18, 6, 40)),
-    "eager": (ElementwiseWork(70, 10, 14, 45), ElementwiseWork(140, 20, 18, 90)),
+class Runtime(NamedTuple):
+    """What runs a job.
+
+    Attributes:
+        overhead: The time of a step over that of its kernels: gaps between them, waits for other ranks, data.
+        is_likely: Whether a job of which nothing is known may be of this kind.
+        hides_exchanges: Whether exchanges with other ranks overlap with compute; None: not known how far.
+    """
+
+    forward: ElementwiseWork
+    backward: ElementwiseWork
+    overhead: PriorRange
+    is_likely: bool = True
+    hides_exchanges: bool | None = None
+
+
+# Fused kernels (torch.compile, Liger, Megatron's), or operation by operation: norms with copies in fp32, rotations of
+# queries and keys, residual sums, the activation; the loss with logits in fp32. Shares of the peak were fitted to a job
+# of the first kind; plain PyTorch reaches 0.33 to 0.39 of an H100 in training Llama 3 8B (torchtitan). ZeRO-3 of
+# DeepSpeed hides neither exchanges nor copies of gradients in fp32 (traces/, h100-20b and a100-13b).
+RUNTIMES = {
+    "fused": Runtime(ElementwiseWork(16, 6, 4, 20), ElementwiseWork(30, 18, 6, 40), PriorRange(1.0, 1.0, 1.08)),
+    "eager": Runtime(ElementwiseWork(70, 10, 14, 45), ElementwiseWork(140, 20, 18, 90), PriorRange(1.0, 1.12, 1.3)),
+    "deepspeed": Runtime(
+        ElementwiseWork(40, 8, 9, 45), ElementwiseWork(80, 19, 12, 90), PriorRange(0.95, 1.06, 1.25), False, False
+    ),
 }
-# The time of a step over that of its kernels: gaps between them, waits for other ranks, data. Shares of the peak were
-# fitted to a job with fused kernels; plain PyTorch reaches 0.33 to 0.39 of an H100 in training Llama 3 8B (torchtitan).
-_OVERHEAD = {"fused": PriorRange(1.0, 1.0, 1.08), "eager": PriorRange(1.0, 1.12, 1.3)}
 # Bytes of a score of attention, forward and backward, where it is in device memory.
 _SCORE_BYTES = 8, 16
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """The kernels that a job uses; None: not known, so that its times are between those of all."""
+    """What a job computes with: one of `RUNTIMES`, and of `ATTENTION`; None: not stated, so times span the likely ones.
 
-    kernels: str | None = None
+    `offloaded_share`: the share of the gradients that is copied to the host.
+    """
+
+    runtime: str | None = None
     attention: str | None = None
+    offloaded_share: float = 1.0
 
     @property
     def text(self) -> str:
-        """The kernels in words."""
-        return f"{self.kernels or 'fused or eager'} kernels, attention {self.attention or 'not stated'}"
+        """The implementation in words."""
+        return f"runtime {self.runtime or 'fused or eager'}, attention {self.attention or 'any fused one'}"
 
-    def choices(self, rates: GpuRates) -> Iterator[tuple[str, str]]:
-        """Yield the kernels and the attention that the job may have on a GPU."""
+    def choices(self, rates: GpuRates) -> Iterator[tuple[Runtime, str]]:
+        """Yield the runtimes and kinds of attention that the job may have on a GPU."""
+        likely = [runtime for runtime in RUNTIMES.values() if runtime.is_likely]
         attention = [self.attention] if self.attention else rates.fused_attention
-        return product([self.kernels] if self.kernels else ELEMENTWISE, attention)
+        return product([RUNTIMES[self.runtime]] if self.runtime else likely, attention)
+
+    @property
+    def hides_exchanges(self) -> bool | None:
+        """Whether exchanges with other ranks overlap with compute; None: not known how far."""
+        return RUNTIMES[self.runtime].hides_exchanges if self.runtime else None
 
 
 NOT_STATED = Implementation()
@@ -184,10 +212,10 @@ def _union(times: list[PriorRange]) -> PriorRange:
 
 
 def _span(
-    shape: TransformerShape, tokens: float, rates: GpuRates, precision: str, kernels: str, attention: str
+    shape: TransformerShape, tokens: float, rates: GpuRates, precision: str, runtime: Runtime, attention: str
 ) -> tuple[PriorRange, PriorRange]:
     spans = []
-    for backward, elementwise in enumerate(ELEMENTWISE[kernels]):
+    for backward, elementwise in enumerate((runtime.forward, runtime.backward)):
         host = priors.ENGINE_OPERATION_NS if backward else priors.PYTHON_OPERATION_NS
         layer = [*_layer(shape, tokens, precision, attention, bool(backward)), _elementwise(shape, tokens, elementwise)]
         head = _products(tokens, shape.hidden, shape.vocabulary, precision, bool(backward))
@@ -200,7 +228,7 @@ def _span(
         ]
         launches = shape.layers * (elementwise.launches + len(layer))
         # The host runs ahead of the GPU, or the GPU waits for launches.
-        times = [max(gpu[case], launches * host[case]) * _OVERHEAD[kernels][case] / 1e9 for case in range(len(CASES))]
+        times = [max(gpu[case], launches * host[case]) * runtime.overhead[case] / 1e9 for case in range(len(CASES))]
         spans.append(PriorRange(*times))
     return spans[0], spans[1]
 
