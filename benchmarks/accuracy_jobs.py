@@ -15,7 +15,8 @@ from typing import Any
 from ebbtide.interleave.advise.job.decoder import Implementation, TransformerShape, compute_span, shape_of
 from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size
 from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
-from ebbtide.machines.catalog import preset
+from ebbtide.machines.catalog import find_machine
+from ebbtide.machines.machine import Machine
 from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE
 
 FOLDER = Path(__file__).parent / "accuracy"
@@ -26,7 +27,7 @@ class Job:
     """A job, as far as its publication states it; the step that is predicted is an optimizer step.
 
     Attributes:
-        machine: A preset.
+        machine: A preset, or a file in the folder of the sets.
         params: Parameters of the model.
         tokens: Tokens of a step on one GPU.
         recompute_share: The share of all operations that is computed again; None: by `checkpointing`.
@@ -54,6 +55,12 @@ class Job:
     other_s: float = 0.0
 
     @property
+    def rates(self) -> Machine:
+        """The machine: a preset, or a file beside the sets."""
+        own = FOLDER / self.machine
+        return find_machine(str(own) if own.exists() else self.machine)
+
+    @property
     def shape(self) -> TransformerShape:
         """The decoder."""
         optional = (self.layers or None, self.hidden or None, self.heads or None)
@@ -75,7 +82,7 @@ def predict(job: Job) -> Prediction | None:
     implementation = Implementation(job.runtime, job.attention, job.offloaded_share)
     if job.recompute_share is not None:
         return _predict_streamed(job, implementation)
-    machine = preset(job.machine)
+    machine = job.rates
     batch = BatchSettings(job.ranks, job.micro_batch, job.sequence, job.tokens * job.ranks)
     planned = job_of_size(job.shape, batch, bool(job.checkpointing), implementation)
     if job.policy is None:
@@ -95,7 +102,7 @@ def predict(job: Job) -> Prediction | None:
 def _predict_streamed(job: Job, implementation: Implementation) -> Prediction:
     """Predict a step whose weights are streamed layer by layer, on one GPU: its compute, in chunks of tokens."""
     chunk = job.micro_batch * job.sequence
-    span = compute_span(job.shape, chunk, preset(job.machine), "bfloat16", implementation)
+    span = compute_span(job.shape, chunk, job.rates, "bfloat16", implementation)
     scale = job.tokens / chunk / (1 - (job.recompute_share or 0.0))
     times = [scale * sum(pair) for pair in zip(span.forward_s, span.backward_s, strict=True)]
     return Prediction(job.name, *times)
