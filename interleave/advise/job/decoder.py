@@ -73,8 +73,8 @@ RUNTIMES = {
         ElementwiseWork(40, 8, 9, 45), ElementwiseWork(80, 19, 12, 90), PriorRange(0.95, 1.06, 1.25), False, False
     ),
 }
-# Bytes of a score of attention, forward and backward, where it is in device memory.
-_SCORE_BYTES = 8, 16
+# Bytes of a score of attention that a fused softmax moves, forward and backward, where scores are in device memory.
+_SCORE_BYTES = 4, 6
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
     def cases(self, factor: float = 1.0) -> PriorRange:
         """Return the share times a factor in each of the cases, which end a range with a probability of 80 %."""
-        side = math.exp(DEVIATIONS_OF_RANGE * math.hypot(self.error, _JOBS))
+        side = math.exp(DEVIATIONS_OF_RANGE * self.error)
         return PriorRange(*(factor * self.median * side**sign for sign in (1, 0, -1)))
 
 
@@ -62,7 +62,8 @@ class Evidence(NamedTuple):
 
 PRODUCT, FLASH_2, FLASH_3, CUDNN, EFFICIENT = "product", "flash2", "flash3", "cudnn", "efficient"
 # A job differs by so much from others on the same card (clocks, versions, shapes), and a card from others of its class.
-_JOBS, _CARDS = 0.1, 0.08
+# Attention was measured alone; the same kernels in jobs reached from 0.3 to 1 times as much on A100.
+_JOBS, _ATTENTION_JOBS, _CARDS = 0.1, 0.25, 0.08
 # The share of its best shape that a product of a job reaches: 0.86 on H100, 0.88 on A100.
 _IN_JOB = 0.87
 _BEST_ERROR = 0.07
@@ -86,7 +87,8 @@ EVIDENCE = (
     Evidence(PRODUCT, "MI300X", CardClass.CDNA, 0.514 * _IN_JOB, 0.12),
     Evidence(PRODUCT, "MI325X", CardClass.CDNA, 0.604 * _IN_JOB, 0.12),
     Evidence(PRODUCT, "MI355X", CardClass.CDNA, 0.68 * _IN_JOB, 0.12),
-    Evidence(FLASH_2, "A100", CardClass.AMPERE, 0.72, 0.06),
+    Evidence(FLASH_2, "A100", CardClass.AMPERE, 0.72, _ATTENTION_JOBS),
+    Evidence(FLASH_2, "A100", CardClass.AMPERE, 0.33, 0.15),
     Evidence(FLASH_2, "RTX 3090", CardClass.GEFORCE, 0.57, 0.05),
     Evidence(FLASH_2, "RTX 5090", CardClass.GEFORCE, 0.75, 0.15),
     Evidence(FLASH_2, "H100", CardClass.HOPPER, 0.374, 0.04),
@@ -107,7 +109,8 @@ _WAVE_ELEMENTS = 120 * 128 * 128
 _SMALL_DIMENSION = 32
 # Attention over sequences of s reaches s / (s + 400): FlashAttention-3 and cuDNN on H100, 512 to 16,384.
 _SHORT_SEQUENCE = 400
-# Smaller heads: the rate at 64 is 0.77 (FlashAttention-3), 0.87 (2) and 0.69 (cuDNN) of that at 128.
+# Smaller heads: the rate at 64 is 0.77 (FlashAttention-3), 0.87 (2) and 0.69 (cuDNN) of that at 128 on H100. On GeForce
+# cards, whose shared memory is small, heads of 128 are the slower ones: 0.75 (RTX 5090, ml_dataflow).
 _FULL_HEAD, _HEAD_EXPONENT = 128, 0.35
 
 
@@ -119,7 +122,8 @@ def kernel_share(kernel: str, name: str, card_class: CardClass) -> Share:
         if evidence.kernel == kernel and evidence.card_class is card_class:
             own = evidence.gpu in name and not name.startswith(f"G{evidence.gpu}")
             used.append(Share(evidence.share, evidence.error if own else math.hypot(evidence.error, _CARDS)))
-    return posterior(used)
+    share = posterior(used)
+    return Share(share.median, math.hypot(share.error, _JOBS if kernel == PRODUCT else _ATTENTION_JOBS))
 
 
 def posterior(shares: Iterable[Share]) -> Share:
@@ -149,6 +153,7 @@ def product_factor(result_elements: float, smallest_dimension: float) -> float:
     return filled * smallest_dimension / (smallest_dimension + _SMALL_DIMENSION)
 
 
-def attention_factor(sequence: float, head_size: float) -> float:
+def attention_factor(sequence: float, head_size: float, card_class: CardClass) -> float:
     """Return the share of the rate on long sequences and heads of 128 that attention of this size reaches."""
-    return sequence / (sequence + _SHORT_SEQUENCE) * min(1.0, head_size / _FULL_HEAD) ** _HEAD_EXPONENT
+    exponent = -_HEAD_EXPONENT if card_class is CardClass.GEFORCE else _HEAD_EXPONENT
+    return sequence / (sequence + _SHORT_SEQUENCE) * min(1.0, head_size / _FULL_HEAD) ** exponent

@@ -121,7 +121,7 @@ class GpuRates:
             backward = work.work_class is WorkClass.ATTENTION_BACKWARD
             factor = efficiency.BACKWARD_OF_ATTENTION if backward else 1.0
             if isinstance(size, AttentionSize):
-                factor *= efficiency.attention_factor(size.sequence, size.head_size)
+                factor *= efficiency.attention_factor(size.sequence, size.head_size, self._card_class)
             return self.share(size.implementation if isinstance(size, AttentionSize) else FLASH_2).cases(factor)
         return None
 
