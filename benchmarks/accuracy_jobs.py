@@ -30,6 +30,7 @@ class Job:
         machine: A preset, or a file in the folder of the sets.
         params: Parameters of the model.
         tokens: Tokens of a step on one GPU.
+        checkpointing: The share of a forward that the backward computes again.
         recompute_share: The share of all operations that is computed again; None: by `checkpointing`.
         policy: The policy of the update; None: only forward, backward and an update on the GPU.
         other_s: The time outside of the phases, as in other runs of the same authors.
@@ -46,7 +47,7 @@ class Job:
     sequence: int
     micro_batch: int
     tokens: int
-    checkpointing: int = 0
+    checkpointing: float = 0.0
     recompute_share: float | None = None
     runtime: str | None = None
     attention: str | None = None
@@ -84,13 +85,14 @@ def predict(job: Job) -> Prediction | None:
         return _predict_streamed(job, implementation)
     machine = job.rates
     batch = BatchSettings(job.ranks, job.micro_batch, job.sequence, job.tokens * job.ranks)
-    planned = job_of_size(job.shape, batch, bool(job.checkpointing), implementation)
+    planned = job_of_size(job.shape, batch, job.checkpointing == 1, implementation)
     if job.policy is None:
         # The GPUs are known, their host is not: an update on the GPU takes few ms.
         machine = machine.for_ranks(min(job.ranks, 8))
         times = planned.compute.times(machine, planned.settings, planned.micro_steps)
         update_s = job.params / job.ranks / (machine.gpu_update_params_per_s or 1e11)
-        likely, side = times.forward_s + times.backward_s + update_s, times.factor**DEVIATIONS_OF_RANGE
+        again_s = times.forward_s * job.checkpointing if job.checkpointing < 1 else 0.0
+        likely, side = times.forward_s + times.backward_s + again_s + update_s, times.factor**DEVIATIONS_OF_RANGE
         return Prediction(job.name, likely / side, likely, likely * side)
     plan = plan_for_machine(planned, machine, PlanRequest(job.machine, (job.policy,)))
     if plan.iteration_ms is None or plan.iteration_low_ms is None or plan.iteration_high_ms is None:

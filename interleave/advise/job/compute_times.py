@@ -13,7 +13,7 @@ from ebbtide.interleave.advise.job.decoder import NOT_STATED, Implementation, Tr
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, TunableSettings
 from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.machine import Machine
-from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE
+from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE, PRODUCT, card_class_of, kernel_share
 from ebbtide.profiler.dryrun.time.time_priors import COLLECTIVE_EFFICIENCY
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import PARAM_BYTES
@@ -52,8 +52,8 @@ class RecordedKernels:
     def time_ratio(self, before: GpuCompute, after: GpuCompute) -> float | None:
         """Return the time of all kernels on one GPU over that on another; None if a rate is not known.
 
-        A kernel takes the longer of its operations at the peak of matrix products and its bytes at the peak of memory
-        (Williams et al. 2009, "Roofline"). Efficiencies are taken to be alike on both.
+        A kernel takes the longer of its operations, at the rate of large products on the GPU, and its bytes at the peak
+        of memory (Williams et al. 2009, "Roofline").
         """
         times = [self._seconds(gpu) for gpu in (before, after)]
         if times[0] is None or times[1] is None or not times[0]:
@@ -65,6 +65,7 @@ class RecordedKernels:
         peak = next((gpu.flops_per_s[name] for name in names if name in gpu.flops_per_s), None)
         if peak is None or gpu.memory_bytes_per_s is None:
             return None
+        peak *= product_share(gpu)
         return float(np.maximum(self.flops / peak, self.bytes / gpu.memory_bytes_per_s).sum())
 
 
@@ -162,7 +163,7 @@ class RecordedCompute:
                 return 1.0, SAME_GPU_FACTOR, f"forward and backward: of {self.gpu_name}"
             if self.work is not None and (ratio := self.work.time_ratio(self.gpu, machine.gpu)) is not None:
                 return ratio, KERNELS_FACTOR, f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by its kernels"
-            ratio = here / there
+            ratio = here * product_share(self.gpu) / there / product_share(machine.gpu)
             text = f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by peak rates, within {PEAKS_FACTOR:g}"
             return ratio, PEAKS_FACTOR, text
         if self.gpu_name == machine.name:
@@ -207,6 +208,11 @@ def with_collectives(
 def combined_factor(*factors: float) -> float:
     """Return the factor within which a product is known: independent errors that are normal in the logarithm."""
     return math.exp(math.sqrt(sum(math.log(factor) ** 2 for factor in factors)))
+
+
+def product_share(gpu: GpuCompute) -> float:
+    """Return the share of its peak that large matrix products reach on a GPU."""
+    return kernel_share(PRODUCT, gpu.name or "", card_class_of(gpu)).median
 
 
 def peak_flops(gpu: GpuCompute | None, param_bytes: float) -> float | None:
