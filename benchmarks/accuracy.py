@@ -1,4 +1,4 @@
-"""Compare predictions with measured runs, and write the page docs/accuracy.md, its picture and what ebbtide prints of it.
+"""Compare predictions with measured runs, and write docs/accuracy.md, its picture, and what ebbtide prints of it.
 
     python benchmarks/accuracy.py
 
@@ -12,7 +12,7 @@ import csv
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,16 +30,19 @@ BLIND = {
     "deepspeed-unbound": "Deep Optimizer States: one, two and four ranks that are not bound",
 }
 FITTED = {
-    "streamed-8b": "ml_dataflow, 8 B on H100 and RTX 3090 (fitted from the start)",
+    "streamed-8b": "ml_dataflow: 8 B on H100 and RTX 3090",
     **BLIND,
-    "torchtitan-corrected": "torchtitan with the memory, power and checkpointing of its runs",
+    "torchtitan-corrected": "torchtitan, its cards and checkpointing stated",
 }
 CARDS = {"h100": "H100 80GB HBM3", "a100": "A100-SXM", "rtx5090": "RTX 5090", "rtx3090": "RTX 3090"}
 GOOD_SHARE, GOOD_ERROR = 0.75, 0.15
 REASONS = {
     ("streamed", "A100"): "attention reaches 0.33 of the peak in this runtime, not the 0.72 that was measured alone",
     ("streamed", "RTX 5090"): "1 B: heads of 64 are faster than those of 128 on this card; the prior had them slower",
-    ("torchtitan", "H100"): "cards with 500 W and 2.4 TB/s, selective checkpointing: with these stated it is within 9 %",
+    (
+        "torchtitan",
+        "H100",
+    ): "cards of 500 W and 2.4 TB/s, selective checkpointing: within 9 % with these stated",
     ("deepspeed", "A100"): "20B, 256 heads of 16: scores of attention were charged twice the traffic",
     ("deepspeed", "H100"): "updates 5 to 10 % too slow for models smaller than the one that rates were fitted to",
 }
@@ -90,9 +93,7 @@ def compare(name: str, predicted: Callable[[str, Job], Prediction | None]) -> li
 
 def stored() -> Callable[[str, Job], Prediction]:
     """Return a function that looks up predictions that were committed."""
-    files = {
-        name: {one.name: one for one in read_rows(Prediction, FOLDER / f"{name}.predicted.csv")} for name in BLIND
-    }
+    files = {name: {one.name: one for one in read_rows(Prediction, FOLDER / f"{name}.predicted.csv")} for name in BLIND}
     return lambda name, job: files[name][job.name]
 
 
@@ -126,10 +127,9 @@ def by_card(rows: Iterable[Comparison]) -> dict[str, list[Comparison]]:
     return dict(sorted(groups.items()))
 
 
-def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
-    for line in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(line)} |"
-    yield ""
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    """Return a Markdown table."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
 
 
 def misses(blind: dict[str, list[Comparison]]) -> list[list[str]]:
@@ -153,66 +153,31 @@ def updates() -> list[float]:
     return errors
 
 
-def page(blind: dict[str, list[Comparison]], fitted: dict[str, list[Comparison]], errors: list[float]) -> Iterator[str]:
-    """Yield the lines of docs/accuracy.md."""
+def page(blind: dict[str, list[Comparison]], fitted: dict[str, list[Comparison]], errors: list[float]) -> str:
+    """Return docs/accuracy.md: `page.md` beside the sets, with figures and tables."""
     everything = [row for rows in blind.values() for row in rows]
     sizes = [abs(error) for error in errors]
-    yield from (
-        "# Accuracy",
-        "",
-        "How far predictions can be trusted: what was predicted, when, from what, against what. `python benchmarks/accuracy.py` writes this page, its picture,",
-        "and the file from which `plan`, `dry-run`, `replay` and `machines NAME` print how far to trust a figure. All runs are those of others; nothing here was",
-        "measured by this project.",
-        "",
-        f"**Ranges of 80 % held {100 * held(everything):.0f} % of {len(everything):,} runs that were predicted before their times were read** (2026-11-25). The median error is "
-        f"{cells(everything)[3]}, its median size {cells(everything)[4]}.",
-        "",
-        "![Measured over predicted time of each run, by set and GPU, with the median range](pictures/accuracy.png)",
-        "",
-        "## Misses first",
-        "",
-        f"Groups of a set and a GPU whose ranges held less than {GOOD_SHARE:.0%}, or whose median was off by more than {GOOD_ERROR:.0%}. All reasons were found after the comparison.",
-        "".join(()),
-    )
-    yield from table(["set", "GPU", *HEAD[:4], "reason"], misses(blind))
-    yield from (
-        "## Predicted blind",
-        "",
-        "The predictions are those of `ebbtide plan --params`: kernels of a decoder of the published shape, each at the share of the data sheet's peak that",
-        "[evidence](dry-run.md#times) gives. They were stored on 2026-11-25 (`benchmarks/accuracy/SET.predicted.csv`, commit \"Store predictions of 2,326 published",
-        "runs before their times are read\"), and the times read afterwards (`SET.measured.csv`, \"Add the measured times of the predicted runs\"). Priors: commit",
-        "\"Predict jobs of DeepSpeed by what ZeRO-3 does not hide\". Width is the high end of the range over the low one (median).",
-        "",
-    )
-    rows = [[f"**{title}**", "all", *cells(blind[name])] for name, title in BLIND.items()]
+    rows = []
     for name, title in BLIND.items():
         groups = by_card(blind[name])
+        rows.append([f"**{title}**", "all" if len(groups) > 1 else next(iter(groups)), *cells(blind[name])])
         if len(groups) > 1:
             rows += [[title.partition(":")[0], card, *cells(group)] for card, group in groups.items()]
-    yield from table(["set", "GPU", *HEAD], sorted(rows, key=lambda row: row[0].strip("*").partition(":")[0]))
-    yield from (
-        "- Settings were read before the prediction, in the files that have the times too: columns of times were cut off. Two slips: one row of ml_dataflow (A100, 8 B,",
-        "  512 tokens) and the table of torchtitan were seen in full, after the priors had been committed and before the predictions were stored.",
-        "- Attention was stated as FlashAttention 3 (ml_dataflow on H100), 2 (the others) or by its parts (DeepSpeed); the runtime as fused (ml_dataflow, torch.compile), eager",
-        "  (torchtitan) or DeepSpeed's; llm-foundry's was not stated, so that its ranges span both. Left out: fp8, tensor parallelism, several hosts with offload.",
-        "- DeepSpeed's runs were given 0.45 s outside of the phases, as in the runs of the same authors that rates are fitted to; those that are not bound a machine fitted to",
-        "  five others of them.",
-        "",
-        "## Fitted",
-        "",
-        "What follows is no test. The first row is what the priors rest on. After the comparison three priors were corrected: attention on A100, heads of 64 on GeForce, the traffic",
-        "of scores; and ranges of attention were widened, since the same kernels reach 0.3 to 1 times in jobs what they reach alone. The corrected priors on all runs:",
-        "",
-    )
-    yield from table(["set", "GPU", *HEAD], [[title, "all", *cells(fitted[name])] for name, title in FITTED.items()])
-    yield from (
-        f"Updates of offloaded state: {len(errors)} published runs, each predicted by a fit to the other runs of its job: mean error "
-        f"{100 * statistics.mean(sizes):.1f} %, largest {100 * max(sizes):.1f} % ([replay](validation.md)).",
-        "",
-        "## Elsewhere",
-        "",
-        "Each result is stated once: updates, blocking copies, ranks that share a host and the bound in [validation](validation.md), published systems in",
-        "[policies](policies.md#comparison-with-published-figures), memory and phases of dry runs in [dry run](dry-run.md#accuracy), plans of recorded jobs in [plan](plan.md#accuracy).",
+    return (
+        (FOLDER / "page.md")
+        .read_text()
+        .format(
+            held=f"{100 * held(everything):.0f}",
+            runs=f"{len(everything):,}",
+            error=cells(everything)[3],
+            size=cells(everything)[4],
+            misses=table(["set", "GPU", *HEAD[:4], "reason"], misses(blind)),
+            blind=table(["set", "GPU", *HEAD], rows),
+            fitted=table(["set", *HEAD], [[title, *cells(fitted[name])] for name, title in FITTED.items()]),
+            updates=len(errors),
+            mean=f"{100 * statistics.mean(sizes):.1f}",
+            largest=f"{100 * max(sizes):.1f}",
+        )
     )
 
 
@@ -229,7 +194,7 @@ def draw(blind: dict[str, list[Comparison]], path: Path) -> None:
             high = statistics.median(row.prediction.high_s / row.prediction.likely_s for row in rows)
             axes.fill_between([place - 0.4, place + 0.4], low, high, color="0.85", linewidth=0)
             axes.plot(offsets, ratios, ".", markersize=3, color="tab:blue")
-            labels.append(f"{name}\n{card}\n{100 * held(rows):.0f} % of {len(rows):,}")
+            labels.append(f"{name.removeprefix('deepspeed-')}\n{card}\n{100 * held(rows):.0f} % of {len(rows):,}")
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_xticks(range(len(labels)), labels, fontsize=7)
     axes.set_yscale("log")
@@ -264,7 +229,7 @@ def main() -> None:
     blind = {name: compare(name, look_up) for name in BLIND}
     fitted = {name: compare(name, lambda _, job: predict(job)) for name in FITTED}
     errors = updates()
-    (ROOT / "docs" / "accuracy.md").write_text("\n".join(page(blind, fitted, errors)) + "\n")
+    (ROOT / "docs" / "accuracy.md").write_text(page(blind, fitted, errors))
     draw(blind, ROOT / "docs" / "pictures" / "accuracy.png")
     values = json.dumps(record(blind, errors), indent=1)
     (ROOT / "ebbtide" / "machines" / "track_record.json").write_text(values + "\n")

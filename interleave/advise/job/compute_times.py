@@ -90,10 +90,10 @@ class TransformerCompute:
     def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
         """Return the times of an iteration."""
         peak = peak_flops(machine.gpu, self.param_bytes)
-        if peak is None or machine.gpu is None or machine.gpu.memory_bytes_per_s is None:
+        if peak is None:
             raise MachineError(
-                f"machine {machine.name} has no gpu.flops_per_s and gpu.memory_bytes_per_s, which the times of a job "
-                "of a given size need: name a preset, or add the peak rates of the GPU to the file"
+                f"machine {machine.name} has no gpu.flops_per_s, which the times of a job of a given size need: name a "
+                "preset, or add the peak rates of the GPU to the file"
             )
         tokens = self.shape.sequence * (settings.micro_batch or 1)
         precision = "bfloat16" if self.param_bytes == PARAM_BYTES else "tf32"

@@ -60,13 +60,13 @@ class KernelWork:
 class GpuRates:
     """Times of work on a GPU, and on its host's memory.
 
-    `machine`: the machine; None, or one without rates of its GPU: those of an H100 are assumed.
+    `machine`: the machine; None, or one without rates of its GPU: those that it lacks are those of an H100.
     """
 
     def __init__(self, machine: Machine | None = None) -> None:
         stated = machine.gpu if machine is not None else None
-        self.is_assumed = stated is None or not stated.flops_per_s or stated.memory_bytes_per_s is None
-        self.gpu = _DEFAULT if stated is None or self.is_assumed else _with_peer(stated)
+        self.is_assumed = stated is None or not stated.flops_per_s
+        self.gpu = _DEFAULT if stated is None or self.is_assumed else _completed(stated)
         self._card_class = efficiency.card_class_of(self.gpu)
         self._host_bytes_per_s = (machine and machine.host_memory_bytes_per_s) or priors.HOST_BYTES_PER_S
 
@@ -126,8 +126,13 @@ class GpuRates:
         return None
 
 
-def _with_peer(gpu: GpuCompute) -> GpuCompute:
-    return gpu if gpu.peer_bytes_per_s else replace(gpu, peer_bytes_per_s=_DEFAULT.peer_bytes_per_s)
+def _completed(gpu: GpuCompute) -> GpuCompute:
+    memory, peer = gpu.memory_bytes_per_s, gpu.peer_bytes_per_s
+    return replace(
+        gpu,
+        memory_bytes_per_s=memory or _DEFAULT.memory_bytes_per_s,
+        peer_bytes_per_s=peer or _DEFAULT.peer_bytes_per_s,
+    )
 
 
 def _times(
