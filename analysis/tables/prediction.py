@@ -27,7 +27,7 @@ def prediction_view(trace: Trace) -> View:
         parts = [f"{name} {share:.0f} %" for name, share in zip(names, shares, strict=True)][:_MAX_CATEGORIES]
         yield f"        peak of tensors {bytes_text(holders.bytes)}: {', '.join(parts)}"
     yield f"time    {_time_text(metrics)}"
-    yield f"        {track_records()['all'].text()}"
+    yield f"        priors of plan: {track_records()['all'].text()}"
 
 
 def _memory_line(metrics: JobMetrics) -> str:
