@@ -231,7 +231,7 @@ def main() -> None:
     errors = updates()
     (ROOT / "docs" / "accuracy.md").write_text(page(blind, fitted, errors))
     draw(blind, ROOT / "docs" / "pictures" / "accuracy.png")
-    values = json.dumps(record(blind, errors), indent=1)
+    values = json.dumps(record(blind, errors))
     (ROOT / "ebbtide" / "machines" / "track_record.json").write_text(values + "\n")
 
 

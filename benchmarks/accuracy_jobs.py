@@ -64,7 +64,7 @@ class Job:
     @property
     def shape(self) -> TransformerShape:
         """The decoder."""
-        optional = (self.layers or None, self.hidden or None, self.heads or None)
+        optional = (self.layers or None, self.hidden or None, self.heads)
         return shape_of(self.params, self.sequence, self.vocabulary, *optional)
 
 
@@ -106,7 +106,7 @@ def _predict_streamed(job: Job, implementation: Implementation) -> Prediction:
     chunk = job.micro_batch * job.sequence
     span = compute_span(job.shape, chunk, job.rates, "bfloat16", implementation)
     scale = job.tokens / chunk / (1 - (job.recompute_share or 0.0))
-    times = [scale * sum(pair) for pair in zip(span.forward_s, span.backward_s, strict=True)]
+    times = [scale * sum(pair) for pair in zip(*span, strict=True)]
     return Prediction(job.name, *times)
 
 

@@ -13,7 +13,7 @@ from ebbtide.interleave.advise.replay import AblationStep, Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of
 from ebbtide.machines.machine import Machine
-from ebbtide.machines.track_record import track_records, updates_text
+from ebbtide.machines.track_record import ranges_text, updates_text
 from ebbtide.units import bytes_text, count_text
 
 _PLACES = "resident: on the device; parked: there while it is free; streamed: in and out"
@@ -178,7 +178,7 @@ def plan_view(
         text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes)),
         text("limited by", "limited_by"),
     ]
-    note = f"{track_records()['all'].text()}; memory is that of a rank."
+    note = f"{ranges_text()}; memory is that of a rank."
     if any(DATA_SHEETS in plan.accuracy for plan in plans):
         note += " Rates of data sheets are not validated."
     title = "The fastest plan for each machine"

@@ -81,11 +81,7 @@ def plan(
     ] = None,
     runtime: Annotated[
         Literal["fused", "eager", "deepspeed"] | None,
-        valued(
-            "KIND",
-            "Kernels that run the job: fused (torch.compile, Liger), eager or deepspeed (only with --params).",
-            "fused or eager",
-        ),
+        valued("KIND", "What runs the job: fused, eager or deepspeed (only with --params).", "fused or eager"),
     ] = None,
     attention: Annotated[
         Literal["flash2", "flash3", "cudnn", "math"] | None,
@@ -138,7 +134,7 @@ def plan(
         job = job_of_workload(load_workload(workload), batch)
     else:
         assert params is not None
-        shape = shape_of(params, sequence or 2048, vocabulary, layers, hidden, heads)
+        shape = shape_of(params, sequence or 2048, vocabulary, layers, hidden, heads or 0)
         job = job_of_size(shape, batch, checkpointing, Implementation(runtime, attention))
     if code is not None and code not in machines:
         machines.append(code)

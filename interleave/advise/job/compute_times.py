@@ -23,8 +23,8 @@ GATHERED_LAYERS = 2
 # Passes over all parameters that ZeRO-3 and FSDP move between ranks per micro-step: gathers of the forward and of the
 # backward, and the reduction of gradients.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1, 2
-# Types of matrix products by preference.
 _FULL_BYTES = 4
+# Types of matrix products by preference.
 _HALF_TYPES, _FULL_TYPES = ("bfloat16", "float16"), ("tf32", "float32")
 
 
@@ -97,25 +97,22 @@ class TransformerCompute:
             )
         tokens = self.shape.sequence * (settings.micro_batch or 1)
         precision = "bfloat16" if self.param_bytes == PARAM_BYTES else "tf32"
-        span = compute_span(self.shape, tokens, machine, precision, self.implementation)
+        forward, backward = compute_span(self.shape, tokens, machine, precision, self.implementation)
         forwards = 1 + settings.checkpointing
-        fast, typical, slow = (
-            micro_steps * (forwards * forward + backward)
-            for forward, backward in zip(span.forward_s, span.backward_s, strict=True)
-        )
-        forward_s = micro_steps * span.forward_s.typical
+        fast, typical, slow = (micro_steps * (forwards * a + b) for a, b in zip(forward, backward, strict=True))
+        forward_s = micro_steps * forward.typical
         share = self.shape.forward_flops(tokens) * (3 + settings.checkpointing) * micro_steps / typical / peak
         note = (
             f"forward and backward: {share:.0%} of {peak / 1e12:.0f} TFLOP/s ({typical / slow * share:.0%} to "
             f"{typical / fast * share:.0%}), {self.implementation.text}"
         )
         factor = (slow / fast) ** (0.5 / DEVIATIONS_OF_RANGE)
-        params, hides = self.shape.params, self.implementation.hides_exchanges
+        params, is_exposed = self.shape.params, self.implementation.runtimes[0].exposes_exchanges
         # Copies of gradients that are not hidden are part of the backward.
-        copied = _FULL_BYTES * params / settings.ranks * self.implementation.offloaded_share if hides is False else 0.0
+        copied = is_exposed * _FULL_BYTES * params / settings.ranks * self.implementation.offloaded_share
         copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
         times = ComputeTimes(forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note)
-        return with_collectives(times, self.param_bytes * params * micro_steps, machine, settings.ranks, hides)
+        return with_collectives(times, self.param_bytes * params * micro_steps, machine, settings.ranks, is_exposed)
 
 
 @dataclass(frozen=True)
@@ -173,12 +170,12 @@ class RecordedCompute:
 
 
 def with_collectives(
-    times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int, hides: bool | None = None
+    times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int, is_exposed: bool = False
 ) -> ComputeTimes:
     """Return times with the exchanges of parameters and gradients between ranks.
 
-    Where it is not known how far compute hides them (`hides` is None), the time is between the longer of the two and
-    their sum: the geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %.
+    Exposed ones add their time. Else how far compute hides them is not known: between the longer of the two and their
+    sum. The time is the geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %.
     `gathered_bytes` are those of all parameters, times the micro-steps.
     """
     rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
@@ -189,8 +186,8 @@ def with_collectives(
     compute, exchange = times.forward_s + times.backward_s, one_pass * passes
     if not compute + exchange:
         return times
-    shortest = compute + exchange if hides is False else max(compute, exchange)
-    longest = shortest if hides else compute + exchange
+    longest = compute + exchange
+    shortest = longest if is_exposed else max(compute, exchange)
     total = math.sqrt(shortest * longest)
     overlap_factor = math.exp(math.log(longest / shortest) / 2 / DEVIATIONS_OF_RANGE)
     share = times.forward_s / compute if compute else _FORWARD_PASSES / passes

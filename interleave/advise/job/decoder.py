@@ -11,14 +11,13 @@ from typing import NamedTuple
 from ebbtide.errors import WorkloadError
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.dryrun.time import time_priors as priors
-from ebbtide.profiler.dryrun.time.efficiency import CUDNN, FLASH_2, FLASH_3
 from ebbtide.profiler.dryrun.time.rates import AttentionSize, GpuRates, KernelWork, ProductSize
-from ebbtide.profiler.dryrun.time.time_priors import CASES, PriorRange, WorkClass
+from ebbtide.profiler.dryrun.time.time_priors import PriorRange, WorkClass
 
 # Published decoders from 1e9 to 1e11 parameters have about this width per layer (GPT-3 6.7B: 128, Llama 65B: 102).
 _WIDTH_PER_LAYER = 128
 # Weights of a layer: 4 h^2 of attention and 8 h^2 of the feed-forward network.
-_ATTENTION_WEIGHTS, _LAYER_WEIGHTS = 4, 12
+_LAYER_WEIGHTS = 12
 # Bytes per token and hidden unit that a layer keeps for the backward, in half precision, without attention scores;
 # and its input alone, which full checkpointing keeps. Korthikanti et al. 2022, "Reducing Activation Recomputation in
 # Large Transformer Models", equation 1 and section 5, where fused attention keeps no scores.
@@ -30,14 +29,12 @@ _LOGIT_BYTES = 4
 _WIDE = 3072
 # Attention whose scores are in device memory: by products of matrices, and a softmax.
 MATH = "math"
-ATTENTION = (FLASH_2, FLASH_3, CUDNN, MATH)
 
 
 class ElementwiseWork(NamedTuple):
-    """Work of a layer beside products and attention, in one direction.
+    """Work of a layer beside products and attention, in one direction: launches, and bytes of device memory per token.
 
-    Bytes per token of device memory that are read and written: for each hidden unit, each unit of the feed-forward
-    network, and each entry of the vocabulary (once for the model); and launches.
+    The bytes are for each hidden unit, each unit of the feed-forward network, and each entry of the vocabulary (once).
     """
 
     hidden_bytes: float
@@ -47,19 +44,13 @@ class ElementwiseWork(NamedTuple):
 
 
 class Runtime(NamedTuple):
-    """What runs a job.
-
-    Attributes:
-        overhead: The time of a step over that of its kernels: gaps between them, waits for other ranks, data.
-        is_likely: Whether a job of which nothing is known may be of this kind.
-        hides_exchanges: Whether exchanges with other ranks overlap with compute; None: not known how far.
-    """
+    """What runs a job. Overhead: the time of a step over that of its kernels, for gaps and waits for ranks or data."""
 
     forward: ElementwiseWork
     backward: ElementwiseWork
     overhead: PriorRange
-    is_likely: bool = True
-    hides_exchanges: bool | None = None
+    is_likely: bool = True  # Whether a job of which nothing is known may be of this kind.
+    exposes_exchanges: bool = False  # Whether compute hides nothing of exchanges; else it is not known how much.
 
 
 # Fused kernels (torch.compile, Liger, Megatron's), or operation by operation: norms with copies in fp32, rotations of
@@ -70,7 +61,7 @@ RUNTIMES = {
     "fused": Runtime(ElementwiseWork(16, 6, 4, 20), ElementwiseWork(30, 18, 6, 40), PriorRange(1.0, 1.0, 1.08)),
     "eager": Runtime(ElementwiseWork(70, 10, 14, 45), ElementwiseWork(140, 20, 18, 90), PriorRange(1.0, 1.12, 1.3)),
     "deepspeed": Runtime(
-        ElementwiseWork(40, 8, 9, 45), ElementwiseWork(80, 19, 12, 90), PriorRange(0.95, 1.06, 1.25), False, False
+        ElementwiseWork(40, 8, 9, 45), ElementwiseWork(80, 19, 12, 90), PriorRange(0.95, 1.06, 1.25), False, True
     ),
 }
 # Bytes of a score of attention that a fused softmax moves, forward and backward, where scores are in device memory.
@@ -79,30 +70,21 @@ _SCORE_BYTES = 4, 6
 
 @dataclass(frozen=True)
 class Implementation:
-    """What a job computes with: one of `RUNTIMES`, and of `ATTENTION`; None: not stated, so times span the likely ones.
+    """What a job computes with; None is not stated, so that times span the likely ones."""
 
-    `offloaded_share`: the share of the gradients that is copied to the host.
-    """
-
-    runtime: str | None = None
+    runtime: str | None = None  # One of `RUNTIMES`.
     attention: str | None = None
-    offloaded_share: float = 1.0
+    offloaded_share: float = 1.0  # The share of the gradients that is copied to the host.
 
     @property
     def text(self) -> str:
         """The implementation in words."""
         return f"runtime {self.runtime or 'fused or eager'}, attention {self.attention or 'any fused one'}"
 
-    def choices(self, rates: GpuRates) -> Iterator[tuple[Runtime, str]]:
-        """Yield the runtimes and kinds of attention that the job may have on a GPU."""
-        likely = [runtime for runtime in RUNTIMES.values() if runtime.is_likely]
-        attention = [self.attention] if self.attention else rates.fused_attention
-        return product([RUNTIMES[self.runtime]] if self.runtime else likely, attention)
-
     @property
-    def hides_exchanges(self) -> bool | None:
-        """Whether exchanges with other ranks overlap with compute; None: not known how far."""
-        return RUNTIMES[self.runtime].hides_exchanges if self.runtime else None
+    def runtimes(self) -> list[Runtime]:
+        """The runtimes that the job may have."""
+        return [one for name, one in RUNTIMES.items() if (name == self.runtime if self.runtime else one.is_likely)]
 
 
 NOT_STATED = Implementation()
@@ -130,6 +112,12 @@ class TransformerShape:
         embedding = self.vocabulary * self.hidden
         tied = self.params - 2 * embedding < _TIED * _LAYER_WEIGHTS * self.layers * self.hidden**2
         return max(self.params - embedding * (1 if tied else 2), 0.1 * self.params) / self.layers
+
+    @property
+    def feed_forward_width(self) -> float:
+        """The width of a gated feed-forward network with the weights that 4 h^2 of attention leave."""
+        weights = self.layer_weights
+        return max(weights - 4 * self.hidden**2, 0.5 * weights) / 3 / self.hidden
 
     def forward_flops(self, tokens: float) -> float:
         """Return the operations of a forward; a backward has twice as many.
@@ -168,12 +156,7 @@ def guessed_layers(params: int) -> int:
 
 
 def shape_of(
-    params: int,
-    sequence: int,
-    vocabulary: int,
-    layers: int | None = None,
-    hidden: int | None = None,
-    heads: int | None = None,
+    params: int, sequence: int, vocabulary: int, layers: int | None = None, hidden: int | None = None, heads: int = 0
 ) -> TransformerShape:
     """Return the shape of a decoder; what is not given follows from params = 12 layers hidden^2."""
     if params < 1:
@@ -186,107 +169,89 @@ def shape_of(
     return TransformerShape(params, layers, hidden, vocabulary, sequence, head_size)
 
 
-class ComputeSpan(NamedTuple):
-    """Times of a forward and of a backward without recomputation, s, in each of the cases."""
-
-    forward_s: PriorRange
-    backward_s: PriorRange
-
-
 def compute_span(
     shape: TransformerShape, tokens: float, machine: Machine, precision: str, implementation: Implementation
-) -> ComputeSpan:
-    """Return the times of one micro-step of `tokens` tokens, fast, typical and slow.
+) -> tuple[PriorRange, PriorRange]:
+    """Return the times of a forward and of a backward of `tokens` tokens without recomputation, s.
 
-    Where the implementation is not known, the ends are those of all that are possible, and the typical time is their
+    Where the implementation is not known, the ends are those of all that are likely, and the typical time is their
     geometric mean.
     """
     rates = GpuRates(machine)
-    spans = [_span(shape, tokens, rates, precision, *choice) for choice in implementation.choices(rates)]
-    return ComputeSpan(*(_union([span[phase] for span in spans]) for phase in range(2)))
+    kinds = [implementation.attention] if implementation.attention else rates.fused_attention
+    choices = list(product(implementation.runtimes, kinds))
+    forward, backward = (_Direction(shape, tokens, precision, is_backward) for is_backward in (False, True))
+    return _union(forward.time(rates, *choice) for choice in choices), _union(
+        backward.time(rates, *choice) for choice in choices
+    )
 
 
-def _union(times: list[PriorRange]) -> PriorRange:
-    typical = math.exp(sum(math.log(time.typical) for time in times) / len(times))
-    return PriorRange(min(time.fast for time in times), typical, max(time.slow for time in times))
+def _union(ranges: Iterable[PriorRange]) -> PriorRange:
+    fast, typical, slow = zip(*ranges, strict=True)
+    return PriorRange(min(fast), math.prod(typical) ** (1 / len(typical)), max(slow))
 
 
-def _span(
-    shape: TransformerShape, tokens: float, rates: GpuRates, precision: str, runtime: Runtime, attention: str
-) -> tuple[PriorRange, PriorRange]:
-    spans = []
-    for backward, elementwise in enumerate((runtime.forward, runtime.backward)):
-        host = priors.ENGINE_OPERATION_NS if backward else priors.PYTHON_OPERATION_NS
-        layer = [*_layer(shape, tokens, precision, attention, bool(backward)), _elementwise(shape, tokens, elementwise)]
-        head = _products(tokens, shape.hidden, shape.vocabulary, precision, bool(backward))
-        loss = tokens * shape.vocabulary * elementwise.vocabulary_bytes
-        gpu = [
-            shape.layers * in_layer + at_end
-            for in_layer, at_end in zip(
-                _total(rates, layer), _total(rates, [*head, _memory_work(loss, 4)]), strict=True
-            )
+class _Direction(NamedTuple):
+    """The kernels of a forward or a backward."""
+
+    shape: TransformerShape
+    tokens: float
+    precision: str
+    is_backward: bool
+
+    def time(self, rates: GpuRates, runtime: Runtime, attention: str) -> PriorRange:
+        """Return the time in s: the host runs ahead of the GPU, or the GPU waits for launches."""
+        shape, hidden = self.shape, self.shape.hidden
+        work = runtime.backward if self.is_backward else runtime.forward
+        width = shape.feed_forward_width
+        bytes_per_token = hidden * work.hidden_bytes + width * work.feed_forward_bytes
+        in_attention = (shape.layer_weights - 3 * hidden * width) / 4 / hidden
+        layer = [
+            *(kernel for _ in range(4) for kernel in self._products(hidden, in_attention)),
+            *(kernel for _ in range(3) for kernel in self._products(hidden, width)),
+            *self._attention(attention),
+            self._memory_work(bytes_per_token, work.launches),
         ]
-        launches = shape.layers * (elementwise.launches + len(layer))
-        # The host runs ahead of the GPU, or the GPU waits for launches.
-        times = [max(gpu[case], launches * host[case]) * runtime.overhead[case] / 1e9 for case in range(len(CASES))]
-        spans.append(PriorRange(*times))
-    return spans[0], spans[1]
+        end = [
+            *self._products(hidden, shape.vocabulary),
+            self._memory_work(shape.vocabulary * work.vocabulary_bytes, 4),
+        ]
+        host_ns = priors.ENGINE_OPERATION_NS if self.is_backward else priors.PYTHON_OPERATION_NS
+        launches = shape.layers * (work.launches + len(layer))
+        gpu_ns = zip(_total(rates, layer), _total(rates, end), strict=True)
+        ranges = zip(gpu_ns, host_ns, runtime.overhead, strict=True)
+        return PriorRange(*(max(shape.layers * a + b, launches * host) * over / 1e9 for (a, b), host, over in ranges))
+
+    def _products(self, inputs: float, outputs: float) -> Iterator[KernelWork]:
+        """Yield the product of a linear layer; in the backward those of its input's and of its weights' gradients."""
+        flops = 2 * self.tokens * inputs * outputs
+        size = 2 * (self.tokens * inputs + inputs * outputs + self.tokens * outputs)
+        results = (self.tokens * inputs, inputs * outputs) if self.is_backward else (self.tokens * outputs,)
+        for result in results:
+            dimensions = ProductSize(result, min(self.tokens, inputs, outputs))
+            yield KernelWork("mm", "compute", WorkClass.MATRIX, flops, size, self.precision, dimensions)
+
+    def _attention(self, kind: str) -> Iterator[KernelWork]:
+        sequence, head_size = self.shape.sequence, self.shape.head_size
+        scores = self.tokens * sequence * self.shape.hidden / head_size
+        flops = 2 * scores * head_size  # of one product of scores, all of them
+        moved = 8.0 * self.tokens * self.shape.hidden * (1 + self.is_backward)
+        if kind == MATH:
+            yield self._memory_work(_SCORE_BYTES[self.is_backward] * scores / self.tokens, 3)
+            dimensions = ProductSize(scores, min(head_size, sequence))
+            bmm = KernelWork("bmm", "compute", WorkClass.MATRIX, flops, moved + 2 * scores, self.precision, dimensions)
+            yield from [bmm] * (4 if self.is_backward else 2)
+            return
+        # Fused kernels leave out the half that a causal mask hides, and compute the scores again in the backward.
+        work_class = WorkClass.ATTENTION_BACKWARD if self.is_backward else WorkClass.ATTENTION
+        flops *= (5 if self.is_backward else 2) / 2
+        size = AttentionSize(sequence, head_size, kind)
+        yield KernelWork("attention", "compute", work_class, flops, moved, self.precision, size)
+
+    def _memory_work(self, bytes_per_token: float, launches: int) -> KernelWork:
+        size = self.tokens * bytes_per_token
+        return KernelWork("elementwise", "compute", WorkClass.ELEMENTWISE, 0, size, launches=launches)
 
 
 def _total(rates: GpuRates, works: Iterable[KernelWork]) -> list[int]:
     return [sum(times) for times in zip(*(rates.kernel_ns(work) for work in works), strict=True)]
-
-
-def _layer(
-    shape: TransformerShape, tokens: float, precision: str, attention: str, backward: bool
-) -> Iterator[KernelWork]:
-    """Yield the products of a layer, and its attention; what remains of 12 h^2 is a gated feed-forward network."""
-    hidden, weights = shape.hidden, shape.layer_weights
-    of_attention = min(_ATTENTION_WEIGHTS * hidden**2, 0.5 * weights)
-    for _ in range(_ATTENTION_WEIGHTS):
-        yield from _products(tokens, hidden, of_attention / hidden / _ATTENTION_WEIGHTS, precision, backward)
-    for _ in range(3):
-        yield from _products(tokens, hidden, feed_forward_width(shape), precision, backward)
-    yield from _attention(shape, tokens, precision, attention, backward)
-
-
-def feed_forward_width(shape: TransformerShape) -> float:
-    """Return the width of a gated feed-forward network with the weights that attention leaves."""
-    weights = shape.layer_weights
-    return max(weights - _ATTENTION_WEIGHTS * shape.hidden**2, 0.5 * weights) / 3 / shape.hidden
-
-
-def _products(tokens: float, inputs: float, outputs: float, precision: str, backward: bool) -> Iterator[KernelWork]:
-    """Yield the product of a linear layer; in the backward those of its input's and of its weights' gradients."""
-    flops = 2 * tokens * inputs * outputs
-    size = 2 * (tokens * inputs + inputs * outputs + tokens * outputs)
-    smallest = min(tokens, inputs, outputs)
-    for result in (tokens * inputs, inputs * outputs) if backward else (tokens * outputs,):
-        yield KernelWork("mm", "compute", WorkClass.MATRIX, flops, size, precision, ProductSize(result, smallest))
-
-
-def _attention(
-    shape: TransformerShape, tokens: float, precision: str, attention: str, backward: bool
-) -> Iterator[KernelWork]:
-    scores = tokens * shape.sequence * shape.hidden / shape.head_size
-    flops = 2 * scores * shape.head_size  # of one product of scores, all of them
-    moved = 8.0 * tokens * shape.hidden * (2 if backward else 1)
-    if attention != MATH:
-        # Fused kernels leave out the half that a causal mask hides, and compute the scores again in the backward.
-        work_class = WorkClass.ATTENTION_BACKWARD if backward else WorkClass.ATTENTION
-        count, size = (5 if backward else 2), AttentionSize(shape.sequence, shape.head_size, attention)
-        yield KernelWork("attention", "compute", work_class, count * flops / 2, moved, precision, size)
-        return
-    yield _memory_work(_SCORE_BYTES[backward] * scores, 3)
-    for _ in range(4 if backward else 2):
-        size = ProductSize(scores, min(shape.head_size, shape.sequence))
-        yield KernelWork("bmm", "compute", WorkClass.MATRIX, flops, moved + 2 * scores, precision, size)
-
-
-def _elementwise(shape: TransformerShape, tokens: float, work: ElementwiseWork) -> KernelWork:
-    per_token = shape.hidden * work.hidden_bytes + feed_forward_width(shape) * work.feed_forward_bytes
-    return _memory_work(tokens * per_token, work.launches)
-
-
-def _memory_work(size: float, launches: int) -> KernelWork:
-    return KernelWork("elementwise", "compute", WorkClass.ELEMENTWISE, 0, size, launches=launches)

@@ -60,20 +60,14 @@ class Evidence(NamedTuple):
     error: float
 
 
-PRODUCT, FLASH_2, FLASH_3, CUDNN, EFFICIENT = "product", "flash2", "flash3", "cudnn", "efficient"
+PRODUCT, FLASH_2, FLASH_3, CUDNN = "product", "flash2", "flash3", "cudnn"
 # A job differs by so much from others on the same card (clocks, versions, shapes), and a card from others of its class.
 # Attention was measured alone; the same kernels in jobs reached from 0.3 to 1 times as much on A100.
 _JOBS, _ATTENTION_JOBS, _CARDS = 0.1, 0.25, 0.08
 # The share of its best shape that a product of a job reaches: 0.86 on H100, 0.88 on A100.
 _IN_JOB = 0.87
 _BEST_ERROR = 0.07
-_PRIORS = {
-    PRODUCT: Share(0.7, 0.2),
-    FLASH_2: Share(0.5, 0.3),
-    FLASH_3: Share(0.6, 0.2),
-    CUDNN: Share(0.6, 0.2),
-    EFFICIENT: Share(0.3, 0.3),
-}
+_PRIORS = {PRODUCT: Share(0.7, 0.2), FLASH_2: Share(0.5, 0.3), FLASH_3: Share(0.6, 0.2), CUDNN: Share(0.6, 0.2)}
 EVIDENCE = (
     Evidence(PRODUCT, "RTX 3090", CardClass.GEFORCE, 1.0, 0.04),
     Evidence(PRODUCT, "RTX 5090", CardClass.GEFORCE, 1.07 * _IN_JOB, 0.1),

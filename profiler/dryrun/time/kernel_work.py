@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from ebbtide.profiler.dryrun.shadow_values import tensors_in, written_arguments
-from ebbtide.profiler.dryrun.time.efficiency import CUDNN, EFFICIENT, FLASH_2, FLASH_3
+from ebbtide.profiler.dryrun.time.efficiency import CUDNN, FLASH_2, FLASH_3
 from ebbtide.profiler.dryrun.time.rates import AttentionSize, KernelWork, ProductSize
 from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
@@ -187,8 +187,7 @@ def _attention_size(name: str, inputs: list[Any]) -> AttentionSize:
     """Return the size of attention: heads before the sequence in torch's own operation, else after it."""
     query = next(tensor for tensor in inputs if tensor.dim() > 2)
     sequence = query.shape[-2] if "scaled_dot_product" in name else query.shape[-3]
-    named = (("cudnn", CUDNN), ("efficient", EFFICIENT), ("flash_attn_3", FLASH_3))
-    implementation = next((kernel for part, kernel in named if part in name), FLASH_2)
+    implementation = CUDNN if "cudnn" in name else FLASH_3 if "flash_attn_3" in name else FLASH_2
     return AttentionSize(sequence, query.shape[-1], implementation)
 
 
