@@ -103,7 +103,7 @@ def cells(rows: list[Comparison]) -> list[str]:
     sizes = [abs(error) for error in errors]
     return [
         f"{len(rows):,}",
-        f"{100 * held(rows):.0f} %",
+        f"{100 * coverage(rows):.0f} %",
         f"{statistics.median(row.width for row in rows):.2f}",
         f"{100 * statistics.median(errors):+.1f} %",
         f"{100 * statistics.median(sizes):.1f} %",
@@ -114,7 +114,7 @@ def cells(rows: list[Comparison]) -> list[str]:
 HEAD = ["runs", "held", "width", "median error", "median size of errors", "largest"]
 
 
-def held(rows: list[Comparison]) -> float:
+def coverage(rows: list[Comparison]) -> float:
     """Return the share of the runs that the ranges hold."""
     return sum(row.holds for row in rows) / len(rows)
 
@@ -137,9 +137,9 @@ def misses(blind: dict[str, list[Comparison]]) -> list[list[str]]:
     groups = [(name, card, rows) for name, all_rows in blind.items() for card, rows in by_card(all_rows).items()]
 
     def is_bad(rows: list[Comparison]) -> bool:
-        return held(rows) < GOOD_SHARE or abs(statistics.median(row.error for row in rows)) > GOOD_ERROR
+        return coverage(rows) < GOOD_SHARE or abs(statistics.median(row.error for row in rows)) > GOOD_ERROR
 
-    bad = sorted((one for one in groups if is_bad(one[2])), key=lambda one: held(one[2]))
+    bad = sorted((one for one in groups if is_bad(one[2])), key=lambda one: coverage(one[2]))
     return [[name, card, *cells(rows)[:4], REASONS.get((name, card), "not known")] for name, card, rows in bad]
 
 
@@ -167,7 +167,7 @@ def page(blind: dict[str, list[Comparison]], fitted: dict[str, list[Comparison]]
         (FOLDER / "page.md")
         .read_text()
         .format(
-            held=f"{100 * held(everything):.0f}",
+            held=f"{100 * coverage(everything):.0f}",
             runs=f"{len(everything):,}",
             error=cells(everything)[3],
             size=cells(everything)[4],
@@ -194,7 +194,7 @@ def draw(blind: dict[str, list[Comparison]], path: Path) -> None:
             high = statistics.median(row.prediction.high_s / row.prediction.likely_s for row in rows)
             axes.fill_between([place - 0.4, place + 0.4], low, high, color="0.85", linewidth=0)
             axes.plot(offsets, ratios, ".", markersize=3, color="tab:blue")
-            labels.append(f"{name.removeprefix('deepspeed-')}\n{card}\n{100 * held(rows):.0f} % of {len(rows):,}")
+            labels.append(f"{name.removeprefix('deepspeed-')}\n{card}\n{100 * coverage(rows):.0f} % of {len(rows):,}")
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_xticks(range(len(labels)), labels, fontsize=7)
     axes.set_yscale("log")
@@ -215,7 +215,7 @@ def record(blind: dict[str, list[Comparison]], errors: list[float]) -> dict[str,
     return {
         "date": "2026-11-25",
         "page": "docs/accuracy.md",
-        "iterations": {name: {"runs": len(rows), "held": round(held(rows), 3)} for name, rows in groups.items()},
+        "iterations": {name: {"runs": len(rows), "held": round(coverage(rows), 3)} for name, rows in groups.items()},
         "updates": {
             "runs": len(errors),
             "mean_error": round(statistics.mean(sizes), 4),

@@ -19,17 +19,17 @@ def _rows(path: Path) -> dict[str, dict[str, str]]:
 
 def test_track_record__is_those_of_the_stored_predictions() -> None:
     """The share is counted anew from the predictions that were committed and the times that were read after them."""
-    held = []
+    is_inside = []
     for path in sorted((ROOT / "benchmarks" / "accuracy").glob("*.predicted.csv")):
         measured_path = path.with_name(path.name.replace("predicted", "measured"))
         if not measured_path.exists():
             continue
         measured = _rows(measured_path)
         for name, row in _rows(path).items():
-            held.append(float(row["low_s"]) <= float(measured[name]["step_s"]) <= float(row["high_s"]))
+            is_inside.append(float(row["low_s"]) <= float(measured[name]["step_s"]) <= float(row["high_s"]))
     records = track_record()["iterations"]
-    assert records["all"] == {"runs": len(held), "held": pytest.approx(sum(held) / len(held), abs=5e-4)}
-    assert sum(record["runs"] for name, record in records.items() if name != "all") == len(held)
+    assert records["all"] == {"runs": len(is_inside), "held": pytest.approx(sum(is_inside) / len(is_inside), abs=5e-4)}
+    assert sum(record["runs"] for name, record in records.items() if name != "all") == len(is_inside)
 
 
 def test_texts__are_short_and_are_what_the_page_says() -> None:

@@ -44,7 +44,7 @@ class ElementwiseWork(NamedTuple):
 
 
 class Runtime(NamedTuple):
-    """What runs a job. Overhead: the time of a step over that of its kernels, for gaps and waits for ranks or data."""
+    """Software that runs a job. Overhead: the time of a step over that of its kernels, for gaps and waits."""
 
     forward: ElementwiseWork
     backward: ElementwiseWork
@@ -70,7 +70,7 @@ _SCORE_BYTES = 4, 6
 
 @dataclass(frozen=True)
 class Implementation:
-    """What a job computes with; None is not stated, so that times span the likely ones."""
+    """Software and kernels of a job; None is not stated, so that times span the likely ones."""
 
     runtime: str | None = None  # One of `RUNTIMES`.
     attention: str | None = None

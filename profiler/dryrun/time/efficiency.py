@@ -150,4 +150,5 @@ def product_factor(result_elements: float, smallest_dimension: float) -> float:
 def attention_factor(sequence: float, head_size: float, card_class: CardClass) -> float:
     """Return the share of the rate on long sequences and heads of 128 that attention of this size reaches."""
     exponent = -_HEAD_EXPONENT if card_class is CardClass.GEFORCE else _HEAD_EXPONENT
-    return sequence / (sequence + _SHORT_SEQUENCE) * min(1.0, head_size / _FULL_HEAD) ** exponent
+    heads = math.pow(min(1.0, head_size / _FULL_HEAD), exponent)
+    return sequence / (sequence + _SHORT_SEQUENCE) * heads
