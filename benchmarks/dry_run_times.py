@@ -160,7 +160,7 @@ def predict(job: PublishedJob, machine: Machine) -> tuple[Any, int]:
             model(tokens[:, :-1], tokens[:, 1:]).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return trace_of_run(run, ["job"], torch.__version__).build(), params
+    return trace_of_run(run).build(), params
 
 
 def added_ms(job: PublishedJob, machine: Machine, params: int, phase: str, offloaded: float) -> list[float]:

@@ -8,6 +8,7 @@ from itertools import combinations
 from ebbtide.analysis.tables.table import Column, Table, View, number, params_rate, rate, size, text
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.track_record import ranges_text
 
 # Rates in which machines of one card differ, by their heading in the table.
 _RATES = {
@@ -46,6 +47,8 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
         yield f"{machine.name}: {source['data']}"
         yield f"  {source['how']} ({source['date']})"
         yield f"  host: {machine.extra['host']['spec']}"
+        record = ranges_text((machine.gpu and machine.gpu.name) or "")
+        yield f"  iterations of `plan`: {record or 'no run of this card was compared'}"
         for remark in source.get("notes", ()):
             yield f"  note: {remark}"
     if not with_sources:

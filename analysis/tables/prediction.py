@@ -5,6 +5,7 @@ from __future__ import annotations
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
+from ebbtide.machines.track_record import ranges_text
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, bytes_unit, ms_text, range_text
 
@@ -26,6 +27,7 @@ def prediction_view(trace: Trace) -> View:
         parts = [f"{name} {share:.0f} %" for name, share in zip(names, shares, strict=True)][:_MAX_CATEGORIES]
         yield f"        peak of tensors {bytes_text(holders.bytes)}: {', '.join(parts)}"
     yield f"time    {_time_text(metrics)}"
+    yield f"        priors of plan: {ranges_text()}"
 
 
 def _memory_line(metrics: JobMetrics) -> str:

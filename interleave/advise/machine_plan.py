@@ -11,7 +11,6 @@ import numpy as np
 
 from ebbtide.interleave.advise.changes import changed, least_settings, ranks_on_a_host, share_host
 from ebbtide.interleave.advise.choice import PolicyChoice, choose_among, choose_policy, fits_memory
-from ebbtide.interleave.advise.job.compute_times import DEVIATIONS_OF_RANGE
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, TrainingJob, TunableSettings
 from ebbtide.interleave.advise.levers.effects import Variant
@@ -24,6 +23,7 @@ from ebbtide.interleave.policies import parse
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
 from ebbtide.machines.machine import Machine
+from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE
 
 # Updates of published runs were predicted within about this factor by machines fitted to others (docs/validation.md).
 _MODEL_FACTOR = 1.02

@@ -13,6 +13,7 @@ from ebbtide.interleave.advise.replay import AblationStep, Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.track_record import ranges_text, updates_text
 from ebbtide.units import bytes_text, count_text
 
 _PLACES = "resident: on the device; parked: there while it is free; streamed: in and out"
@@ -126,7 +127,7 @@ def accuracy_lines(machine: Machine) -> Iterator[str]:
     if machine.box is not None:
         ranks = machine.box.ranks
         yield f"rates: of one rank while {ranks} {'rank updates' if ranks == 1 else 'ranks update'} on its host"
-    yield f"accuracy: {accuracy_of(machine).text()}"
+    yield f"accuracy: {accuracy_of(machine).text()}; {updates_text()}"
 
 
 def gains_table(steps: Sequence[AblationStep]) -> Table:
@@ -177,7 +178,7 @@ def plan_view(
         text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes)),
         text("limited by", "limited_by"),
     ]
-    note = "Ranges hold with a probability of 80 %; memory is that of a rank."
+    note = f"{ranges_text()}; memory is that of a rank."
     if any(DATA_SHEETS in plan.accuracy for plan in plans):
         note += " Rates of data sheets are not validated."
     title = "The fastest plan for each machine"

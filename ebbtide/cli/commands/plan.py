@@ -76,6 +76,17 @@ def plan(
         int | None, valued("N", "Width of a layer (only with --params).", "by the parameters", min=1)
     ] = None,
     vocabulary: Annotated[int, valued("N", "Entries of the vocabulary (only with --params).", min=1)] = 50_304,
+    heads: Annotated[
+        int | None, valued("N", "Heads of attention (only with --params).", "of 128 or 64 hidden units", min=1)
+    ] = None,
+    runtime: Annotated[
+        Literal["fused", "eager", "deepspeed"] | None,
+        valued("KIND", "What runs the job: fused, eager or deepspeed (only with --params).", "fused or eager"),
+    ] = None,
+    attention: Annotated[
+        Literal["flash2", "flash3", "cudnn", "math"] | None,
+        valued("KIND", "Attention: flash2, flash3, cudnn or math (only with --params).", "any fused one"),
+    ] = None,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="The job checkpoints activations (only with --params).")
     ] = False,
@@ -102,11 +113,11 @@ def plan(
     traces = [name for name in names or () if _is_trace(name)]
     machines = [*(machine or ()), *(name for name in names or () if not _is_trace(name))]
     _check_sources(traces, workload, params, machine is not None, list(names or ()))
-    if params is None and (layers or hidden or checkpointing):
-        raise typer.BadParameter("--layers, --hidden and --checkpointing need --params")
+    if params is None and (layers or hidden or heads or runtime or attention or checkpointing):
+        raise typer.BadParameter("--layers, --hidden, --heads, --runtime, --attention, --checkpointing need --params")
 
     from ebbtide.cli.render.advice import print_code, print_plans
-    from ebbtide.interleave.advise.job.compute_times import shape_of
+    from ebbtide.interleave.advise.job.decoder import Implementation, shape_of
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
     from ebbtide.interleave.advise.levers.search import smallest_machine
@@ -123,7 +134,8 @@ def plan(
         job = job_of_workload(load_workload(workload), batch)
     else:
         assert params is not None
-        job = job_of_size(shape_of(params, sequence or 2048, vocabulary, layers, hidden), batch, checkpointing)
+        shape = shape_of(params, sequence or 2048, vocabulary, layers, hidden, heads or 0)
+        job = job_of_size(shape, batch, checkpointing, Implementation(runtime, attention))
     if code is not None and code not in machines:
         machines.append(code)
     card = own_preset(recording) if not machines else None

@@ -8,95 +8,26 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.errors import MachineError, WorkloadError
+from ebbtide.errors import MachineError
+from ebbtide.interleave.advise.job.decoder import NOT_STATED, Implementation, TransformerShape, compute_span
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, TunableSettings
 from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.machine import Machine
+from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE, PRODUCT, card_class_of, kernel_share
+from ebbtide.profiler.dryrun.time.time_priors import COLLECTIVE_EFFICIENCY
 from ebbtide.profiler.trace import Trace
+from ebbtide.state_bytes import PARAM_BYTES
 
-# Published decoders from 1e9 to 1e11 parameters have about this width per layer (GPT-3 6.7B: 128, Llama 65B: 102).
-_WIDTH_PER_LAYER = 128
-# Weights of a layer: 4 h^2 of attention and 8 h^2 of the feed-forward network.
-_LAYER_WEIGHTS = 12
-# Bytes per token and hidden unit that a layer keeps for the backward, in half precision, without attention scores;
-# and its input alone, which full checkpointing keeps. Korthikanti et al. 2022, "Reducing Activation Recomputation in
-# Large Transformer Models", equation 1 and section 5, where fused attention keeps no scores.
-_LAYER_BYTES = 34
-_CHECKPOINT_BYTES = 2
-# Bytes per token and entry of the vocabulary: logits in fp32, and their gradients.
-_LOGIT_BYTES = 4
 # ZeRO-3 and FSDP hold the layer at work and the next one.
 GATHERED_LAYERS = 2
 # Passes over all parameters that ZeRO-3 and FSDP move between ranks per micro-step: gathers of the forward and of the
 # backward, and the reduction of gradients.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1, 2
+_FULL_BYTES = 4
 # Types of matrix products by preference.
 _HALF_TYPES, _FULL_TYPES = ("bfloat16", "float16"), ("tf32", "float32")
 
 
-@dataclass(frozen=True)
-class TransformerShape:
-    """The shape of a decoder."""
-
-    params: int
-    layers: int
-    hidden: int
-    vocabulary: int
-    sequence: int
-
-    @property
-    def layer_params(self) -> float:
-        """Parameters of a layer."""
-        return self.params / self.layers
-
-    def forward_flops(self, tokens: float) -> float:
-        """Return the operations of a forward; a backward has twice as many.
-
-        2 per parameter and token, and for causal attention 2 layers x hidden x sequence per token.
-        """
-        return tokens * (2.0 * self.params + 2.0 * self.layers * self.hidden * self.sequence)
-
-    def kept_bytes(self, tokens: float, checkpointing: bool) -> float:
-        """Return the bytes of activations that a forward over `tokens` tokens keeps, without the logits."""
-        return tokens * self.hidden * self.layers * (_CHECKPOINT_BYTES if checkpointing else _LAYER_BYTES)
-
-    def layer_bytes(self, tokens: float) -> float:
-        """Return the bytes of activations of one layer, which checkpointing computes again in the backward."""
-        return tokens * self.hidden * _LAYER_BYTES
-
-    def logit_bytes(self, tokens: float) -> float:
-        """Return the bytes of the logits; their gradients take as many."""
-        return tokens * self.vocabulary * _LOGIT_BYTES
-
-
-def checkpointed_share(params: int) -> float:
-    """Return the share of a decoder's activations that remains with full checkpointing: inputs, and one layer."""
-    layers = guessed_layers(params)
-    return min(1.0, _CHECKPOINT_BYTES / _LAYER_BYTES + 1 / layers)
-
-
-def guessed_layers(params: int) -> int:
-    """Return the layers of a decoder of usual proportions, 128 hidden units per layer: params = 12 layers hidden^2."""
-    return max(1, round(math.cbrt(params / (_LAYER_WEIGHTS * _WIDTH_PER_LAYER**2))))
-
-
-def shape_of(
-    params: int, sequence: int, vocabulary: int, layers: int | None = None, hidden: int | None = None
-) -> TransformerShape:
-    """Return the shape of a decoder; what is not given follows from params = 12 layers hidden^2."""
-    if params < 1:
-        raise WorkloadError("--params must be at least 1")
-    if layers is None:
-        layers = guessed_layers(params) if hidden is None else max(1, round(params / (_LAYER_WEIGHTS * hidden**2)))
-    if hidden is None:
-        hidden = max(1, round(math.sqrt(params / (_LAYER_WEIGHTS * layers))))
-    return TransformerShape(params, layers, hidden, vocabulary, sequence)
-
-
-# The share of a GPU's peak that training of large decoders reaches: 0.3 to 0.55 in published runs (Korthikanti et al.
-# 2022; Chowdhery et al. 2022, "PaLM", table 3).
-EFFICIENCY = 0.4
-EFFICIENCY_FACTOR = 1.37
 # Times of one job on one machine differ by so much between recordings (traces/: forward, backward and other together).
 SAME_GPU_FACTOR = 1.06
 # Scaled by kernels, by peaks, and not at all.
@@ -104,8 +35,6 @@ KERNELS_FACTOR = 1.15
 PEAKS_FACTOR = 1.3
 UNKNOWN_GPU_FACTOR = 2.0
 _TYPES_BY_BYTES = {2.0: _HALF_TYPES, 4.0: _FULL_TYPES}
-# Standard normal deviates of the ends of a range with a probability of 80 %.
-DEVIATIONS_OF_RANGE = 1.2816
 
 
 @dataclass(frozen=True)
@@ -123,8 +52,8 @@ class RecordedKernels:
     def time_ratio(self, before: GpuCompute, after: GpuCompute) -> float | None:
         """Return the time of all kernels on one GPU over that on another; None if a rate is not known.
 
-        A kernel takes the longer of its operations at the peak of matrix products and its bytes at the peak of memory
-        (Williams et al. 2009, "Roofline"). Efficiencies are taken to be alike on both.
+        A kernel takes the longer of its operations, at the rate of large products on the GPU, and its bytes at the peak
+        of memory (Williams et al. 2009, "Roofline").
         """
         times = [self._seconds(gpu) for gpu in (before, after)]
         if times[0] is None or times[1] is None or not times[0]:
@@ -136,6 +65,7 @@ class RecordedKernels:
         peak = next((gpu.flops_per_s[name] for name in names if name in gpu.flops_per_s), None)
         if peak is None or gpu.memory_bytes_per_s is None:
             return None
+        peak *= product_share(gpu)
         return float(np.maximum(self.flops / peak, self.bytes / gpu.memory_bytes_per_s).sum())
 
 
@@ -151,10 +81,11 @@ def recorded_kernels(trace: Trace, element_bytes: float) -> RecordedKernels | No
 
 @dataclass(frozen=True)
 class TransformerCompute:
-    """The compute of a decoder of known shape: operations over a share of the GPU's peak."""
+    """The compute of a decoder of known shape: its kernels, each at the share of the GPU's peaks that it reaches."""
 
     shape: TransformerShape
     param_bytes: float
+    implementation: Implementation = NOT_STATED
 
     def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
         """Return the times of an iteration."""
@@ -164,16 +95,24 @@ class TransformerCompute:
                 f"machine {machine.name} has no gpu.flops_per_s, which the times of a job of a given size need: name a "
                 "preset, or add the peak rates of the GPU to the file"
             )
-        tokens = self.shape.sequence * (settings.micro_batch or 1) * micro_steps
-        forward = self.shape.forward_flops(tokens) / (peak * EFFICIENCY)
-        backward = forward * (3 if settings.checkpointing else 2)
+        tokens = self.shape.sequence * (settings.micro_batch or 1)
+        precision = "bfloat16" if self.param_bytes == PARAM_BYTES else "tf32"
+        forward, backward = compute_span(self.shape, tokens, machine, precision, self.implementation)
+        forwards = 1 + settings.checkpointing
+        fast, typical, slow = (micro_steps * (forwards * a + b) for a, b in zip(forward, backward, strict=True))
+        forward_s = micro_steps * forward.typical
+        share = self.shape.forward_flops(tokens) * (3 + settings.checkpointing) * micro_steps / typical / peak
         note = (
-            f"forward and backward: {EFFICIENCY:.0%} of {peak / 1e12:.0f} TFLOP/s, within a factor of "
-            f"{EFFICIENCY_FACTOR:g}"
+            f"forward and backward: {share:.0%} of {peak / 1e12:.0f} TFLOP/s ({typical / slow * share:.0%} to "
+            f"{typical / fast * share:.0%}), {self.implementation.text}"
         )
-        times = ComputeTimes(forward, backward, 0.0, EFFICIENCY_FACTOR, 0.0, note)
-        params = self.shape.params
-        return with_collectives(times, self.param_bytes * params * micro_steps, machine, settings.ranks)
+        factor = (slow / fast) ** (0.5 / DEVIATIONS_OF_RANGE)
+        params, is_exposed = self.shape.params, self.implementation.runtimes[0].exposes_exchanges
+        # Copies of gradients that are not hidden are part of the backward.
+        copied = is_exposed * _FULL_BYTES * params / settings.ranks * self.implementation.offloaded_share
+        copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
+        times = ComputeTimes(forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note)
+        return with_collectives(times, self.param_bytes * params * micro_steps, machine, settings.ranks, is_exposed)
 
 
 @dataclass(frozen=True)
@@ -221,7 +160,7 @@ class RecordedCompute:
                 return 1.0, SAME_GPU_FACTOR, f"forward and backward: of {self.gpu_name}"
             if self.work is not None and (ratio := self.work.time_ratio(self.gpu, machine.gpu)) is not None:
                 return ratio, KERNELS_FACTOR, f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by its kernels"
-            ratio = here / there
+            ratio = here * product_share(self.gpu) / there / product_share(machine.gpu)
             text = f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by peak rates, within {PEAKS_FACTOR:g}"
             return ratio, PEAKS_FACTOR, text
         if self.gpu_name == machine.name:
@@ -230,22 +169,25 @@ class RecordedCompute:
         return 1.0, UNKNOWN_GPU_FACTOR, text
 
 
-def with_collectives(times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int) -> ComputeTimes:
+def with_collectives(
+    times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int, is_exposed: bool = False
+) -> ComputeTimes:
     """Return times with the exchanges of parameters and gradients between ranks.
 
-    How far they overlap with compute is not known: between the longer of the two and their sum. The time is the
-    geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %. `gathered_bytes`
-    are those of all parameters, times the micro-steps.
+    Exposed ones add their time. Else how far compute hides them is not known: between the longer of the two and their
+    sum. The time is the geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %.
+    `gathered_bytes` are those of all parameters, times the micro-steps.
     """
     rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
         return times
-    one_pass = gathered_bytes * (ranks - 1) / ranks / rate
+    one_pass = gathered_bytes * (ranks - 1) / ranks / (rate * COLLECTIVE_EFFICIENCY.typical)
     passes = _FORWARD_PASSES + _BACKWARD_PASSES
     compute, exchange = times.forward_s + times.backward_s, one_pass * passes
     if not compute + exchange:
         return times
-    shortest, longest = max(compute, exchange), compute + exchange
+    longest = compute + exchange
+    shortest = longest if is_exposed else max(compute, exchange)
     total = math.sqrt(shortest * longest)
     overlap_factor = math.exp(math.log(longest / shortest) / 2 / DEVIATIONS_OF_RANGE)
     share = times.forward_s / compute if compute else _FORWARD_PASSES / passes
@@ -263,6 +205,11 @@ def with_collectives(times: ComputeTimes, gathered_bytes: float, machine: Machin
 def combined_factor(*factors: float) -> float:
     """Return the factor within which a product is known: independent errors that are normal in the logarithm."""
     return math.exp(math.sqrt(sum(math.log(factor) ** 2 for factor in factors)))
+
+
+def product_share(gpu: GpuCompute) -> float:
+    """Return the share of its peak that large matrix products reach on a GPU."""
+    return kernel_share(PRODUCT, gpu.name or "", card_class_of(gpu)).median
 
 
 def peak_flops(gpu: GpuCompute | None, param_bytes: float) -> float | None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ebbtide.analysis.metrics.devices import capacity_bytes, memory_timeline
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
-from ebbtide.interleave.advise.job.compute_times import GATHERED_LAYERS, checkpointed_share, guessed_layers
+from ebbtide.interleave.advise.job.compute_times import GATHERED_LAYERS
+from ebbtide.interleave.advise.job.decoder import checkpointed_share, guessed_layers
 from ebbtide.interleave.advise.job.training_job import (
     ComputeTimes,
     MemoryPoint,

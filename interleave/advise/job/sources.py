@@ -12,13 +12,12 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import predicted_range
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.advise.job.compute_times import (
-    DEVIATIONS_OF_RANGE,
     GATHERED_LAYERS,
     RecordedCompute,
     TransformerCompute,
-    TransformerShape,
     recorded_kernels,
 )
+from ebbtide.interleave.advise.job.decoder import NOT_STATED, Implementation, TransformerShape
 from ebbtide.interleave.advise.job.facts import facts_of
 from ebbtide.interleave.advise.job.inputs import JobSize, RecordedGpu, recorded_gpu, workload_of_size
 from ebbtide.interleave.advise.job.memory import recorded_memory
@@ -33,6 +32,7 @@ from ebbtide.interleave.advise.job.training_job import (
 )
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE
 from ebbtide.profiler.trace import Trace
 
 # The CUDA context and workspaces.
@@ -59,7 +59,12 @@ class BatchSettings:
     tokens: int | None = None
 
 
-def job_of_size(shape: TransformerShape, batch: BatchSettings, checkpointing: bool) -> TrainingJob:
+def job_of_size(
+    shape: TransformerShape,
+    batch: BatchSettings,
+    checkpointing: bool,
+    implementation: Implementation = NOT_STATED,
+) -> TrainingJob:
     """Return a job of a decoder in bf16 with Adam, whose parameters, gradients and state all ranks share."""
     ranks, micro_batch = batch.ranks or 1, batch.micro_batch or 1
     step_tokens = ranks * micro_batch * shape.sequence
@@ -78,7 +83,7 @@ def job_of_size(shape: TransformerShape, batch: BatchSettings, checkpointing: bo
     return TrainingJob(
         workload=replace(workload, gradients_held_until_step=accumulates),
         settings=TunableSettings(ranks, micro_batch, checkpointing, offload=False),
-        compute=TransformerCompute(shape, workload.param_bytes),
+        compute=TransformerCompute(shape, workload.param_bytes, implementation),
         memory=_memory_of_shape(shape, workload, micro_batch, ranks, checkpointing, accumulates),
         micro_steps=micro_steps,
         tokens=float(tokens),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ebbtide.interleave.advise.job.compute_times import guessed_layers
+from ebbtide.interleave.advise.job.decoder import guessed_layers
 from ebbtide.interleave.advise.job.training_job import TrainingJob, TunableSettings
 from ebbtide.machines.box import MAX_RANKS
 

@@ -17,7 +17,7 @@ from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
 from ebbtide.profiler.dryrun.time import time_priors as priors
 from ebbtide.profiler.dryrun.time.clock import COMMUNICATION_STREAM, Times, VirtualClock
-from ebbtide.profiler.dryrun.time.kernel_work import KernelWork
+from ebbtide.profiler.dryrun.time.rates import KernelWork
 from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
 # Operations on process groups and their functional forms -> the collective.

@@ -27,7 +27,7 @@ from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemor
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces
 from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
 from ebbtide.profiler.dryrun.time.clock import OperationTimer, VirtualClock
-from ebbtide.profiler.dryrun.time.kernel_work import KernelWork
+from ebbtide.profiler.dryrun.time.rates import KernelWork
 
 _aten = torch.ops.aten
 _FACTORIES = frozenset(

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.dryrun.shadow_values import tensors_in
-from ebbtide.profiler.dryrun.time.kernel_work import KernelWork, tensor_bytes
+from ebbtide.profiler.dryrun.time.kernel_work import tensor_bytes
+from ebbtide.profiler.dryrun.time.rates import KernelWork
 from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
 # Products of matrices: of scores and of their result; in the backward of five.

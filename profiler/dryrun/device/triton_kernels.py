@@ -12,7 +12,8 @@ from ebbtide.profiler.agent.patches import Patches, when_imported
 from ebbtide.profiler.dryrun.shadow_values import ShadowValues, tensors_in
 from ebbtide.profiler.dryrun.time import time_priors as priors
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
-from ebbtide.profiler.dryrun.time.kernel_work import KernelWork, tensor_bytes
+from ebbtide.profiler.dryrun.time.kernel_work import tensor_bytes
+from ebbtide.profiler.dryrun.time.rates import KernelWork
 from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
 

@@ -17,8 +17,8 @@ from ebbtide.profiler.dryrun.errors import CannotFakeError
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
 from ebbtide.profiler.dryrun.time import time_priors as priors
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
-from ebbtide.profiler.dryrun.time.kernel_work import KernelWork
 from ebbtide.profiler.dryrun.time.phase_tracker import PhaseTracker
+from ebbtide.profiler.dryrun.time.rates import KernelWork
 from ebbtide.profiler.dryrun.time.time_priors import PriorRange, WorkClass
 
 # Of a kernel of `multi_tensor_adam`: tensors of one launch (depth_to_max_tensors in csrc/adam/multi_tensor_apply.cuh).

@@ -3,96 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ebbtide.machines.gpu_compute import GpuCompute
-from ebbtide.machines.gpu_sheets import GPU_SHEETS
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.dryrun.time import time_priors as priors
-from ebbtide.profiler.dryrun.time.kernel_work import KernelWork, kernel_work
+from ebbtide.profiler.dryrun.time.efficiency import PRODUCT
+from ebbtide.profiler.dryrun.time.kernel_work import kernel_work
+from ebbtide.profiler.dryrun.time.rates import GpuRates, KernelWork
 from ebbtide.profiler.dryrun.time.time_priors import CASES, MAX_QUEUED, TYPICAL, PriorRange, WorkClass
-
-# Where no machine states its own: a device without a name counts as one.
-_DEFAULT = GPU_SHEETS["h100-80gb"].compute
-# Where a data sheet has no rate of a type, the operation runs in the next one.
-_NEXT_TYPE = {"float8": "bfloat16", "bfloat16": "float16", "float16": "tf32", "tf32": "float32"}
-_NATIVE_HOPPER = 9
-
-
-class GpuRates:
-    """Times of work on a GPU, and on its host's memory.
-
-    `machine`: the machine; None, or one without rates of its GPU: those of an H100 are assumed.
-    """
-
-    def __init__(self, machine: Machine | None = None) -> None:
-        stated = machine.gpu if machine is not None else None
-        self.is_assumed = stated is None or not stated.flops_per_s or stated.memory_bytes_per_s is None
-        self.gpu = _DEFAULT if stated is None or self.is_assumed else _with_peer(stated)
-        capability = self.gpu.compute_capability
-        self.is_hopper = capability is not None and int(capability.split(".")[0]) >= _NATIVE_HOPPER
-        self._host_bytes_per_s = (machine and machine.host_memory_bytes_per_s) or priors.HOST_BYTES_PER_S
-
-    def kernel_ns(self, work: KernelWork) -> list[int]:
-        """Return the time of a kernel in each case: max(FLOPs / rate, bytes / rate) and a fixed time per launch."""
-        if work.work_class is WorkClass.COLLECTIVE:
-            rate = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 0.0
-            return _times(0.0, None, work.bytes / rate, priors.COLLECTIVE_EFFICIENCY, priors.COLLECTIVE_NS, 1)
-        flops_s = work.flops / self.peak(work.precision) if work.flops else 0.0
-        memory_s = work.bytes / (self.gpu.memory_bytes_per_s or 1.0)
-        memory = priors.MEMORY_EFFICIENCY[work.work_class]
-        return _times(flops_s, self._efficiency(work), memory_s, memory, priors.KERNEL_NS, work.launches)
-
-    def host_ns(self, size: int) -> list[int]:
-        """Return the time in which the host reads and writes `size` bytes, in each case."""
-        return _times(0.0, None, size / self._host_bytes_per_s, priors.HOST_EFFICIENCY, priors.VIEW_NS, 1)
-
-    def peak(self, precision: str) -> float:
-        """Return the peak of a type in FLOP/s; that of the next one where it is not known."""
-        rates = self.gpu.flops_per_s
-        while precision not in rates and precision in _NEXT_TYPE:
-            precision = _NEXT_TYPE[precision]
-        return rates[precision] if precision in rates else min(rates.values())
-
-    @property
-    def description(self) -> str:
-        """The peak rates in words."""
-        peaks = ", ".join(f"{rate / 1e12:,.0f} TFLOP/s {name}" for name, rate in self.gpu.flops_per_s.items())
-        memory = f"{(self.gpu.memory_bytes_per_s or 0) / 1e12:.2f} TB/s of device memory"
-        return f"{self.gpu.name or 'GPU'}{' (assumed)' if self.is_assumed else ''}: {peaks}, {memory}"
-
-    def _efficiency(self, work: KernelWork) -> PriorRange | None:
-        if work.work_class is WorkClass.ATTENTION:
-            return priors.ATTENTION_EFFICIENCY[self.is_hopper]
-        if work.work_class is WorkClass.ATTENTION_BACKWARD:
-            return priors.ATTENTION_BACKWARD_EFFICIENCY[self.is_hopper]
-        if work.work_class is WorkClass.CONVOLUTION:
-            return priors.CONVOLUTION_EFFICIENCY
-        if work.work_class is WorkClass.MATRIX:
-            efficiency = priors.MATRIX_EFFICIENCY[work.precision][self.is_hopper]
-            share = work.smallest_dimension / (work.smallest_dimension + priors.SMALL_DIMENSION)
-            return PriorRange(*(share * value for value in efficiency))
-        return None
-
-
-def _with_peer(gpu: GpuCompute) -> GpuCompute:
-    return gpu if gpu.peer_bytes_per_s else replace(gpu, peer_bytes_per_s=_DEFAULT.peer_bytes_per_s)
-
-
-def _times(
-    flops_s: float, compute: PriorRange | None, bytes_s: float, memory: PriorRange, fixed_ns: PriorRange, launches: int
-) -> list[int]:
-    times = []
-    for case in range(len(CASES)):
-        seconds = bytes_s / memory[case]
-        if compute is not None:
-            seconds = max(seconds, flops_s / compute[case])
-        times.append(round(1e9 * seconds + launches * fixed_ns[case]))
-    return times
-
 
 # Streams of the collectives of NCCL, which are not those of the job.
 COMMUNICATION_STREAM = 1_000
@@ -282,7 +203,7 @@ class VirtualClock:
         """Return what the times rest on, in words."""
         rates = [(key, self._pinned[key] / 1e9, self._pageable[key] / 1e9) for key in self._pinned]
         link = ", ".join(f"{pinned:.1f} GB/s {key} ({pageable:.1f} pageable)" for key, pinned, pageable in rates)
-        matrix, python = priors.MATRIX_EFFICIENCY["bfloat16"][self.rates.is_hopper], priors.PYTHON_OPERATION_NS
+        matrix, python = self.rates.share(PRODUCT).cases(), priors.PYTHON_OPERATION_NS
         memory, engine = priors.MEMORY_EFFICIENCY[priors.WorkClass.ELEMENTWISE], priors.ENGINE_OPERATION_NS
         return {
             "gpu": self.rates.description,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from ebbtide.profiler.dryrun.shadow_values import tensors_in, written_arguments
+from ebbtide.profiler.dryrun.time.efficiency import CUDNN, FLASH_2, FLASH_3
+from ebbtide.profiler.dryrun.time.rates import AttentionSize, KernelWork, ProductSize
 from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
 _aten = torch.ops.aten
@@ -43,29 +44,6 @@ _LIST_TENSORS, _LIST_ELEMENTS = 64, 320 * 65_536
 _GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
 
 
-@dataclass(frozen=True, slots=True)
-class KernelWork:
-    """The work of the kernels of one operation.
-
-    Attributes:
-        kind: `compute`, `communication`, `copy` or `memset`, as in the table `kernels`.
-        flops: Floating-point operations of products, convolutions and attention; 0 for others.
-        bytes: Bytes of device memory that are read and written; of a collective, those that each GPU sends.
-        smallest_dimension: Of a matrix product, of the smallest of its three dimensions.
-        group: Of a collective, its process group and number of ranks.
-    """
-
-    name: str
-    kind: str
-    work_class: WorkClass
-    flops: int
-    bytes: int
-    precision: str = "float32"
-    smallest_dimension: int = 1
-    launches: int = 1
-    group: str | None = None
-
-
 def kernel_work(
     func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]
 ) -> KernelWork | None:
@@ -82,13 +60,17 @@ def kernel_work(
     size = _traffic(name, work_class, inputs, written or outputs)
     if not size:
         return None
-    flops, dimension, precision = 0, 1, "float32"
+    flops, precision = 0, "float32"
+    dimensions: ProductSize | AttentionSize | None = None
     if work_class in (WorkClass.MATRIX, WorkClass.CONVOLUTION, WorkClass.ATTENTION, WorkClass.ATTENTION_BACKWARD):
         flops = _count_flops(func, name, args, kwargs, result, inputs)
         precision = _precision(work_class, inputs[0])
-        dimension = _smallest_dimension(inputs) if work_class is WorkClass.MATRIX else 1
+        if work_class is WorkClass.MATRIX:
+            dimensions = ProductSize(sum(tensor.numel() for tensor in written or outputs), _smallest_dimension(inputs))
+        elif work_class is not WorkClass.CONVOLUTION:
+            dimensions = _attention_size(str(func._schema.name), inputs)
     launches = _list_launches(written or outputs) if work_class is WorkClass.FOREACH else 1
-    return KernelWork(func._schema.name, _kind(func, name), work_class, flops, size, precision, dimension, launches)
+    return KernelWork(func._schema.name, _kind(func, name), work_class, flops, size, precision, dimensions, launches)
 
 
 def tensor_bytes(tensor: Any) -> int:
@@ -199,6 +181,14 @@ def _precision(work_class: WorkClass, tensor: Any) -> str:
 def _smallest_dimension(inputs: list[Any]) -> int:
     sizes = [size for tensor in inputs if tensor.dim() > 1 for size in tensor.shape[-2:]]
     return min((size for size in sizes if size > 1), default=1)
+
+
+def _attention_size(name: str, inputs: list[Any]) -> AttentionSize:
+    """Return the size of attention: heads before the sequence in torch's own operation, else after it."""
+    query = next(tensor for tensor in inputs if tensor.dim() > 2)
+    sequence = query.shape[-2] if "scaled_dot_product" in name else query.shape[-3]
+    implementation = CUDNN if "cudnn" in name else FLASH_3 if "flash_attn_3" in name else FLASH_2
+    return AttentionSize(sequence, query.shape[-1], implementation)
 
 
 def _list_launches(tensors: list[Any]) -> int:

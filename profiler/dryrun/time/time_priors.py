@@ -2,12 +2,6 @@
 
 They are not fitted to a job. Their sources are measurements that others published:
 
-- Matrix products: the largest rate of any shape is 86 % of the data sheet's on A100 SXM, 82 % on A100 PCIe, 80 % on
-  H100 SXM, 78 % on B200 and 60 % on MI300X (table of maximum achievable matmul FLOPS of Bekman's "Machine Learning
-  Engineering", bfloat16). Large training jobs as a whole reach 44 to 57 % of it on A100 (Narayanan et al. 2021,
-  Korthikanti et al. 2022), of which part is other work.
-- Attention: FlashAttention-2 reaches up to 73 % forward and 63 % backward on A100, and 30 to 35 % on H100, whose
-  instructions it does not use (Dao 2023; Shah et al. 2024; benchmarks of `sdpa` in pytorch/benchmark #2296).
 - Memory: copies and element-wise kernels on 4 GiB reach 91 % on H100-class cards; layer norms of PyTorch reach 72 to
   80 % of an H100's (published comparisons with Triton). Short rows and scattered accesses reach less.
 - Host: one operation issued from Python takes 4.2 us on a current host without autograd. In
@@ -47,22 +41,9 @@ class WorkClass(Enum):
     COLLECTIVE = "collectives"
 
 
-# Shares of the peak of matrix units that large products reach, on compute capabilities below 9, and from 9 on. The fast
-# value is that of the best shape; the others are 0.88 and 0.74 of it.
-_HALF = PriorRange(0.86, 0.76, 0.64), PriorRange(0.8, 0.7, 0.59)
-MATRIX_EFFICIENCY = {
-    "float32": (PriorRange(0.9, 0.8, 0.65),) * 2,
-    "tf32": (PriorRange(0.8, 0.68, 0.55), PriorRange(0.7, 0.6, 0.5)),
-    "float16": _HALF,
-    "bfloat16": _HALF,
-    "float8": (PriorRange(0.75, 0.6, 0.46),) * 2,
-}
-# A product whose smallest dimension is d reaches the share d / (d + SMALL_DIMENSION) of this: its tiles are not filled.
-SMALL_DIMENSION = 32
+# Shares of the peak that products outside of the matrix units reach; those in them, and attention, are in `efficiency`.
+FLOAT32_EFFICIENCY = PriorRange(0.9, 0.8, 0.65)
 CONVOLUTION_EFFICIENCY = PriorRange(0.7, 0.5, 0.35)
-# On compute capabilities below 9, and from 9 on.
-ATTENTION_EFFICIENCY = PriorRange(0.65, 0.55, 0.42), PriorRange(0.4, 0.32, 0.27)
-ATTENTION_BACKWARD_EFFICIENCY = PriorRange(0.58, 0.47, 0.37), PriorRange(0.36, 0.28, 0.22)
 # Shares of the rate of device memory.
 MEMORY_EFFICIENCY = {
     WorkClass.MATRIX: PriorRange(0.92, 0.8, 0.65),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ebbtide.interleave.advise.job.compute_times import shape_of
+from ebbtide.interleave.advise.job.decoder import shape_of
 from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size
 from ebbtide.interleave.advise.job.training_job import TrainingJob
 from ebbtide.machines.machine import Machine

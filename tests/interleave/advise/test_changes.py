@@ -90,7 +90,8 @@ def test_place__a_smaller_micro_batch_keeps_the_batch_and_holds_gradients() -> N
     job, machine = sized(micro_batch=4), gpu_machine()
     whole, halved = (place(job, replace(job.settings, micro_batch=size), machine).workload for size in (4, 2))
     assert job.micro_steps_of(replace(job.settings, micro_batch=2)) == 2
-    assert halved.forward_s == pytest.approx(whole.forward_s)
+    # Smaller products reach a little less of the peak.
+    assert whole.forward_s < halved.forward_s < 1.1 * whole.forward_s
     assert (whole.gradients_held_until_step, halved.gradients_held_until_step) == (False, True)
 
 

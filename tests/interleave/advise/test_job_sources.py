@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import WorkloadError
-from ebbtide.interleave.advise.job.compute_times import shape_of
+from ebbtide.interleave.advise.job.decoder import shape_of
 from ebbtide.interleave.advise.job.inputs import recorded_gpu
 from ebbtide.interleave.advise.job.memory import place
 from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace
