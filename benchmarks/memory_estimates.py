@@ -3,11 +3,10 @@
     python benchmarks/memory_estimates.py FOLDER [--family CNN] [--jobs 10] [--python PYTHON]
 
 FOLDER has `jobs.csv`, whose rows are jobs of the public repository Stone-ResearchLife/xMem (arXiv 2510.21048): the
-growth of the GPU's used memory as NVML counts it, on an RTX 3060 and an RTX 4060 with torch 2.6, whether the job ran out
-of memory, and the bytes that xMem, DNNMem and SchedTune estimated. `train_cnn.py` and `train_lm.py` beside it rebuild the
-jobs; they need torchvision and transformers 4.51 in the environment of PYTHON. Half of the CNN jobs, every second one,
-are those on which rules for workspaces of cuDNN may be adjusted: `adjusted` in the table; `judged` are the others. Prints
-Markdown.
+growth of the GPU's used memory as NVML counts it, on an RTX 3060 and an RTX 4060 with torch 2.6, whether the job ran
+out of memory, and the bytes that xMem, DNNMem and SchedTune estimated. `train_cnn.py` and `train_lm.py` beside it
+rebuild the jobs; they need torchvision and transformers 4.51 in the environment of PYTHON. The rule for workspaces of
+cuDNN was chosen on every second CNN job, `adjusted` in the table, and tried on the others, `judged`. Prints Markdown.
 """
 
 from __future__ import annotations

@@ -29,9 +29,10 @@ from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
 from ebbtide.profiler.dryrun.frameworks.parallelism import ModelParallelPatches, patch_data_parallel
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
-from ebbtide.profiler.dryrun.memory.caching_allocator import device_allocator
+from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
+from ebbtide.profiler.dryrun.memory.convolutions import reserved_range
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
-from ebbtide.profiler.dryrun.memory.workspaces import kernel_workspaces
+from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
 from ebbtide.profiler.dryrun.shadow_values import MAX_READS
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
 from ebbtide.profiler.dryrun.time.phase_tracker import NamedRanges, PhaseTracker
@@ -77,7 +78,9 @@ class DryRun:
         machine = self.options.machine
         self._capability = capability_of(self.options.device_name, machine.gpu if machine is not None else None)
         self.clock = VirtualClock(machine)
-        self.memory = DeviceMemory(self.clock, device_allocator(self.options.capacity_bytes))
+        gpu = multiprocessors(self.options.device_name, self._capability)
+        self.context_bytes = context_bytes(gpu.count)
+        self.memory = DeviceMemory(self.clock, self._new_allocator())
         self.host_memory = FakeHostMemory(self.clock)
         self.transfers = Transfers(self.clock)
         self.annotations = NamedRanges(self.clock)
@@ -89,7 +92,7 @@ class DryRun:
             self.transfers,
             self.stacks,
             self.tracker.module_names,
-            kernel_workspaces(self.memory, self.stacks, self.options.device_name, self._capability),
+            KernelWorkspaces(self.memory, self.stacks, self._capability, gpu),
             self.host_memory,
         )
         self.model: dict[str, Any] = {}
@@ -155,6 +158,15 @@ class DryRun:
         self._stubs.remove()
         return isinstance(error, DryRunFinished)
 
+    def reserved_range(self) -> tuple[int, int]:
+        """Return the least and the largest peak of reserved memory, in bytes: workspaces of convolutions may vary."""
+        most = self.memory.most_reserved_bytes
+        if not self.memory.convolutions:
+            return most, most
+        allocators = self._new_allocator(), self._new_allocator()
+        low, high = reserved_range(self.memory.blocks, self.memory.convolutions, allocators)
+        return min(low, most), max(high, most)
+
     def notes(self) -> list[str]:
         """Return lines for people: what is predicted, what is assumed, and what was met in the job."""
         notes = [
@@ -163,6 +175,10 @@ class DryRun:
             f"assumptions: {'; '.join(self.clock.assumptions().values())}",
         ]
         notes += self.process_groups.notes(self.clock.rates.gpu.peer_bytes_per_s)
+        notes.append(
+            f"beside the pools, a GPU holds the CUDA context (about {self.context_bytes / 1e9:.2f} GB, which the "
+            "verdict keeps free), and buffers of NCCL where there are several ranks (0.2 GB and more)"
+        )
         notes += self.memory.allocator.notes()
         notes += self.host_memory.notes()
         number = sum(self.mode.values.placeholders.values())
@@ -193,6 +209,9 @@ class DryRun:
             finished = self.tracker.rule.index + 1
             notes.append(f"the job ended by itself after {finished} of {self.options.iterations} iterations")
         return notes
+
+    def _new_allocator(self) -> CachingAllocator:
+        return device_allocator(self.options.capacity_bytes, self.context_bytes)
 
     def _classify(self) -> None:
         """Note which storages hold parameters, buffers, gradients and optimizer state."""

@@ -42,6 +42,8 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
         "machine": run.options.machine.name if run.options.machine is not None else None,
         "assumptions": run.clock.assumptions(),
         "times": predicted_times(run.tracker.phases, 0),
+        "context_bytes": run.context_bytes,
+        "reserved_bytes": list(run.reserved_range()),
     }
     rank = builder.rank(
         0,

@@ -288,6 +288,8 @@ class PredictionInfo(_Section, frozen=True, kw_only=True):
     machine: str | None = None
     assumptions: dict[str, str] = {}
     times: tuple[PredictedTime, ...] = ()
+    context_bytes: Count | None = None
+    reserved_bytes: tuple[Count, Count] | None = None
 
 
 class TraceMeta(_Section, frozen=True, kw_only=True):

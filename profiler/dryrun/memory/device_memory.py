@@ -15,6 +15,7 @@ import torch
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorBlock
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
+from ebbtide.profiler.dryrun.memory.convolutions import ConvolutionWorkspace
 from ebbtide.profiler.dryrun.time.clock import LaunchedCopy, VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
 
@@ -76,7 +77,9 @@ class DeviceBlock:
         module: Dotted name of the module that ran, None outside of modules.
         end_ns: When it was released; None: held to the end.
         category: `parameter`, `buffer`, `gradient`, `optimizer_state`, or `temporary` for a workspace; None: another.
+        stream: The stream that it was allocated on.
         streams: Other streams that use it, as the job said by `Tensor.record_stream`.
+        optional: Whether the job would go on without it, as without the workspace of a convolution.
     """
 
     start_ns: int
@@ -86,7 +89,9 @@ class DeviceBlock:
     end_ns: int | None = None
     category: str | None = None
     allocated: AllocatorBlock | None = None
+    stream: int = 0
     streams: tuple[int, ...] = ()
+    optional: bool = False
 
 
 class DeviceMemory:
@@ -100,6 +105,7 @@ class DeviceMemory:
         most_bytes, most_reserved_bytes: The largest so far, requested and reserved.
         blocks: Every block so far, in the order of allocation.
         timeline: (time in ns, requested, allocated, reserved bytes) after each change.
+        convolutions: Workspaces of convolutions.
     """
 
     def __init__(self, clock: VirtualClock, allocator: CachingAllocator | None = None) -> None:
@@ -107,6 +113,7 @@ class DeviceMemory:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.blocks: list[DeviceBlock] = []
         self.timeline: list[tuple[int, int, int, int]] = []
+        self.convolutions: list[ConvolutionWorkspace] = []
         self.allocator = allocator or CachingAllocator()
         self.most_bytes = self.most_reserved_bytes = 0
         self._clock = clock
@@ -140,6 +147,14 @@ class DeviceMemory:
                 self._allocate(block, size)
             for block in blocks:
                 self._free(block)
+
+    def add_convolution(self, sizes: list[tuple[int, int]], stack: int) -> None:
+        """Add the workspaces of a convolution, (typical, most) bytes, one after the other, as far as they are free."""
+        for typical, most in [] if self._closed else sizes:
+            self.convolutions.append(ConvolutionWorkspace(self._clock.tick(), self._clock.stream, most))
+            block = DeviceBlock(0, 0, stack, None, category="temporary", optional=True)
+            self._allocate(block, typical)
+            self._free(block)
 
     def take_over(self, old: Any, new: Any) -> bool:
         """Let a new storage have the memory of an old one, and return whether that is followed and as large.
@@ -200,9 +215,11 @@ class DeviceMemory:
 
     def _allocate(self, block: DeviceBlock, size: int) -> None:
         block.size = size
-        block.start_ns = self._clock.tick()
+        block.start_ns, block.stream = self._clock.tick(), self._clock.stream
         if size:
-            block.allocated = self.allocator.allocate(size, self._clock.stream, block.start_ns)
+            allocate = self.allocator.allocate_if_free if block.optional else self.allocator.allocate
+            block.allocated = allocate(size, block.stream, block.start_ns)
+        if block.allocated is not None:
             self.requested_bytes += size
             self.blocks.append(block)
             self._note_change(block.start_ns)
