@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 from ebbtide.profiler.dryrun.memory.allocator_pools import (
     ROUNDING,
     SMALL,
@@ -26,22 +29,27 @@ def context_bytes(multiprocessors: int) -> int:
 def device_allocator(capacity_bytes: int | None, context: int) -> CachingAllocator:
     """Return the allocator of a GPU with the settings of the environment, beside the CUDA context."""
     limit = None if capacity_bytes is None else capacity_bytes - context
-    return CachingAllocator(AllocatorSettings.from_environment(), limit)
+    return CachingAllocator(None, limit, AllocatorSettings.from_environment)
 
 
 class CachingAllocator:
     """Torch's allocator, by the rules of c10/cuda/CUDACachingAllocator.cpp.
 
     Args:
-        settings: Its settings; None: those that torch has by default.
+        settings: Its settings; None: those of `default_settings`, asked at the first allocation, as torch does.
         capacity_bytes: Memory for segments: before they need more, those without a block in use are given back. A job
             that needs more is not stopped. None: no limit.
 
     `retries`: how often segments were given back, since no memory was left.
     """
 
-    def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None) -> None:
-        self.settings = settings or AllocatorSettings()
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        capacity_bytes: int | None = None,
+        default_settings: Callable[[], AllocatorSettings] = AllocatorSettings,
+    ) -> None:
+        self._stated_settings, self._default_settings = settings, default_settings
         self.allocated_bytes = self.retries = 0
         self._capacity_bytes = capacity_bytes
         self._space = AddressSpace()
@@ -49,6 +57,10 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], BlockPool] = {}
         # Blocks that were given back while another stream uses them: until when, and the block.
         self._awaited: list[tuple[int, AllocatorBlock]] = []
+
+    @cached_property
+    def settings(self) -> AllocatorSettings:
+        return self._stated_settings or self._default_settings()
 
     @property
     def reserved_bytes(self) -> int:
@@ -89,6 +101,10 @@ class CachingAllocator:
             block.pool.add(block)
         else:
             self._awaited.append((until_ns, block))
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Reserve at most so many bytes, as the job asks for with a share of the device."""
+        self._capacity_bytes = min(limit_bytes, self._capacity_bytes or limit_bytes)
 
     def empty_cache(self) -> None:
         """Give the device all memory without a block in use, after the streams have finished."""
