@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
@@ -22,6 +24,7 @@ def prediction_view(trace: Trace) -> View:
     yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
     if (range_line := _reserved_range_line(metrics)) is not None:
         yield range_line
+    yield from map(Misfit, _host_lines(metrics))
     if (holders := metrics.holders()) is not None and holders.bytes:
         names = ((name or "not known").replace("_", " ") for name, _ in holders.by("category"))
         shares = (100 * size / holders.bytes for _, size in holders.by("category"))
@@ -71,7 +74,19 @@ def _reserved_range_line(metrics: JobMetrics) -> str | None:
     if low == high:
         return None
     scale, unit = bytes_unit(high)
-    return f"        {low / scale:,.2f} to {high / scale:,.2f} {unit} reserved, by what cuDNN takes for convolutions"
+    reason = "what cuDNN takes for convolutions"
+    if prediction is not None and prediction.batches is not None:
+        reason = f"batches of {' to '.join(' x '.join(map(str, shape)) for shape in prediction.batches)}"
+    return f"        {low / scale:,.2f} to {high / scale:,.2f} {unit} reserved, by {reason}"
+
+
+def _host_lines(metrics: JobMetrics) -> Iterator[str]:
+    """Yield a line for each limit of host memory that a rank passes, while it loads, shards or trains."""
+    prediction = metrics.trace.meta.prediction
+    for kind, host in prediction.host_bytes.items() if prediction is not None else ():
+        if host.limit is not None and host.used > host.limit:
+            amounts = f"{bytes_text(host.used)} of {bytes_text(host.limit)}"
+            yield f"host    {MISFIT}: {amounts} {'may be pinned' if kind == 'pinned' else 'for this rank'}"
 
 
 def _time_text(metrics: JobMetrics) -> str:

@@ -15,6 +15,7 @@ from ebbtide.profiler.agent.framework import describe_framework
 from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.job_info import describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.batch_lengths import BatchLengths
 from ebbtide.profiler.dryrun.device.attention import AttentionChoice, register_attention, register_fused_norms
 from ebbtide.profiler.dryrun.device.cuda_stubs import CudaStubs
 from ebbtide.profiler.dryrun.device.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
@@ -82,6 +83,9 @@ class DryRun:
         self.context_bytes = context_bytes(gpu.count)
         self.memory = DeviceMemory(self.clock, self._new_allocator())
         self.host_memory = FakeHostMemory(self.clock)
+        self.batches = BatchLengths()
+        # The peak of reserved memory before the iterations with the longest batch.
+        self._natural_bytes: int | None = None
         self.transfers = Transfers(self.clock)
         self.annotations = NamedRanges(self.clock)
         self.stacks = CallStacks(torch)
@@ -120,6 +124,7 @@ class DryRun:
         patch_tensors(self._patches, self.memory, self.stacks, self.tracker.module_names, self.mode.values)
         self.user_files.install(self._patches)
         self.host_memory.install(self._patches)
+        self.batches.install(self._patches)
         self.tracker.install(self._patches)
         self._libraries = LibraryPatches(self._patches, self.mode)
         self._triton.install(self._patches)
@@ -159,13 +164,22 @@ class DryRun:
         return isinstance(error, DryRunFinished)
 
     def reserved_range(self) -> tuple[int, int]:
-        """Return the least and the largest peak of reserved memory, in bytes: workspaces of convolutions may vary."""
+        """Return the least and the largest peak of reserved memory, in bytes: batches and workspaces may vary."""
         most = self.memory.most_reserved_bytes
+        least = most if self._natural_bytes is None else self._natural_bytes
         if not self.memory.convolutions:
-            return most, most
+            return least, most
         allocators = self._new_allocator(), self._new_allocator()
         low, high = reserved_range(self.memory.blocks, self.memory.convolutions, allocators)
-        return min(low, most), max(high, most)
+        return min(low, least), max(high, most)
+
+    def host_limits(self) -> tuple[float | None, float | None]:
+        """Return the host memory of a rank on the machine and what it may pin of it, in bytes; None: not known."""
+        machine = self.options.machine
+        if machine is None or (machine.box is None and self.process_groups.ranks_per_node > 1):
+            return None, None
+        machine = machine.for_ranks(self.process_groups.ranks_per_node)
+        return machine.host_memory_bytes, machine.pinned_memory_bytes
 
     def notes(self) -> list[str]:
         """Return lines for people: what is predicted, what is assumed, and what was met in the job."""
@@ -195,6 +209,11 @@ class DryRun:
         if self.mode.shapes.least:
             names = ", ".join(f"{name} ({count:,})" for name, count in self.mode.shapes.least.most_common())
             notes.append(f"shapes that depend on values, without a stated bound, count with the smallest size: {names}")
+        if self.batches.seen is not None:
+            least, most = (" x ".join(map(str, shape)) for shape in self.batches.seen)
+            notes.append(
+                f"batches of {least} to {most} were seen: the last iterations have the longest one, again and again"
+            )
         if self.attention.counts:
             chosen = ", ".join(f"{kernel} ({count:,})" for kernel, count in self.attention.counts.most_common())
             notes.append(f"kernels chosen for scaled_dot_product_attention: {chosen}")
@@ -228,6 +247,9 @@ class DryRun:
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
         if finished >= self.options.iterations:
+            self._natural_bytes = self._natural_bytes or self.memory.most_reserved_bytes
+            if self.batches.needs_longest():
+                return
             self.finished = True
             self._freeze()
             raise DryRunFinished

@@ -282,6 +282,13 @@ class PredictedTime(_Section, frozen=True, kw_only=True):
     high_ms: Milliseconds
 
 
+class HostUse(_Section, frozen=True, kw_only=True):
+    """Predicted host memory of a rank, and its limit."""
+
+    used: Count
+    limit: float | None = None
+
+
 class PredictionInfo(_Section, frozen=True, kw_only=True):
     """The basis of a predicted trace."""
 
@@ -290,6 +297,8 @@ class PredictionInfo(_Section, frozen=True, kw_only=True):
     times: tuple[PredictedTime, ...] = ()
     context_bytes: Count | None = None
     reserved_bytes: tuple[Count, Count] | None = None
+    batches: tuple[tuple[Count, ...], tuple[Count, ...]] | None = None
+    host_bytes: dict[Literal["all", "pinned"], HostUse] = {}
 
 
 class TraceMeta(_Section, frozen=True, kw_only=True):

@@ -90,6 +90,25 @@ def test_dry_run__ends_with_a_screen_that_says_whether_the_job_fits(
         assert max(map(len, lines)) <= 80
 
 
+def test_dry_run__names_varying_batches_and_limits_of_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    host = {"all": {"used": 3 * 2**30, "limit": 2.0**31}, "pinned": {"used": 2**30, "limit": None}}
+    prediction = {"reserved_bytes": [2**20, 2**21], "batches": [[4, 121], [4, 512]], "host_bytes": host}
+    builder = TraceBuilder("predicted", prediction=prediction)
+    builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**22}]).memory(
+        0, 2**21, "reserved"
+    )
+    builder.write(Path("run.ebb"))
+    print_dry_run(Path("run.ebb"))
+    text = " ".join(capsys.readouterr().err.split())
+    assert "1.00 to 2.00 MiB reserved, by batches of 4 x 121 to 4 x 512" in text
+    assert "host does not fit: 3.00 GiB of 2.00 GiB for this rank" in text
+    assert "pinned" not in text
+
+
 def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:
     run = open_trace(trace)
     assert (run.meta.source, run.meta.warmup_iterations, run.meta.exit.code) == ("predicted", 1, 0)

@@ -18,6 +18,7 @@ from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
 from ebbtide.profiler.dryrun.memory.convolutions import ConvolutionWorkspace
 from ebbtide.profiler.dryrun.time.clock import LaunchedCopy, VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ENGINE
 
 _MAX_FRAMES = 40
 
@@ -27,7 +28,8 @@ class CallStacks:
 
     `torch`: the module `torch`; what it does inside an operation is left out.
 
-    `texts`: each stack, from the outermost frame to the innermost one, a line per frame.
+    `texts`: each stack, from the outermost frame to the innermost one, a line per frame; what autograd runs without
+    Python frames has the node of the graph instead, as in recordings.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -53,11 +55,14 @@ class CallStacks:
         while frame is not None and len(places) < _MAX_FRAMES:
             places.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
-        key = tuple(places)
+        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        key = (*places, node and node.name())
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.texts)
-            self.texts.append(self._text(places))
+            text = self._text(places)
+            from_engine = node is not None and text.rpartition("\n")[2].startswith("_engine_run_backward ")
+            self.texts.append(f"{ENGINE}\n{node.name()}" if from_engine else text)
         return number
 
     def _text(self, places: list[tuple[CodeType, int]]) -> str:
@@ -250,12 +255,12 @@ class FakeHostMemory:
     and what is released is kept for requests of the same size.
 
     Attributes:
-        most_bytes: The largest sum of both so far.
+        most_bytes, most_pinned_bytes: The largest sum of both so far, and that of pinned memory.
         timeline: (time in ns, pageable, pinned bytes) after each change.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
-        self.pageable_bytes = self.pinned_bytes = self.most_bytes = 0
+        self.pageable_bytes = self.pinned_bytes = self.most_bytes = self.most_pinned_bytes = 0
         self.timeline: list[tuple[int, int, int]] = []
         self._clock = clock
         # Address of a storage -> (its pageable bytes, its pinned block or 0, the reference whose callback releases it)
@@ -289,11 +294,10 @@ class FakeHostMemory:
         """Return lines for people."""
         if not self.most_bytes:
             return []
-        pinned = max(row[2] for row in self.timeline)
         return [
             f"host memory of this rank: at most {self.most_bytes / 1e9:,.2f} GB of large tensors on the host and of "
-            f"pinned memory, {pinned / 1e9:,.2f} GB of it pinned (in powers of two, as torch pins it); Python, "
-            "libraries and data come on top"
+            f"pinned memory, {self.most_pinned_bytes / 1e9:,.2f} GB of it pinned (in powers of two, as torch pins it); "
+            "Python, libraries and data come on top"
         ]
 
     def _pin(self, storage: Any) -> None:
@@ -324,6 +328,7 @@ class FakeHostMemory:
     def _note_change(self) -> None:
         if not self._closed:
             self.most_bytes = max(self.most_bytes, self.pageable_bytes + self.pinned_bytes)
+            self.most_pinned_bytes = max(self.most_pinned_bytes, self.pinned_bytes)
             self.timeline.append((self._clock.tick(), self.pageable_bytes, self.pinned_bytes))
 
 

@@ -111,6 +111,16 @@ def sizes_in_backward(job: Callable[[], torch.Tensor]) -> list[int]:
         return [block.size for block in run.memory.blocks[before:] if block.size != 33_554_432]
 
 
+def test_dry_run__names_the_node_of_what_autograd_allocates() -> None:
+    def observe() -> list[str]:
+        with DryRun(DryRunOptions(iterations=9)) as run:
+            scores = torch.randn(64, 1000, device="cuda", requires_grad=True)
+            nn.functional.cross_entropy(scores, torch.zeros(64, dtype=torch.long, device="cuda")).backward()
+            return [run.stacks.texts[block.stack] for block in run.memory.blocks]
+
+    assert "autograd engine\nLogSoftmaxBackward0" in run_forked(observe)
+
+
 def test_dry_run__adds_gradients_in_place() -> None:
     def residual() -> torch.Tensor:
         x = torch.randn(64, 64, device="cuda", requires_grad=True) * 2
