@@ -53,9 +53,7 @@ def verdict(metrics: JobMetrics) -> str | None:
     spare, capacity = _spare_bytes(metrics), metrics.capacity_bytes
     if spare is None or capacity is None:
         return None
-    if spare < 0:
-        return MISFIT
-    return BARELY if spare < (1 - _BARELY_SHARE) * capacity else FITS
+    return MISFIT if spare < 0 else BARELY if spare < (1 - _BARELY_SHARE) * capacity else FITS
 
 
 def _spare_bytes(metrics: JobMetrics) -> int | None:
@@ -63,8 +61,8 @@ def _spare_bytes(metrics: JobMetrics) -> int | None:
     if metrics.capacity_bytes is None:
         return None
     prediction = metrics.trace.meta.prediction
-    context = prediction.context_bytes if prediction is not None else None
-    return int(metrics.capacity_bytes - (context or 0) - (metrics.pool_peak("reserved") or 0))
+    context = prediction.context_bytes if prediction is not None else 0
+    return int(metrics.capacity_bytes - context - (metrics.pool_peak("reserved") or 0))
 
 
 def _reserved_range_line(metrics: JobMetrics) -> str | None:
@@ -83,10 +81,10 @@ def _reserved_range_line(metrics: JobMetrics) -> str | None:
 def _host_lines(metrics: JobMetrics) -> Iterator[str]:
     """Yield a line for each limit of host memory that a rank passes, while it loads, shards or trains."""
     prediction = metrics.trace.meta.prediction
-    for kind, host in prediction.host_bytes.items() if prediction is not None else ():
-        if host.limit is not None and host.used > host.limit:
-            amounts = f"{bytes_text(host.used)} of {bytes_text(host.limit)}"
-            yield f"host    {MISFIT}: {amounts} {'may be pinned' if kind == 'pinned' else 'for this rank'}"
+    for kind, (used, limit) in prediction.host_bytes.items() if prediction is not None else ():
+        if limit is not None and used > limit:
+            of_what = "may be pinned" if kind == "pinned" else "for this rank"
+            yield f"host    {MISFIT}: {bytes_text(used)} of {bytes_text(limit)} {of_what}"
 
 
 def _time_text(metrics: JobMetrics) -> str:

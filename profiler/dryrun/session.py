@@ -173,13 +173,16 @@ class DryRun:
         low, high = reserved_range(self.memory.blocks, self.memory.convolutions, allocators)
         return min(low, least), max(high, most)
 
-    def host_limits(self) -> tuple[float | None, float | None]:
-        """Return the host memory of a rank on the machine and what it may pin of it, in bytes; None: not known."""
-        machine = self.options.machine
-        if machine is None or (machine.box is None and self.process_groups.ranks_per_node > 1):
-            return None, None
-        machine = machine.for_ranks(self.process_groups.ranks_per_node)
-        return machine.host_memory_bytes, machine.pinned_memory_bytes
+    def host_use(self) -> dict[str, tuple[int, float | None]]:
+        """Return the most host memory of the rank and its limit on the machine (None: not known), `all` and `pinned`."""
+        ranks, machine = self.process_groups.ranks_per_node, self.options.machine
+        known = machine is not None and (machine.box is not None or ranks == 1)
+        own = machine.for_ranks(ranks) if machine is not None and known else Machine()
+        used = self.host_memory
+        return {
+            "all": (used.most_bytes, own.host_memory_bytes),
+            "pinned": (used.most_pinned_bytes, own.pinned_memory_bytes),
+        }
 
     def notes(self) -> list[str]:
         """Return lines for people: what is predicted, what is assumed, and what was met in the job."""
@@ -210,10 +213,7 @@ class DryRun:
             names = ", ".join(f"{name} ({count:,})" for name, count in self.mode.shapes.least.most_common())
             notes.append(f"shapes that depend on values, without a stated bound, count with the smallest size: {names}")
         if self.batches.seen is not None:
-            least, most = (" x ".join(map(str, shape)) for shape in self.batches.seen)
-            notes.append(
-                f"batches of {least} to {most} were seen: the last iterations have the longest one, again and again"
-            )
+            notes.append("batches vary: the last iterations have the longest one of those seen")
         if self.attention.counts:
             chosen = ", ".join(f"{kernel} ({count:,})" for kernel, count in self.attention.counts.most_common())
             notes.append(f"kernels chosen for scaled_dot_product_attention: {chosen}")

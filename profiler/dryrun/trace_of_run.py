@@ -45,7 +45,7 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
         "context_bytes": run.context_bytes,
         "reserved_bytes": list(run.reserved_range()),
         "batches": run.batches.seen,
-        "host_bytes": _host_use(run),
+        "host_bytes": run.host_use(),
     }
     rank = builder.rank(
         0,
@@ -70,13 +70,6 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
     for note in run.notes():
         builder.note(note)
     return builder
-
-
-def _host_use(run: DryRun) -> dict[str, dict[str, float | None]]:
-    """Return the most host memory of the rank and the limits of the machine, of all and of pinned memory."""
-    most = run.host_memory.most_bytes, run.host_memory.most_pinned_bytes
-    limits = zip(("all", "pinned"), most, run.host_limits(), strict=True)
-    return {kind: {"used": used, "limit": limit} for kind, used, limit in limits}
 
 
 def _add_phases(run: DryRun, rank: Any) -> None:

@@ -282,23 +282,16 @@ class PredictedTime(_Section, frozen=True, kw_only=True):
     high_ms: Milliseconds
 
 
-class HostUse(_Section, frozen=True, kw_only=True):
-    """Predicted host memory of a rank, and its limit."""
-
-    used: Count
-    limit: float | None = None
-
-
 class PredictionInfo(_Section, frozen=True, kw_only=True):
     """The basis of a predicted trace."""
 
     machine: str | None = None
     assumptions: dict[str, str] = {}
     times: tuple[PredictedTime, ...] = ()
-    context_bytes: Count | None = None
+    context_bytes: Count = 0
     reserved_bytes: tuple[Count, Count] | None = None
     batches: tuple[tuple[Count, ...], tuple[Count, ...]] | None = None
-    host_bytes: dict[Literal["all", "pinned"], HostUse] = {}
+    host_bytes: dict[Literal["all", "pinned"], tuple[Count, float | None]] = {}
 
 
 class TraceMeta(_Section, frozen=True, kw_only=True):

@@ -95,7 +95,7 @@ def test_dry_run__names_varying_batches_and_limits_of_the_host(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    host = {"all": {"used": 3 * 2**30, "limit": 2.0**31}, "pinned": {"used": 2**30, "limit": None}}
+    host = {"all": [3 * 2**30, 2.0**31], "pinned": [2**30, None]}
     prediction = {"reserved_bytes": [2**20, 2**21], "batches": [[4, 121], [4, 512]], "host_bytes": host}
     builder = TraceBuilder("predicted", prediction=prediction)
     builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**22}]).memory(

@@ -7,7 +7,6 @@ convolutional layers).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +18,6 @@ _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
 # Tensor cores take halves from Volta on, and fp32 as tf32 from Ampere on.
 _TF32_CAPABILITY = (8, 0)
-
-
-@dataclass(frozen=True)
-class ConvolutionWorkspace:
-    """The most bytes that a convolution takes while it runs, if they are free: at `t_ns` on a stream.
-
-    It needs none: where memory is short, torch takes an algorithm without a workspace.
-    """
-
-    t_ns: int
-    stream: int
-    most: int
 
 
 def convolution_bytes(kind: Any, args: Any, capability: tuple[int, int]) -> list[tuple[int, int]]:
@@ -55,30 +42,30 @@ def convolution_bytes(kind: Any, args: Any, capability: tuple[int, int]) -> list
 
 
 def reserved_range(
-    blocks: list[Any], workspaces: list[ConvolutionWorkspace], allocators: tuple[CachingAllocator, CachingAllocator]
+    blocks: list[Any], workspaces: list[Any], allocators: tuple[CachingAllocator, CachingAllocator]
 ) -> tuple[int, int]:
     """Return the least and the largest peak of reserved memory, with no workspace and with the largest ones.
 
     Args:
-        blocks: What the job allocated, as `DeviceBlock`; those of convolutions are left out.
+        blocks, workspaces: What the job allocated, and the workspaces of its convolutions, as `DeviceBlock`.
         allocators: A new allocator for each.
     """
-    needed = [block for block in blocks if not block.optional]
-    starts = [(block.start_ns, 1, block) for block in needed]
+    needed = [block for block in blocks if block.most is None]
     ends = [(block.end_ns, 0, block) for block in needed if block.end_ns is not None]
-    events = sorted([*starts, *ends, *((space.t_ns, 2, space) for space in workspaces)], key=lambda event: event[:2])
-    least, most = (_peak(events, allocator, scale) for allocator, scale in zip(allocators, (0, 1), strict=True))
-    return min(least, most), max(least, most)
+    starts = [(block.start_ns, 1, block) for block in [*needed, *workspaces]]
+    events = sorted([*starts, *ends], key=lambda event: event[:2])
+    none, all_of_them = (_peak(events, allocator, most) for allocator, most in zip(allocators, (0, 1), strict=True))
+    return min(none, all_of_them), max(none, all_of_them)
 
 
-def _peak(events: list[tuple[int, int, Any]], allocator: CachingAllocator, scale: int) -> int:
+def _peak(events: list[tuple[int, int, Any]], allocator: CachingAllocator, with_workspaces: int) -> int:
     peak, live = 0, dict[int, AllocatorBlock]()
-    for t_ns, kind, subject in events:
-        if kind == 0:
-            allocator.free(live.pop(id(subject)))
-        elif kind == 1:
-            live[id(subject)] = allocator.allocate(subject.size, subject.stream, t_ns)
-        elif scale and (block := allocator.allocate_if_free(subject.most, subject.stream, t_ns)):
-            allocator.free(block)
+    for t_ns, begins, block in events:
+        if not begins:
+            allocator.free(live.pop(id(block)))
+        elif block.most is None:
+            live[id(block)] = allocator.allocate(block.size, block.stream, t_ns)
+        elif with_workspaces and (workspace := allocator.allocate_if_free(block.most, block.stream, t_ns)):
+            allocator.free(workspace)
         peak = max(peak, allocator.reserved_bytes)
     return peak

@@ -15,7 +15,6 @@ import torch
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorBlock
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
-from ebbtide.profiler.dryrun.memory.convolutions import ConvolutionWorkspace
 from ebbtide.profiler.dryrun.time.clock import LaunchedCopy, VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ENGINE
@@ -84,7 +83,7 @@ class DeviceBlock:
         category: `parameter`, `buffer`, `gradient`, `optimizer_state`, or `temporary` for a workspace; None: another.
         stream: The stream that it was allocated on.
         streams: Other streams that use it, as the job said by `Tensor.record_stream`.
-        optional: Whether the job would go on without it, as without the workspace of a convolution.
+        most: Of a convolution's workspace, which the job can go on without, the most bytes that it may take; else None.
     """
 
     start_ns: int
@@ -96,7 +95,7 @@ class DeviceBlock:
     allocated: AllocatorBlock | None = None
     stream: int = 0
     streams: tuple[int, ...] = ()
-    optional: bool = False
+    most: int | None = None
 
 
 class DeviceMemory:
@@ -118,7 +117,7 @@ class DeviceMemory:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.blocks: list[DeviceBlock] = []
         self.timeline: list[tuple[int, int, int, int]] = []
-        self.convolutions: list[ConvolutionWorkspace] = []
+        self.convolutions: list[DeviceBlock] = []
         self.allocator = allocator or CachingAllocator()
         self.most_bytes = self.most_reserved_bytes = 0
         self._clock = clock
@@ -156,8 +155,8 @@ class DeviceMemory:
     def add_convolution(self, sizes: list[tuple[int, int]], stack: int) -> None:
         """Add the workspaces of a convolution, (typical, most) bytes, one after the other, as far as they are free."""
         for typical, most in [] if self._closed else sizes:
-            self.convolutions.append(ConvolutionWorkspace(self._clock.tick(), self._clock.stream, most))
-            block = DeviceBlock(0, 0, stack, None, category="temporary", optional=True)
+            block = DeviceBlock(0, 0, stack, None, category="temporary", most=most)
+            self.convolutions.append(block)
             self._allocate(block, typical)
             self._free(block)
 
@@ -222,7 +221,7 @@ class DeviceMemory:
         block.size = size
         block.start_ns, block.stream = self._clock.tick(), self._clock.stream
         if size:
-            allocate = self.allocator.allocate_if_free if block.optional else self.allocator.allocate
+            allocate = self.allocator.allocate_if_free if block.most is not None else self.allocator.allocate
             block.allocated = allocate(size, block.stream, block.start_ns)
         if block.allocated is not None:
             self.requested_bytes += size
