@@ -6,7 +6,8 @@ FOLDER has `jobs.csv`, whose rows are jobs of the public repository Stone-Resear
 growth of the GPU's used memory as NVML counts it, on an RTX 3060 and an RTX 4060 with torch 2.6, whether the job ran
 out of memory, and the bytes that xMem, DNNMem and SchedTune estimated. `train_cnn.py` and `train_lm.py` beside it
 rebuild the jobs; they need torchvision and transformers 4.51 in the environment of PYTHON. The rule for workspaces of
-cuDNN was chosen on every second CNN job, `adjusted` in the table, and tried on the others, `judged`. Prints Markdown.
+cuDNN was chosen on every second CNN job that did not run out, `adjusted` in the table, and tried on the others,
+`judged`. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -78,8 +79,7 @@ def main() -> None:
         return
     with listing.open(encoding="utf-8", newline="") as file:
         jobs = list(csv.DictReader(file))
-    cnns = [job for job in jobs if job["family"] == "CNN"]
-    adjusted = cnns[::2]
+    adjusted = [job for job in jobs if job["family"] == "CNN" and job["ran_out"] == "0"][::2]
     chosen = [job for job in jobs if args.family in (None, job["family"])][: args.jobs]
     rows = [compare(args.folder, args.python, job, job not in adjusted) for job in chosen]
     print(machine_line())
@@ -99,7 +99,9 @@ def compare(folder: Path, python: str, job: dict[str, str], held_out: bool) -> C
         if run.returncode:
             raise SystemExit(f"{job['model']}: the dry run ended with status {run.returncode}:\n{run.stderr[-2000:]}")
         metrics = JobMetrics(open_trace(output))
-        return Comparison(job, metrics.pool_peak("reserved") or 0, verdict(metrics) == MISFIT, held_out)
+        result = Comparison(job, metrics.pool_peak("reserved") or 0, verdict(metrics) == MISFIT, held_out)
+    print(job["model"], job["optimizer"], job["batch"], f"{result.error_percent:+.1f} %", file=sys.stderr, flush=True)
+    return result
 
 
 def print_jobs(rows: Sequence[Comparison]) -> None:

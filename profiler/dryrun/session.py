@@ -174,15 +174,12 @@ class DryRun:
         return min(low, least), max(high, most)
 
     def host_use(self) -> dict[str, tuple[int, float | None]]:
-        """Return the most host memory of the rank and its limit on the machine (None: not known), `all` and `pinned`."""
+        """Return the most host memory of the rank and its limit (None: not known), of all and of pinned memory."""
         ranks, machine = self.process_groups.ranks_per_node, self.options.machine
         known = machine is not None and (machine.box is not None or ranks == 1)
         own = machine.for_ranks(ranks) if machine is not None and known else Machine()
-        used = self.host_memory
-        return {
-            "all": (used.most_bytes, own.host_memory_bytes),
-            "pinned": (used.most_pinned_bytes, own.pinned_memory_bytes),
-        }
+        most, pinned = self.host_memory.most_bytes, self.host_memory.most_pinned_bytes
+        return {"all": (most, own.host_memory_bytes), "pinned": (pinned, own.pinned_memory_bytes)}
 
     def notes(self) -> list[str]:
         """Return lines for people: what is predicted, what is assumed, and what was met in the job."""

@@ -16,8 +16,7 @@ from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
 
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
-# Tensor cores take halves from Volta on, and fp32 as tf32 from Ampere on.
-_TF32_CAPABILITY = (8, 0)
+_TF32_CAPABILITY = (8, 0)  # From Ampere on, tensor cores take fp32 as tf32.
 
 
 def convolution_bytes(kind: Any, args: Any, capability: tuple[int, int]) -> list[tuple[int, int]]:

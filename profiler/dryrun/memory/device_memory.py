@@ -81,8 +81,7 @@ class DeviceBlock:
         module: Dotted name of the module that ran, None outside of modules.
         end_ns: When it was released; None: held to the end.
         category: `parameter`, `buffer`, `gradient`, `optimizer_state`, or `temporary` for a workspace; None: another.
-        stream: The stream that it was allocated on.
-        streams: Other streams that use it, as the job said by `Tensor.record_stream`.
+        stream, streams: That which allocated it, and others that use it, as the job said by `Tensor.record_stream`.
         most: Of a convolution's workspace, which the job can go on without, the most bytes that it may take; else None.
     """
 
