@@ -35,10 +35,9 @@ class BatchLengths:
 
     def install(self, patches: Patches) -> None:
         """Follow torch's data loaders until `patches.undo()`."""
-        loader = torch.utils.data.DataLoader
-        iterate = loader.__iter__
-        patches.set(loader, "__iter__", lambda self: lengths.follow(id(self), iterate(self)))
-        lengths = self
+        kind = torch.utils.data.DataLoader
+        iterate = kind.__iter__
+        patches.set(kind, "__iter__", lambda loader: self.follow(id(loader), iterate(loader)))
 
     def needs_longest(self) -> bool:
         """Return whether an iteration with the longest batch is to follow, as where batches vary, and begin it."""
