@@ -176,8 +176,8 @@ class DryRun:
     def host_use(self) -> dict[str, tuple[int, float | None]]:
         """Return the most host memory of the rank and its limit (None: not known), of all and of pinned memory."""
         ranks, machine = self.process_groups.ranks_per_node, self.options.machine
-        known = machine is not None and (machine.box is not None or ranks == 1)
-        own = machine.for_ranks(ranks) if machine is not None and known else Machine()
+        divisible = machine is not None and (machine.box is not None or ranks == 1)
+        own = machine.for_ranks(ranks) if machine is not None and divisible else Machine()
         most, pinned = self.host_memory.most_bytes, self.host_memory.most_pinned_bytes
         return {"all": (most, own.host_memory_bytes), "pinned": (pinned, own.pinned_memory_bytes)}
 

@@ -54,7 +54,7 @@ class CallStacks:
         while frame is not None and len(places) < _MAX_FRAMES:
             places.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
-        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        node: Any = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
         key = (*places, node and node.name())
         number = self._numbers.get(key)
         if number is None:
