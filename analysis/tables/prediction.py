@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
@@ -21,6 +23,9 @@ def prediction_view(trace: Trace) -> View:
     yield f"{trace.path}: {prediction_line(trace)}"
     memory = _memory_line(metrics)
     yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
+    if (range_line := _reserved_range_line(metrics)) is not None:
+        yield range_line
+    yield from map(Misfit, _host_lines(metrics))
     if (holders := metrics.holders()) is not None and holders.bytes:
         names = ((name or "not known").replace("_", " ") for name, _ in holders.by("category"))
         shares = (100 * size / holders.bytes for _, size in holders.by("category"))
@@ -38,19 +43,50 @@ def _memory_line(metrics: JobMetrics) -> str:
     amount = f"{reserved / scale:,.2f} {f'of {capacity / scale:,.2f} ' if capacity else ''}{unit} reserved"
     if status:
         return f"memory  incomplete, the job ended with status {status}: {amount} so far"
-    if capacity is None:
+    spare = _spare_bytes(metrics)
+    if spare is None:
         return f"memory  {amount} at the peak"
-    return f"memory  {verdict(metrics)}: {amount} at the peak"
+    margin = f"{abs(spare) / scale:,.2f} {'to spare' if spare >= 0 else 'too much'}"
+    return f"memory  {verdict(metrics)}: {amount} at the peak, {margin}"
 
 
 def verdict(metrics: JobMetrics) -> str | None:
     """Return whether the job fits the memory of its device, after torch has given back what it can; None: not known."""
-    reserved, capacity = metrics.pool_peak("reserved") or 0, metrics.capacity_bytes
-    if capacity is None:
+    spare, capacity = _spare_bytes(metrics), metrics.capacity_bytes
+    if spare is None or capacity is None:
         return None
-    if reserved > capacity:
-        return MISFIT
-    return BARELY if reserved > _BARELY_SHARE * capacity else FITS
+    return MISFIT if spare < 0 else BARELY if spare < (1 - _BARELY_SHARE) * capacity else FITS
+
+
+def _spare_bytes(metrics: JobMetrics) -> int | None:
+    """Return the capacity beside the CUDA context that the job does not reserve; None: the capacity is not known."""
+    if metrics.capacity_bytes is None:
+        return None
+    prediction = metrics.trace.meta.prediction
+    context = prediction.context_bytes if prediction is not None else 0
+    return int(metrics.capacity_bytes - context - (metrics.pool_peak("reserved") or 0))
+
+
+def _reserved_range_line(metrics: JobMetrics) -> str | None:
+    """Return the least and the largest peak that the job may have; None where they are the same."""
+    prediction = metrics.trace.meta.prediction
+    low, high = (prediction and prediction.reserved_bytes) or (0, 0)
+    if low == high:
+        return None
+    scale, unit = bytes_unit(high)
+    reason = "what cuDNN takes for convolutions"
+    if prediction is not None and prediction.batches is not None:
+        reason = f"batches of {' to '.join(' x '.join(map(str, shape)) for shape in prediction.batches)}"
+    return f"        {low / scale:,.2f} to {high / scale:,.2f} {unit} reserved, by {reason}"
+
+
+def _host_lines(metrics: JobMetrics) -> Iterator[str]:
+    """Yield a line for each limit of host memory that a rank passes, while it loads, shards or trains."""
+    prediction = metrics.trace.meta.prediction
+    for kind, (used, limit) in prediction.host_bytes.items() if prediction is not None else ():
+        if limit is not None and used > limit:
+            of_what = "may be pinned" if kind == "pinned" else "for this rank"
+            yield f"host    {MISFIT}: {bytes_text(used)} of {bytes_text(limit)} {of_what}"
 
 
 def _time_text(metrics: JobMetrics) -> str:

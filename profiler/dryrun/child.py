@@ -124,6 +124,8 @@ def _run_job(job: list[str]) -> int:
         return _INTERRUPTED
     except SystemExit as error:
         return _status(error.code)
+    except UserError:
+        raise
     except Exception as error:
         reason = explain_failure(error)
         if reason is not None:

@@ -15,6 +15,7 @@ from ebbtide.profiler.agent.framework import describe_framework
 from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.job_info import describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.batch_lengths import BatchLengths
 from ebbtide.profiler.dryrun.device.attention import AttentionChoice, register_attention, register_fused_norms
 from ebbtide.profiler.dryrun.device.cuda_stubs import CudaStubs
 from ebbtide.profiler.dryrun.device.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
@@ -29,9 +30,10 @@ from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
 from ebbtide.profiler.dryrun.frameworks.parallelism import ModelParallelPatches, patch_data_parallel
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
-from ebbtide.profiler.dryrun.memory.caching_allocator import device_allocator
+from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
+from ebbtide.profiler.dryrun.memory.convolutions import reserved_range
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
-from ebbtide.profiler.dryrun.memory.workspaces import kernel_workspaces
+from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
 from ebbtide.profiler.dryrun.shadow_values import MAX_READS
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
 from ebbtide.profiler.dryrun.time.phase_tracker import NamedRanges, PhaseTracker
@@ -77,8 +79,13 @@ class DryRun:
         machine = self.options.machine
         self._capability = capability_of(self.options.device_name, machine.gpu if machine is not None else None)
         self.clock = VirtualClock(machine)
-        self.memory = DeviceMemory(self.clock, device_allocator(self.options.capacity_bytes))
+        gpu = multiprocessors(self.options.device_name, self._capability)
+        self.context_bytes = context_bytes(gpu.count)
+        self.memory = DeviceMemory(self.clock, self._new_allocator())
         self.host_memory = FakeHostMemory(self.clock)
+        self.batches = BatchLengths()
+        # The peak of reserved memory before the iterations with the longest batch.
+        self._natural_bytes: int | None = None
         self.transfers = Transfers(self.clock)
         self.annotations = NamedRanges(self.clock)
         self.stacks = CallStacks(torch)
@@ -89,7 +96,7 @@ class DryRun:
             self.transfers,
             self.stacks,
             self.tracker.module_names,
-            kernel_workspaces(self.memory, self.stacks, self.options.device_name, self._capability),
+            KernelWorkspaces(self.memory, self.stacks, self._capability, gpu),
             self.host_memory,
         )
         self.model: dict[str, Any] = {}
@@ -117,6 +124,7 @@ class DryRun:
         patch_tensors(self._patches, self.memory, self.stacks, self.tracker.module_names, self.mode.values)
         self.user_files.install(self._patches)
         self.host_memory.install(self._patches)
+        self.batches.install(self._patches)
         self.tracker.install(self._patches)
         self._libraries = LibraryPatches(self._patches, self.mode)
         self._triton.install(self._patches)
@@ -155,6 +163,24 @@ class DryRun:
         self._stubs.remove()
         return isinstance(error, DryRunFinished)
 
+    def reserved_range(self) -> tuple[int, int]:
+        """Return the least and the largest peak of reserved memory, in bytes: batches and workspaces may vary."""
+        most = self.memory.most_reserved_bytes
+        least = most if self._natural_bytes is None else self._natural_bytes
+        if not self.memory.convolutions:
+            return least, most
+        allocators = self._new_allocator(), self._new_allocator()
+        low, high = reserved_range(self.memory.blocks, self.memory.convolutions, allocators)
+        return min(low, least), max(high, most)
+
+    def host_use(self) -> dict[str, tuple[int, float | None]]:
+        """Return the most host memory of the rank and its limit (None: not known), of all and of pinned memory."""
+        ranks, machine = self.process_groups.ranks_per_node, self.options.machine
+        divisible = machine is not None and (machine.box is not None or ranks == 1)
+        own = machine.for_ranks(ranks) if machine is not None and divisible else Machine()
+        most, pinned = self.host_memory.most_bytes, self.host_memory.most_pinned_bytes
+        return {"all": (most, own.host_memory_bytes), "pinned": (pinned, own.pinned_memory_bytes)}
+
     def notes(self) -> list[str]:
         """Return lines for people: what is predicted, what is assumed, and what was met in the job."""
         notes = [
@@ -163,6 +189,10 @@ class DryRun:
             f"assumptions: {'; '.join(self.clock.assumptions().values())}",
         ]
         notes += self.process_groups.notes(self.clock.rates.gpu.peer_bytes_per_s)
+        notes.append(
+            f"beside the pools, a GPU holds the CUDA context (about {self.context_bytes / 1e9:.2f} GB, which the "
+            "verdict keeps free), and buffers of NCCL where there are several ranks (0.2 GB and more)"
+        )
         notes += self.memory.allocator.notes()
         notes += self.host_memory.notes()
         number = sum(self.mode.values.placeholders.values())
@@ -179,6 +209,8 @@ class DryRun:
         if self.mode.shapes.least:
             names = ", ".join(f"{name} ({count:,})" for name, count in self.mode.shapes.least.most_common())
             notes.append(f"shapes that depend on values, without a stated bound, count with the smallest size: {names}")
+        if self.batches.seen is not None:
+            notes.append("batches vary: the last iterations have the longest one of those seen")
         if self.attention.counts:
             chosen = ", ".join(f"{kernel} ({count:,})" for kernel, count in self.attention.counts.most_common())
             notes.append(f"kernels chosen for scaled_dot_product_attention: {chosen}")
@@ -193,6 +225,9 @@ class DryRun:
             finished = self.tracker.rule.index + 1
             notes.append(f"the job ended by itself after {finished} of {self.options.iterations} iterations")
         return notes
+
+    def _new_allocator(self) -> CachingAllocator:
+        return device_allocator(self.options.capacity_bytes, self.context_bytes)
 
     def _classify(self) -> None:
         """Note which storages hold parameters, buffers, gradients and optimizer state."""
@@ -209,6 +244,9 @@ class DryRun:
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
         if finished >= self.options.iterations:
+            self._natural_bytes = self._natural_bytes or self.memory.most_reserved_bytes
+            if self.batches.needs_longest():
+                return
             self.finished = True
             self._freeze()
             raise DryRunFinished

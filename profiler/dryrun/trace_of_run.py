@@ -42,6 +42,10 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
         "machine": run.options.machine.name if run.options.machine is not None else None,
         "assumptions": run.clock.assumptions(),
         "times": predicted_times(run.tracker.phases, 0),
+        "context_bytes": run.context_bytes,
+        "reserved_bytes": list(run.reserved_range()),
+        "batches": run.batches.seen,
+        "host_bytes": run.host_use(),
     }
     rank = builder.rank(
         0,

@@ -288,6 +288,10 @@ class PredictionInfo(_Section, frozen=True, kw_only=True):
     machine: str | None = None
     assumptions: dict[str, str] = {}
     times: tuple[PredictedTime, ...] = ()
+    context_bytes: Count = 0
+    reserved_bytes: tuple[Count, Count] | None = None
+    batches: tuple[tuple[Count, ...], tuple[Count, ...]] | None = None
+    host_bytes: dict[Literal["all", "pinned"], tuple[Count, float | None]] = {}
 
 
 class TraceMeta(_Section, frozen=True, kw_only=True):

@@ -69,12 +69,13 @@ def test_dry_run__ends_with_a_screen_that_says_whether_the_job_fits(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     for capacity, code, verdict in (
-        (2**20, 0, "memory  fits: 0.59 of 1.00 MiB reserved at the peak"),
-        (2**19, 0, "memory  does not fit: 600.00 of 512.00 KiB reserved at the peak"),
-        (620_000, 0, "memory  fits barely: 600.00 of 605.47 KiB reserved at the peak"),
+        (2**20, 0, "memory  fits: 0.59 of 1.00 MiB reserved at the peak, 0.40 to spare"),
+        (2**19, 0, "memory  does not fit: 600.00 of 512.00 KiB reserved at the peak, 97.77 too much"),
+        (630_000, 0, "memory  fits barely: 600.00 of 615.23 KiB reserved at the peak, 5.47 to spare"),
         (2**19, 130, "memory  incomplete, the job ended with status 130: 600.00 of 512.00 KiB reserved so far"),
     ):
-        builder = TraceBuilder("predicted", exit={"code": code})
+        prediction = {"context_bytes": 10_000, "reserved_bytes": [512_000, 614_400]}
+        builder = TraceBuilder("predicted", exit={"code": code}, prediction=prediction)
         rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": capacity}])
         rank.memory(0, 614_400, "reserved")
         rank.memory(0, 600_000, "requested")
@@ -83,9 +84,29 @@ def test_dry_run__ends_with_a_screen_that_says_whether_the_job_fits(
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == "run.ebb: predicted by a dry run, not measured"
         assert verdict in " ".join(map(str.strip, lines))
+        assert "500.00 to 600.00 KiB reserved, by what cuDNN takes for convolutions" in " ".join(map(str.strip, lines))
         assert "time    not known: no optimizer stepped" in lines
         assert lines[-1] == "next: ebbtide plan run.ebb"
         assert max(map(len, lines)) <= 80
+
+
+def test_dry_run__names_varying_batches_and_limits_of_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    host = {"all": [3 * 2**30, 2.0**31], "pinned": [2**30, None]}
+    prediction = {"reserved_bytes": [2**20, 2**21], "batches": [[4, 121], [4, 512]], "host_bytes": host}
+    builder = TraceBuilder("predicted", prediction=prediction)
+    builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**22}]).memory(
+        0, 2**21, "reserved"
+    )
+    builder.write(Path("run.ebb"))
+    print_dry_run(Path("run.ebb"))
+    text = " ".join(capsys.readouterr().err.split())
+    assert "1.00 to 2.00 MiB reserved, by batches of 4 x 121 to 4 x 512" in text
+    assert "host does not fit: 3.00 GiB of 2.00 GiB for this rank" in text
+    assert "pinned" not in text
 
 
 def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:

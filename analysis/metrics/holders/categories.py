@@ -26,6 +26,9 @@ _OPTIMIZER = re.compile(r"/(?:optim|optimizers?|fused_adam|cpu_adam)[/\w]*\.py:\
 _MODEL = re.compile(r"^(?:_apply|__init__|reset_parameters) \((?:\S*/)?torch/nn/", re.M)
 _CALL = re.compile(r"^_call_impl \(", re.M)
 
+# Functions and modules named after a loss, and the gradients of torch's functions of logits.
+_LOSS = re.compile(r"^(?:\w*[Ll]oss\w*|cross_entropy) \(|^(?:NllLoss|LogSoftmax|CrossEntropy)\w*Backward", re.M)
+
 FORWARD, BACKWARD, STEP, MODEL, LIBRARY = "forward", "backward", "step", "model", "library"
 
 
@@ -46,6 +49,11 @@ def part_of_step(stack: str) -> str:
 def in_module_call(stack: str) -> bool:
     """Return whether a stack passes through the call of a module."""
     return _CALL.search(stack) is not None
+
+
+def in_loss(stack: str) -> bool:
+    """Return whether a stack passes through a loss or its backward: such blocks are as large as the logits."""
+    return _LOSS.search(stack) is not None
 
 
 def call_site(stack: str) -> str:

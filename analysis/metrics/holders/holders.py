@@ -12,12 +12,13 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.devices import main_device, peak_pool
-from ebbtide.analysis.metrics.holders.categories import CATEGORIES, call_site, categorized_allocations
+from ebbtide.analysis.metrics.holders.categories import CATEGORIES, call_site, categorized_allocations, in_loss
 from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 
 _BEFORE = "allocated before the recording"
+LOSS = "(loss)"
 _KEYS = ["category", "module", "site"]
 _NONE = np.empty(0, np.int64)
 
@@ -164,7 +165,8 @@ def _from_allocations(trace: Trace, rank: int, device: str, at_ns: int) -> list[
     stacks = live["stack"].cat.remove_unused_categories()
     sites = np.array([*map(call_site, stacks.cat.categories), None], dtype=object)[stacks.cat.codes.to_numpy()]
     older = (live["start_ns"] == rows["start_ns"].min()) & live["stack"].isna() & live["category"].isna()
-    live = live.assign(site=np.where(older, _BEFORE, sites))
+    losses = np.array([*map(in_loss, stacks.cat.categories), False], dtype=bool)[stacks.cat.codes.to_numpy()]
+    live = live.assign(site=np.where(older, _BEFORE, sites), module=live["module"].astype(object).mask(losses, LOSS))
     sums = live.groupby(_KEYS, dropna=False, observed=True)["bytes"].sum()
     holders = []
     for key, size in sums.items():

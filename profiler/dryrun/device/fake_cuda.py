@@ -10,6 +10,7 @@ import torch
 from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.gpu_sheets import GPU_SHEETS
 from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorSettings
 from ebbtide.profiler.dryrun.memory.device_memory import DeviceMemory
 from ebbtide.profiler.dryrun.time.clock import Times, VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL, PriorRange
@@ -219,6 +220,14 @@ def patch_cuda(
         shared_memory_per_multiprocessor=167936, L2_cache_size=41943040, gcnArchName="", uuid="dry-run",
     )  # fmt: skip
     allocator = memory.allocator
+
+    def set_fraction(fraction: float, *_args: Any, **_kwargs: Any) -> None:
+        allocator.set_limit(int(fraction * capacity_bytes))
+
+    def set_allocator_settings(text: str) -> None:
+        allocator.settings = AllocatorSettings.parse(text)
+
+    patches.set(torch._C, "_accelerator_setAllocatorSettings", set_allocator_settings)
     functions: dict[str, Any] = {
         **FakeStreams(clock).functions(),
         "is_available": _constant(True),
@@ -265,7 +274,7 @@ def patch_cuda(
         "reset_peak_memory_stats": lambda *_args, **_kwargs: memory.reset_peaks(),
         "reset_accumulated_memory_stats": _nothing,
         "empty_cache": memory.empty_cache,
-        "set_per_process_memory_fraction": _nothing,
+        "set_per_process_memory_fraction": set_fraction,
         "_record_memory_history": _nothing,
         "_dump_snapshot": _nothing,
     }

@@ -50,12 +50,14 @@ class AllocatorSettings:
         if name is None:
             return cls()
         try:
-            return cls._parse(os.environ[name].replace(" ", ""))
+            return cls.parse(os.environ[name])
         except (ValueError, IndexError) as error:
             raise DryRunError(f"{name} is {os.environ[name]!r}, which torch cannot read: correct it") from error
 
     @classmethod
-    def _parse(cls, text: str) -> AllocatorSettings:
+    def parse(cls, text: str) -> AllocatorSettings:
+        """Return the settings of a text as `expandable_segments:True,max_split_size_mb:64`."""
+        text = text.replace(" ", "")
         entries = _ENTRY.findall(text)
         if ",".join(f"{key}:{value}" for key, value in entries) != text.strip(","):
             raise ValueError(text)

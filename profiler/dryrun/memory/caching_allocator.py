@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 from ebbtide.profiler.dryrun.memory.allocator_pools import (
     ROUNDING,
     SMALL,
@@ -12,34 +15,41 @@ from ebbtide.profiler.dryrun.memory.allocator_pools import (
     ExpandablePool,
 )
 
-# Memory of a device that the CUDA context and its kernels take: a process of the H100 runs in traces/ holds 0.35 GB
-# before it allocates, and 0.3 to 0.6 GB are common.
-CONTEXT_BYTES = 500_000_000
-_NOT_INCLUDED = (
-    "beside the pools, a GPU holds the CUDA context (0.3 to 0.6 GB; 0.5 GB of the capacity are kept free for it), "
-    "buffers of NCCL where there are several ranks (0.2 GB and more), and for moments the workspaces of cuDNN"
-)
+# Memory of a device that the CUDA context takes, where kernels are loaded when they first run (CUDA 11.7 and later): at
+# most 0.11 GB on an RTX 4060 and 0.15 GB on an RTX 3060, which jobs filled so far (`benchmarks/memory_estimates.py`),
+# and 0.35 GB in a process on the H100 of traces/. It grows with the multiprocessors.
+_CONTEXT_BYTES, _MULTIPROCESSOR_BYTES = 60_000_000, 2_200_000
 
 
-def device_allocator(capacity_bytes: int | None) -> CachingAllocator:
+def context_bytes(multiprocessors: int) -> int:
+    """Return the memory that the CUDA context takes on a GPU."""
+    return _CONTEXT_BYTES + multiprocessors * _MULTIPROCESSOR_BYTES
+
+
+def device_allocator(capacity_bytes: int | None, context: int) -> CachingAllocator:
     """Return the allocator of a GPU with the settings of the environment, beside the CUDA context."""
-    limit = None if capacity_bytes is None else capacity_bytes - CONTEXT_BYTES
-    return CachingAllocator(AllocatorSettings.from_environment(), limit)
+    limit = None if capacity_bytes is None else capacity_bytes - context
+    return CachingAllocator(None, limit, AllocatorSettings.from_environment)
 
 
 class CachingAllocator:
     """Torch's allocator, by the rules of c10/cuda/CUDACachingAllocator.cpp.
 
     Args:
-        settings: Its settings; None: those that torch has by default.
+        settings: Its settings; None: those of `default_settings`, asked at the first allocation, as torch does.
         capacity_bytes: Memory for segments: before they need more, those without a block in use are given back. A job
             that needs more is not stopped. None: no limit.
 
     `retries`: how often segments were given back, since no memory was left.
     """
 
-    def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None) -> None:
-        self.settings = settings or AllocatorSettings()
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        capacity_bytes: int | None = None,
+        default_settings: Callable[[], AllocatorSettings] = AllocatorSettings,
+    ) -> None:
+        self._stated_settings, self._default_settings = settings, default_settings
         self.allocated_bytes = self.retries = 0
         self._capacity_bytes = capacity_bytes
         self._space = AddressSpace()
@@ -47,6 +57,10 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], BlockPool] = {}
         # Blocks that were given back while another stream uses them: until when, and the block.
         self._awaited: list[tuple[int, AllocatorBlock]] = []
+
+    @cached_property
+    def settings(self) -> AllocatorSettings:
+        return self._stated_settings or self._default_settings()
 
     @property
     def reserved_bytes(self) -> int:
@@ -72,17 +86,13 @@ class CachingAllocator:
         Args:
             now_ns: The time, at which blocks that other streams have used until then become free.
         """
-        self._free_awaited(now_ns)
-        size = self.round_size(size)
-        pool = self._pool(stream, size <= SMALL)
-        block = pool.take(size)
-        if block is None:
-            self._make_room(pool.segment_bytes(size))
-            block = pool.grow(size)
-        if pool.splits(block, size):
-            pool.add(block.cut(size))
-        self.allocated_bytes += block.size
+        block = self._allocate(size, stream, now_ns, always=True)
+        assert block is not None
         return block
+
+    def allocate_if_free(self, size: int, stream: int = 0, now_ns: int = 0) -> AllocatorBlock | None:
+        """Return a block as `allocate` does; None if no memory is left for it."""
+        return self._allocate(size, stream, now_ns, always=False)
 
     def free(self, block: AllocatorBlock, until_ns: int | None = None) -> None:
         """Give a block back. until_ns: when other streams have used it; None: no other stream has."""
@@ -91,6 +101,10 @@ class CachingAllocator:
             block.pool.add(block)
         else:
             self._awaited.append((until_ns, block))
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Reserve at most so many bytes, as the job asks for with a share of the device."""
+        self._capacity_bytes = min(limit_bytes, self._capacity_bytes or limit_bytes)
 
     def empty_cache(self) -> None:
         """Give the device all memory without a block in use, after the streams have finished."""
@@ -101,8 +115,8 @@ class CachingAllocator:
             pool.release_cached()
 
     def notes(self) -> list[str]:
-        """Return lines for people: what is not in its memory, its settings, and shortage of memory."""
-        notes = [_NOT_INCLUDED]
+        """Return lines for people: its settings, and shortage of memory."""
+        notes = []
         if self.settings != AllocatorSettings():
             notes.append(f"settings of the caching allocator: {self.settings.description}")
         if self.retries:
@@ -119,10 +133,30 @@ class CachingAllocator:
             self._pools[key] = kind(small, self.settings, self._space)
         return self._pools[key]
 
-    def _make_room(self, size: int) -> None:
-        if self._capacity_bytes is not None and self.reserved_bytes + size > self._capacity_bytes:
-            self.retries += 1
-            self.empty_cache()
+    def _allocate(self, size: int, stream: int, now_ns: int, always: bool) -> AllocatorBlock | None:
+        self._free_awaited(now_ns)
+        size = self.round_size(size)
+        pool = self._pool(stream, size <= SMALL)
+        block = pool.take(size)
+        if block is None:
+            if not self._make_room(pool.segment_bytes(size)) and not always:
+                return None
+            block = pool.grow(size)
+        if pool.splits(block, size):
+            pool.add(block.cut(size))
+        self.allocated_bytes += block.size
+        return block
+
+    def _make_room(self, size: int) -> bool:
+        """Give segments back where memory is short, and return whether there is room then."""
+        if self._fits(size):
+            return True
+        self.retries += 1
+        self.empty_cache()
+        return self._fits(size)
+
+    def _fits(self, size: int) -> bool:
+        return self._capacity_bytes is None or self.reserved_bytes + size <= self._capacity_bytes
 
     def _free_awaited(self, now_ns: int) -> None:
         if not self._awaited:

@@ -17,6 +17,7 @@ from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorBlock
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
 from ebbtide.profiler.dryrun.time.clock import LaunchedCopy, VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ENGINE
 
 _MAX_FRAMES = 40
 
@@ -26,7 +27,8 @@ class CallStacks:
 
     `torch`: the module `torch`; what it does inside an operation is left out.
 
-    `texts`: each stack, from the outermost frame to the innermost one, a line per frame.
+    `texts`: each stack, from the outermost frame to the innermost one, a line per frame; what autograd runs without
+    Python frames has the node of the graph instead, as in recordings.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -52,11 +54,14 @@ class CallStacks:
         while frame is not None and len(places) < _MAX_FRAMES:
             places.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
-        key = tuple(places)
+        node: Any = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        key = (*places, node and node.name())
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.texts)
-            self.texts.append(self._text(places))
+            text = self._text(places)
+            from_engine = node is not None and text.rpartition("\n")[2].startswith("_engine_run_backward ")
+            self.texts.append(f"{ENGINE}\n{node.name()}" if from_engine else text)
         return number
 
     def _text(self, places: list[tuple[CodeType, int]]) -> str:
@@ -76,7 +81,8 @@ class DeviceBlock:
         module: Dotted name of the module that ran, None outside of modules.
         end_ns: When it was released; None: held to the end.
         category: `parameter`, `buffer`, `gradient`, `optimizer_state`, or `temporary` for a workspace; None: another.
-        streams: Other streams that use it, as the job said by `Tensor.record_stream`.
+        stream, streams: That which allocated it, and others that use it, as the job said by `Tensor.record_stream`.
+        most: Of a convolution's workspace, which the job can go on without, the most bytes that it may take; else None.
     """
 
     start_ns: int
@@ -86,7 +92,9 @@ class DeviceBlock:
     end_ns: int | None = None
     category: str | None = None
     allocated: AllocatorBlock | None = None
+    stream: int = 0
     streams: tuple[int, ...] = ()
+    most: int | None = None
 
 
 class DeviceMemory:
@@ -100,6 +108,7 @@ class DeviceMemory:
         most_bytes, most_reserved_bytes: The largest so far, requested and reserved.
         blocks: Every block so far, in the order of allocation.
         timeline: (time in ns, requested, allocated, reserved bytes) after each change.
+        convolutions: Workspaces of convolutions.
     """
 
     def __init__(self, clock: VirtualClock, allocator: CachingAllocator | None = None) -> None:
@@ -107,6 +116,7 @@ class DeviceMemory:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.blocks: list[DeviceBlock] = []
         self.timeline: list[tuple[int, int, int, int]] = []
+        self.convolutions: list[DeviceBlock] = []
         self.allocator = allocator or CachingAllocator()
         self.most_bytes = self.most_reserved_bytes = 0
         self._clock = clock
@@ -140,6 +150,14 @@ class DeviceMemory:
                 self._allocate(block, size)
             for block in blocks:
                 self._free(block)
+
+    def add_convolution(self, sizes: list[tuple[int, int]], stack: int) -> None:
+        """Add the workspaces of a convolution, (typical, most) bytes, one after the other, as far as they are free."""
+        for typical, most in [] if self._closed else sizes:
+            block = DeviceBlock(0, 0, stack, None, category="temporary", most=most)
+            self.convolutions.append(block)
+            self._allocate(block, typical)
+            self._free(block)
 
     def take_over(self, old: Any, new: Any) -> bool:
         """Let a new storage have the memory of an old one, and return whether that is followed and as large.
@@ -200,9 +218,11 @@ class DeviceMemory:
 
     def _allocate(self, block: DeviceBlock, size: int) -> None:
         block.size = size
-        block.start_ns = self._clock.tick()
+        block.start_ns, block.stream = self._clock.tick(), self._clock.stream
         if size:
-            block.allocated = self.allocator.allocate(size, self._clock.stream, block.start_ns)
+            allocate = self.allocator.allocate_if_free if block.most is not None else self.allocator.allocate
+            block.allocated = allocate(size, block.stream, block.start_ns)
+        if block.allocated is not None:
             self.requested_bytes += size
             self.blocks.append(block)
             self._note_change(block.start_ns)
@@ -233,12 +253,12 @@ class FakeHostMemory:
     and what is released is kept for requests of the same size.
 
     Attributes:
-        most_bytes: The largest sum of both so far.
+        most_bytes, most_pinned_bytes: The largest sum of both so far, and that of pinned memory.
         timeline: (time in ns, pageable, pinned bytes) after each change.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
-        self.pageable_bytes = self.pinned_bytes = self.most_bytes = 0
+        self.pageable_bytes = self.pinned_bytes = self.most_bytes = self.most_pinned_bytes = 0
         self.timeline: list[tuple[int, int, int]] = []
         self._clock = clock
         # Address of a storage -> (its pageable bytes, its pinned block or 0, the reference whose callback releases it)
@@ -272,11 +292,10 @@ class FakeHostMemory:
         """Return lines for people."""
         if not self.most_bytes:
             return []
-        pinned = max(row[2] for row in self.timeline)
         return [
             f"host memory of this rank: at most {self.most_bytes / 1e9:,.2f} GB of large tensors on the host and of "
-            f"pinned memory, {pinned / 1e9:,.2f} GB of it pinned (in powers of two, as torch pins it); Python, "
-            "libraries and data come on top"
+            f"pinned memory, {self.most_pinned_bytes / 1e9:,.2f} GB of it pinned (in powers of two, as torch pins it); "
+            "Python, libraries and data come on top"
         ]
 
     def _pin(self, storage: Any) -> None:
@@ -307,6 +326,7 @@ class FakeHostMemory:
     def _note_change(self) -> None:
         if not self._closed:
             self.most_bytes = max(self.most_bytes, self.pageable_bytes + self.pinned_bytes)
+            self.most_pinned_bytes = max(self.most_pinned_bytes, self.pinned_bytes)
             self.timeline.append((self._clock.tick(), self.pageable_bytes, self.pinned_bytes))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.profiler.dryrun.memory.convolutions import CONVOLUTIONS, convolution_bytes
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory
 
 _aten = torch.ops.aten
@@ -24,15 +25,17 @@ _LARGE_BYTES = 4096 * 8 * 1024
 _SMALL_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 _LARGE_CAPABILITIES = (9, 10, 12)
 _PARTS = re.compile(r":(\d+):(\d+)")
-# Multiprocessors of a GPU by the beginning of its name, from its data sheet; those of an H100 SXM for others.
+# Multiprocessors of a GPU by a part of its name, from its data sheet; those of an H100 SXM for others.
 _MULTIPROCESSORS = {
     "a100": 108,
     "a10": 72,
+    "rtx3060": 28,
+    "rtx4060": 24,
     "rtx3090": 82,
     "rtx4090": 128,
     "rtx5090": 170,
     "l40s": 142,
-    "h100-80gb-pcie": 114,
+    "h100pcie": 114,
     "b200": 148,
     "v100": 80,
     "mi300x": 304,
@@ -75,13 +78,6 @@ def index_buffers(kind: Any, args: Any) -> list[int]:
     return [*linear, *expanded, *[_INDEX_BYTES * count] * 3]
 
 
-def kernel_workspaces(
-    memory: DeviceMemory, stacks: CallStacks, device_name: str, capability: tuple[int, int]
-) -> KernelWorkspaces:
-    """Return the workspaces of a GPU."""
-    return KernelWorkspaces(memory, stacks, workspace_bytes(capability), multiprocessors(device_name, capability))
-
-
 def workspace_bytes(capability: tuple[int, int]) -> int:
     """Return the bytes of a workspace of cuBLAS on a device of a compute capability.
 
@@ -94,9 +90,9 @@ def workspace_bytes(capability: tuple[int, int]) -> int:
 
 
 def multiprocessors(device_name: str, capability: tuple[int, int]) -> Multiprocessors:
-    """Return the multiprocessors of a GPU."""
-    name = device_name.lower()
-    counts = (count for prefix, count in _MULTIPROCESSORS.items() if name.startswith(prefix))
+    """Return the multiprocessors of a GPU, by the name that torch reports."""
+    name = re.sub(r"[^a-z0-9]", "", device_name.lower())
+    counts = (count for part, count in _MULTIPROCESSORS.items() if part in name)
     return Multiprocessors(next(counts, _H100_MULTIPROCESSORS), _THREADS.get(capability, _MOST_THREADS))
 
 
@@ -104,11 +100,14 @@ class KernelWorkspaces:
     """Accounts for the memory that kernels take.
 
     cuBLAS takes a workspace at the first matrix product of each thread, the job's own and that of autograd, and keeps
-    it. Reductions, and writes at indices, take buffers while they run.
+    it. Reductions, writes at indices, and convolutions take buffers while they run.
     """
 
-    def __init__(self, memory: DeviceMemory, stacks: CallStacks, size: int, gpu: Multiprocessors) -> None:
-        self._memory, self._stacks, self._size, self._gpu = memory, stacks, size, gpu
+    def __init__(
+        self, memory: DeviceMemory, stacks: CallStacks, capability: tuple[int, int], gpu: Multiprocessors
+    ) -> None:
+        self._memory, self._stacks, self._capability, self._gpu = memory, stacks, capability, gpu
+        self._size = workspace_bytes(capability)
         self._threads: set[bool] = set()
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -119,6 +118,9 @@ class KernelWorkspaces:
             if in_backward not in self._threads:
                 self._threads.add(in_backward)
                 self._memory.add_workspace(self._size, self._stacks.current())
+            return
+        if kind in CONVOLUTIONS:
+            self._memory.add_convolution(convolution_bytes(kind, args, self._capability), self._stacks.current())
             return
         if kind in REDUCTIONS:
             buffers = reduction_buffers(func, args, kwargs, result, self._gpu)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 from itertools import pairwise
 
 import pytest
+import torch
 
 from ebbtide.profiler.dryrun.errors import DryRunError
 from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorSettings
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
+from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
+from tests.profiler.dryrun.forked import run_forked
 
 MIB = 1 << 20
 
@@ -21,6 +25,24 @@ def test_settings__are_those_of_the_environment(variable: str, monkeypatch: pyte
     settings = AllocatorSettings.from_environment()
     assert (settings.expandable, settings.max_split_bytes, settings.ignored) == (True, 64 * MIB, ("backend",))
     assert settings.description == "expandable_segments, max_split_size 64 MiB, backend (has no effect here)"
+
+
+def test_settings__are_those_that_the_job_sets_before_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def observe() -> tuple[bool, int | None, int]:
+        with DryRun(DryRunOptions(iterations=9, capacity_bytes=10**9)) as run:
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+            torch.cuda.set_per_process_memory_fraction(0.5)
+            first = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+            expandable = run.memory.allocator.settings.expandable
+            del first
+            torch._C._accelerator_setAllocatorSettings("max_split_size_mb:32")
+            torch.empty(450 * MIB, dtype=torch.uint8, device="cuda")
+        allocator = run.memory.allocator
+        return expandable, allocator.settings.max_split_bytes, allocator.retries
+
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    # Half of the device does not hold what is cached and the second tensor.
+    assert run_forked(observe) == (True, 32 * MIB, 1)
 
 
 @pytest.mark.parametrize("text", ["expandable_segments:yes", "max_split_size_mb:many", "nonsense", "a:1,,b"])

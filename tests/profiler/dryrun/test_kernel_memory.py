@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from ebbtide.profiler.dryrun.memory.caching_allocator import context_bytes
+from ebbtide.profiler.dryrun.memory.convolutions import convolution_bytes
 from ebbtide.profiler.dryrun.memory.workspaces import (
     Multiprocessors,
     multiprocessors,
@@ -61,7 +63,43 @@ def test_workspace_bytes__follow_the_capability_and_the_environment(monkeypatch:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     assert workspace_bytes((9, 0)) == 8_519_680
     assert multiprocessors("a100-80gb-sxm", (8, 0)) == Multiprocessors(108, 2048)
-    assert multiprocessors("rtx4090", (8, 9)).threads == 1536
+    assert multiprocessors("NVIDIA GeForce RTX 4090", (8, 9)) == Multiprocessors(128, 1536)
+    assert [multiprocessors(f"NVIDIA H100{form}", (9, 0)).count for form in (" PCIe", " 80GB HBM3")] == [114, 132]
+
+
+def test_convolution_bytes__count_copies_for_tensor_cores() -> None:
+    x, w, y = meta(2, 8, 4, 4), meta(6, 8, 1, 1), meta(2, 6, 4, 4)
+    sizes = {name: 4 * tensor.numel() for name, tensor in (("x", x), ("w", w), ("y", y))}
+    call = [[0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1]
+    forward, backward = (x, w, None, *call[1:]), (y, x, w, *call, [True, True, False])
+    most = sum(sizes.values())
+    assert convolution_bytes(aten.convolution, forward, (8, 6)) == [(0, sizes["x"] + sizes["w"])]
+    assert convolution_bytes(aten.convolution_backward, backward, (8, 6)) == [(sizes["y"] + sizes["w"], most)] * 2
+    assert convolution_bytes(aten.convolution_backward, backward, (7, 0)) == []
+    channels_last = (x.to(memory_format=torch.channels_last), *forward[1:])
+    depthwise = (meta(2, 6, 4, 4), meta(6, 1, 3, 3), *forward[2:-1], 6)
+    assert [convolution_bytes(aten.convolution, args, (9, 0)) for args in (channels_last, depthwise)] == [[], []]
+
+
+def test_dry_run__takes_workspaces_of_convolutions_only_where_they_fit() -> None:
+    def observe(capacity: int | None) -> tuple[int, tuple[int, int], int]:
+        with DryRun(DryRunOptions(iterations=1, capacity_bytes=capacity)) as run:
+            model = nn.Conv2d(64, 64, 3, padding=1).to("cuda")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            images = torch.randn(64, 64, 64, 64, device="cuda", requires_grad=True)
+            model(images).sum().backward()
+            optimizer.step()
+        workspaces = [block.size for block in run.memory.blocks if block.most is not None]
+        return run.memory.most_reserved_bytes, run.reserved_range(), len(workspaces)
+
+    image_bytes = 4 * 64**4
+    roomy, (least, most), taken = run_forked(lambda: observe(None))
+    assert taken == 2
+    assert least < roomy <= most
+    assert roomy - least == pytest.approx(image_bytes, rel=0.05)
+    context = context_bytes(132)
+    tight, limits, taken = run_forked(lambda: observe(least + context))
+    assert (tight, limits, taken) == (least, (least, least), 0)
 
 
 def sizes_in_backward(job: Callable[[], torch.Tensor]) -> list[int]:
@@ -71,6 +109,16 @@ def sizes_in_backward(job: Callable[[], torch.Tensor]) -> list[int]:
         before = len(run.memory.blocks)
         loss.backward()
         return [block.size for block in run.memory.blocks[before:] if block.size != 33_554_432]
+
+
+def test_dry_run__names_the_node_of_what_autograd_allocates() -> None:
+    def observe() -> list[str]:
+        with DryRun(DryRunOptions(iterations=9)) as run:
+            scores = torch.randn(64, 1000, device="cuda", requires_grad=True)
+            nn.functional.cross_entropy(scores, torch.zeros(64, dtype=torch.long, device="cuda")).backward()
+            return [run.stacks.texts[block.stack] for block in run.memory.blocks]
+
+    assert "autograd engine\nLogSoftmaxBackward0" in run_forked(observe)
 
 
 def test_dry_run__adds_gradients_in_place() -> None:

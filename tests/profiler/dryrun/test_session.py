@@ -370,3 +370,26 @@ def test_operation__without_a_fake_implementation_is_named() -> None:
     assert "dry_run_test" in line
     assert "register_fake" in line
     assert "test_session.py:" in line
+
+
+def test_dry_run__ends_with_the_longest_batch_where_batches_vary() -> None:
+    def observe(lengths: list[int]) -> tuple[list[int], object, tuple[int, int], int]:
+        given = []
+        with DryRun(DryRunOptions(iterations=2)) as run:
+            model = torch.nn.Linear(256, 4096).to("cuda")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for (batch,) in torch.utils.data.DataLoader([(torch.ones(n, 256),) for n in lengths]):
+                given.append(batch.shape[1])
+                model(batch.to("cuda")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return given, run.batches.seen, run.reserved_range(), run.memory.most_reserved_bytes
+
+    def observe_both() -> tuple[object, object]:
+        return observe([1000, 2000, 1500, 8000, 500, 700]), observe([1000] * 6)
+
+    (given, seen, (least, most), reserved), constant = run_forked(observe_both)
+    assert given == [1000, 2000, 8000, 8000]
+    assert seen == ((1, 500, 256), (1, 8000, 256))
+    assert least < most == reserved
+    assert constant[:2] == ([1000, 1000], None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbtide.analysis.metrics.holders.categories import call_site, categorized_allocations, part_of_step
+from ebbtide.analysis.metrics.holders.categories import call_site, categorized_allocations, in_loss, part_of_step
 from ebbtide.analysis.metrics.holders.holders import Holder, holders_at, memory_by_category, stack_tree
 from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.importers.torch_memory.snapshot import import_snapshot
@@ -192,6 +192,20 @@ def test_holders_at__knows_the_model_of_a_published_snapshot() -> None:
 )
 def test_stacks__tell_part_and_call_site(stack: str, part: str, site: str) -> None:
     assert (part_of_step(stack), call_site(stack)) == (part, site)
+
+
+@pytest.mark.parametrize(
+    ("stack", "expected"),
+    [
+        (f"main (/job/train.py:9)\ncross_entropy ({LIBRARY}/functional.py:5)", True),
+        (f"train ({LIBRARY}/trainer.py:9)\nForCausalLMLoss ({LIBRARY}/loss_utils.py:5)", True),
+        ("autograd engine\nLogSoftmaxBackward0", True),
+        (FORWARD, False),
+        (BACKWARD, False),
+    ],
+)
+def test_in_loss__knows_losses_and_their_backward(stack: str, expected: bool) -> None:
+    assert in_loss(stack) is expected
 
 
 def test_stack_tree__adds_up_at_every_frame() -> None:
