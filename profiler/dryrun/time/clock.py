@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ebbtide.machines.gpu_compute import GpuCompute
-from ebbtide.machines.gpu_sheets import GPU_SHEETS
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.sheets import GPU_SHEETS
 from ebbtide.profiler.dryrun.time import time_priors as priors
 from ebbtide.profiler.dryrun.time.kernel_work import KernelWork, kernel_work
 from ebbtide.profiler.dryrun.time.time_priors import CASES, MAX_QUEUED, TYPICAL, PriorRange, WorkClass
