@@ -43,9 +43,7 @@ def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     return with_overlap(builder.plan(), workload, machine, spec.options["overlap"])
 
 
-def _interleave(
-    builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str
-) -> tuple[int, ...]:
+def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str) -> tuple[int, ...]:
     """Stream `on_gpu` through the buffers while the CPU updates `on_cpu`, evenly mixed, fetching ahead.
 
     Return the index of the last upload, if there is one."""
