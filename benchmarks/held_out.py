@@ -4,7 +4,8 @@
 
 FOLDER holds logs of github.com/mauryaavinash95/deep-optimizer-states-results, found by name. Updates on H100 are
 predicted by the preset `h100-80gb-sxm-published`, those on A100 by `a100-40gb-published`, and those of A100 ranks that
-are not bound to cores by a fit to the runs with one and two ranks of `traces/`. Prints Markdown, see docs/validation.md.
+are not bound to cores by a fit to the runs with one and two ranks of `traces/`. Prints Markdown, see
+docs/validation.md.
 """
 
 from __future__ import annotations
@@ -33,13 +34,11 @@ NAME = re.compile(
     r".*-flush_async(?P<asynchronous>\d)-opt_gaps(?P<stride>\d+)\.log$"
 )
 LINKS = {"H100": (5, 16), "A100": (4, 16)}
-BOUND = re.compile(r"numactl")
 
 
-def card_of(path: Path) -> str | None:
-    """Return the card of a log: by the folders that hold it, else by the size of the host's paths."""
-    text = "/".join(path.parts[-5:]).lower()
-    return next((card for card in LINKS if card.lower() in text), None)
+def card_of(text: str) -> str:
+    """Return the card of a log: the A100 runs were made by another user than those on H100."""
+    return "A100" if "/home/am6429" in text else "H100"
 
 
 def unbound_machine() -> Machine:
@@ -56,16 +55,16 @@ def sample_of_log(path: Path, card: str, folder: Path) -> FitSample:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--card", choices=sorted(LINKS), help="the card of all logs; default: by the names of folders")
     args = parser.parse_args()
     machines = {"H100": preset("h100-80gb-sxm-published"), "A100": preset("a100-40gb-published")}
     unbound = unbound_machine()
     rows, errors = [], defaultdict(list)
     with tempfile.TemporaryDirectory() as work:
         for number, path in enumerate(sorted(args.folder.rglob("log-*.log"))):
-            match, card = NAME.search(path.name), args.card or card_of(path)
-            if match is None or card is None:
+            match, text = NAME.search(path.name), path.read_text(errors="replace")
+            if match is None:
                 continue
+            card = card_of(text)
             run = f"{path.parent.name[:30]}/{match['model']} dp{match['dp']} tp{match['tp']} b{match['batch']}"
             run += f" r{match['ratio']} a{match['asynchronous']} k{match['stride']}"
             (folder := Path(work) / str(number)).mkdir()
@@ -74,7 +73,7 @@ def main() -> None:
             except UserError as error:
                 rows.append([run, card, "-", "-", f"left out: {error!s:.60}"])
                 continue
-            is_bound = BOUND.search(path.read_text(errors="replace")) is not None
+            is_bound = "numactl" in text
             machine = machines[card] if is_bound or card == "H100" else unbound
             predicted = sample.simulate(machine).update_s
             group = f"{card} {match['model']} {sample.ranks} ranks a host {'bound' if is_bound else 'not bound'}"

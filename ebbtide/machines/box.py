@@ -25,8 +25,6 @@ class Box:
         host_memory_bytes_per_s: Traffic of all of them together with host memory.
         one_rank_cpu_update_params_per_s: The rate of one rank while the others are idle.
         one_rank_host_memory_bytes_per_s: The same of host memory.
-        h2d_bytes_per_s: Pinned copies of all ranks to their devices, where the host and not each link limits them.
-        d2h_bytes_per_s: The same to the host.
     """
 
     ranks: Ranks
@@ -34,8 +32,6 @@ class Box:
     host_memory_bytes_per_s: TotalRate | None = None
     one_rank_cpu_update_params_per_s: TotalRate | None = None
     one_rank_host_memory_bytes_per_s: TotalRate | None = None
-    h2d_bytes_per_s: TotalRate | None = None
-    d2h_bytes_per_s: TotalRate | None = None
 
 
 def box_from(values: Any, where: str) -> Box:

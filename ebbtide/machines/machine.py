@@ -121,8 +121,7 @@ class Machine:
         """Return the machine with the rates of one of `ranks` ranks that share the box.
 
         A rank gets the smaller of its own rate and its part of the total, for updates on the CPU and for host memory.
-        The box's memory and storage are divided by the ranks. Each rank has a GPU of its own, and a link unless the
-        box has totals of copies.
+        The box's memory and storage are divided by the ranks. Each rank has a GPU and link of its own.
 
         Raises:
             MachineError: The totals of the box are not known, and `ranks` is not 1.
@@ -151,8 +150,6 @@ class Machine:
             self,
             cpu_update_params_per_s=rate_of_rank(update, box.cpu_update_params_per_s, ranks),
             host_memory_bytes_per_s=rate_of_rank(memory, box.host_memory_bytes_per_s, ranks),
-            h2d_bytes_per_s=rate_of_rank(self.h2d_bytes_per_s, box.h2d_bytes_per_s, ranks),
-            d2h_bytes_per_s=rate_of_rank(self.d2h_bytes_per_s, box.d2h_bytes_per_s, ranks),
             host_memory_bytes=_divided(self.host_memory_bytes, measured_ranks, ranks),
             pinned_memory_bytes=_divided(self.pinned_memory_bytes, measured_ranks, ranks),
             storage=tuple(path.for_ranks(measured_ranks, ranks) for path in self.storage),

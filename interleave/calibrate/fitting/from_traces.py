@@ -35,8 +35,6 @@ _ONE_RANK = {f"box.one_rank_{key}": key for key in _SHARED}
 _FIRST_EVALUATIONS = 12
 _REFINED_STARTS = 3
 _EVALUATIONS = 200
-# Copies at less than this share of the link's peak are limited by the host.
-_SLOW_LINK_SHARE = 0.5
 # Models are of different size from this ratio on.
 _OTHER_MODEL = 1.3
 # Medians of a trace are accurate to about this share, and so is the simulator.
@@ -280,7 +278,7 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
         for name, sigma in zip(names, sigmas, strict=True)
         if sigma > _IDENTIFIED * np.log(PRIORS[_ONE_RANK.get(name, name)].factor)
     ]
-    machine = _with_shared_link(machine_at(best.x), several, samples, unidentified)
+    machine = machine_at(best.x)
     return MachineFit(
         machine=machine,
         residuals={sample.name: sample.simulate(machine).update_s / sample.update_s - 1 for sample in samples},
@@ -300,21 +298,6 @@ def _ranks_of(samples: Sequence[FitSample]) -> tuple[int, bool]:
     return max((ranks for ranks in numbers if ranks is not None), default=1), len(numbers) > 1
 
 
-def _with_shared_link(
-    machine: Machine, several: bool, samples: Sequence[FitSample], unidentified: Sequence[str]
-) -> Machine:
-    """Return the machine with totals of copies where one rank and several copy far slower than their links could.
-
-    The host limits such copies, for example since ranks are not bound to the node of their GPU: more ranks get no more.
-    """
-    peak = _link_peak(samples)
-    if not several or machine.box is None or peak is None:
-        return machine
-    rates = {key: getattr(machine, key) for key in _LINK if key not in unidentified}
-    slow = {key: machine.box.ranks * rate for key, rate in rates.items() if rate < _SLOW_LINK_SHARE * peak}
-    return replace(machine, box=replace(machine.box, **slow))
-
-
 def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box | None:
     """Return the totals of a box from the rates of one of its ranks; None if it has only one.
 
@@ -327,14 +310,10 @@ def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box |
     return Box(ranks, **totals, **alone)
 
 
-def _link_peak(samples: Sequence[FitSample]) -> float | None:
-    return next((sample.link_peak for sample in samples if sample.link_peak), None)
-
-
 def _priors_of(samples: Sequence[FitSample]) -> dict[str, Prior]:
     """Return the priors of all rates: those of the link from its peak, of the overhead from steps that tell it."""
     priors = dict(PRIORS)
-    if link_peak := _link_peak(samples):
+    if link_peak := next((sample.link_peak for sample in samples if sample.link_peak), None):
         priors |= {key: Prior(_LINK_EFFICIENCY * link_peak, PRIORS[key].factor) for key in _LINK}
     if overheads := [sample.overhead_s for sample in samples if sample.overhead_s]:
         priors["step_overhead_s"] = Prior(median(overheads), _MEASURED_OVERHEAD_FACTOR)
