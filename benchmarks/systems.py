@@ -140,9 +140,8 @@ def zenflow() -> list[Figure]:
             "s",
             7.0,
             headline.iteration_s,
-            reason="host, binding and batch are not published; four ranks of the A100 box of traces/ that are not bound "
-            "update 1.5 times slower than bound ones, and DeepSpeed's blog measures ZeRO-Offload 2 times faster with cores "
-            "bound to ranks",
+            reason="host, binding and batch are not published; four ranks that are not bound to cores update 1.5 times "
+            "slower on the A100 box of traces/ than bound ones",
         )
     )
     return figures
@@ -164,11 +163,8 @@ def superoffload() -> list[Figure]:
             "",
             4.0,
             slow / seconds,
-            reason="a largest factor, of a configuration that is not published; the batch is assumed, and more tokens hide "
-            "more of an update"
-            + (
-                "; with clipping, as here, DeepSpeed 0.19.8 updates nothing in the backward" if "rule" in policy else ""
-            ),
+            reason="the largest factor of configurations that are not published; the batch is assumed; with clipping, "
+            "as here, DeepSpeed 0.19.8 updates nothing in the backward",
         )
         for policy, seconds in times.items()
     ]
