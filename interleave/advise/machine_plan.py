@@ -295,15 +295,7 @@ def _without_solution(job: TrainingJob, machine: Machine, asked: PlanRequest) ->
         device_capacity_bytes=shared.gpu_memory_bytes,
         host_capacity_bytes=shared.host_memory_bytes,
         accuracy=accuracy_of(machine).text(),
-        notes=tuple(
-            filter(
-                None,
-                (
-                    f"{what}, and none of the changes helps: policy, checkpointing, micro-batch, ranks",
-                    unified_memory_text(machine),
-                ),
-            )
-        ),
+        notes=(f"{what}, and none of the changes helps: policy, checkpointing, micro-batch, ranks",),
     )
 
 
