@@ -124,38 +124,29 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
     pass_bytes_per_s = cpu_pass.value * rank_bytes_per_s
     memory_source = _of_peak(memory, origin)
     pass_source = cpu_pass.source._replace(title=f"{cpu_pass.value:g} of the host memory rate, {cpu_pass.source.title}")
-    # The rates, and of each the factor within which it is known and its source.
-    rates = {
-        "h2d_bytes_per_s": (h2d.value, h2d.factor, h2d.source),
-        "d2h_bytes_per_s": (d2h.value, d2h.factor, d2h.source),
-        "duplex_bytes_per_s": (duplex.value * (h2d.value + d2h.value), duplex.factor, duplex.source),
-        "h2d_pageable_bytes_per_s": (
-            min(h2d_pageable.value, SHARES["pageable_memory"].value * rank_bytes_per_s, h2d.value),
-            h2d_pageable.factor,
-            h2d_pageable.source,
-        ),
-        "d2h_pageable_bytes_per_s": (min(d2h_pageable.value, d2h.value), d2h_pageable.factor, d2h_pageable.source),
-        "host_memory_bytes_per_s": (rank_bytes_per_s, memory.factor, memory_source),
-        "cpu_update_params_per_s": (update, cpu_factor, pass_source),
-        "cpu_cast_params_per_s": (
-            min(pass_bytes_per_s / _CAST_BYTES, SHARES["core_cast_params_per_s"].value * rank_cores),
-            cpu_factor,
-            pass_source,
-        ),
-        "cpu_norm_params_per_s": (
-            min(pass_bytes_per_s / GRAD_BYTES, SHARES["core_norm_params_per_s"].value * rank_cores),
-            cpu_factor,
-            pass_source,
-        ),
+    on_cpu = {
+        "cpu_update_params_per_s": update,
+        "cpu_cast_params_per_s": min(pass_bytes_per_s / _CAST_BYTES, _of_cores("core_cast", rank_cores)),
+        "cpu_norm_params_per_s": min(pass_bytes_per_s / GRAD_BYTES, _of_cores("core_norm", rank_cores)),
     }
-    figures = _as_json({key: source for key, (_, _, source) in rates.items()} | {"host_memory_bytes": origin})
+    to_device = min(h2d_pageable.value, SHARES["pageable_memory"].value * rank_bytes_per_s, h2d.value)
+    rates = {
+        "h2d_bytes_per_s": h2d,
+        "d2h_bytes_per_s": d2h,
+        "duplex_bytes_per_s": duplex._replace(value=duplex.value * (h2d.value + d2h.value)),
+        "h2d_pageable_bytes_per_s": h2d_pageable._replace(value=to_device),
+        "d2h_pageable_bytes_per_s": d2h_pageable._replace(value=min(d2h_pageable.value, d2h.value)),
+        "host_memory_bytes_per_s": Share(rank_bytes_per_s, memory.factor, memory_source),
+        **{key: Share(rate, cpu_factor, pass_source) for key, rate in on_cpu.items()},
+    }
+    figures = _as_json({key: rate.source for key, rate in rates.items()} | {"host_memory_bytes": origin})
     return replace(
         machine,
         name=name,
         host_memory_bytes=host.memory_bytes / ranks,
         pinned_memory_bytes=None,
         unified_memory=link == UNIFIED,
-        **{key: value for key, (value, _, _) in rates.items()},  # type: ignore[arg-type]
+        **{key: rate.value for key, rate in rates.items()},  # type: ignore[arg-type]
         box=Box(
             ranks,
             cpu_update_params_per_s=ranks * update,
@@ -174,8 +165,7 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
                 "date": max(figure["date"] for figure in figures.values()),
                 "figures": _object(_object(machine.extra, "source"), "figures") | figures,
             },
-            "uncertainty": _object(machine.extra, "uncertainty")
-            | {key: factor for key, (_, factor, _) in rates.items()},
+            "uncertainty": _object(machine.extra, "uncertainty") | {key: rate.factor for key, rate in rates.items()},
         },
     )
 
@@ -210,7 +200,11 @@ def _as_json(sources: dict[str, FigureSource]) -> dict[str, dict[str, str]]:
 def _cpu_update(memory_bytes_per_s: float, cores: float) -> float:
     """Return the parameters that some cores update per second: what memory or what the cores allow."""
     by_memory = SHARES["cpu_pass"].value * memory_bytes_per_s / _CPU_UPDATE_BYTES
-    return min(by_memory, SHARES["core_update_params_per_s"].value * cores)
+    return min(by_memory, _of_cores("core_update", cores))
+
+
+def _of_cores(name: str, cores: float) -> float:
+    return SHARES[f"{name}_params_per_s"].value * cores
 
 
 def _object(values: dict[str, Any], key: str) -> dict[str, Any]:

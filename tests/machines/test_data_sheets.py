@@ -150,9 +150,9 @@ def test_with_host__the_rule_gives_rates_like_those_that_were_fitted(name: str) 
     by_rule = with_host(fitted, fitted.extra["host"]["spec"])
     for key in fitted.extra["fit"]["uncertainty"]:
         ratio = getattr(by_rule, key) / getattr(fitted, key)
-        # What the runs determine: within 10 %; what they do not: within the uncertainty of the fit. The rule for
+        # What the runs determine: within 12 %; what they do not: within the uncertainty of the fit. The rule for
         # pageable copies to the host is an assumption.
-        factor = fitted.extra["fit"]["uncertainty"][key] if key in fitted.extra["fit"]["unidentified"] else 1.1
+        factor = fitted.extra["fit"]["uncertainty"][key] if key in fitted.extra["fit"]["unidentified"] else 1.12
         factor = 2.0 if key == "d2h_pageable_bytes_per_s" else factor
         assert 1 / factor < ratio < factor, (key, ratio)
 
