@@ -22,6 +22,7 @@ class Figure:
         published: The published value.
         simulated: The simulated value.
         is_fitted: Whether a rate was fitted to it, so that it proves nothing.
+        reason: Why the simulated value is far from the published one.
     """
 
     system: str
@@ -30,6 +31,7 @@ class Figure:
     published: float
     simulated: float
     is_fitted: bool = False
+    reason: str = ""
 
 
 def box(name: str) -> Machine:

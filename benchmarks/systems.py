@@ -16,6 +16,7 @@ from benchmarks.tables import machine_line, percent, table
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import parse
+from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine
 
 # Errors up to this share count as reproduced.
@@ -129,7 +130,44 @@ def zenflow() -> list[Figure]:
     moved = schedule.moved_bytes("h2d") + schedule.moved_bytes("d2h")
     what = "bytes over the link a step, of the model's (paper)"
     figures.append(Figure("ZenFlow", what, "", 1.13, moved / (2 * large.params)))
+    # The headline: Llama-2-7B on four A100, 0.5 s without offload. Nothing else of the set-up is published.
+    llama = workload(6.74e9 / 4, 0.5)
+    headline = simulated("zero-offload,params=gpu-cast,grads=blocking", llama, preset("a100-80gb-sxm").for_ranks(4))
+    figures.append(
+        Figure(
+            "ZenFlow",
+            "its headline: ZeRO-Offload, Llama-2-7B on 4 A100 (paper: over 7 s)",
+            "s",
+            7.0,
+            headline.iteration_s,
+            reason="host, binding and batch are not published; four ranks that are not bound to cores update 1.5 times "
+            "slower on the A100 box of traces/ than bound ones",
+        )
+    )
     return figures
+
+
+def superoffload() -> list[Figure]:
+    """A model of 14.8 G parameters on one GH200 at 600 TFLOP/s, 4 sequences of 4,096 tokens (assumed) a step."""
+    job = workload(14.8e9, 8 * 14.8e9 * 4 * 4096 / 600e12, gpu_free=((0.0, 40e9),))
+    machine = preset("gh200")
+    times = {
+        policy: simulated(policy, job, machine).iteration_s
+        for policy in ("zero-offload,grads=blocking", "superoffload", "superoffload,rule=deepspeed")
+    }
+    slow = times.pop("zero-offload,grads=blocking")
+    return [
+        Figure(
+            "SuperOffload",
+            f"times as fast as ZeRO-Offload, at most: `{policy}`",
+            "",
+            4.0,
+            slow / seconds,
+            reason="the largest factor of configurations that are not published; the batch is assumed; with clipping, "
+            "as here, DeepSpeed 0.19.8 updates nothing in the backward",
+        )
+        for policy, seconds in times.items()
+    ]
 
 
 def prime_rl() -> list[Figure]:
@@ -149,7 +187,8 @@ def prime_rl() -> list[Figure]:
     figures = [Figure("prime-rl", "8K tokens", "s", 3.96, iteration(machine), is_fitted=True)]
     for name, without_s, with_s in (("16K", 5.17, 5.73), ("32K", 18.5, 16.05), ("64K", 38.7, 34.1)):
         seconds = simulated("prime-rl", job(without_s), machine).iteration_s
-        figures.append(Figure("prime-rl", f"{name} tokens", "s", with_s, seconds))
+        reason = "the source gives 15.4 to 16.7 s: the middle is compared" if name == "32K" else ""
+        figures.append(Figure("prime-rl", f"{name} tokens", "s", with_s, seconds, reason=reason))
     saved = simulated("gpu-only", job(1.75), machine).peak_device_bytes
     for name, published in (("8K", 63.1 - 17.5), ("16K", 67.0 - 21.5), ("64K", 90.3 - 44.9)):
         figures.append(Figure("prime-rl", f"device memory saved, {name} tokens", "GiB", published, saved / 2**30))
@@ -178,8 +217,16 @@ def torchao() -> list[Figure]:
         figures.append(Figure("torchao", f"device memory saved, {name}", "GB", published, saved / 1e9))
     with_gradients = simulated("gpu-only", replace(moments, gradients_held_until_step=False), machine).peak_device_bytes
     what = "device memory saved, gradients offloaded"
-    figures.append(Figure("torchao", what, "GB", 9.82 - 4.01, with_gradients / 1e9))
+    reason = "gradients of the largest tensors are on the device while they are copied, which the plan does not count"
+    figures.append(Figure("torchao", what, "GB", 9.82 - 4.01, with_gradients / 1e9, reason=reason))
     return figures
+
+
+def _reason(figure: Figure) -> str:
+    """Return why a figure is not reproduced; a gap without a reason is an error."""
+    is_close = abs(figure.simulated / figure.published - 1) <= CLOSE
+    assert is_close or figure.reason, f"{figure.system}, {figure.what}: {figure.simulated:.3g} {figure.unit}"
+    return "" if is_close else figure.reason
 
 
 def main() -> None:
@@ -191,6 +238,7 @@ def main() -> None:
         megatron_bridge,
         nemo_rl,
         zenflow,
+        superoffload,
         prime_rl,
         torchao,
         zero_infinity,
@@ -205,11 +253,12 @@ def main() -> None:
             f"{figure.published:.3g} {figure.unit}".strip(),
             f"{figure.simulated:.3g} {figure.unit}".strip(),
             percent(figure.simulated, figure.published),
+            _reason(figure),
         ]
         for figures in by_system.values()
         for figure in figures
     ]
-    table(["system", "figure", "published", "simulated", "error"], rows)
+    table(["system", "figure", "published", "simulated", "error", "reason of a gap above 15 %"], rows)
     counts = []
     for system, figures in by_system.items():
         predicted = [abs(f.simulated / f.published - 1) for f in figures if not f.is_fitted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from ebbtide.analysis.tables.table import Column, Table, View, number, params_rate, rate, size, text
@@ -26,17 +26,18 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
     columns: list[Column] = [
         text("machine", "name"),
         size("memory", "gpu_memory_bytes"),
-        rate("h2d", _RATES["h2d"]),
-        rate("host", _RATES["host"]),
+        rate("h2d", lambda machine: None if machine.unified_memory else machine.h2d_bytes_per_s),
+        rate("host", lambda machine: None if machine.unified_memory else machine.host_memory_bytes_per_s),
         params_rate("CPU", _RATES["CPU"]),
         params_rate("GPU", _RATES["GPU"]),
         number("ranks", lambda machine: machine.box.ranks if machine.box else None),
         text("trust", lambda machine: accuracy_of(machine).short_text()),
     ]
     note = (
-        "For one rank while all ranks of the host update: GPU memory, copies to the GPU, traffic with host memory, "
-        "1e9 parameters updated a second on CPU and GPU. Trust: the largest error of an update on the runs that a "
-        "machine was fitted to, or the factor within which the rate of the CPU is known from data sheets."
+        "For one rank while all ranks of the host update: GPU memory, copies to the GPU, traffic with host memory "
+        "(neither if GPU and CPU share one), 1e9 parameters updated a second on CPU and GPU. Trust: the largest error "
+        "of an update on the runs that a machine was fitted to, or the factor within which the CPU's rate is known "
+        "from data sheets."
     )
     yield Table("machines", "Machines by name", columns, machines, note=note, max_rows=None)
     if with_sources:
@@ -49,10 +50,24 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
         yield f"  host: {machine.extra['host']['spec']}"
         record = ranges_text((machine.gpu and machine.gpu.name) or "")
         yield f"  iterations of `plan`: {record or 'no run of this card was compared'}"
+        if machine.unified_memory:
+            yield "  GPU and CPU share one memory: offload frees none of it (--policy gpu-only)"
+        yield from _sources(source["figures"])
         for remark in source.get("notes", ()):
             yield f"  note: {remark}"
     if not with_sources:
         yield "next: ebbtide machines NAME (sources, and what tells machines of one card apart)"
+
+
+def _sources(figures: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yield each source of a machine's figures with what is from it."""
+    by_source: dict[tuple[str, str], dict[str, None]] = {}
+    for key, figure in figures.items():
+        names = by_source.setdefault((figure["source"], figure["date"]), {})
+        # The peaks of a GPU by type are one figure here.
+        names[".".join(key.split(".")[:2])] = None
+    for (source, date), names in by_source.items():
+        yield f"  {', '.join(names)}: {source} ({date})"
 
 
 def _differences_of_twins(machines: Sequence[Machine]) -> Iterator[str]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from ebbtide.errors import MachineError
 from ebbtide.machines.data_sheets import data_sheet_machine, with_host
-from ebbtide.machines.gpu_sheets import GPU_SHEETS
 from ebbtide.machines.machine import Machine, load_machine, machine_from
+from ebbtide.machines.sheets import GPU_SHEETS
 
 # Likeness of names of which one may be meant by the other.
 _NEAR = 0.7

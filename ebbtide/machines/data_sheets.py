@@ -3,100 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from ebbtide.errors import MachineError
 from ebbtide.machines.accuracy import DATA_SHEETS, uncertainty_of
 from ebbtide.machines.box import Box
-from ebbtide.machines.gpu_sheets import GPU_SHEETS
-from ebbtide.machines.host import Host, link_bytes_per_s, memory_rate, parse_host, slower_link
+from ebbtide.machines.host import UNIFIED, Host, link_bytes_per_s, memory_rate, parse_host, slower_link
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.sheets import DEFAULT_HOSTS, GPU_SHEETS, SHARES, FigureSource, HostSheet, Share
 from ebbtide.state_bytes import GRAD_BYTES, MASTER_BYTES, PARAM_BYTES, STATE_BYTES
 
-
-class Estimate(NamedTuple):
-    """An estimated quantity."""
-
-    value: float  # The most likely value.
-    factor: float  # The factor within which it is: one standard error, normal in the logarithm.
-
-
-# The share of a data sheet's peak that jobs reach: docs/machines.md derives each value.
-# Host memory under updates and copies: share of the peak of the channels. By kind, since memory on the package of the
-# CPU reaches more.
-HOST_MEMORY = {"ddr4": Estimate(0.6, 1.3), "ddr5": Estimate(0.6, 1.3), "lpddr5x": Estimate(0.75, 1.3)}
-# Passes of the CPU over memory (update, cast, norm): share of the host memory rate.
-CPU_PASS = Estimate(0.87, 1.3)
-# What a core does at most, parameters/s, where memory is not the limit.
-CORE_UPDATE_PARAMS_PER_S = 0.5e9
-CORE_CAST_PARAMS_PER_S = 1.4e9
-CORE_NORM_PARAMS_PER_S = 2.5e9
-# Pinned copies: share of the link's peak by direction.
-PCIE_H2D = PCIE_D2H = Estimate(0.8, 1.2)
-C2C_H2D, C2C_D2H = Estimate(0.83, 1.2), Estimate(0.66, 1.2)
-# Both directions at once: share of the sum.
-DUPLEX = Estimate(0.85, 1.2)
-# Pageable copies: one thread of the driver copies, bytes/s; to the device also at most this share of host memory.
-PAGEABLE_H2D, PAGEABLE_D2H = Estimate(16e9, 2.0), Estimate(4e9, 3.0)
-PAGEABLE_MEMORY_SHARE = 0.5
-# Updates and casts on the GPU: share of the peak of its memory.
-GPU_PASS = Estimate(0.8, 1.5)
-STEP_OVERHEAD_S = Estimate(0.06, 2.0)
-OPERATION_S = Estimate(1e-4, 3.0)
-
-
-@dataclass(frozen=True)
-class HostSheet:
-    """A host and where it is described."""
-
-    cpu: str  # Its CPUs and the source of its description.
-    host: Host  # Its parts.
-
-
-def _sheet(cpu: str, spec: str) -> HostSheet:
-    return HostSheet(cpu, parse_host(spec))
-
-
-_EPYC_7543P = _sheet(
-    "AMD EPYC 7543P, as in the nodes of ALCF Polaris", "ddr4-3200-8ch,32-cores,pcie4x16,512GiB,4-ranks"
-)
-_EPYC_9354 = _sheet("2 AMD EPYC 9354 (data sheet)", "ddr5-4800-24ch,64-cores,2-sockets,pcie5x16,768GiB,4-ranks")
-_DGX_H100 = _sheet(
-    "2 Intel Xeon Platinum 8480C, as in the NVIDIA DGX H100 and H200 (data sheets)",
-    "ddr5-4800-16ch,112-cores,2-sockets,pcie5x16,2TiB,8-ranks",
-)
-
-DEFAULT_HOSTS: dict[str, HostSheet] = {
-    "rtx3090": _sheet("AMD Ryzen 9 5950X (data sheet)", "ddr4-3200-2ch,16-cores,pcie4x16,128GiB,1-rank"),
-    "rtx4090": _sheet("AMD Ryzen 9 7950X (data sheet)", "ddr5-5200-2ch,16-cores,pcie5x16,128GiB,1-rank"),
-    "rtx5090": _sheet("AMD Ryzen 9 9950X (data sheet)", "ddr5-5600-2ch,16-cores,pcie5x16,192GiB,1-rank"),
-    "a10": _EPYC_7543P,
-    "l40s": _EPYC_9354,
-    "a100-40gb-pcie": _EPYC_7543P,
-    "a100-80gb-sxm": _sheet(
-        "2 AMD EPYC 7742, as in the NVIDIA DGX A100 (data sheet)",
-        "ddr4-3200-16ch,128-cores,2-sockets,pcie4x16,2TiB,8-ranks",
-    ),
-    "h100-80gb-pcie": _EPYC_9354,
-    "h100-80gb": _DGX_H100,
-    "h200": _DGX_H100,
-    "gh200": _sheet(
-        "NVIDIA Grace of the GH200 Grace Hopper Superchip (data sheet)",
-        "lpddr5x-512GB/s,72-cores,nvlink-c2c,480GB,1-rank",
-    ),
-    "b200": _sheet(
-        "2 Intel Xeon Platinum 8570, as in the NVIDIA DGX B200 (data sheet)",
-        "ddr5-5600-16ch,112-cores,2-sockets,pcie5x16,2TiB,8-ranks",
-    ),
-    "mi300x": _sheet(
-        "2 AMD EPYC 9374F, as in AMD's MLPerf Inference 4.1 system 8xMI300X_2xEPYC-9374F",
-        "ddr5-4800-24ch,64-cores,2-sockets,pcie5x16,1536GiB,8-ranks",
-    ),
-}
-
-
-_DATE = "2026-11-22"
 _FP32_GRAD_BYTES = 4
 _CAST_BYTES = MASTER_BYTES + PARAM_BYTES
 # State read and written, gradient read, parameter written.
@@ -113,28 +30,26 @@ def data_sheet_machine(name: str) -> Machine:
     Raises:
         KeyError: There is no such GPU.
     """
-    gpu, sheet = GPU_SHEETS[name], DEFAULT_HOSTS[name]
-    peak_bytes_per_s = gpu.compute.memory_bytes_per_s or 0.0
-    pass_bytes_per_s = GPU_PASS.value * peak_bytes_per_s
+    gpu, gpu_pass = GPU_SHEETS[name], SHARES["gpu_pass"]
+    memory = gpu.sources["gpu.memory_bytes_per_s"]
+    pass_bytes_per_s = gpu_pass.value * (gpu.compute.memory_bytes_per_s or 0.0)
+    times = {key: SHARES[key] for key in ("step_overhead_s", "operation_s")}
+    passes = dict.fromkeys(("gpu_update_params_per_s", "gpu_cast_params_per_s"), gpu_pass)
+    figures = gpu.sources | {key: _of_peak(gpu_pass, memory) for key in passes}
     machine = Machine(
         name=name,
         gpu_memory_bytes=float(round(gpu.memory_gib * 2**30)),
         gpu_update_params_per_s=pass_bytes_per_s / _GPU_UPDATE_BYTES,
         gpu_cast_params_per_s=pass_bytes_per_s / _CAST_BYTES,
-        step_overhead_s=STEP_OVERHEAD_S.value,
-        operation_s=OPERATION_S.value,
+        **{key: share.value for key, share in times.items()},  # type: ignore[arg-type]
         gpu=gpu.compute,
         extra={
             "gpu_link": gpu.link,
-            "uncertainty": {
-                "gpu_update_params_per_s": GPU_PASS.factor,
-                "gpu_cast_params_per_s": GPU_PASS.factor,
-                "step_overhead_s": STEP_OVERHEAD_S.factor,
-                "operation_s": OPERATION_S.factor,
-            },
+            "source": {"figures": _as_json(figures | {key: share.source for key, share in times.items()})},
+            "uncertainty": {key: share.factor for key, share in (passes | times).items()},
         },
     )
-    return _in_host(machine, name, sheet, gpu.source)
+    return _in_host(machine, name, DEFAULT_HOSTS[name], gpu.sources["gpu.flops_per_s.bfloat16"].title)
 
 
 def with_host(machine: Machine, spec: str) -> Machine:
@@ -166,10 +81,17 @@ def with_host(machine: Machine, spec: str) -> Machine:
     if missing:
         raise MachineError(f"host {spec!r:.80}: {machine.name} has no stated host; write also {', '.join(missing)}")
     kept = {key: value for key, value in uncertainty_of(machine).items() if key in _GPU_KEYS}
+    source = _object(machine.extra, "source")
+    figures = {
+        key: figure
+        for key, figure in _object(source, "figures").items()
+        if key in _GPU_KEYS or key.startswith(("gpu.", "gpu_memory"))
+    }
     extra = {key: value for key, value in machine.extra.items() if key not in _PROVENANCE}
-    base_machine = replace(machine, box=None, extra={**extra, "uncertainty": kept})
-    gpu_source = _object(machine.extra, "source").get("data", "the machine file")
-    return _in_host(base_machine, f"{machine.name}@{spec}", HostSheet("as stated", host), str(gpu_source))
+    extra |= {"uncertainty": kept, "source": {"figures": figures}}
+    stated = HostSheet("as stated", host, FigureSource("the host as stated", SHARES["cpu_pass"].source.date))
+    base_machine = replace(machine, box=None, extra=extra)
+    return _in_host(base_machine, f"{machine.name}@{spec}", stated, str(source.get("data", "the machine file")))
 
 
 # Rates that do not depend on the host.
@@ -178,7 +100,7 @@ _GPU_KEYS = ("gpu_update_params_per_s", "gpu_cast_params_per_s", "step_overhead_
 
 def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> Machine:
     """Return a machine with the rates of a host, whose parts are all stated."""
-    host = sheet.host
+    host, origin = sheet.host, sheet.source
     assert host.memory is not None
     assert host.memory_bytes is not None
     assert host.cores is not None
@@ -187,34 +109,44 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
     gpu_link = machine.extra.get("gpu_link", host.link)
     link = slower_link(gpu_link, host.link) if isinstance(gpu_link, str) else host.link
     kind, memory_peak = memory_rate(host.memory)
-    memory = HOST_MEMORY[kind]
+    memory, cpu_pass, duplex = SHARES[kind], SHARES["cpu_pass"], SHARES["duplex"]
+    h2d_pageable, d2h_pageable = SHARES["h2d_pageable_bytes_per_s"], SHARES["d2h_pageable_bytes_per_s"]
     total_bytes_per_s = memory.value * memory_peak
     rank_bytes_per_s, rank_cores = total_bytes_per_s / ranks, host.cores / ranks
     # A rank alone stays on its socket.
     alone_bytes_per_s, alone_cores = max(
         (total_bytes_per_s / sockets, host.cores / sockets), (rank_bytes_per_s, rank_cores)
     )
-    h2d, d2h = (C2C_H2D, C2C_D2H) if link == "nvlink-c2c" else (PCIE_H2D, PCIE_D2H)
-    peak = link_bytes_per_s(link)
+    h2d, d2h = _link_rates(machine, link, memory_peak / ranks, origin)
     # Both shares err, independently.
-    cpu_factor = round(math.exp(math.hypot(math.log(memory.factor), math.log(CPU_PASS.factor))), 3)
-    h2d_bytes_per_s, d2h_bytes_per_s = h2d.value * peak, d2h.value * peak
+    cpu_factor = round(math.exp(math.hypot(math.log(memory.factor), math.log(cpu_pass.factor))), 3)
     update = _cpu_update(rank_bytes_per_s, rank_cores)
-    pass_bytes_per_s = CPU_PASS.value * rank_bytes_per_s
+    pass_bytes_per_s = cpu_pass.value * rank_bytes_per_s
+    memory_source = _of_peak(memory, origin)
+    pass_source = cpu_pass.source._replace(title=f"{cpu_pass.value:g} of the host memory rate, {cpu_pass.source.title}")
+    on_cpu = {
+        "cpu_update_params_per_s": update,
+        "cpu_cast_params_per_s": min(pass_bytes_per_s / _CAST_BYTES, _of_cores("core_cast", rank_cores)),
+        "cpu_norm_params_per_s": min(pass_bytes_per_s / GRAD_BYTES, _of_cores("core_norm", rank_cores)),
+    }
+    to_device = min(h2d_pageable.value, SHARES["pageable_memory"].value * rank_bytes_per_s, h2d.value)
+    rates = {
+        "h2d_bytes_per_s": h2d,
+        "d2h_bytes_per_s": d2h,
+        "duplex_bytes_per_s": duplex._replace(value=duplex.value * (h2d.value + d2h.value)),
+        "h2d_pageable_bytes_per_s": h2d_pageable._replace(value=to_device),
+        "d2h_pageable_bytes_per_s": d2h_pageable._replace(value=min(d2h_pageable.value, d2h.value)),
+        "host_memory_bytes_per_s": Share(rank_bytes_per_s, memory.factor, memory_source),
+        **{key: Share(rate, cpu_factor, pass_source) for key, rate in on_cpu.items()},
+    }
+    figures = _as_json({key: rate.source for key, rate in rates.items()} | {"host_memory_bytes": origin})
     return replace(
         machine,
         name=name,
         host_memory_bytes=host.memory_bytes / ranks,
         pinned_memory_bytes=None,
-        h2d_bytes_per_s=h2d_bytes_per_s,
-        d2h_bytes_per_s=d2h_bytes_per_s,
-        duplex_bytes_per_s=DUPLEX.value * (h2d_bytes_per_s + d2h_bytes_per_s),
-        h2d_pageable_bytes_per_s=min(PAGEABLE_H2D.value, PAGEABLE_MEMORY_SHARE * rank_bytes_per_s, h2d_bytes_per_s),
-        d2h_pageable_bytes_per_s=min(PAGEABLE_D2H.value, d2h_bytes_per_s),
-        host_memory_bytes_per_s=rank_bytes_per_s,
-        cpu_update_params_per_s=update,
-        cpu_cast_params_per_s=min(pass_bytes_per_s / _CAST_BYTES, CORE_CAST_PARAMS_PER_S * rank_cores),
-        cpu_norm_params_per_s=min(pass_bytes_per_s / GRAD_BYTES, CORE_NORM_PARAMS_PER_S * rank_cores),
+        unified_memory=link == UNIFIED,
+        **{key: rate.value for key, rate in rates.items()},  # type: ignore[arg-type]
         box=Box(
             ranks,
             cpu_update_params_per_s=ranks * update,
@@ -228,29 +160,51 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
             "source": {
                 "kind": DATA_SHEETS,
                 "data": f"GPU: {gpu_source}; host: {sheet.cpu}",
-                "how": "peaks of data sheets times the shares that jobs reach (docs/machines.md); nothing was measured",
-                "date": _DATE,
+                "how": "peaks of data sheets times the shares that jobs reach (docs/machines.md), and published "
+                "measurements where a figure's source names one; nothing was measured here",
+                "date": max(figure["date"] for figure in figures.values()),
+                "figures": _object(_object(machine.extra, "source"), "figures") | figures,
             },
-            "uncertainty": {
-                **_object(machine.extra, "uncertainty"),
-                "h2d_bytes_per_s": h2d.factor,
-                "d2h_bytes_per_s": d2h.factor,
-                "duplex_bytes_per_s": DUPLEX.factor,
-                "h2d_pageable_bytes_per_s": PAGEABLE_H2D.factor,
-                "d2h_pageable_bytes_per_s": PAGEABLE_D2H.factor,
-                "host_memory_bytes_per_s": memory.factor,
-                "cpu_update_params_per_s": cpu_factor,
-                "cpu_cast_params_per_s": cpu_factor,
-                "cpu_norm_params_per_s": cpu_factor,
-            },
+            "uncertainty": _object(machine.extra, "uncertainty") | {key: rate.factor for key, rate in rates.items()},
         },
     )
 
 
+def _link_rates(machine: Machine, link: str, memory_peak: float, host: FigureSource) -> tuple[Share, Share]:
+    """Return the rates of pinned copies to the device and to the host: measured ones of the GPU, or a share of a peak.
+
+    `memory_peak` is that of a rank, bytes/s: where GPU and CPU share the memory, a copy reads and writes it.
+    """
+    name = machine.gpu.name if machine.gpu is not None else None
+    measured = next((sheet.c2c for sheet in GPU_SHEETS.values() if sheet.compute.name == name), None)
+    if link == UNIFIED:
+        share, peak = SHARES["unified"], memory_peak / 2
+    else:
+        if link == "nvlink-c2c" and measured is not None:
+            return measured
+        share, peak = SHARES["c2c" if link == "nvlink-c2c" else "pcie"], link_bytes_per_s(link)
+    rate = share._replace(value=share.value * peak, source=_of_peak(share, host))
+    return rate, rate
+
+
+def _of_peak(share: Share, peak: FigureSource) -> FigureSource:
+    """Return the source of a rate that is a share of a peak."""
+    title = f"{share.value:g} of the peak, {share.source.title}; peak: {peak.title}"
+    return FigureSource(title, max(share.source.date, peak.date))
+
+
+def _as_json(sources: dict[str, FigureSource]) -> dict[str, dict[str, str]]:
+    return {key: {"source": source.title, "date": source.date} for key, source in sources.items()}
+
+
 def _cpu_update(memory_bytes_per_s: float, cores: float) -> float:
     """Return the parameters that some cores update per second: what memory or what the cores allow."""
-    by_memory = CPU_PASS.value * memory_bytes_per_s / _CPU_UPDATE_BYTES
-    return min(by_memory, CORE_UPDATE_PARAMS_PER_S * cores)
+    by_memory = SHARES["cpu_pass"].value * memory_bytes_per_s / _CPU_UPDATE_BYTES
+    return min(by_memory, _of_cores("core_update", cores))
+
+
+def _of_cores(name: str, cores: float) -> float:
+    return SHARES[f"{name}_params_per_s"].value * cores
 
 
 def _object(values: dict[str, Any], key: str) -> dict[str, Any]:

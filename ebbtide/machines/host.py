@@ -11,9 +11,11 @@ from ebbtide.units import parse_bytes
 
 EXAMPLE = "ddr5-2ch,16-cores,pcie4x16,256GB"
 GRAMMAR = (
-    "parts separated by commas, in any order: memory (ddr4-8ch, ddr5-5600-2ch with MT/s, lpddr5x-512GB/s), 16-cores, "
-    "pcie4x16 or nvlink-c2c, the size of memory (256GB), 2-sockets, 4-ranks"
+    "parts separated by commas, in any order: memory (ddr4-8ch, ddr5-5600-2ch with MT/s, lpddr5x-512GB/s, "
+    "hbm3-5300GB/s), 16-cores, pcie4x16, nvlink-c2c or unified, the size of memory (256GB), 2-sockets, 4-ranks"
 )
+# The link of a GPU that shares the memory of the CPU.
+UNIFIED = "unified"
 # MT/s where none is given; a channel carries 8 bytes a transfer.
 _DDR_TRANSFERS = {"ddr4": 3200, "ddr5": 4800}
 _CHANNEL_BYTES = 8
@@ -34,7 +36,7 @@ class Host:
     memory: str | None = None
     memory_bytes: int | None = None  # Size of the memory.
     cores: int | None = None  # Cores of all sockets.
-    link: str | None = None  # Link of each GPU: `pcie4x16` or `nvlink-c2c`.
+    link: str | None = None  # Link of each GPU: `pcie4x16`, `nvlink-c2c` or `unified`.
     sockets: int | None = None  # CPUs.
     ranks: int | None = None  # Ranks, each with a GPU, that share the box.
 
@@ -95,8 +97,12 @@ def slower_link(gpu: str, host: str) -> str:
     """Return the link that a GPU and a host agree on: the smaller of each, generation and width.
 
     Raises:
-        MachineError: The host has NVLink-C2C and the GPU has not.
+        MachineError: The host has NVLink-C2C and the GPU has not, or only one of them is made for unified memory.
     """
+    if UNIFIED in (gpu, host):
+        if gpu != host:
+            raise MachineError(f"a GPU and its CPU share their memory or do not: write the link of this GPU, {gpu}")
+        return host
     if host == "nvlink-c2c":
         if gpu != host:
             raise MachineError(f"this GPU has no NVLink-C2C: write its link to the host, e.g. {gpu}")
@@ -124,14 +130,14 @@ def _pcie(link: str) -> tuple[int, int]:
 
 def _parse_part(part: str) -> dict[str, str | int] | None:
     """Return the values that a part states; None if it is none."""
-    if part == "nvlink-c2c" or re.fullmatch(r"pcie[3-6]x(1|2|4|8|16)", part, re.ASCII):
+    if part in ("nvlink-c2c", UNIFIED) or re.fullmatch(r"pcie[3-6]x(1|2|4|8|16)", part, re.ASCII):
         return {"link": part}
     if match := re.fullmatch(r"(ddr[45])(?:-(\d{4,5}))?-(\d{1,2})ch", part, re.ASCII):
         kind, transfers, channels = match[1], int(match[2] or _DDR_TRANSFERS[match[1]]), int(match[3])
         if not 1 <= channels <= _MAX_CHANNELS or not 1000 <= transfers <= _MAX_TRANSFERS:
             return None
         return {"memory": f"{kind}-{transfers}-{channels}ch"}
-    if re.fullmatch(r"lpddr5x-[1-9]\d{1,4}gb/s", part, re.ASCII):
+    if re.fullmatch(r"(lpddr5x|hbm3)-[1-9]\d{1,4}gb/s", part, re.ASCII):
         return {"memory": part}
     if match := re.fullmatch(r"(\d{1,4})-(core|socket|rank)s?", part, re.ASCII):
         number = int(match[1])

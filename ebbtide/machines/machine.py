@@ -64,6 +64,7 @@ class Machine:
         step_overhead_s: The time of an update that does not depend on its size.
         operation_s: The time of each operation that does not depend on its size: launch and synchronization.
         pinned_memory_bytes: Host memory that the rank may pin; None: all of its part.
+        unified_memory: Whether GPU and CPU share one memory, so that offload frees none.
         box: Totals of the box; None: measured with one rank, or not known with how many.
         gpu: Peak rates of the GPU's arithmetic; None: not known.
         storage: Paths for state that host memory does not hold; empty: none.
@@ -89,6 +90,7 @@ class Machine:
     pinned_memory_bytes: HostBytes | None = None
     cpu_out_of_place_share: RateShare | None = None
     cpu_remainder_ratio: RateRatio | None = None
+    unified_memory: bool = False
     box: Box | None = None
     gpu: GpuCompute | None = None
     storage: tuple[StoragePath, ...] = ()

@@ -80,7 +80,7 @@ def fits(settings: TunableSettings, placed: PlacedWorkload, machine: Machine, po
         allowed = [policy for policy in policies if settings.offload or policy == "gpu-only"]
         candidates = [steps_of(policy, placed.workload, machine) for policy in allowed]
         return any(steps is not None and fits_memory(steps, machine) for steps in candidates)
-    if not settings.offload:
+    if not settings.offload or machine.unified_memory:
         return without_offload(placed.workload, machine) is not None
     if _exceeds_both(placed.workload, machine):
         return False

@@ -109,14 +109,14 @@ class PolicyChoice:
 
 
 def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
-    """Choose a policy: no offload if all state fits, else `adaptive`, or `interleaved:2` if the free memory is unknown.
+    """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`.
 
-    `job` tells whether DeepSpeed runs it, which takes less overlap. Raises MachineError if the machine lacks a rate
-    that the best policy needs.
+    It is `interleaved:2` in place of `adaptive` if the free memory is unknown. `job` tells whether DeepSpeed runs it,
+    which takes less overlap. Raises MachineError if the machine lacks a rate that the best policy needs.
     """
-    on_gpu = without_offload(workload, machine)
+    on_gpu = all_on_device(workload, machine)
     if on_gpu is not None:
-        return PolicyChoice(on_gpu)
+        return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))
     policy = "adaptive" if workload.gpu_free is not None else "interleaved:2"
     # A rate that is missing is an error here.
     best = simulate_steps(make_plan(policy, workload, machine), workload, machine)
@@ -181,6 +181,20 @@ def without_offload(workload: Workload, machine: Machine) -> Steps | None:
         return None
     on_gpu = steps_of("gpu-only", workload, machine)
     return on_gpu if on_gpu is not None and on_gpu.valid.fits_device(machine.gpu_memory_bytes) else None
+
+
+def all_on_device(workload: Workload, machine: Machine) -> Steps | None:
+    """Return the schedule with all state on the device if it is known to fit there, or if offload frees no memory."""
+    if machine.unified_memory and workload.gpu_free is not None:
+        return steps_of("gpu-only", workload, machine)
+    return without_offload(workload, machine)
+
+
+def unified_memory_text(machine: Machine) -> str | None:
+    """Return why a machine with unified memory should not offload; None for any other machine."""
+    if not machine.unified_memory:
+        return None
+    return f"GPU and CPU of {machine.name} share one memory: offload frees none of it, and its copies take time"
 
 
 def best_static_split(workload: Workload, machine: Machine) -> Steps | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ebbtide.interleave.advise.changes import changed, least_settings, ranks_on_a_host, share_host
-from ebbtide.interleave.advise.choice import PolicyChoice, choose_among, choose_policy, fits_memory
+from ebbtide.interleave.advise.choice import PolicyChoice, choose_among, choose_policy, fits_memory, unified_memory_text
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, TrainingJob, TunableSettings
 from ebbtide.interleave.advise.levers.effects import Variant
@@ -281,7 +281,7 @@ def _notes(placed: PlacedWorkload, machine: Machine, per_host: int, hosts: int) 
         notes.append(f"uses {per_host} of {machine.box.ranks} GPUs of a host, whose price counts in full")
     if hosts > 1:
         notes.append("the network between hosts is not known: ranks exchange as fast as within a host")
-    return tuple(notes)
+    return tuple(filter(None, (*notes, unified_memory_text(machine))))
 
 
 def _without_solution(job: TrainingJob, machine: Machine, asked: PlanRequest) -> MachinePlan:

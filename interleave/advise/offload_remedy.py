@@ -29,6 +29,8 @@ def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
     machine = _machine(trace, error.record.capacity_bytes)
     if bound is None or machine is None:
         return error
+    if machine.unified_memory:
+        return replace(error, remedies=[remedy for remedy in error.remedies if remedy is not bound])
     try:
         workload = workload_of(trace)
         schedule = simulate(make_plan(_POLICY, workload, machine), workload, machine)

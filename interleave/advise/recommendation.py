@@ -12,6 +12,7 @@ from ebbtide.interleave.advise.changes import alternatives
 from ebbtide.interleave.advise.choice import (
     PolicyChoice,
     choose_policy,
+    unified_memory_text,
 )
 from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.lines.setups import PasteContext, PolicySetup, best_setup, placeholders, setup_of
@@ -90,6 +91,9 @@ def recommend(
             f"do not offload: the optimizer's state ({state_gb:.1f} GB a rank) fits on the device all the time; "
             f"an iteration takes {best.iteration_ms:,.0f} ms then"
         )
+        if choice.excess:
+            line = f"do not offload; the job does not fit: {choice.excess}"
+        line = "; ".join(filter(None, (line, unified_memory_text(machine))))
     else:
         warnings = tuple(_warnings(choice, context.job))
         line = _line(choice, warnings)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 from ebbtide.analysis.tables.table import Table, View, ms, size, text
+from ebbtide.interleave.advise.choice import unified_memory_text
 from ebbtide.interleave.advise.job.training_job import TrainingJob
 from ebbtide.interleave.advise.levers.keys import TITLES, settings_text
 from ebbtide.interleave.advise.machine_plan import MachinePlan
@@ -25,7 +26,8 @@ def replay_view(replayed: Replay, baseline: str) -> View:
     job = replayed.workload
     params = f"{job.params / 1e9:.3g} G parameters per rank in {len(job.subgroups):,} subgroups"
     yield f"{job.name} on {replayed.machine.name}: {params}"
-    yield from (f"note: {note}" for note in job.notes)
+    notes = (*job.notes, unified_memory_text(replayed.machine))
+    yield from (f"note: {note}" for note in notes if note)
     yield _policies(replayed, baseline)
     for one in _parts(replayed):
         for result, schedule in zip(one.results, one.schedules, strict=True):

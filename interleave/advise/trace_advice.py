@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 from ebbtide.analysis.metrics.advice import Setting, SettingKind
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
-from ebbtide.interleave.advise.choice import best_static_split, choose_policy, fits_memory, without_offload
+from ebbtide.interleave.advise.choice import (
+    all_on_device,
+    best_static_split,
+    choose_policy,
+    fits_memory,
+    unified_memory_text,
+)
 from ebbtide.interleave.advise.job.inputs import note_other_machine, own_machine, own_preset, resolve_machine, share_box
 from ebbtide.interleave.advise.job.training_job import recorded_job
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
@@ -58,12 +64,14 @@ class TraceAdviser:
         if self._job is None:
             return None
         workload, context = self._job
-        on_gpu = without_offload(workload, context.machine)
-        steps = on_gpu or best_static_split(workload, context.machine)
-        if steps is None or not fits_memory(steps, context.machine):
+        machine = context.machine
+        on_gpu = all_on_device(workload, machine)
+        steps = on_gpu or best_static_split(workload, machine)
+        # With unified memory the state has its place already.
+        if steps is None or not (machine.unified_memory or fits_memory(steps, machine)):
             return None
         offload = setup_of(steps, context).deepspeed_config["zero_optimization"]["offload_optimizer"]
-        text = "do not offload at all"
+        text = ": ".join(filter(None, ("do not offload at all", unified_memory_text(machine))))
         if not on_gpu:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"

@@ -31,15 +31,22 @@ def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     offloaded = [subgroup for subgroup in range(len(builder.sizes)) if subgroup not in resident]
     on_gpu = offloaded[int(stride) - 1 :: int(stride)]
     builder.gradients(keep=frozenset(resident) | keepable_gradients(workload, resident, on_gpu))
-    for subgroup in resident:
-        builder.resident(subgroup)
     on_cpu = sorted(set(offloaded) - set(on_gpu))
-    _interleave(builder, on_cpu, on_gpu, spec.options["params"])
+    last: tuple[int, ...] = ()
+    if resident.start:
+        # The loop of a DeepSpeed that keeps the last subgroups resident comes to them at the end.
+        last = _interleave(builder, on_cpu, on_gpu, spec.options["params"])
+    for subgroup in resident:
+        builder.resident(subgroup, last)
+    if not resident.start:
+        _interleave(builder, on_cpu, on_gpu, spec.options["params"])
     return with_overlap(builder.plan(), workload, machine, spec.options["overlap"])
 
 
-def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str) -> None:
-    """Stream `on_gpu` through the buffers while the CPU updates `on_cpu`, evenly mixed, fetching ahead."""
+def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str) -> tuple[int, ...]:
+    """Stream `on_gpu` through the buffers while the CPU updates `on_cpu`, evenly mixed, fetching ahead.
+
+    Return the index of the last upload, if there is one."""
     flushes: list[int] = []
     previous_upload: tuple[int, ...] = ()
 
@@ -53,6 +60,7 @@ def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[in
         upload = builder.on_cpu(subgroup, params, previous_upload)
         previous_upload = (upload,) if params == "blocking" else ()
     stream(len(on_gpu))
+    return (upload,) if on_cpu else ()
 
 
 def keepable_gradients(workload: Workload, resident: Iterable[int], on_gpu: Iterable[int]) -> frozenset[int]:

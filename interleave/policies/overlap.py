@@ -44,7 +44,9 @@ OVERLAP = (*OVERLAPS, "auto")
 
 def overlaps_of(option: str) -> tuple[Overlap, ...]:
     """Return the overlaps besides none of which a policy takes the best, by the value of its option `overlap`."""
-    names = {"auto": ("forward", "backward", "both"), "both": ("forward", "both"), "none": ()}.get(option, (option,))
+    names = {"auto": ("forward", "backward", "both"), "both": ("forward", "backward", "both"), "none": ()}.get(
+        option, (option,)
+    )
     return tuple(OVERLAPS[name] for name in names)
 
 

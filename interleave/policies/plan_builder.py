@@ -176,10 +176,10 @@ class PlanBuilder:
         upload = self.add("upload", "h2d", subgroup, MASTER_BYTES, after, point, acquire=staged_bytes)
         return self.add("cast", "gpu", subgroup, after=(upload,), point=point, release=staged_bytes)
 
-    def resident(self, subgroup: int) -> None:
-        """Update a subgroup on the GPU whose state never leaves the device."""
+    def resident(self, subgroup: int, after: tuple[int, ...] = ()) -> None:
+        """Update a subgroup on the GPU whose state never leaves the device, after further operations."""
         self._resident.add(subgroup)
-        self._update_on_gpu(subgroup, self._gradient(subgroup))
+        self._update_on_gpu(subgroup, (*self._gradient(subgroup), *after))
 
     def leave(self, subgroups: Iterable[int], point: float = OTHER) -> None:
         """Flush parked state, which is on the device when the iteration begins.

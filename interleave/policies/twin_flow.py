@@ -19,10 +19,12 @@ def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     resident = resident_range(ratio, len(workload.subgroups), workload.deepspeed_version)
     builder.gradients(keep=frozenset(resident))
     params = spec.options["params"]
-    for subgroup in resident:
-        builder.resident(subgroup)
     previous_upload: tuple[int, ...] = ()
-    for subgroup in (number for number in range(len(builder.sizes)) if number not in resident):
+    # One loop over the subgroups, which launches an update on the GPU when it gets there.
+    for subgroup in range(len(builder.sizes)):
+        if subgroup in resident:
+            builder.resident(subgroup, previous_upload)
+            continue
         upload = builder.on_cpu(subgroup, params, previous_upload)
         previous_upload = (upload,) if params == "blocking" else ()
     return builder.plan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from ebbtide.interleave.model.durations import norm_s
@@ -111,7 +112,37 @@ def _min_exposed_s(
     workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool, overlap: Overlap
 ) -> float:
     """Return the shortest update with all waits before the backward, s, its overhead included."""
-    return _exposed_s(workload, machine, *_solve(workload, machine, windows, whole_subgroups, overlap))
+    exposed_s = _exposed_s(workload, machine, *_solve(workload, machine, windows, whole_subgroups, overlap))
+    if not whole_subgroups or overlap == NO_OVERLAP:
+        return exposed_s
+    return max(exposed_s, _first_use_s(workload, machine, overlap) - workload.other_s)
+
+
+def _first_use_s(workload: Workload, machine: Machine, overlap: Overlap) -> float:
+    """Return the least time from the backward to the first use of the first subgroup, whose gradient comes last, s.
+
+    The CPU gets the gradient, updates, and uploads one after another; only the update itself may precede clipping.
+    """
+    size = workload.subgroups[0]
+    down_s, up_s = (
+        width * size / ((rate or 1.0) * (1 - busy))
+        for width, rate, busy in (
+            (workload.grad_bytes, machine.d2h_bytes_per_s, workload.d2h_busy_share),
+            (workload.param_bytes, machine.h2d_bytes_per_s, workload.h2d_busy_share),
+        )
+    )
+    memory_rate = (machine.host_memory_bytes_per_s or 0.0) / workload.cpu_update_bytes
+    update_s = size / min(machine.cpu_update_rate(workload.master) or 0.0, memory_rate)
+    clipped_s = 0.0
+    if workload.clipping:
+        clipped_s = max(machine.step_overhead_s or 0.0, down_s) + norm_s(workload, machine)
+    on_cpu_s = max(clipped_s, down_s + update_s) if overlap.backward else max(clipped_s, down_s) + update_s
+    free = max((free for _, free in workload.gpu_free or ()), default=math.inf)
+    if machine.gpu_update_params_per_s is None or size * workload.state_bytes > free * (1 + 1e-9) + 1:
+        return on_cpu_s + up_s
+    # A kept gradient is not copied; clipping waits for the others alone.
+    clipped_s = (machine.step_overhead_s or 0.0) + norm_s(workload, machine) if workload.clipping else 0.0
+    return min(on_cpu_s + up_s, clipped_s + size / machine.gpu_update_params_per_s)
 
 
 def _exposed_s(workload: Workload, machine: Machine, program: BoundProgram, values: Vector) -> float:
@@ -127,7 +158,7 @@ def _solve(
 
     With `windows` state may move outside of the update.
     """
-    intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine)
+    intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine, overlap.backward)
     # The time that CPU and GPU need together without any waiting. With extremely different rates the update is so much
     # longer than this that the solver fails; the time unit then has to be longer.
     cpu_rate, gpu_rate = machine.cpu_update_rate(workload.master), machine.gpu_update_params_per_s

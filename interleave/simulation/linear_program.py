@@ -165,9 +165,10 @@ def gradient_ready_s(workload: Workload) -> list[float]:
     return [begin_s + workload.backward_s * (point - BACKWARD_POINT) for point in gradient_ready_points(workload)]
 
 
-def _gradient_cuts(workload: Workload) -> set[float]:
+def _gradient_cuts(workload: Workload, speculates: bool) -> set[float]:
     """Return times at which gradients become ready, if updates follow them: some of all, and the last ones."""
-    if workload.needs_all_gradients or not workload.backward_s:
+    waits = workload.gradients_held_until_step or (workload.needs_all_gradients and not speculates)
+    if waits or not workload.backward_s:
         return set()
     ready_s = gradient_ready_s(workload)
     selected = {*range(min(_LAST_CUTS, len(ready_s))), *range(0, len(ready_s), max(1, len(ready_s) // _SPREAD_CUTS))}
@@ -176,13 +177,14 @@ def _gradient_cuts(workload: Workload) -> set[float]:
     return {ready_s[number] for number in selected if number and ready_s[number] < workload.compute_s - length_s}
 
 
-def intervals_of(workload: Workload, machine: Machine) -> list[IterationInterval]:
-    """Return the intervals of an iteration, the update last."""
+def intervals_of(workload: Workload, machine: Machine, speculates: bool = False) -> list[IterationInterval]:
+    """Return the intervals of an iteration, the update last. With `speculates` updates may follow their gradients."""
     everything = (workload.state_bytes + workload.grad_bytes) * workload.params
     free_steps = workload.gpu_free or ((0.0, min(machine.gpu_memory_bytes or everything, everything)),)
     edges = [0.0, workload.other_s, workload.other_s + workload.forward_s, workload.compute_s]
     cuts = sorted(
-        {*edges, *(time for time, _ in free_steps if 0 < time < workload.compute_s)} | _gradient_cuts(workload)
+        {*edges, *(time for time, _ in free_steps if 0 < time < workload.compute_s)}
+        | _gradient_cuts(workload, speculates)
     )
     link_left = link_shares(workload, machine)
     intervals = []
@@ -201,12 +203,12 @@ def intervals_of(workload: Workload, machine: Machine) -> list[IterationInterval
     return intervals
 
 
-def cycle_intervals_of(workload: Workload, machine: Machine) -> list[IterationInterval]:
+def cycle_intervals_of(workload: Workload, machine: Machine, speculates: bool = False) -> list[IterationInterval]:
     """Return the intervals from the beginning of a backward to that of the next, the forward cut into pieces.
 
     The first piece of the forward has no length: it is the wait before it.
     """
-    intervals = intervals_of(workload, machine)
+    intervals = intervals_of(workload, machine, speculates)
     before = [interval for interval in intervals if interval.phase == OTHER]
     forward = [interval for interval in intervals if interval.phase == FORWARD]
     rest = intervals[len(before) + len(forward) :]

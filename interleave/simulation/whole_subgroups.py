@@ -53,6 +53,8 @@ class WholeSubgroupProgram(BoundProgram):
                 for name in ("fetched", "gpu updates"):
                     self.limit(self.variable(name, index), 0.0)
             self._divide_into_modes(interval, index)
+        if overlap.backward or not workload.needs_all_gradients:
+            self._follow_gradients()
         if overlap != NO_OVERLAP:
             # The rows below are about updates that begin and end with the step.
             return
@@ -63,7 +65,7 @@ class WholeSubgroupProgram(BoundProgram):
                 self._whole_number_on_cpu()
             self._order_streams(smallest)
         else:
-            self._follow_gradients()
+            self._end_after_last_gradients()
 
     def _least_length(self) -> float:
         """Return the shortest update that the rows so far allow."""
@@ -93,21 +95,25 @@ class WholeSubgroupProgram(BoundProgram):
         return max(math.floor(free / size + 1e-9) * size, with_last)
 
     def _follow_gradients(self) -> None:
-        """Require that a subgroup is updated after all of its gradient is ready, and that the update is long enough for
-        the last ones."""
-        workload, update = self._workload, len(self.intervals) - 1
+        """Require that a subgroup is updated after all of its gradient is ready."""
+        workload = self._workload
         ready_s = gradient_ready_s(workload)
-        end_s = 0.0
+        end_s = workload.compute_s - workload.backward_s
         for index, interval in enumerate(self.intervals):
-            end_s += interval.length_s
             if interval.phase != BACKWARD:
                 continue
+            end_s += interval.length_s
             # The tolerance is for sums of lengths.
             ready = [size for size, at_s in zip(workload.subgroups, ready_s, strict=True) if at_s < end_s * (1 - 1e-9)]
             share = sum(ready) / workload.params
             updates = {self.variable("total cpu updates", index): 1.0, self.variable("total gpu updates", index): 1.0}
             self.add_row(updates, upper=share)
             self.limit(self.variable("total gradients down", index), share)
+
+    def _end_after_last_gradients(self) -> None:
+        """Require that the update is long enough for the last gradients."""
+        workload, update = self._workload, len(self.intervals) - 1
+        ready_s = gradient_ready_s(workload)
         waits = {wait: 1.0 for index, wait in self._waits.items() if self.intervals[index].phase == BACKWARD}
         length = {self.variable("update length"): 1.0, **waits}
         overhead = self.intervals[update - 1].length_s / self.time_unit_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import itertools
 import json
 from dataclasses import replace
@@ -15,24 +16,26 @@ from ebbtide.interleave.calibrate.fitting.samples import sample_of
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines import data_sheets
 from ebbtide.machines.accuracy import accuracy_of, at_quantile, uncertainty_of
 from ebbtide.machines.box import Box
 from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
-from ebbtide.machines.gpu_sheets import GPU_SHEETS
 from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.machines.sheets import GPU_SHEETS, SHARES
 from tests.interleave.published import runs
 
 SHEETS = sorted(GPU_SHEETS)
 FITTED = ("a100-40gb-published", "h100-80gb-sxm-published")
 RATES = [key for key, value in vars(Machine()).items() if value is None and key not in ("box", "gpu")]
+# GPUs that have the memory of their CPU.
+UNIFIED = ("gb10", "mi300a")
 HOST = "ddr5-2ch,16-cores,pcie4x16,256GB"
 
 
 def test_presets__are_those_that_are_promised() -> None:
     promised = (
-        "rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm h100-80gb-pcie h100-80gb h200 gh200 b200 mi300x"
+        "rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm h100-80gb-pcie h100-80gb h200 gh200 b200 mi300x "
+        "rtx-pro-6000 a100-40gb-sxm gh200-144gb gb200 gb300 gb10 mi300a"
     )
     assert set(presets()) == {*promised.split(), *FITTED}
 
@@ -48,7 +51,6 @@ def test_data_sheet_machine__has_every_rate_with_its_uncertainty_and_its_source(
     assert set(uncertainty_of(machine)) == rates
     assert all(1 < factor <= 3 for factor in uncertainty_of(machine).values())
     assert accuracy_of(machine).basis == "data sheets"
-    assert GPU_SHEETS[name].source in machine.extra["source"]["data"]
     assert machine.extra["host"]["cpu"] in machine.extra["source"]["data"]
     assert machine_from(json.loads(json.dumps(machine.as_json())), "file") == machine
 
@@ -75,16 +77,56 @@ def test_preset__states_consistent_peaks_of_its_gpu(name: str) -> None:
     # Without sparsity the next smaller type is at most twice as fast.
     assert flops["float16"] <= 2.05 * flops["tf32"]
     assert flops.get("float8", 0.0) <= 2.05 * flops["float16"]
-    assert (gpu.compute_capability is None) == (name == "mi300x")
+    assert (gpu.compute_capability is None) == name.startswith("mi300")
     # Traffic with the GPU's own memory is faster than with other GPUs, and that is faster than with the host.
-    assert (gpu.memory_bytes_per_s or 0) > (gpu.peer_bytes_per_s or 0) > (preset(name).h2d_bytes_per_s or 0)
+    assert (gpu.peer_bytes_per_s is None) == (name in UNIFIED)
+    if gpu.peer_bytes_per_s is not None:
+        assert (gpu.memory_bytes_per_s or 0) > gpu.peer_bytes_per_s > (preset(name).h2d_bytes_per_s or 0)
+
+
+@pytest.mark.parametrize("name", [*SHEETS, *FITTED])
+def test_preset__names_the_source_and_the_date_of_every_figure(name: str) -> None:
+    machine = preset(name)
+    assert machine.gpu is not None
+    figures = {key for key, value in vars(machine).items() if isinstance(value, float)}
+    figures |= {f"gpu.{key}" for key, value in vars(machine.gpu).items() if isinstance(value, float)}
+    figures |= {f"gpu.flops_per_s.{key}" for key in machine.gpu.flops_per_s}
+    sources = machine.extra["source"]["figures"]
+    assert set(sources) == figures
+    for source in sources.values():
+        assert len(source["source"]) > 8
+        assert dt.date(2026, 11, 1) < dt.date.fromisoformat(source["date"]) < dt.date(2027, 12, 31)
+    # The parts of the host have one source, which its memory names.
+    assert machine.extra["host"]["cpu"]
+
+
+def test_preset__rates_of_nvlink_c2c_are_measured_ones() -> None:
+    rates = {name: (preset(name).h2d_bytes_per_s, preset(name).d2h_bytes_per_s) for name in ("gh200", "gb300")}
+    assert rates == {"gh200": (416e9, 170e9), "gb300": (172e9, 183e9)}
+    for name in rates:
+        source = preset(name).extra["source"]["figures"]["d2h_bytes_per_s"]["source"]
+        assert "nvbandwidth" in source
+        assert "Megatron-LM#6491" in source
+
+
+def test_preset__unified_memory_is_that_of_gpus_without_memory_of_their_own() -> None:
+    assert [name for name in presets() if preset(name).unified_memory] == sorted(UNIFIED)
+    machine = preset("gb10")
+    assert machine_from(json.loads(json.dumps(machine.as_json())), "file") == machine
+    # A copy reads and writes the memory.
+    assert machine.h2d_bytes_per_s == pytest.approx(SHARES["unified"].value * 273e9 / 2)
+    with pytest.raises(MachineError, match="share their memory or do not: write the link of this GPU, unified"):
+        with_host(machine, "pcie5x16")
+    with pytest.raises(MachineError, match="write the link of this GPU, pcie4x16"):
+        with_host(preset("rtx4090"), "unified")
 
 
 def test_data_sheet_machine__newer_gpus_are_faster() -> None:
     for generations in (
         ("rtx3090", "rtx4090", "rtx5090"),
         ("a10", "l40s", "h100-80gb-pcie", "h100-80gb"),
-        ("a100-40gb-pcie", "a100-80gb-sxm", "h100-80gb", "h200", "b200"),
+        ("a100-40gb-pcie", "a100-80gb-sxm", "h100-80gb", "h200", "b200", "gb200"),
+        ("gb10", "mi300a"),
     ):
         machines = [preset(name) for name in generations]
         for older, newer in itertools.pairwise(machines):
@@ -96,7 +138,9 @@ def test_data_sheet_machine__newer_gpus_are_faster() -> None:
             assert (older.h2d_bytes_per_s or 0) <= (newer.h2d_bytes_per_s or 0)
     # NVLink-C2C is the fastest link to a host, and its CPU the fastest of one rank.
     for key in ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_update_params_per_s"):
-        assert max(presets(), key=lambda name: getattr(preset(name), key)) == "gh200"
+        names = [name for name in presets() if name not in UNIFIED]
+        fastest = max(names, key=lambda name: getattr(preset(name), key))
+        assert fastest == ("gb200" if key.startswith("d2h") else "gh200")
 
 
 @pytest.mark.parametrize("name", FITTED)
@@ -106,9 +150,9 @@ def test_with_host__the_rule_gives_rates_like_those_that_were_fitted(name: str) 
     by_rule = with_host(fitted, fitted.extra["host"]["spec"])
     for key in fitted.extra["fit"]["uncertainty"]:
         ratio = getattr(by_rule, key) / getattr(fitted, key)
-        # What the runs determine: within 10 %; what they do not: within the uncertainty of the fit. The rule for
+        # What the runs determine: within 12 %; what they do not: within the uncertainty of the fit. The rule for
         # pageable copies to the host is an assumption.
-        factor = fitted.extra["fit"]["uncertainty"][key] if key in fitted.extra["fit"]["unidentified"] else 1.1
+        factor = fitted.extra["fit"]["uncertainty"][key] if key in fitted.extra["fit"]["unidentified"] else 1.12
         factor = 2.0 if key == "d2h_pageable_bytes_per_s" else factor
         assert 1 / factor < ratio < factor, (key, ratio)
 
@@ -133,21 +177,22 @@ def test_simulate__runs_the_plan_of_a_simple_policy_on_every_preset(name: str) -
     workload = Workload("1 G", 10**9, 10**8, forward_s=0.1, backward_s=0.2)
     for policy in ("zero-offload", "pipelined", "interleaved:2", "gpu-only"):
         seconds[policy] = simulate(make_plan(policy, workload, machine), workload, machine).iteration_s
-    assert (
-        0.3 < seconds["gpu-only"] < min(seconds["pipelined"], seconds["interleaved:2"]) < seconds["zero-offload"] < 30
-    )
+    fastest = min(seconds["pipelined"], seconds["interleaved:2"])
+    assert 0.3 < fastest < seconds["zero-offload"] < 30
+    # With unified memory the CPU may be the faster one.
+    assert 0.3 < seconds["gpu-only"] < (fastest if name not in UNIFIED else seconds["zero-offload"])
 
 
 def test_with_host__replaces_the_rates_of_the_host_and_keeps_those_of_the_gpu() -> None:
     sheet = preset("rtx4090")
     machine = with_host(sheet, "ddr5-6000-4ch,8-cores,pcie5x8,64GB,2-ranks")
-    memory_bytes_per_s = data_sheets.HOST_MEMORY["ddr5"].value * 6000e6 * 8 * 4
+    memory_bytes_per_s = SHARES["ddr5"].value * 6000e6 * 8 * 4
     assert machine.host_memory_bytes == 32e9
     assert machine.host_memory_bytes_per_s == pytest.approx(memory_bytes_per_s / 2)
     assert machine.box is not None
     assert (machine.box.ranks, machine.box.host_memory_bytes_per_s) == (2, pytest.approx(memory_bytes_per_s))
     # The GPU has PCIe 4, the host eight lanes: 15.75 GB/s.
-    assert machine.h2d_bytes_per_s == pytest.approx(data_sheets.PCIE_H2D.value * 15.75e9, rel=1e-3)
+    assert machine.h2d_bytes_per_s == pytest.approx(SHARES["pcie"].value * 15.75e9, rel=1e-3)
     assert (machine.name, machine.gpu) == ("rtx4090@ddr5-6000-4ch,8-cores,pcie5x8,64GB,2-ranks", sheet.gpu)
     for key in ("gpu_memory_bytes", "gpu_update_params_per_s", "gpu_cast_params_per_s", "step_overhead_s"):
         assert getattr(machine, key) == getattr(sheet, key)
@@ -160,8 +205,8 @@ def test_with_host__few_cores_limit_the_cpu_before_memory_does() -> None:
         with_host(preset("h100-80gb"), f"ddr5-8ch,{cores}-cores,1-rank").cpu_update_params_per_s
         for cores in (1, 2, 64, 128)
     ]
-    assert rates[0] == data_sheets.CORE_UPDATE_PARAMS_PER_S
-    assert rates[1] == 2 * data_sheets.CORE_UPDATE_PARAMS_PER_S
+    assert rates[0] == SHARES["core_update_params_per_s"].value
+    assert rates[1] == 2 * SHARES["core_update_params_per_s"].value
     assert rates[2] == rates[3]
 
 
@@ -227,7 +272,7 @@ def test_find_machine__accepts_a_host_behind_a_name_or_a_file(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("published", "machine"),
     [
-        ("a100-40gb-published", "a100-40gb-pcie"),
+        ("a100-40gb-published", "a100-40gb-sxm"),
         ("h100-80gb-sxm-published", "h100-80gb@ddr5-4800-16ch,96-cores,2-sockets,512GiB,4-ranks"),
     ],
 )

@@ -143,7 +143,10 @@ def test_find_machine__takes_the_first_letters_of_one_name() -> None:
         (None, "name one with --machine, a file (`ebbtide calibrate` writes it) or one of a10, a100"),
         ("", "cannot be read"),
         ("nosuch", "there is no machine 'nosuch': name a file, or one of a10, a100"),
-        ("a100", "'a100': did you mean a100-40gb-pcie, a100-40gb-published or a100-80gb-sxm? `ebbtide machines`"),
+        (
+            "a100",
+            "did you mean a100-40gb-pcie, a100-40gb-published, a100-40gb-sxm or a100-80gb-sxm? `ebbtide machines`",
+        ),
         ("h1000-80gb", "there is no machine 'h1000-80gb': did you mean h100-80gb,"),
         ("h100.json", "machine file h100.json cannot be read: No such file"),
         ("no/where", "machine file no/where cannot be read"),

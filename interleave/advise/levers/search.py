@@ -15,6 +15,9 @@ from ebbtide.interleave.advise.levers.effects import LEVERS, Lever, Variant
 from ebbtide.interleave.advise.levers.keys import KEYS, settings_for
 from ebbtide.machines.machine import Machine
 
+# Changes that move state to the memory of the host.
+_TO_THE_HOST = {"offload", "paged optimizer"}
+
 
 @dataclass(frozen=True)
 class JobChange:
@@ -39,7 +42,7 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
 
     Sets of changes are compared by their dearest one, then by the next: no part of the result fits by itself.
     """
-    levers = _possible(job)
+    levers = _possible(job, machine)
     for number in range(1, 1 << len(levers)):
         chosen = [*compress(levers, (number >> bit & 1 for bit in range(len(levers))))]
         for one in _variants(Variant(job, job.settings), chosen):
@@ -52,7 +55,7 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
 def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> tuple[JobChange, ...]:
     """Return what each change does alone: the least that fits, else the greatest."""
     alone = []
-    for lever in _possible(job):
+    for lever in _possible(job, machine):
         variants = lever.apply(Variant(job, job.settings))
         changes = [_change(job, one, [lever], machine, ranks_per_host) for one in variants]
         if changes:
@@ -84,7 +87,8 @@ def needed_bytes(one: Variant, machine: Machine, ranks_per_host: int | None = No
     used = own_bytes(memory, one.job, one.settings, share, all_gradients if added else 0.0)
     own = max(size for _, size in used)
     state = workload.state_bytes * workload.params
-    if one.state == "offloaded":
+    # State on the host of a machine with unified memory takes the same memory.
+    if one.state == "offloaded" and not shared.unified_memory:
         steps = steps_of("zero-offload", workload, shared)
         return own, steps is not None and fits_memory(steps, shared)
     if not workload.gradients_held_until_step:
@@ -97,11 +101,11 @@ def needed_bytes(one: Variant, machine: Machine, ranks_per_host: int | None = No
     return own + state, own + state + workload.gpu_slack_bytes <= capacity
 
 
-def _possible(job: TrainingJob) -> list[Lever]:
-    """Return the changes that the job's framework has, and that are possible."""
+def _possible(job: TrainingJob, machine: Machine) -> list[Lever]:
+    """Return the changes that the job's framework has, and that are possible on a machine."""
     if job.memory is None:
         return []
-    names = KEYS[_framework(job)]
+    names = KEYS[_framework(job)].keys() - (_TO_THE_HOST if machine.unified_memory else set())
     return [lever for lever in LEVERS if lever.name in names]
 
 

@@ -35,6 +35,8 @@ _ONE_RANK = {f"box.one_rank_{key}": key for key in _SHARED}
 _FIRST_EVALUATIONS = 12
 _REFINED_STARTS = 3
 _EVALUATIONS = 200
+# Models are of different size from this ratio on.
+_OTHER_MODEL = 1.3
 # Medians of a trace are accurate to about this share, and so is the simulator.
 _RELATIVE_ERROR = 0.02
 # A rate whose uncertainty is still more than this share of its prior's is determined by the prior, not by the traces.
@@ -67,12 +69,14 @@ def machine_of(paths: Sequence[Path], name: str) -> Machine:
 
 def _notes(result: MachineFit, samples: Sequence[FitSample]) -> list[str]:
     """Return what other traces would add, in words."""
-    if "step_overhead_s" in result.unidentified and len({sample.workload.params for sample in samples}) == 1:
-        return [
-            "step_overhead_s cannot be told from the rates, since all traces have as many parameters per rank: add "
-            "traces of another model"
-        ]
-    return []
+    (smallest, *_, largest) = sorted([sample.workload.params * (sample.ranks or 1) for sample in samples] * 2)
+    if largest > _OTHER_MODEL * smallest:
+        return []
+    stand = [key for key in result.uncertainty if key not in result.unidentified and not key.startswith("box.")]
+    return [
+        f"all traces are of models of {smallest / 1e9:.3g} G parameters: {', '.join(stand)} stand on one size. Updates "
+        "of other sizes are extrapolated, and blocking copies of gradients depend on it: add traces of another model"
+    ]
 
 
 def _rounded(result: MachineFit) -> Machine:
@@ -182,7 +186,10 @@ PRIORS: dict[str, Prior] = {
     "cpu_cast_params_per_s": Prior(8e9, 3.0),
     "gpu_update_params_per_s": Prior(30e9, 2.0),
     "step_overhead_s": Prior(0.03, 3.0),
+    "operation_s": Prior(1e-4, 3.0),
 }
+# Recorded overheads of a step on one host are within about this factor of their median.
+_MEASURED_OVERHEAD_FACTOR = 1.3
 # An update on the CPU is a pass over memory. The prior of its share of the memory bandwidth, which a good kernel
 # reaches by itself (docs/performance.md), is narrow.
 MEMORY_SHARE_PRIOR = Prior(0.85, 1.2)
@@ -225,9 +232,9 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     keys = [key for key in PRIORS if getattr(base, key) is None]
     box_ranks, several = _ranks_of(samples)
     names = [*keys, *(name for name, key in _ONE_RANK.items() if several and key in keys)]
-    link_peak = next((sample.link_peak for sample in samples if sample.link_peak), None)
-    center = np.log([_prior_value(_ONE_RANK.get(name, name), link_peak) for name in names])
-    width = np.log([PRIORS[_ONE_RANK.get(name, name)].factor for name in names])
+    priors = _priors_of(samples)
+    center = np.log([priors[_ONE_RANK.get(name, name)].value for name in names])
+    width = np.log([priors[_ONE_RANK.get(name, name)].factor for name in names])
 
     def machine_at(log_rates: Vector) -> Machine:
         rates: dict[str, Any] = dict(zip(names, map(float, np.exp(log_rates)), strict=True))
@@ -266,16 +273,17 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     first = sorted((search(start, _FIRST_EVALUATIONS) for start in (center, *starts)), key=cost)
     best = min((search(solution.x, _EVALUATIONS) for solution in first[:_REFINED_STARTS]), key=cost)
     sigmas = np.sqrt(np.diag(np.linalg.inv(best.jac.T @ best.jac)))
+    unidentified = [
+        name
+        for name, sigma in zip(names, sigmas, strict=True)
+        if sigma > _IDENTIFIED * np.log(PRIORS[_ONE_RANK.get(name, name)].factor)
+    ]
     machine = machine_at(best.x)
     return MachineFit(
         machine=machine,
         residuals={sample.name: sample.simulate(machine).update_s / sample.update_s - 1 for sample in samples},
         uncertainty={name: float(np.exp(sigma)) for name, sigma in zip(names, sigmas, strict=True)},
-        unidentified=tuple(
-            name
-            for name, sigma, prior_sigma in zip(names, sigmas, width, strict=True)
-            if sigma > _IDENTIFIED * prior_sigma
-        ),
+        unidentified=tuple(unidentified),
     )
 
 
@@ -302,11 +310,14 @@ def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box |
     return Box(ranks, **totals, **alone)
 
 
-def _prior_value(key: str, link_peak: float | None) -> float:
-    """Return the most likely value of a rate before any update is looked at."""
-    if link_peak and key in _LINK:
-        return _LINK_EFFICIENCY * link_peak
-    return PRIORS[key].value
+def _priors_of(samples: Sequence[FitSample]) -> dict[str, Prior]:
+    """Return the priors of all rates: those of the link from its peak, of the overhead from steps that tell it."""
+    priors = dict(PRIORS)
+    if link_peak := next((sample.link_peak for sample in samples if sample.link_peak), None):
+        priors |= {key: Prior(_LINK_EFFICIENCY * link_peak, PRIORS[key].factor) for key in _LINK}
+    if overheads := [sample.overhead_s for sample in samples if sample.overhead_s]:
+        priors["step_overhead_s"] = Prior(median(overheads), _MEASURED_OVERHEAD_FACTOR)
+    return priors
 
 
 def _memory_share_error(machine: Machine, workload: Workload) -> float:

@@ -27,6 +27,7 @@ class FitSample:
         backward_s: Measured backward, seconds, if it waited for gradients; otherwise None.
         link_peak: Peak rate of the link, bytes/s, None if not recorded.
         ranks: Ranks that shared the host; None: not known.
+        overhead_s: The part of the update outside of DeepSpeed's loop over subgroups, seconds; None: not recorded.
     """
 
     name: str
@@ -36,6 +37,7 @@ class FitSample:
     backward_s: float | None
     link_peak: float | None = None
     ranks: int | None = 1
+    overhead_s: float | None = None
 
     def simulate(self, machine: Machine) -> Schedule:
         """Return the schedule on a machine, with the rates of as many ranks on a host as the trace had."""
@@ -66,6 +68,8 @@ def sample_of(trace: Trace) -> FitSample:
 
     metrics = JobMetrics(trace)
     update_ms, backward_ms = metrics.phase_ms(UPDATE), metrics.phase_ms(BACKWARD)
+    loop = metrics.sub_step("optimizer_step")
+    loop_ms = loop.median_ms if loop is not None else None
     backward_waits = policy.endswith("grads=blocking") and backward_ms is not None
     return FitSample(
         trace.name,
@@ -75,6 +79,7 @@ def sample_of(trace: Trace) -> FitSample:
         (backward_ms or 0.0) / 1e3 if backward_waits else None,
         metrics.peak_bytes_per_s,
         ranks_on_host(trace),
+        max(0.0, update_ms - loop_ms) / 1e3 if update_ms and loop_ms else None,
     )
 
 

@@ -32,6 +32,10 @@ _PLACEMENT_OPS = 15_000
 _ASSIGNMENT_OPS = 40_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
+# Rates, of which each alone is lower on the slower machines whose best placements are starts, by which factor, and the
+# work for each of them.
+_SLOWER_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_update_params_per_s", "gpu_update_params_per_s")
+_SLOWER, _SLOWER_OPS = 0.6, 4_000
 # Shares of the CPU's update rate that the search starts from once more, where it may slow copies.
 _THROTTLED_STARTS = (0.5, 0.25)
 # The search ends when the cost is within this factor of the bound.
@@ -129,6 +133,13 @@ def _improved_seeds(search: PlacementSearch, costs: PlanCosts, shares: list[Opti
     if costs.cpu_slows_copies:
         best = min(improved, key=search.cost)
         improved += [search.improve(replace(best, cpu_share=share)) for share in _THROTTLED_STARTS]
+    # A slower machine's best placement is another start, so that a faster machine has no worse plan.
+    best = min(improved, key=search.cost)
+    for key in _SLOWER_RATES if costs.overlap != NO_OVERLAP else ():
+        if (rate := getattr(costs.machine, key)) is not None:
+            slower = replace(costs.machine, **{key: _SLOWER * rate})
+            start = search.on(PlanCosts(costs.workload, slower, costs.text, _SLOWER_OPS, costs.overlap)).improve(best)
+            improved.append(search.improve(start))
     return improved
 
 

@@ -200,6 +200,10 @@ class PlacementSearch:
         self._fit_in_update = fit(workload.free_at(workload.compute_s) or 0.0) if has_gpu else 0
         self._fit_at_start, self._always_fit = fit(costs.memory.at_start), fit(costs.memory.always)
 
+    def on(self, costs: PlanCosts) -> PlacementSearch:
+        """Return the search with other costs."""
+        return PlacementSearch(costs, self._ranking)
+
     def assignment(self, placement: Placement) -> Assignment:
         """Return the assignment of a placement."""
         return placement.assignment(self._workload, self._ranking, self._costs.overlap.forward)

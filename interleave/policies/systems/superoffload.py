@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ebbtide.interleave.model.operations import CLIPPING_FIRST, Departures
-from ebbtide.interleave.model.plan import STEP, Plan
+from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import Cost, best_count
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
@@ -13,6 +13,9 @@ from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, 
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
+
+# DeepSpeed's default of cpuadam_cores_perc.
+_CORES_SHARE = 0.8
 
 
 @policy(
@@ -27,31 +30,50 @@ def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan
     whose gradients come last on the GPU, as SuperOffload does.
 
     Gradients and parameters cross the link in fp32 and are converted on the GPU. How many subgroups are resident is
-    what gives the shortest iteration. With `rule=deepspeed` it does what DeepSpeed 0.19 does: with clipping nothing is
-    updated before the backward ends, and subgroups are updated and uploaded one after another at the step.
+    what gives the shortest iteration. With `rule=deepspeed` it does what DeepSpeed 0.19.8 does
+    (runtime/superoffload/superoffload_stage3.py): updates run in the backward only without clipping, on 0.8 of the
+    cores; at the step each subgroup is converted on the CPU and copied from pageable memory, one after another.
     """
     reject_value(spec)
-    is_paper = spec.options["rule"] == "paper"
+    make = _paper_plan if spec.options["rule"] == "paper" else _deepspeed_plan
     most = _fitting_count(workload)
 
     def cost(count: int) -> Cost:
-        return simulate_steps(_plan(workload, spec.text, count, is_paper), workload, machine).cost(machine)
+        return simulate_steps(make(workload, spec.text, count), workload, machine).cost(machine)
 
-    return _plan(workload, spec.text, best_count(most, cost), is_paper).validate(workload)
+    return make(workload, spec.text, best_count(most, cost)).validate(workload)
 
 
-def _plan(workload: Workload, text: str, count: int, is_paper: bool) -> Plan:
-    """Return the plan with so many resident subgroups, the first ones."""
-    builder = PlanBuilder(text, workload, early=True, speculative=is_paper)
+def _deepspeed_plan(workload: Workload, text: str, count: int) -> Plan:
+    """Return the plan of DeepSpeed's code with so many resident subgroups, the first ones.
+
+    A gradient is copied to its place on the host, back for the norm, and to the host again in fp32.
+    """
+    builder = PlanBuilder(text, workload, early=True)
+    resident = frozenset(range(count))
+    builder.gradients(resident, workload.grad_bytes + MASTER_BYTES)
+    for index in builder.copied_gradients():
+        op = builder.ops[index]
+        builder.add("gradient up", "h2d", op.subgroup, workload.grad_bytes, (index,), op.point)
+    for subgroup in sorted(resident):
+        builder.resident(subgroup)
+    uploaded: tuple[int, ...] = ()
+    for subgroup in range(count, len(builder.sizes)):
+        # Without clipping updates follow their gradients, and only the copies of parameters follow each other.
+        update = builder.update_on_cpu(subgroup, uploaded if builder.clip else ())
+        cast = builder.add("cast", "cpu", subgroup, after=(update, *uploaded))
+        uploaded = (builder.add("upload", "h2d", subgroup, workload.param_bytes, (cast,), pageable=True),)
+    return replace(builder.plan(validate=False), cpu_share=_CORES_SHARE)
+
+
+def _paper_plan(workload: Workload, text: str, count: int) -> Plan:
+    """Return the plan of the paper with so many resident subgroups, the first ones."""
+    builder = PlanBuilder(text, workload, early=True, speculative=True)
     resident = range(count)
     builder.gradients(frozenset(resident), MASTER_BYTES)
-    previous: tuple[int, ...] = ()
     for subgroup in reversed(range(count, len(builder.sizes))):
-        update = builder.update_on_cpu(subgroup, previous if builder.clip and not is_paper else ())
-        if is_paper:
-            builder.upload_masters(subgroup, (update,), builder.ops[update].point)
-        else:
-            previous = (builder.upload_masters(subgroup, (update, *previous), STEP),)
+        update = builder.update_on_cpu(subgroup)
+        builder.upload_masters(subgroup, (update,), builder.ops[update].point)
     for subgroup in resident:
         builder.resident(subgroup)
     plan = builder.plan(validate=False)

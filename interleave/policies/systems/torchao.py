@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
 from ebbtide.interleave.policies.systems.unclipped import unclipped_builder, unclipped_plan
 from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import STATE_BYTES
 
 
 @policy("torchao", SystemRun("torchao", 60), simulation_only=True, uses_storage=False, backward=("eager", "compiled"))
@@ -29,4 +32,9 @@ def torchao(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     for subgroup in order:
         update = builder.update_on_cpu(subgroup)
         builder.add("upload", "h2d", subgroup, workload.param_bytes, (update, *copies), builder.ops[update].point)
-    return unclipped_plan(builder, workload, "torchao")
+    plan = unclipped_plan(builder, workload, "torchao")
+    if workload.state_bytes < STATE_BYTES:
+        return plan
+    no_masters = "torchao keeps no fp32 masters: parameters in half precision are updated in half precision"
+    consequence = "; ".join(filter(None, (no_masters, plan.departures.consequence)))
+    return replace(plan, departures=plan.departures._replace(consequence=consequence))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ _SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # First characters of the lines of pretty-printed JSON, and the first characters of a log line, which also match.
 _JSON = tuple('"{}[]-0123456789')
 _STAMPED = re.compile(r"\[20\d\d-")
+_WORLD_INFO = re.compile(r"--world_info=([\w+/=-]{1,65536})")
+_NODES = re.compile(r"--nnodes[= ](\d{1,6})\b.*--nproc[-_]per[-_]node[= ](\d{1,4})\b")
 # A log has data of rank 0, and monitor files of the ranks on its host: the files of more ranks would be empty.
 _MAX_IMPORTED_RANKS = 64
 # Its MB are MiB: `report_memory` in megatron/training/utils.py divides by 1024 * 1024.
@@ -36,6 +40,7 @@ class JobSettings:
     Attributes:
         config_damaged: Whether the log has a configuration that cannot be read.
         visible_devices: Numbers of the devices on the host of rank 0, by local rank.
+        slots: Ranks on each host by its name, in the order of ranks; hosts that only their number tells have none.
         model_parallel_params: Parameters of each model-parallel part, by its name.
         params_rounded: Parameters of the model, rounded by DeepSpeed.
         subgroups: Parameters of each (parameter group, subgroup), by the rank that printed them.
@@ -45,6 +50,7 @@ class JobSettings:
     config_damaged: bool = False
     world_size: int | None = None
     visible_devices: list[int] = field(default_factory=list)
+    slots: dict[str, int] = field(default_factory=dict)
     model_parallel_params: dict[str, int] = field(default_factory=dict)
     params_rounded: int | None = None
     subgroups: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
@@ -59,6 +65,15 @@ class JobSettings:
     def params(self) -> int | None:
         """Return the parameters of the whole model: the sum of its tensor- and pipeline-parallel parts."""
         return sum(self.model_parallel_params.values()) or self.params_rounded
+
+    def hosts(self) -> list[str] | None:
+        """Return the host of each rank; None if the log does not tell, or tells of other ranks."""
+        size, local = self.world_size or 1, len(self.visible_devices)
+        if not self.slots and 0 < local < size:
+            # A launcher shows the ranks of one host their devices.
+            return [f"host {rank // local}" for rank in range(size)]
+        hosts = [host for host, slots in self.slots.items() for _ in range(slots)]
+        return hosts if len(hosts) == size and len(self.slots) > 1 else None
 
     def accumulation(self) -> int | None:
         """Return the micro-steps of a step that the configuration states."""
@@ -98,6 +113,28 @@ def _set_visible_devices(settings: JobSettings, match: re.Match[str]) -> None:
     settings.visible_devices = [int(number) for number in match.group(1).split(",")]
 
 
+def _set_command(settings: JobSettings, match: re.Match[str]) -> None:
+    """Take the command of a launcher, and the hosts that it names: base64 of JSON with the devices of each host."""
+    settings.command = settings.command or match.group(1).strip()
+    if nodes := _NODES.search(match.group(1)):
+        _set_nodes(settings, nodes)
+    if (info := _WORLD_INFO.search(match.group(1))) and not settings.slots:
+        with suppress(ValueError, RecursionError):
+            devices = json.loads(base64.b64decode(info[1], altchars=b"-_", validate=True))
+            if isinstance(devices, dict) and all(isinstance(slots, list) for slots in devices.values()):
+                settings.slots = {host: len(slots) for host, slots in devices.items()}
+
+
+def _set_nodes(settings: JobSettings, match: re.Match[str]) -> None:
+    hosts, ranks = map(int, match.groups())
+    if not settings.slots and hosts * ranks <= _MAX_RANKS:
+        settings.slots = {f"host {number}": ranks for number in range(hosts)}
+
+
+def _set_slots(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.slots[match.group(1)] = int(match.group(2))
+
+
 def _set_omp_threads(settings: JobSettings, match: re.Match[str]) -> None:
     settings.omp_threads = int(match.group(1))
 
@@ -133,7 +170,11 @@ _PATTERNS: list[tuple[str, re.Pattern[str], Callable[[JobSettings, re.Match[str]
         ("torch version", r"\btorch version \.{3,40} (\S{1,64})", _set_first("torch")),
         ("torch cuda version", r"\btorch cuda version \.{3,40} (\S{1,64})", _set_first("cuda")),
         ("Basic Optimizer = ", r"DeepSpeed Basic Optimizer = (\w{1,64})", _set_first("optimizer")),
-        ("cmd = ", r"\bcmd = (.+)", _set_first("command")),
+        ("cmd = ", r"\bcmd = (.+)", _set_command),
+        ("num_local_procs=", r"\bnnodes=(\d{1,6}), num_local_procs=(\d{1,4})\b", _set_nodes),
+        ("--nproc", _NODES.pattern, _set_nodes),
+        ("NNODES=", r"\bNNODES=(\d{1,6})\b.*\bLOCAL_WORLD_SIZE=(\d{1,4})\b", _set_nodes),
+        (" slots=", r"^\s*([\w.-]{1,253}) slots=(\d{1,4})\s*$", _set_slots),
         (
             "OMP_NUM_THREADS",
             r"Setting OMP_NUM_THREADS environment variable for each process to be (\d{1,4})\b",
@@ -208,12 +249,17 @@ def add_ranks(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBui
     """Add an entry for each rank of a job, with its device, and return the builders by rank."""
     world_size = settings.world_size or 1
     local_devices = settings.visible_devices or list(range(world_size))
+    hosts = settings.hosts()
     ranks = {}
     if world_size > _MAX_IMPORTED_RANKS:
         builder.note(f"the job has {world_size} ranks: the trace has the first {_MAX_IMPORTED_RANKS}")
     for number in range(min(world_size, _MAX_IMPORTED_RANKS)):
         entry = builder.rank(number, world_size=settings.world_size)
-        device = f"cuda:{local_devices[number % len(local_devices)]}"
+        local_rank = number
+        if hosts is not None:
+            local_rank = number - hosts.index(hosts[number])
+            entry.meta.update({"host": hosts[number], "local_rank": local_rank})
+        device = f"cuda:{local_devices[local_rank % len(local_devices)]}"
         if not entry.meta["devices"]:
             entry.meta["devices"] = [{"device": device, "kind": "cuda", "capacity_bytes": None, "link": None}]
         ranks[number] = entry

@@ -49,6 +49,17 @@ Trainer(model, arguments, train_dataset=data).train()
 """
 
 
+def test_cheapest_change__moves_no_state_to_a_host_that_has_the_memory_of_the_gpu() -> None:
+    machine = preset("gb10")
+    job = sized(13e9)
+    levers = {name for change in single_changes(job, machine) for name in change.levers}
+    other = {name for change in single_changes(job, replace(machine, unified_memory=False)) for name in change.levers}
+    assert other - levers == {"offload", "paged optimizer"}
+    change = cheapest_change(job, machine)
+    assert change is not None
+    assert not {"offload", "paged optimizer"} & set(change.levers)
+
+
 def predicted(folder: Path, script: str, *words: str) -> Trace:
     """Return the trace of a dry run of a script."""
     (folder / "job.py").write_text(script)

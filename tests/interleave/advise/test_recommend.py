@@ -43,6 +43,20 @@ def test_recommend__does_not_offload_state_that_always_fits() -> None:
     assert recommend(workload(gpu_free_bytes=None), machine(), DEEPSPEED).policy == "interleaved:2"
 
 
+def test_recommend__never_offloads_where_gpu_and_cpu_share_one_memory() -> None:
+    unified = replace(machine(), unified_memory=True)
+    reason = f"GPU and CPU of {unified.name} share one memory: offload frees none of it"
+    for free, fits in ((28e9, True), (6e9, False)):
+        advice = recommend(workload(gpu_free_bytes=free), unified, DEEPSPEED)
+        assert (advice.policy, advice.action) == (
+            "gpu-only",
+            {"kind": "deepspeed", "settings": {"offload_optimizer": {"device": "none"}}},
+        )
+        assert advice.line.count(reason) == 1
+        assert ("the job does not fit: it needs" in advice.line) is not fits
+    assert reason not in recommend(workload(gpu_free_bytes=28e9), machine()).line
+
+
 @pytest.mark.parametrize(
     "free", [0.0, 6e9, *(pytest.param(free, marks=pytest.mark.slow) for free in (3e9, 14e9, 25e9))]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ebbtide.analysis.findings import find
@@ -39,6 +41,21 @@ def test_trace_adviser__advises_not_to_offload_state_that_fits() -> None:
     assert setting.settings == {"offload_optimizer": {"device": "none"}}
     assert setting.text.startswith("do not offload at all (simulated: ")
     assert adviser.policy_setting() is None
+
+
+def test_trace_adviser__ends_offload_where_gpu_and_cpu_share_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job offloads, and its state would not fit beside it if the host's memory were another one."""
+    unified = replace(preset("a100-40gb-published"), unified_memory=True)
+    monkeypatch.setattr("ebbtide.interleave.advise.trace_advice.own_machine", lambda trace: unified)
+    trace = open_trace(TRACES / "a100-13b-async.ebb")
+    adviser = TraceAdviser(trace)
+    setting = adviser.deepspeed_setting()
+    assert setting is not None
+    assert setting.ends_offload
+    assert "share one memory" in setting.text
+    assert adviser.policy_setting() is None
+    advices = [finding.advice for finding in find(trace, adviser).findings]
+    assert sum("share one memory" in advice for advice in advices) == 1
 
 
 def test_trace_adviser__says_nothing_of_a_job_that_cannot_be_simulated() -> None:

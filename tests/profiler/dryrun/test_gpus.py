@@ -13,9 +13,11 @@ from ebbtide.profiler.dryrun.memory.workspaces import workspace_bytes
 CAPABILITIES = {
     **dict.fromkeys(("a10", "rtx3090"), (8, 6)),
     **dict.fromkeys(("l40s", "rtx4090"), (8, 9)),
-    **dict.fromkeys(("a100-40gb-pcie", "a100-80gb-sxm", "a100-40gb-published"), (8, 0)),
-    "b200": (10, 0),
-    "rtx5090": (12, 0),
+    **dict.fromkeys(("a100-40gb-pcie", "a100-40gb-sxm", "a100-80gb-sxm", "a100-40gb-published"), (8, 0)),
+    **dict.fromkeys(("b200", "gb200"), (10, 0)),
+    "gb300": (10, 3),
+    **dict.fromkeys(("rtx5090", "rtx-pro-6000"), (12, 0)),
+    "gb10": (12, 1),
 }
 
 

@@ -1,0 +1,97 @@
+"""Figures of GPUs and hosts, the shares of their peaks that jobs reach, and the source of each: `sheets.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, NamedTuple
+
+from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.host import Host, parse_host
+
+_TERA = 1e12
+_TFLOPS_KEYS = ("float32", "tf32", "float16", "float8")
+
+
+class FigureSource(NamedTuple):
+    """The document that has a figure, and the day on which it was read."""
+
+    title: str
+    date: str
+
+
+class Share(NamedTuple):
+    """The share of a peak that jobs reach, or another value of no data sheet."""
+
+    value: float  # The most likely value.
+    factor: float  # The factor within which it is: one standard error, normal in the logarithm.
+    source: FigureSource
+
+
+@dataclass(frozen=True)
+class GpuSheet:
+    """A GPU as its data sheet describes it.
+
+    Attributes:
+        memory_gib: Memory as torch reports it, GiB.
+        compute: Name, compute capability and peak rates.
+        link: Its link to the host: `pcie4x16`, `nvlink-c2c`, or `unified` if it shares the memory of the CPU.
+        c2c: Measured copies to the device and to the host by NVLink-C2C, bytes/s; None: not measured.
+        sources: FigureSource of each figure by its key in a machine file; of `c2c` under that name.
+    """
+
+    memory_gib: float
+    compute: GpuCompute
+    link: str
+    c2c: tuple[Share, Share] | None
+    sources: dict[str, FigureSource]
+
+
+class HostSheet(NamedTuple):
+    """A host and where it is described."""
+
+    cpu: str
+    host: Host
+    source: FigureSource
+
+
+def _gpu(values: dict[str, Any], sources: dict[str, FigureSource]) -> GpuSheet:
+    named = values.get("sources", {})
+
+    def source(key: str) -> FigureSource:
+        return sources[named.get(key, values["source"])]
+
+    peaks = dict(zip(_TFLOPS_KEYS, values["tflops"], strict=False))
+    peer_gb_per_s, c2c = values.get("peer_gb_per_s"), values.get("c2c")
+    compute = GpuCompute(
+        name=values["name"],
+        compute_capability=values.get("capability"),
+        flops_per_s={key: value * _TERA for key, value in (peaks | {"bfloat16": peaks["float16"]}).items()},
+        memory_bytes_per_s=values["memory_gb_per_s"] * 1e9,
+        peer_bytes_per_s=peer_gb_per_s and peer_gb_per_s * 1e9,
+    )
+    figures = {
+        "gpu_memory_bytes": source("memory_gib"),
+        "gpu.memory_bytes_per_s": source("memory_gb_per_s"),
+        **{f"gpu.flops_per_s.{key}": source("tflops") for key in compute.flops_per_s},
+    }
+    if peer_gb_per_s:
+        figures["gpu.peer_bytes_per_s"] = source("peer_gb_per_s")
+    rates = None
+    if c2c is not None:
+        h2d, d2h = (
+            Share(rate * 1e9, factor, source("c2c"))
+            for rate, factor in zip(c2c["gb_per_s"], c2c["factors"], strict=True)
+        )
+        rates = h2d, d2h
+    return GpuSheet(values["memory_gib"], compute, values["link"], rates, figures)
+
+
+_FILE = tomllib.loads(resources.files("ebbtide.machines").joinpath("sheets.toml").read_text(encoding="utf-8"))
+_SOURCES = {key: FigureSource(*values) for key, values in _FILE["sources"].items()}
+GPU_SHEETS = {name: _gpu(values, _SOURCES) for name, values in _FILE["gpus"].items()}
+DEFAULT_HOSTS = {
+    name: HostSheet(cpu, parse_host(spec), _SOURCES[key]) for name, (cpu, spec, key) in _FILE["hosts"].items()
+}
+SHARES = {name: Share(value, factor, _SOURCES[key]) for name, (value, factor, key) in _FILE["shares"].items()}
