@@ -138,7 +138,9 @@ def compare(a: Trace | Run, b: Trace | Run) -> Diff:
 
 def _time_change(part: str, a: pd.Series[float], b: pd.Series[float]) -> TimeChange:
     medians = median_or_none(a), median_or_none(b)
-    return TimeChange(part, *medians, beyond_spread(a, b), difference_interval(a, b), difference_interval(a, b, _OF_LIMITS))
+    return TimeChange(
+        part, *medians, beyond_spread(a, b), difference_interval(a, b), difference_interval(a, b, _OF_LIMITS)
+    )
 
 
 def _changes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[SettingChange]:

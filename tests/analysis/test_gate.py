@@ -9,7 +9,7 @@ from ebbtide.analysis.diff import compare
 from ebbtide.analysis.diff.gate import Limit, results
 from ebbtide.errors import UserError
 from ebbtide.profiler.trace import Trace
-from tests.analysis.test_diff import trained
+from tests.analysis.test_diff import trained, with_updates
 
 TIMES = np.random.default_rng(0).normal(1000, 5, (20, 40))
 
@@ -40,10 +40,10 @@ def test_results__need_certainty_of_times_and_none_of_sizes() -> None:
 
 
 def test_results__of_dry_runs_are_exact() -> None:
-    predicted = [trained([time] * 2) for time in (100, 110)]
-    for trace in predicted:
-        trace.meta.source = "predicted"
-    (result,) = results(compare(*predicted), [Limit.parse("update>9%")])
+    predicted = [with_updates([time] * 2) for time in (100, 110)]
+    for builder in predicted:
+        builder.meta["source"] = "predicted"
+    (result,) = results(compare(*(builder.build() for builder in predicted)), [Limit.parse("update>9%")])
     assert result.is_exact
     assert result.fails
 
@@ -57,7 +57,9 @@ def test_results__refuse_what_is_not_known(count: int, limit: str, message: str)
         fails(trained([5] * count), trained([5] * count), limit)
 
 
-@pytest.mark.parametrize("text", ["", "iteration", "iteration<5%", "iteration>5", "iteration>-5%", "speed>5%", "peak_>1%"])
+@pytest.mark.parametrize(
+    "text", ["", "iteration", "iteration<5%", "iteration>5", "iteration>-5%", "speed>5%", "peak_>1%"]
+)
 def test_limit__refuses_anything_else(text: str) -> None:
     with pytest.raises(ValueError, match="is not a"):
         Limit.parse(text)

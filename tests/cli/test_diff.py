@@ -107,7 +107,8 @@ def test_diff__fails_above_limits_of_traces_and_stored_summaries(folder: Path) -
     same = ebbtide_in_process("diff", "a.json", "a.ebb", "--fail-if", "update>5%", cwd=folder)
     assert (same.returncode, same.stdout.splitlines()[0]) == (0, "PASS: all limits are kept.")
     expected, found = (
-        json.loads(ebbtide_in_process("diff", base, "b.ebb", "--json", cwd=folder).stdout) for base in ("a.ebb", "a.json")
+        json.loads(ebbtide_in_process("diff", base, "b.ebb", "--json", cwd=folder).stdout)
+        for base in ("a.ebb", "a.json")
     )
     assert found == {**expected, "a": "a.json", "facts": [], "totals": found["totals"]}
 
@@ -123,7 +124,12 @@ def test_diff__markdown_has_no_markup_of_the_job(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{}", "has no iterations"), ("[]", "not a JSON object"), ('{"iterations": "x"}', "iterations"), ("{", "not JSON")],
+    [
+        ("{}", "has no iterations"),
+        ("[]", "not a JSON object"),
+        ('{"iterations": "x"}', "iterations"),
+        ("{", "not JSON"),
+    ],
 )
 def test_diff__refuses_other_json(folder: Path, content: str, message: str) -> None:
     (folder / "s.json").write_text(content)
