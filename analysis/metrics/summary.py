@@ -162,7 +162,7 @@ class Summary(TabularResult):
         rank_differences: The ranks that differ from the others.
         without_gradients_ms: Part of `other`: forwards without gradients (reference models, generation, evaluation).
             None where none were recorded.
-        times_ms: Times of the steady iterations on the slowest rank, by phase, and `iteration`; `iterations_ms` in JSON.
+        times_ms: Times of the steady iterations on the slowest rank, of each phase and of the `iteration`.
     """
 
     iterations: int

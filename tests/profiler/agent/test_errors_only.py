@@ -31,7 +31,7 @@ def test_errors_only__writes_what_memory_at_oom_reads(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (bare.returncode, bare.stdout, bare.stderr)
     assert bare.returncode == 1
     trace = open_trace(tmp_path / "logs" / "oom.ebb")
-    in_thread, in_forward = trace.rank(0).out_of_memory
+    _, in_forward = trace.rank(0).out_of_memory
     assert (in_forward.phase, in_forward.iteration, in_forward.requested_bytes) == ("forward", 2, 2 << 30)
     assert trace.meta.notes[0] == "only out-of-memory errors were recorded"
     assert not len(trace.phases(0))
