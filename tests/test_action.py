@@ -15,10 +15,10 @@ from tests.conftest import run_process
 ACTION = yaml.safe_load((Path(__file__).parents[1] / "action.yml").read_text())
 JOB = """
 import sys, torch
-model = torch.nn.Linear(512, int(sys.argv[1]))
+model = torch.nn.Linear(512, int(sys.argv[1]), device="cuda")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
-    model(torch.ones(8, 512)).sum().backward()
+    model(torch.ones(8, 512, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
@@ -65,7 +65,7 @@ def test_action__passes_an_equal_job_and_fails_a_larger_one(tmp_path: Path) -> N
     (output / "new.json").rename(tmp_path / "base.json")
     assert run_action(tmp_path, command="python job.py 512", **options) == [0, 0, 0, 0]
     assert (output / "comment.md").read_text().startswith("**PASS")
-    assert run_action(tmp_path, command="python job.py 540", **options) == [0, 0, 0, 1]
+    assert run_action(tmp_path, command="python job.py 1536", **options) == [0, 0, 0, 1]
     comment = (output / "comment.md").read_text()
     assert comment.startswith("**FAIL: peak\\_allocated")
     assert comment in (tmp_path / "step-summary.md").read_text()
