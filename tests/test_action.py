@@ -25,6 +25,11 @@ for _ in range(3):
 GH = '#!/bin/sh\necho "$@" >> gh.txt\n'
 
 
+def filled(text: str, values: dict[str, str]) -> str:
+    """Return a text with the values of its expressions."""
+    return re.sub(r"\$\{\{ (\S+) \}\}", lambda match: values[match[1]], text)
+
+
 def run_action(folder: Path, **inputs: str) -> list[int]:
     """Run the steps of the action but the installation, and return their exit codes up to the first that fails."""
     given = {name: entry.get("default", "") for name, entry in ACTION["inputs"].items()} | inputs
@@ -42,10 +47,7 @@ def run_action(folder: Path, **inputs: str) -> list[int]:
         if (outputs := folder / "outputs").exists():
             named = (line.split("=", 1) for line in outputs.read_text().splitlines())
             values |= {f"steps.compare.outputs.{name}": value for name, value in named}
-        own = {
-            name: re.sub(r"\$\{\{ (\S+) \}\}", lambda match: values[match[1]], text)
-            for name, text in step["env"].items()
-        }
+        own = {name: filled(text, values) for name, text in step["env"].items()}
         command = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", step["run"]]
         codes.append(run_process(command, cwd=folder, env=environment | own).returncode)
         if codes[-1]:

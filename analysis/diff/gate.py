@@ -85,14 +85,14 @@ def results(diff: Diff, limits: Sequence[Limit]) -> list[Result]:
 
 
 def _result(diff: Diff, limit: Limit) -> Result:
-    change = next((change for change in _quantities(diff) if change.name == limit.quantity), None)
-    for path, value in ((diff.a, change and change.a), (diff.b, change and change.b)):
-        if change is None or value is None:
-            known = ", ".join(entry.name for entry in _quantities(diff) if None not in (entry.a, entry.b))
-            raise UserError(f"{limit}: {limit.quantity} of {path} is not known; both have {known or 'no quantity'}")
-    assert change is not None and change.a is not None and change.b is not None
+    known = {change.name: change for change in _quantities(diff)}
+    change = known.get(limit.quantity, Change(limit.quantity, None, None))
+    if change.a is None or change.b is None or change.difference is None:
+        names = ", ".join(name for name, entry in known.items() if entry.difference is not None)
+        path = diff.a if change.a is None else diff.b
+        raise UserError(f"{limit}: {limit.quantity} of {path} is not known; both have {names or 'no quantity'}")
     if not isinstance(change, TimeChange) or all(diff.predicted):
-        return Result(limit, change.a, change.b, change.b - change.a, is_exact=True)
+        return Result(limit, change.a, change.b, change.difference, is_exact=True)
     if change.limit_interval is None:
         raise UserError(f"{limit}: times cannot be compared with fewer than three counted iterations in each run")
     return Result(limit, change.a, change.b, change.limit_interval.low, is_exact=False)

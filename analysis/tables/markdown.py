@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
-from ebbtide.analysis.tables.table import Table, View
+from ebbtide.analysis.tables.table import View
+
+_HTML = {"<": "&lt;", ">": "&gt;", "@": "&#64;"}
 
 
 def markdown_lines(view: View) -> Iterator[str]:
-    """Yield a result as Markdown; the first line is its heading, and tables but the first one are folded."""
-    is_first = True
+    """Yield a result as Markdown: its first line in bold, a table below it open, and all others folded."""
     for number, part in enumerate(view):
         if isinstance(part, str):
-            yield f"**{_escaped(part)}**\n" if number == 0 else f"{_escaped(part)}\n"
+            mark = "" if number else "**"
+            yield f"{mark}{_escaped(part)}{mark}\n"
         elif part:
-            yield from _table_lines(part) if is_first else _folded(part)
-            is_first = False
-
-
-def _folded(table: Table) -> Iterator[str]:
-    yield f"<details><summary>{_escaped(table.title)}</summary>\n"
-    yield from _table_lines(table)
-    yield "</details>\n"
-
-
-def _table_lines(table: Table) -> Iterator[str]:
-    columns = table.columns
-    yield _row([column.heading for column in columns])
-    yield _row(["---:" if column.is_number else "---" for column in columns])
-    for cells in table.rows:
-        yield _row([cell.text for cell in cells])
-    yield ""
-    if table.note:
-        yield f"{_escaped(table.note)}\n"
+            yield f"<details{' open' if number == 1 else ''}><summary>{_escaped(part.title)}</summary>\n"
+            yield _row([column.heading for column in part.columns])
+            yield _row(["---:" if column.is_number else "---" for column in part.columns])
+            yield from (_row([cell.text for cell in cells]) for cells in part.rows)
+            yield f"\n{_escaped(part.note or '')}\n</details>\n"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -41,6 +30,5 @@ def _row(cells: Sequence[str]) -> str:
 
 def _escaped(text: str) -> str:
     """Return a text without Markdown or HTML of its own: names and commands are those of the job."""
-    for mark in "\\`*_{}[]<>|#@":
-        text = text.replace(mark, f"\\{mark}" if mark not in "<>@" else {"<": "&lt;", ">": "&gt;", "@": "&#64;"}[mark])
-    return " ".join(text.split())
+    line = " ".join(text.split())
+    return re.sub(r"[\\`*_{}\[\]<>|#@]", lambda mark: _HTML.get(mark[0], f"\\{mark[0]}"), line)

@@ -7,38 +7,31 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 # Under 2,000 tokens: figures and paths have about three characters per token.
 MAX_CHARS = 5000
+_TIMEOUT_S = 600
+_SCREEN = {"COLUMNS": "100", "NO_COLOR": "1"}
+_PIPES: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
 _INSTRUCTIONS = (
-    "ebbtide explains GPU memory and PCIe traffic of training jobs from traces (folders NAME.ebb). Begin with findings; "
-    "a dash is a figure that was not recorded, never 0; predicted traces come from dry runs, not from measurements."
+    "ebbtide explains GPU memory and PCIe traffic of training jobs from traces (folders NAME.ebb). Begin with "
+    "findings; a dash is a figure that was not recorded, never 0; predicted traces are of dry runs, not measured."
 )
 
 
 def make_server(folder: Path) -> MCPServer:
     """Return the server, whose tools run commands in a folder."""
 
-    def call(*words: str, timeout_s: float = 600) -> str:
-        environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    def call(*words: str) -> str:
         command = [sys.executable, "-m", "ebbtide", *words]
         try:
-            run = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-            )
+            run = subprocess.run(command, cwd=folder, env={**os.environ, **_SCREEN}, timeout=_TIMEOUT_S, **_PIPES)
         except subprocess.TimeoutExpired:
-            raise ToolError(f"it did not end within {timeout_s:.0f} s") from None
+            raise ToolError(f"it did not end within {_TIMEOUT_S} s") from None
         if run.returncode:
             raise ToolError(_bounded(run.stderr.strip() or run.stdout, from_end=True))
         # The screen of a dry run is on stderr, since standard output is the job's.
@@ -49,11 +42,11 @@ def make_server(folder: Path) -> MCPServer:
         return call("summary", _path(trace), f"--by={by}")
 
     def findings(trace: str) -> str:
-        """What holds a job back, root cause first, with evidence, estimated gain and remedy."""
+        """List what holds a job back, root cause first, with evidence, estimated gain and remedy."""
         return call("findings", _path(trace))
 
     def windows(trace: str, min_bytes: str = "1GiB") -> str:
-        """When at least so much device memory is free, for how long, and whether the link is idle then."""
+        """List when at least so much device memory is free, for how long, and whether the link is idle then."""
         return call("windows", _path(trace), f"--min-bytes={min_bytes}")
 
     def replay(trace: str, machine: str = "", policies: list[str] | None = None) -> str:
@@ -62,7 +55,7 @@ def make_server(folder: Path) -> MCPServer:
         return call("replay", _path(trace), *options, *(f"--policy={policy}" for policy in policies or ()))
 
     def plan(trace: str = "", params: str = "", machines: list[str] | None = None) -> str:
-        """Whether a job (a trace, or a number of parameters like 13B) fits on machines, and the least change that
+        """Say whether a job (a trace, or a number of parameters like 13B) fits on machines, and the least change that
         makes it fit."""
         job = [_path(trace)] if trace else [f"--params={params}"]
         return call("plan", *job, *(f"--machine={machine}" for machine in machines or ()))

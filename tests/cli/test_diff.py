@@ -117,9 +117,10 @@ def test_diff__markdown_has_no_markup_of_the_job(folder: Path) -> None:
     printed = ebbtide_in_process("diff", "a.ebb", "b.ebb", "--fail-if", "update>50%", "--markdown", cwd=folder).stdout
     lines = printed.splitlines()
     assert lines[0] == "**FAIL: update above the limit.**"
-    assert lines[2] == "| quantity | A | B | B - A | at least | limit | verdict |"
+    assert lines[4] == "| quantity | A | B | B - A | at least | limit | verdict |"
     assert "| command | python 'a \\[/b\\].py' | python b.py |" in lines
-    assert lines.count("</details>") == printed.count("<details>") > 1
+    assert lines[2] == "<details open><summary>Limits</summary>"
+    assert lines.count("</details>") == printed.count("<details") > 2
 
 
 @pytest.mark.parametrize(
