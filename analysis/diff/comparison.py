@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.analysis.diff.runs import PHASE_SIZES, Run, run_of_trace
+from ebbtide.analysis.diff.runs import PHASE_SIZES, ComparedRun, run_of_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread, difference_interval
 from ebbtide.profiler.trace import Trace
@@ -112,7 +112,7 @@ class Diff:
         }
 
 
-def compare(a: Trace | Run, b: Trace | Run) -> Diff:
+def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
     """Compare two runs by the figures of their summaries: medians over the steady iterations, times of the slowest
     rank, peaks of the rank with the largest. Settings that only one of the runs states are not compared."""
     first, second = (run_of_trace(run) if isinstance(run, Trace) else run for run in (a, b))

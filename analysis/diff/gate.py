@@ -41,7 +41,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Result:
+class LimitResult:
     """A quantity beside its limit."""
 
     limit: Limit
@@ -75,7 +75,7 @@ class Result:
         return {"quantity": self.limit.quantity, "limit_share": self.limit.share, "a": self.a, "b": self.b} | finite
 
 
-def results(diff: Diff, limits: Sequence[Limit]) -> list[Result]:
+def results(diff: Diff, limits: Sequence[Limit]) -> list[LimitResult]:
     """Compare the growth of quantities with their limits.
 
     Raises:
@@ -84,7 +84,7 @@ def results(diff: Diff, limits: Sequence[Limit]) -> list[Result]:
     return [_result(diff, limit) for limit in limits]
 
 
-def _result(diff: Diff, limit: Limit) -> Result:
+def _result(diff: Diff, limit: Limit) -> LimitResult:
     known = {change.name: change for change in _quantities(diff)}
     change = known.get(limit.quantity, Change(limit.quantity, None, None))
     if change.a is None or change.b is None or change.difference is None:
@@ -92,10 +92,10 @@ def _result(diff: Diff, limit: Limit) -> Result:
         path = diff.a if change.a is None else diff.b
         raise UserError(f"{limit}: {limit.quantity} of {path} is not known; both have {names or 'no quantity'}")
     if not isinstance(change, TimeChange) or all(diff.predicted):
-        return Result(limit, change.a, change.b, change.difference, is_exact=True)
+        return LimitResult(limit, change.a, change.b, change.difference, is_exact=True)
     if change.limit_interval is None:
         raise UserError(f"{limit}: times cannot be compared with fewer than three counted iterations in each run")
-    return Result(limit, change.a, change.b, change.limit_interval.low, is_exact=False)
+    return LimitResult(limit, change.a, change.b, change.limit_interval.low, is_exact=False)
 
 
 def _quantities(diff: Diff) -> Iterator[Change]:

@@ -22,7 +22,7 @@ PHASE_SIZES = ("min_free_bytes", "h2d_bytes", "d2h_bytes")
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """The figures of a run. Those that are not known are None, or absent from dictionaries."""
 
     path: str
@@ -35,10 +35,10 @@ class Run:
     is_predicted: bool  # Whether a dry run made it.
 
 
-def run_of_trace(trace: Trace) -> Run:
+def run_of_trace(trace: Trace) -> ComparedRun:
     """Return the figures of a trace: peaks and times of the rank with the largest."""
     summary, times = summarize(trace), slowest_times(trace).frame
-    return Run(
+    return ComparedRun(
         path=str(trace.path),
         counted=len(steady_iterations(trace).numbers),
         times_ms={part: times[part].dropna() for part in ("iteration", *ITERATION_PARTS)},
@@ -76,7 +76,7 @@ class _Summary(msgspec.Struct):
     totals: Totals | None = None
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path) -> ComparedRun:
     """Open a trace, or a file that `ebbtide summary --json` wrote.
 
     Raises:
@@ -89,7 +89,7 @@ def open_run(path: Path) -> Run:
     times = {"iteration": summary.iterations_ms, **{phase.phase: phase.iterations_ms for phase in summary.phases}}
     if set(times) != {"iteration", *ITERATION_PARTS}:
         raise TraceError(f"{path}: phases must be {', '.join(ITERATION_PARTS)}, each once")
-    return Run(
+    return ComparedRun(
         path=str(path),
         counted=summary.iterations - summary.warmup_iterations,
         times_ms={part: pd.Series(values, dtype=float).dropna() for part, values in times.items()},

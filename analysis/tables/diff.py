@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ebbtide.analysis.diff import Change, Diff, TimeChange
-from ebbtide.analysis.diff.gate import Result
+from ebbtide.analysis.diff.gate import LimitResult
 from ebbtide.analysis.tables.summary import TOTALS
 from ebbtide.analysis.tables.table import NOT_KNOWN, Column, Table, View, ms, signed, size, text
 from ebbtide.units import bytes_text, ms_text
@@ -25,7 +25,7 @@ _SIZES = {"peak_bytes": "peak ", "min_free_bytes": "free at peak, ", "h2d_bytes"
 _LIMIT_NOTE = "At least: the growth that the iterations show with 95 % confidence, which the limit is compared with."
 
 
-def diff_view(diff: Diff, verbose: bool = True, results: Sequence[Result] = ()) -> View:
+def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] = ()) -> View:
     """Return how limits are kept and the largest change, then the changes of times, sizes and setup; without `verbose`
     the largest ones."""
     if results:
@@ -69,12 +69,12 @@ def diff_view(diff: Diff, verbose: bool = True, results: Sequence[Result] = ()) 
         yield f"all sizes, what the intervals mean{f', {hidden} more settings' if hidden > 0 else ''}: -v"
 
 
-def _figure(value: str) -> Callable[[Result], str]:
+def _figure(value: str) -> Callable[[LimitResult], str]:
     """Return a function from a result to one of its two figures as text."""
     return lambda result: (bytes_text if "_" in result.limit.quantity else ms_text)(getattr(result, value))
 
 
-def _percent(value: str) -> Callable[[Result], str]:
+def _percent(value: str) -> Callable[[LimitResult], str]:
     return lambda result: f"{100 * getattr(result, value):+.1f} %"
 
 
