@@ -85,10 +85,10 @@ def results(diff: Diff, limits: Sequence[Limit]) -> list[LimitResult]:
 
 
 def _result(diff: Diff, limit: Limit) -> LimitResult:
-    known = {change.name: change for change in _quantities(diff)}
-    change = known.get(limit.quantity, Change(limit.quantity, None, None))
+    by_name = {change.name: change for change in _quantities(diff)}
+    change = by_name.get(limit.quantity, Change(limit.quantity, None, None))
     if change.a is None or change.b is None or change.difference is None:
-        names = ", ".join(name for name, entry in known.items() if entry.difference is not None)
+        names = ", ".join(name for name, entry in by_name.items() if entry.difference is not None)
         path = diff.a if change.a is None else diff.b
         raise UserError(f"{limit}: {limit.quantity} of {path} is not known; both have {names or 'no quantity'}")
     if not isinstance(change, TimeChange) or all(diff.predicted):
@@ -108,5 +108,5 @@ def _quantities(diff: Diff) -> Iterator[Change]:
 
 
 def _sum(sizes: Sequence[float | None]) -> float | None:
-    known = [size for size in sizes if size is not None]
-    return sum(known) if known else None
+    recorded = [size for size in sizes if size is not None]
+    return sum(recorded) if recorded else None

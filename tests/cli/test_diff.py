@@ -106,11 +106,11 @@ def test_diff__fails_above_limits_of_traces_and_stored_summaries(folder: Path) -
         assert 0.5 < failure["low_share"] <= 1
     same = ebbtide_in_process("diff", "a.json", "a.ebb", "--fail-if", "update>5%", cwd=folder)
     assert (same.returncode, same.stdout.splitlines()[0]) == (0, "PASS: all limits are kept.")
-    expected, found = (
+    expected, printed = (
         json.loads(ebbtide_in_process("diff", base, "b.ebb", "--json", cwd=folder).stdout)
         for base in ("a.ebb", "a.json")
     )
-    assert found == {**expected, "a": "a.json", "facts": [], "totals": found["totals"]}
+    assert printed == {**expected, "a": "a.json", "facts": [], "totals": printed["totals"]}
 
 
 def test_diff__markdown_has_no_markup_of_the_job(folder: Path) -> None:
