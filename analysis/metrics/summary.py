@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -162,6 +162,7 @@ class Summary(TabularResult):
         rank_differences: The ranks that differ from the others.
         without_gradients_ms: Part of `other`: forwards without gradients (reference models, generation, evaluation).
             None where none were recorded.
+        times_ms: Times of the steady iterations on the slowest rank, of each phase and of the `iteration`.
     """
 
     iterations: int
@@ -181,6 +182,7 @@ class Summary(TabularResult):
     storage: tuple[StorageUse, ...] = ()
     rank_differences: RankDifferences = NOT_COMPARED
     without_gradients_ms: float | None = None
+    times_ms: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def longest_phase(self) -> PhaseSummary | None:
@@ -198,7 +200,11 @@ class Summary(TabularResult):
             "ranks": self.ranks,
             "iteration_ms": self.iteration_ms,
             "without_gradients_ms": self.without_gradients_ms,
-            "phases": [phase.as_json(self.is_predicted) for phase in self.phases],
+            "iterations_ms": self.times_ms["iteration"],
+            "phases": [
+                {**phase.as_json(self.is_predicted), "iterations_ms": self.times_ms[phase.phase]}
+                for phase in self.phases
+            ],
             "transfers": {direction: asdict(transfer) for direction, transfer in self.transfers.items()},
             "memory": memory,
             "free_pool": self.free_pool,
@@ -277,6 +283,9 @@ def _summarize(trace: Trace) -> Summary:
         storage=tuple(storage_use(trace)),
         rank_differences=rank_differences(trace),
         without_gradients_ms=_without_gradients(trace),
+        times_ms={
+            part: [None if np.isnan(time) else float(time) for time in times] for part, times in slowest.columns.items()
+        },
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ebbtide.analysis.diff import Change, Diff, TimeChange
+from ebbtide.analysis.diff.gate import LimitResult
 from ebbtide.analysis.tables.summary import TOTALS
 from ebbtide.analysis.tables.table import NOT_KNOWN, Column, Table, View, ms, signed, size, text
 from ebbtide.units import bytes_text, ms_text
@@ -21,11 +22,17 @@ _MAX_CHANGES = 3
 
 Text = Callable[[float | None], str]
 _SIZES = {"peak_bytes": "peak ", "min_free_bytes": "free at peak, ", "h2d_bytes": "h2d, ", "d2h_bytes": "d2h, "}
+_LIMIT_NOTE = "At least: the growth that the iterations show with 95 % confidence, which the limit is compared with."
 
 
-def diff_view(diff: Diff, verbose: bool = True) -> View:
-    """Return the largest change in one sentence, then the changes of times, sizes and setup; without `verbose` the
-    largest ones."""
+def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] = ()) -> View:
+    """Return how limits are kept and the largest change, then the changes of times, sizes and setup; without `verbose`
+    the largest ones."""
+    if results:
+        failed = [result.limit.quantity for result in results if result.fails]
+        yield f"FAIL: {', '.join(failed)} above the limit." if failed else "PASS: all limits are kept."
+        note = None if all(result.is_exact for result in results) else _LIMIT_NOTE
+        yield Table("limits", "Limits", _LIMIT_COLUMNS, results, note, max_rows=None)
     yield headline(diff)
     runs = zip("AB", (diff.a, diff.b), diff.counted, diff.predicted, strict=True)
     for letter, path, counted, predicted in runs:
@@ -60,6 +67,26 @@ def diff_view(diff: Diff, verbose: bool = True) -> View:
     if not verbose:
         hidden = len(settings) - _MAX_CHANGES
         yield f"all sizes, what the intervals mean{f', {hidden} more settings' if hidden > 0 else ''}: -v"
+
+
+def _figure(value: str) -> Callable[[LimitResult], str]:
+    """Return a function from a result to one of its two figures as text."""
+    return lambda result: (bytes_text if "_" in result.limit.quantity else ms_text)(getattr(result, value))
+
+
+def _percent(value: str) -> Callable[[LimitResult], str]:
+    return lambda result: f"{100 * getattr(result, value):+.1f} %"
+
+
+_LIMIT_COLUMNS = (
+    text("quantity", lambda result: result.limit.quantity),
+    text("A", _figure("a")),
+    text("B", _figure("b")),
+    text("B - A", _percent("share")),
+    text("at least", lambda result: None if result.is_exact else _percent("low_share")(result)),
+    text("limit", lambda result: f"{100 * result.limit.share:+g} %"),
+    text("verdict", lambda result: "FAIL" if result.fails else "pass"),
+)
 
 
 def _largest(changes: Sequence[Change], count: int | None) -> list[Change]:

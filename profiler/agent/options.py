@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
 
 SPOOL_DIRECTORY = "EBBTIDE_SPOOL"  # set: record into this directory
 OPTIONS = "EBBTIDE_OPTIONS"
+OUT_OF_MEMORY = "EBBTIDE_OOM"  # set: record out-of-memory errors alone, into the trace of this path
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Options:
     memory: bool = True
     # Whether details are recorded in the slices that `ebbtide profile --attach` asks for, and only there.
     on_demand: bool = False
+    errors_only: bool = False  # Whether only out-of-memory errors are recorded, into a trace that the first one makes.
 
     def environment(self, spool_directory: str) -> dict[str, str]:
         """Return the environment variables that make a process record itself into `spool_directory`."""
@@ -33,3 +36,7 @@ class Options:
     def from_environment(cls) -> Options:
         """Read the options from this process's environment; defaults if there are none."""
         return cls(**json.loads(os.environ.get(OPTIONS, "{}")))
+
+
+# No iteration is the first one to record.
+ERRORS_ONLY = Options(first=sys.maxsize, poll_ms=0.0, errors_only=True)

@@ -157,7 +157,7 @@ class OutOfMemoryWatch:
     def _add(self, **figures: Any) -> dict[str, Any] | None:
         """Add a record and an inventory; return None if there are enough, or nothing is recorded now."""
         recorder = self._recorder
-        if len(self._records) >= _MAX_ERRORS or not recorder.begin():
+        if len(self._records) >= _MAX_ERRORS or not recorder.begin_error():
             return None
         t_ns, iteration = time.monotonic_ns(), recorder.iteration
         phase = PHASES[recorder.phase] if recorder.in_phase else "other"

@@ -66,6 +66,7 @@ class ProcessRecorder:
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.live = True
+        self.errors_only = options.errors_only
         self.on_iteration: list[Callable[[int], None]] = []
         self.on_update: list[Callable[[], None]] = []
         self.on_error: list[Callable[[BaseException], None]] = []

@@ -11,6 +11,7 @@ import time
 from typing import Any, Callable, TypeVar
 from weakref import WeakKeyDictionary
 
+from .errors_only import write_first_files
 from .exceptions import propagates
 from .gpu_clock import EventMark
 from .iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule, PhaseRecord, live_keys
@@ -85,6 +86,16 @@ class Recorder(ProcessRecorder):
         if self._spool is None:
             self._open_files(self.iteration)
         return True
+
+    def begin_error(self) -> bool:
+        """Begin to write an error; return False if nothing is recorded now. Where errors alone are recorded, the first
+        one creates the trace, and what follows it is not recorded."""
+        if not self.errors_only:
+            return self.begin()
+        if self.live and self._spool is None:
+            write_first_files(self._directory)
+            self._open_files(self.iteration)
+        return self.live
 
     def model_and_optimizers(self) -> tuple[list[Any], list[Any]]:
         """Return the outermost modules and the optimizers that are known by now."""

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from .options import SPOOL_DIRECTORY, Options
+from .options import ERRORS_ONLY, OUT_OF_MEMORY, SPOOL_DIRECTORY, Options
 from .patches import ImportFinder, when_imported
 
 # The recorder of this process, once torch is imported.
@@ -17,10 +17,13 @@ _recorder: Any = None
 
 def from_environment() -> None:
     """Record this process if the environment asks for it and the process ever imports torch. Never raises."""
-    directory = os.environ.get(SPOOL_DIRECTORY)
-    if not directory or _recorder is not None or any(isinstance(f, ImportFinder) for f in sys.meta_path):
+    directory, errors = os.environ.get(SPOOL_DIRECTORY), os.environ.get(OUT_OF_MEMORY)
+    if not (directory or errors) or _recorder is not None or any(isinstance(f, ImportFinder) for f in sys.meta_path):
         return
     with contextlib.suppress(Exception):
+        if not directory:
+            when_imported("torch", lambda torch: start_for_errors(torch, str(errors)))
+            return
         options = Options.from_environment()
         _write_marker(directory, "python")
         when_imported("torch", lambda torch: start(torch, directory, options))
@@ -32,6 +35,8 @@ def start(torch: Any, directory: str, options: Options) -> Any:
     Returns the recorder: the running one if there is one already, and None if the process cannot be recorded.
     """
     global _recorder
+    if _recorder is not None and _recorder.errors_only and not options.errors_only:
+        stop()
     if _recorder is not None:
         return _recorder
     _write_marker(directory, "torch")
@@ -59,9 +64,20 @@ def start(torch: Any, directory: str, options: Options) -> Any:
     return recorder
 
 
+def start_for_errors(torch: Any, path: str) -> Any:
+    """Record out-of-memory errors alone, unless this process is recorded already. Never raises."""
+    try:
+        from .errors_only import spool_folder
+
+        return start(torch, spool_folder(path), ERRORS_ONLY)
+    except Exception:
+        return None
+
+
 def current_recorder() -> Any:
-    """Return the recorder of this process, or None if nothing is being recorded."""
-    return _recorder if _recorder is not None and _recorder.live else None
+    """Return the recorder of this process, or None if nothing but errors is being recorded."""
+    recorder = _recorder
+    return recorder if recorder is not None and recorder.live and not recorder.errors_only else None
 
 
 def stop() -> None:

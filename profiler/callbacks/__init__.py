@@ -1,4 +1,4 @@
-"""Callbacks that put the figures of `ebbtide.metrics` into the logs of training frameworks.
+"""Callbacks that put the figures of `ebbtide.metrics` into the logs of training frameworks, and record out of memory.
 
 Importing this package imports no framework; each class is imported with its own.
 """
@@ -11,8 +11,21 @@ if TYPE_CHECKING:
     from ebbtide.profiler.callbacks.hugging_face import HuggingFaceCallback
     from ebbtide.profiler.callbacks.lightning_trainer import LightningCallback
 
-__all__ = ["HuggingFaceCallback", "LightningCallback"]
+__all__ = ["HuggingFaceCallback", "LightningCallback", "record_out_of_memory"]
 _MODULES = {"HuggingFaceCallback": "hugging_face", "LightningCallback": "lightning_trainer"}
+
+
+def record_out_of_memory(path: str = "oom.ebb") -> None:
+    """Record the out-of-memory errors of this process from now on, into a trace that the first one creates.
+
+    `ebbtide memory PATH --at oom` reads it. A path where a trace exists gets a number (oom-2.ebb). Does nothing in a
+    process that is recorded, and never raises.
+    """
+    import torch
+
+    from ebbtide.profiler.agent.start import start_for_errors
+
+    start_for_errors(torch, path)
 
 
 def __getattr__(name: str) -> Any:

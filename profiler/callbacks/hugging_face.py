@@ -8,6 +8,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import ebbtide
+from ebbtide.profiler.callbacks import record_out_of_memory
 
 
 class HuggingFaceCallback(TrainerCallback):
@@ -17,15 +18,20 @@ class HuggingFaceCallback(TrainerCallback):
     in the logs when their turn comes. In `Trainer(callbacks=[...])` its turn comes after theirs: the figures then reach
     `trainer.state.log_history` and the progress bar only. Under several ranks the figures are those of the rank that
     logs, rank zero.
+
+    Args:
+        out_of_memory: Trace for `record_out_of_memory`; None: none. For trainers of TRL, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, out_of_memory: str | None = None) -> None:
         self._is_first = False
+        if out_of_memory is not None:
+            record_out_of_memory(out_of_memory)
 
     @classmethod
-    def add_to(cls, trainer: Trainer) -> None:
+    def add_to(cls, trainer: Trainer, out_of_memory: str | None = None) -> None:
         """Add a callback to a Trainer, before all others."""
-        callback = cls()
+        callback = cls(out_of_memory)
         callback._is_first = True
         trainer.callback_handler.callbacks.insert(0, callback)
 

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import ebbtide
+from ebbtide.profiler.callbacks import record_out_of_memory
 
 # Lightning has two names; a script uses classes of one of them.
 if TYPE_CHECKING or "lightning.pytorch" not in sys.modules:
@@ -19,10 +20,15 @@ class LightningCallback(Callback):
 
     Import Lightning, as `lightning` or `pytorch_lightning`, before this class: it is a callback of that package. Under
     several ranks the figures are those of the rank that logs, rank zero.
+
+    Args:
+        out_of_memory: Trace for `record_out_of_memory`; None: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, out_of_memory: str | None = None) -> None:
         self._logged_step = 0
+        if out_of_memory is not None:
+            record_out_of_memory(out_of_memory)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log the figures if this batch ended a step that is logged."""

@@ -30,7 +30,7 @@ def test_diff__json_is_the_comparison(folder: Path) -> None:
     run = ebbtide_in_process("diff", "a.ebb", "b.ebb", "--json", cwd=folder)
     assert (run.returncode, run.stderr) == (0, "")
     expected = compare(open_trace(folder / "a.ebb"), open_trace(folder / "b.ebb")).as_json()
-    assert json.loads(run.stdout) == {**expected, "a": "a.ebb", "b": "b.ebb"}
+    assert json.loads(run.stdout) == {**expected, "a": "a.ebb", "b": "b.ebb", "failures": None}
 
 
 def test_diff__text_begins_with_the_largest_change(folder: Path) -> None:
@@ -90,3 +90,49 @@ def test_diff__prints_totals_of_traces_without_iterations(tmp_path: Path) -> Non
     assert "Median times" not in run.stdout
     printed = ebbtide_in_process("summary", "a.ebb", cwd=tmp_path).stdout
     assert f"bytes to the device (h2d) {bytes_text(10**6)}" in " ".join(printed.split())
+
+
+def test_diff__fails_above_limits_of_traces_and_stored_summaries(folder: Path) -> None:
+    stored = ebbtide_in_process("summary", "a.ebb", "--json", cwd=folder).stdout
+    (folder / "a.json").write_text(stored)
+    assert json.loads(stored)["iterations_ms"] == [31.0 + 10 + n % 2 + n % 3 / 10 for n in range(2, 7)]
+    for base in ("a.ebb", "a.json"):
+        words = ["diff", base, "b.ebb", "--fail-if", "update>50%", "--fail-if", "peak_device>1%"]
+        run = ebbtide_in_process(*words, cwd=folder)
+        assert run.returncode == 1
+        assert run.stdout.startswith("FAIL: update above the limit.\nLimits\n")
+        (failure,) = json.loads(ebbtide_in_process(*words, "--json", cwd=folder).stdout)["failures"]
+        assert (failure["quantity"], failure["a"], failure["b"], failure["share"]) == ("update", 10, 20, 1)
+        assert 0.5 < failure["low_share"] <= 1
+    same = ebbtide_in_process("diff", "a.json", "a.ebb", "--fail-if", "update>5%", cwd=folder)
+    assert (same.returncode, same.stdout.splitlines()[0]) == (0, "PASS: all limits are kept.")
+    expected, printed = (
+        json.loads(ebbtide_in_process("diff", base, "b.ebb", "--json", cwd=folder).stdout)
+        for base in ("a.ebb", "a.json")
+    )
+    assert printed == {**expected, "a": "a.json", "facts": [], "totals": printed["totals"]}
+
+
+def test_diff__markdown_has_no_markup_of_the_job(folder: Path) -> None:
+    printed = ebbtide_in_process("diff", "a.ebb", "b.ebb", "--fail-if", "update>50%", "--markdown", cwd=folder).stdout
+    lines = printed.splitlines()
+    assert lines[0] == "**FAIL: update above the limit.**"
+    assert lines[4] == "| quantity | A | B | B - A | at least | limit | verdict |"
+    assert "| command | python 'a \\[/b\\].py' | python b.py |" in lines
+    assert lines[2] == "<details open><summary>Limits</summary>"
+    assert lines.count("</details>") == printed.count("<details") > 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "has no iterations"),
+        ("[]", "not a JSON object"),
+        ('{"iterations": "x"}', "iterations"),
+        ("{", "not JSON"),
+    ],
+)
+def test_diff__refuses_other_json(folder: Path, content: str, message: str) -> None:
+    (folder / "s.json").write_text(content)
+    assert message in refused(ebbtide_in_process("diff", "a.ebb", "s.json", cwd=folder))
+    assert "is not a limit" in refused(ebbtide_in_process("diff", "a.ebb", "b.ebb", "--fail-if", "up", cwd=folder))

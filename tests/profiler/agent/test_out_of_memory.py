@@ -169,6 +169,8 @@ class FakeRecorder:
     def begin(self) -> bool:
         return True
 
+    begin_error = begin
+
     def flush(self) -> None:
         self.values["flushed"] = True
 

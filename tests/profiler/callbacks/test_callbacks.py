@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 from ebbtide.analysis.metrics.iterations import durations_ms, intervals
+from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import Trace
+from tests.conftest import run_process
 from tests.profiler.agent.timed_jobs import Record
 
 pytestmark = pytest.mark.slow
@@ -104,3 +108,26 @@ def test_lightning_callback__logs_the_figures_of_steps(record: Record) -> None:
             rows[float(row["step"])] |= {key: float(value) for key, value in row.items() if value}
     assert all("loss" in row for row in rows.values())
     check_rows([rows[step] for step in sorted(rows)], recorded.trace, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("script", "added", "phase"),
+    [
+        (HUGGING_FACE, "HuggingFaceCallback.add_to(trainer, out_of_memory='oom.ebb')", "forward"),
+        # Lightning runs forward and backward in a closure of the optimizer.
+        (LIGHTNING, "LightningCallback(out_of_memory='oom.ebb')", "update"),
+    ],
+)
+def test_callbacks__record_an_out_of_memory_error(tmp_path: Path, script: str, added: str, phase: str) -> None:
+    plain = added.partition("(")[0] + ("(trainer)" if "trainer" in added else "()")
+    job = script.replace(plain, added).replace("self.net = ", "self.calls = 0\n        self.net = ")
+    failing = "self.calls += 1\n        if self.calls == 3: torch.empty(1 << 50)\n        "
+    for line in ("out = self.net(x)", "loss = (self.net"):
+        job = job.replace(line, failing + line)
+    (tmp_path / "job.py").write_text(job)
+    run = run_process([sys.executable, "job.py"], cwd=tmp_path)
+    assert run.returncode == 1
+    assert "DefaultCPUAllocator" in run.stderr
+    (error,) = open_trace(tmp_path / "oom.ebb").rank(0).out_of_memory
+    assert (error.phase, error.iteration, error.requested_bytes) == (phase, 2, 4 << 50)
+    assert open_trace(tmp_path / "oom.ebb").rank(0).inventories

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from ebbtide.analysis.metrics.iterations import slowest_times, steady_iterations
-from ebbtide.analysis.metrics.prediction import is_predicted
-from ebbtide.analysis.metrics.summary import summarize, whole_trace
+from ebbtide.analysis.diff.runs import PHASE_SIZES, ComparedRun, run_of_trace
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread, difference_interval
 from ebbtide.profiler.trace import Trace
-from ebbtide.profiler.trace.metadata import RankInfo
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Confidence of the intervals that limits are compared with: the growth is at least `low` in 95 % of cases.
+_OF_LIMITS = 0.90
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class TimeChange(Change):
     beyond_spread: bool | None  # Whether the medians differ by more than their spread; see `beyond_spread`.
     # The least and the largest difference b - a that the iterations allow; see `difference_interval`.
     interval: DifferenceInterval | None
+    limit_interval: DifferenceInterval | None  # The same, of less confidence, for limits (`gate.py`).
 
     @property
     def is_distinguishable(self) -> bool | None:
@@ -109,73 +112,35 @@ class Diff:
         }
 
 
-def compare(a: Trace, b: Trace) -> Diff:
+def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
     """Compare two runs by the figures of their summaries: medians over the steady iterations, times of the slowest
-    rank, peaks of the rank with the largest."""
-    first, second = summarize(a), summarize(b)
-    phases = list(zip(first.phases, second.phases, strict=True))
-    medians = {"iteration": (first.iteration_ms, second.iteration_ms)}
-    medians |= {x.phase: (x.median_ms, y.median_ms) for x, y in phases}
-    times = slowest_times(a).frame, slowest_times(b).frame
-    samples = {phase: (times[0][phase].dropna(), times[1][phase].dropna()) for phase in medians}
-    totals = asdict(whole_trace(a)), asdict(whole_trace(b))
-    pools = first.memory.pools, second.memory.pools
+    rank, peaks of the rank with the largest. Settings that only one of the runs states are not compared."""
+    first, second = (run_of_trace(run) if isinstance(run, Trace) else run for run in (a, b))
+
+    def changes(of_first: Mapping[str, float | None], of_second: Mapping[str, float | None]) -> list[Change]:
+        names = {**of_first, **of_second}
+        return [Change(name, of_first.get(name), of_second.get(name)) for name in names]
+
+    sizes = {size: changes(first.sizes[size], second.sizes[size]) for size in PHASE_SIZES}
+    is_known = first.settings is not None and second.settings is not None
     return Diff(
-        a=str(a.path),
-        b=str(b.path),
-        counted=(len(steady_iterations(a).numbers), len(steady_iterations(b).numbers)),
-        median_ms=[
-            TimeChange(phase, *ms, beyond_spread(*samples[phase]), difference_interval(*samples[phase]))
-            for phase, ms in medians.items()
-        ],
-        peak_bytes=[Change(pool, pools[0].get(pool), pools[1].get(pool)) for pool in sorted({**pools[0], **pools[1]})],
-        min_free_bytes=[Change(x.phase, x.min_free_bytes, y.min_free_bytes) for x, y in phases],
-        h2d_bytes=[Change(x.phase, x.h2d_bytes, y.h2d_bytes) for x, y in phases],
-        d2h_bytes=[Change(x.phase, x.d2h_bytes, y.d2h_bytes) for x, y in phases],
-        setting_changes=list(_changes(_settings(a), _settings(b))),
-        totals=[Change(name, totals[0][name], totals[1][name]) for name in totals[0]],
-        predicted=(is_predicted(a), is_predicted(b)),
+        a=first.path,
+        b=second.path,
+        counted=(first.counted, second.counted),
+        median_ms=[_time_change(part, times, second.times_ms[part]) for part, times in first.times_ms.items()],
+        peak_bytes=sorted(changes(first.peaks, second.peaks), key=lambda change: change.name),
+        **sizes,
+        setting_changes=list(_changes(first.settings or {}, second.settings or {})) if is_known else [],
+        totals=changes(first.totals, second.totals),
+        predicted=(first.is_predicted, second.is_predicted),
     )
 
 
-def _settings(trace: Trace) -> dict[str, Any]:
-    """Return the settings of the job, the host and the first rank, by their path in the metadata."""
-    meta = trace.meta
-    entry = meta.ranks[0] if meta.ranks else RankInfo(rank=0)
-    settings: dict[str, Any] = {key: getattr(meta, key) for key in ("source", "warmup_iterations")}
-    settings |= {"command": list(meta.command) or None, "ranks": len(meta.ranks), "devices": len(entry.devices)}
-    settings |= {key: getattr(entry, key) for key in ("world_size", "python", "torch", "cuda", "transfers_recorded")}
-    settings |= _with_prefix("threads", entry.threads)
-    settings |= _with_prefix("device", entry.main_device, ("device", "kind", "name", "capacity_bytes"))
-    settings |= _with_prefix("link", entry.main_device.link)
-    settings |= _with_prefix("model", entry.model)
-    for number, optimizer in enumerate(entry.optimizers, start=1):
-        settings |= _with_prefix("optimizer" if number == 1 else f"optimizer {number}", optimizer)
-    if meta.deepspeed is not None:
-        keys = ("version", "stage", "policy", "subgroup_params", "subgroup_devices")
-        settings |= _with_prefix("deepspeed", meta.deepspeed, keys) | _with_prefix(
-            "deepspeed", _flat(meta.deepspeed.config)
-        )
-    settings |= _with_prefix("host", meta.host, ("name", "kernel")) | _with_prefix(
-        "host.cpu", meta.host.cpu, ("name", "cores")
+def _time_change(part: str, a: pd.Series[float], b: pd.Series[float]) -> TimeChange:
+    medians = median_or_none(a), median_or_none(b)
+    return TimeChange(
+        part, *medians, beyond_spread(a, b), difference_interval(a, b), difference_interval(a, b, _OF_LIMITS)
     )
-    for gpu in meta.host.gpus[:1]:
-        settings |= _with_prefix("host.gpu", gpu, ("name", "driver", "link_source"))
-    return settings | _with_prefix("options", meta.options)
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the entries of nested sections, by the path to each."""
-    entries: dict[str, Any] = {}
-    for key, value in config.items() if isinstance(config, Mapping) else ():
-        entries |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return entries
-
-
-def _with_prefix(name: str, section: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return `name.key` for some keys of a section of the metadata, or (None) for all."""
-    section = msgspec.to_builtins(section)
-    return {f"{name}.{key}": section.get(key) for key in (section if keys is None else keys)}
 
 
 def _changes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[SettingChange]:

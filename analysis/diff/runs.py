@@ -1,0 +1,101 @@
+"""The figures of a run that are compared, from its trace or from a stored summary."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pandas as pd
+
+from ebbtide.analysis.diff.job_settings import job_settings
+from ebbtide.analysis.metrics.iterations import slowest_times, steady_iterations
+from ebbtide.analysis.metrics.prediction import is_predicted
+from ebbtide.analysis.metrics.summary import Totals, summarize, whole_trace
+from ebbtide.errors import TraceError
+from ebbtide.json_files import convert_object, read_object
+from ebbtide.phases import ITERATION_PARTS
+from ebbtide.profiler.trace import Trace, open_trace
+
+PHASE_SIZES = ("min_free_bytes", "h2d_bytes", "d2h_bytes")
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """The figures of a run. Those that are not known are None, or absent from dictionaries."""
+
+    path: str
+    counted: int  # Number of steady iterations.
+    times_ms: dict[str, pd.Series[float]]  # Of the steady iterations, slowest rank; by phase, and `iteration`.
+    sizes: dict[str, dict[str, float | None]]  # `PHASE_SIZES` of each phase.
+    peaks: dict[str, int]  # Peak of each memory pool.
+    totals: dict[str, float | None]  # Figures of the whole trace.
+    settings: dict[str, Any] | None  # By their path in the metadata.
+    is_predicted: bool  # Whether a dry run made it.
+
+
+def run_of_trace(trace: Trace) -> ComparedRun:
+    """Return the figures of a trace: peaks and times of the rank with the largest."""
+    summary, times = summarize(trace), slowest_times(trace).frame
+    return ComparedRun(
+        path=str(trace.path),
+        counted=len(steady_iterations(trace).numbers),
+        times_ms={part: times[part].dropna() for part in ("iteration", *ITERATION_PARTS)},
+        sizes={size: {phase.phase: getattr(phase, size) for phase in summary.phases} for size in PHASE_SIZES},
+        peaks=summary.memory.pools,
+        totals=asdict(whole_trace(trace)),
+        settings=job_settings(trace),
+        is_predicted=is_predicted(trace),
+    )
+
+
+class _Phase(msgspec.Struct):
+    phase: str
+    min_free_bytes: float | None
+    h2d_bytes: float | None
+    d2h_bytes: float | None
+    iterations_ms: list[float | None]
+
+
+class _Pool(msgspec.Struct):
+    peak_bytes: int
+
+
+class _Memory(msgspec.Struct):
+    pools: dict[str, _Pool]
+
+
+class _Summary(msgspec.Struct):
+    iterations: int
+    warmup_iterations: int
+    iterations_ms: list[float | None]
+    phases: list[_Phase]
+    memory: _Memory
+    predicted: bool = False
+    totals: Totals | None = None
+
+
+def open_run(path: Path) -> ComparedRun:
+    """Open a trace, or a file that `ebbtide summary --json` wrote.
+
+    Raises:
+        TraceError: It is neither, or an earlier version wrote the summary.
+    """
+    if not path.is_file():
+        return run_of_trace(open_trace(path))
+    values = read_object(path, "summary", TraceError)
+    summary = convert_object(values, _Summary, f"{path}, as a summary of ebbtide summary --json", TraceError)
+    times = {"iteration": summary.iterations_ms, **{phase.phase: phase.iterations_ms for phase in summary.phases}}
+    if set(times) != {"iteration", *ITERATION_PARTS}:
+        raise TraceError(f"{path}: phases must be {', '.join(ITERATION_PARTS)}, each once")
+    return ComparedRun(
+        path=str(path),
+        counted=summary.iterations - summary.warmup_iterations,
+        times_ms={part: pd.Series(values, dtype=float).dropna() for part, values in times.items()},
+        sizes={size: {phase.phase: getattr(phase, size) for phase in summary.phases} for size in PHASE_SIZES},
+        peaks={pool: entry.peak_bytes for pool, entry in summary.memory.pools.items()},
+        totals={} if summary.totals is None else asdict(summary.totals),
+        settings=None,
+        is_predicted=summary.predicted,
+    )
