@@ -76,9 +76,7 @@ def plan(
         int | None, valued("N", "Width of a layer (only with --params).", "by the parameters", min=1)
     ] = None,
     vocabulary: Annotated[int, valued("N", "Entries of the vocabulary (only with --params).", min=1)] = 50_304,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="The job checkpoints activations (only with --params).")
-    ] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="The job checkpoints activations.")] = False,
     policy: Annotated[list[str] | None, policy_option("all")] = None,
     sort: Annotated[
         Literal["iteration", "cost"] | None,
