@@ -23,6 +23,7 @@ class Framework:
     name: str
     package: str
     key: str
+    words: tuple[str, ...]
     batch_key, default_batch = "per_device_train_batch_size", 8
 
     def matches(self, recipe: Recipe) -> bool:
@@ -37,7 +38,7 @@ class Framework:
 
     def command(self, path: Path, text: str, recipe: Recipe, ranks: int) -> list[str]:
         """Return the words that train by a recipe, without the file, which follows them."""
-        raise NotImplementedError
+        return list(self.words)
 
     def adapt(self, path: Path, recipe: Recipe, replacements: Replacements, samples: int) -> None:
         """Name what replaces model and data where a recipe names them."""
@@ -65,10 +66,8 @@ class Trl(Framework):
 
 class Axolotl(Framework):
     name, package, key = "Axolotl", "axolotl", "base_model"
+    words = ("axolotl", "train")
     batch_key, default_batch = "micro_batch_size", 1
-
-    def command(self, path: Path, text: str, recipe: Recipe, ranks: int) -> list[str]:
-        return ["axolotl", "train"]
 
     def adapt(self, path: Path, recipe: Recipe, replacements: Replacements, samples: int) -> None:
         recipe[self.key] = replacements.model(recipe[self.key])
@@ -84,8 +83,7 @@ class Axolotl(Framework):
 class LlamaFactory(Framework):
     name, package, key = "LLaMA-Factory", "llamafactory", "stage"
 
-    def command(self, path: Path, text: str, recipe: Recipe, ranks: int) -> list[str]:
-        return ["llamafactory-cli", "train"]
+    words = ("llamafactory-cli", "train")
 
     def adapt(self, path: Path, recipe: Recipe, replacements: Replacements, samples: int) -> None:
         recipe["model_name_or_path"] = replacements.model(recipe.get("model_name_or_path", ""))

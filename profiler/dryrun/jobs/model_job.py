@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ebbtide.errors import UserError
 from ebbtide.output_files import new_output
@@ -39,10 +40,10 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
             require(package, "this job")
     with scratch_folder() as scratch, new_output(script, force, _is_ours, "a job of a dry run") as path:
         folder = scratch / Path(model.name).name
-        size = count_text(write_stand_in(model, folder))
+        size = "its weights" if model.is_whole else f"{count_text(write_stand_in(model, folder))} parameters"
         path.write_text(render(job, model.name, script.name), encoding="utf-8")
-    lines = [f"{script}: {_summary(job)}", f"model {model.name}, {size} parameters, from {model.source}"]
-    return PreparedJob(["python", str(script), "--model", str(folder)], scratch, lines)
+    lines = [f"{script}: {_summary(job)}", f"model {model.name}: {size}, configuration from {model.source}"]
+    return PreparedJob(["python", str(script), str(model.folder if model.is_whole else folder)], scratch, lines)
 
 
 def render(job: ModelJob, model: str, file: str) -> str:
@@ -52,17 +53,10 @@ def render(job: ModelJob, model: str, file: str) -> str:
         model: Name on the hub, or path of the folder with the weights.
         file: Its own name.
     """
-    environment = Environment(
-        loader=PackageLoader("ebbtide.profiler.dryrun.jobs"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     learning_rate = 1e-5 if job.method == "full" else 1e-4
     autocast = job.precision == "bf16-mixed"
     dtype = "float32" if job.precision == "fp32" or (autocast and job.method == "full") else "bfloat16"
-    return environment.get_template("train.py.j2").render(
+    return _template().render(
         model=json.dumps(model),
         file=file,
         summary=_summary(job),
@@ -78,6 +72,13 @@ def render(job: ModelJob, model: str, file: str) -> str:
         strategy=job.strategy,
         stage=ZERO_STAGES.get(job.strategy or ""),
     )
+
+
+@cache
+def _template() -> Template:
+    loader = PackageLoader("ebbtide.profiler.dryrun.jobs")
+    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return Environment(loader=loader, undefined=StrictUndefined, **blocks).get_template("train.py.j2")
 
 
 def _summary(job: ModelJob) -> str:

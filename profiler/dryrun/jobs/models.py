@@ -52,7 +52,9 @@ class Model:
     @property
     def source(self) -> str:
         """The place of the configuration, for people."""
-        return "a list in ebbtide" if self.folder is None else str(self.folder)
+        if self.folder is None:
+            return "ebbtide's list"
+        return "its folder" if self.name == str(self.folder) else "the hub"
 
 
 def find_model(name: str) -> Model:
@@ -112,6 +114,10 @@ def write_stand_in(model: Model, folder: Path) -> int:
         raise UserError(f"a model needs transformers: pip install 'ebbtide[transformers]' ({error})") from None
     from ebbtide.profiler.dryrun.files.safetensors_files import header_of
 
+    if "quantization_config" in model.config:
+        raise UserError(
+            f"the weights of {model.name} are quantized, which its configuration does not show: name a folder"
+        )
     folder.mkdir(parents=True)
     _write_json(folder / _CONFIG, model.config)
     try:
@@ -120,7 +126,7 @@ def write_stand_in(model: Model, folder: Path) -> int:
             made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of any kind: it depends on what the configuration says
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"transformers makes no language model of {model.name} ({model.source}): {reason}") from None
+        raise UserError(f"transformers makes no language model of {model.name}: {reason}") from None
     shared = dict(made.named_parameters(remove_duplicate=False)).keys() - dict(made.named_parameters()).keys()
     _write_json(folder / _CONFIG, {"architectures": [type(made).__name__], **model.config})
     tensors = {name: tensor for name, tensor in made.state_dict().items() if name not in shared}
@@ -135,18 +141,13 @@ def write_stand_in(model: Model, folder: Path) -> int:
 
 def _write_tokenizer(folder: Path) -> None:
     """Write a tokenizer that makes a token of each word."""
-    words = list(_TOKENS.values())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    vocabulary = {word: index for index, word in enumerate([*words, WORD])}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [{"id": index, "content": word, **flags} for index, word in enumerate(words)],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": words[0]},
-    }
-    _write_json(folder / "tokenizer.json", tokenizer)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": _CHAT, **_TOKENS}
-    _write_json(folder / "tokenizer_config.json", settings)
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate([*_TOKENS.values(), WORD])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_TOKENS["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=_CHAT, **_TOKENS).save_pretrained(folder)
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -35,7 +35,7 @@ class Replacements:
         folder = self.folder / Path(name).name
         if not folder.exists():
             write_stand_in(model, folder)
-            self.lines.append(f"model {name}: without its weights, from {model.source}")
+            self.lines.append(f"model {name}: without its weights, configuration from {model.source}")
             self.real_tokens = self.real_tokens and model.has_tokenizer
         return str(folder)
 
