@@ -131,7 +131,7 @@ def dry_run(
         refuse_options(context, context.params.keys() - set(_MODEL_OPTIONS), "is for --model")
     name = machine_in_host(gpu or machine, host)
     chosen = find_machine(name) if name is not None else None
-    path = output or Path(trace_name(command or [str(model or config)]))
+    path = output or Path(trace_name(command or [str(Path(model or config or "").absolute())]))
     refuse_existing(path, force)
     if model is not None:
         sharing = strategy or ("ddp" if (ranks or 1) > 1 else None)

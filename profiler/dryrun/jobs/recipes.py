@@ -33,7 +33,10 @@ def prepare_recipe(path: Path, ranks: int) -> PreparedJob:
     program, *words = framework.command(path, text, recipe, ranks)
     with scratch_folder() as scratch:
         replacements = Replacements(scratch)
-        framework.adapt(path, recipe, replacements, max(16, 4 * ranks * framework.samples(recipe)))
+        try:
+            framework.adapt(path, recipe, replacements, max(16, 4 * ranks * framework.samples(recipe)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is no recipe of {framework.name} that ebbtide can read: {error!r}") from None
         file = path
         if replacements.lines:
             file = scratch / path.name

@@ -32,7 +32,7 @@ class Replacements:
         model = find_model(name)
         if model.is_whole:
             return name
-        folder = self.folder / Path(name).name
+        folder = self.folder / Path(model.name).name
         if not folder.exists():
             write_stand_in(model, folder)
             self.lines.append(f"model {name}: without its weights, configuration from {model.source}")

@@ -188,6 +188,8 @@ def test_recipe__with_a_tokenizer_keeps_data_at_hand(tmp_path: Path) -> None:
         (FACTORY.replace("sft", "kto"), "the data of stage kto is not replaced"),
         (AXOLOTL + "rl: dpo\n", "rl: dpo is not replaced"),
         ("base_model: nowhere/\n", "there is no nowhere/"),
+        ("model_name_or_path: [1]\n", "no recipe of TRL that ebbtide can read"),
+        (TUNE.replace("checkpoint_dir:", "folder:"), "no recipe of torchtune that ebbtide can read: KeyError"),
     ],
 )
 def test_recipe__is_refused_in_a_line(text: str, message: str) -> None:
