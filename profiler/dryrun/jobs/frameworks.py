@@ -32,9 +32,8 @@ class Framework:
 
     def samples(self, recipe: Recipe) -> int:
         """Return the samples of an iteration on a rank."""
-        return int(recipe.get(self.batch_key) or self.default_batch) * int(
-            recipe.get("gradient_accumulation_steps") or 1
-        )
+        batch = recipe.get(self.batch_key) or self.default_batch
+        return int(batch) * int(recipe.get("gradient_accumulation_steps") or 1)
 
     def command(self, path: Path, text: str, recipe: Recipe, ranks: int) -> list[str]:
         """Return the words that train by a recipe, without the file, which follows them."""
@@ -56,7 +55,7 @@ class Trl(Framework):
 
     def adapt(self, path: Path, recipe: Recipe, replacements: Replacements, samples: int) -> None:
         recipe[self.key] = replacements.model(recipe[self.key])
-        names = [data.get("path", "") for data in recipe.get("datasets", [])] or [recipe.get("dataset_name", "")]
+        names = [data.get("path", "") for data in recipe.get("datasets") or []] or [recipe.get("dataset_name", "")]
         if replacements.needs_data(names):
             shares = _PAIR if self._trainer(path, recipe) == "dpo" else _TEXT
             file = replacements.data(recipe.get("max_length") or 1024, samples, shares)
@@ -82,7 +81,6 @@ class Axolotl(Framework):
 
 class LlamaFactory(Framework):
     name, package, key = "LLaMA-Factory", "llamafactory", "stage"
-
     words = ("llamafactory-cli", "train")
 
     def adapt(self, path: Path, recipe: Recipe, replacements: Replacements, samples: int) -> None:
@@ -109,10 +107,10 @@ class Torchtune(Framework):
 
     def command(self, path: Path, text: str, recipe: Recipe, ranks: int) -> list[str]:
         """Return the command with the program that the recipe's comment names, else the one for its model and loss."""
-        named = _TUNE_RUN.search(text)
-        if named and ranks == 1:
-            ranks, program = int(named[1] or 1), named[2]
-        else:
+        comment = _TUNE_RUN.search(text)
+        stated, program = comment.groups() if comment else (None, "")
+        ranks = ranks if ranks > 1 else int(stated or 1)
+        if not program or (ranks > 1 and program.endswith("single_device")):
             kind = "lora" if "lora" in str(recipe.get("model", "")) else "full"
             task = "dpo" if _is_preference(recipe) else "finetune"
             program = f"{kind}_{task}_{'distributed' if ranks > 1 else 'single_device'}"

@@ -60,7 +60,7 @@ def render(job: ModelJob, model: str, file: str) -> str:
         model=json.dumps(model),
         file=file,
         summary=_summary(job),
-        launcher="python" if job.ranks == 1 else f"torchrun --nproc-per-node {job.ranks}",
+        launcher=f"torchrun --nproc-per-node {job.ranks}" if job.strategy else "python",
         method=job.method,
         optimizer=_OPTIMIZERS[job.optimizer].format(learning_rate),
         learning_rate=learning_rate,

@@ -14,7 +14,7 @@ from ebbtide.errors import UserError
 from ebbtide.json_files import read_object
 
 _CONFIG = "config.json"
-_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # Parts of names that do not change the configuration.
 _VARIANTS = re.compile(r"^meta-|-(instruct|chat|it|base|pt|hf)(?=-|$)")
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
@@ -40,14 +40,17 @@ class Model:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the folder has weights and a tokenizer, too."""
-        files = ("*.safetensors", "pytorch_model*.bin")
-        return self.has_tokenizer and any(self.folder and next(self.folder.glob(name), None) for name in files)
+        """Whether it is a folder that has weights and a tokenizer, too."""
+        weights = ("*.safetensors", "pytorch_model*.bin")
+        return self.name == str(self.folder) and self.has_tokenizer and any(map(self._has, weights))
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether the folder has a tokenizer."""
-        return self.folder is not None and next(self.folder.glob("tokenizer*"), None) is not None
+        return self._has("tokenizer*")
+
+    def _has(self, files: str) -> bool:
+        return self.folder is not None and next(self.folder.glob(files), None) is not None
 
     @property
     def source(self) -> str:

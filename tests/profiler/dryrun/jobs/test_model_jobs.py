@@ -16,6 +16,7 @@ from ruff import find_ruff_bin
 
 from ebbtide.errors import UserError
 from ebbtide.profiler.dryrun.files.safetensors_files import FakeSafetensors
+from ebbtide.profiler.dryrun.jobs import settings
 from ebbtide.profiler.dryrun.jobs.model_job import prepare_model_job, render
 from ebbtide.profiler.dryrun.jobs.models import Model, find_model, known_models, write_stand_in
 from ebbtide.profiler.dryrun.jobs.settings import Method, ModelJob, Optimizer, Precision, Strategy
@@ -150,7 +151,7 @@ def test_render__makes_clean_scripts_of_all_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("values", "message"),
     [
         ({"strategy": "fsdp"}, "is for several ranks"),
         ({"strategy": "zero3", "method": "qlora"}, "which qlora keeps whole"),
@@ -160,9 +161,16 @@ def test_render__makes_clean_scripts_of_all_settings(tmp_path: Path) -> None:
         ({"strategy": "fsdp", "optimizer": "adamw-8bit", "ranks": 2}, "does not update sharded parameters"),
     ],
 )
-def test_model_job__refuses_settings_that_make_no_sense_together(settings: dict[str, Any], message: str) -> None:
+def test_model_job__refuses_settings_that_make_no_sense_together(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        ModelJob("x", **settings)
+        ModelJob("x", **values)
+
+
+def test_prepare_model_job__names_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda package: None if package == "bitsandbytes" else package)
+    for job in (ModelJob("qwen3-8b", "qlora"), ModelJob("qwen3-8b", optimizer="paged-adamw-8bit")):
+        with pytest.raises(UserError, match="this job needs bitsandbytes: pip install bitsandbytes"):
+            prepare_model_job(job, tmp_path / "job.py", False)
 
 
 def test_prepare_model_job__leaves_nothing_behind_where_it_fails(
