@@ -119,7 +119,7 @@ def test_stand_in__has_the_tensors_of_the_model_and_a_tokenizer_of_words(tmp_pat
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "no-such-kind"}, "makes no language model of some ."),
+        ({"model_type": "no-such-kind"}, "makes no language model of some: "),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
     ],
 )
