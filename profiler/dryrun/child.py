@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import sys
 import traceback
 from importlib import import_module
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
         return _fail(f"a dry run needs torch 2.13 in the environment of ebbtide: {error}")
     output, words, *job = arguments
     settings = json.loads(words)
-    own = {name: settings.pop(name, None) for name in ("force", "machine", "printer", "check")}
+    own = {name: settings.pop(name, None) for name in ("force", "machine", "printer", "check", "scratch")}
     force, machine, printer = own["force"], own["machine"], own["printer"]
     options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
     try:
@@ -90,6 +91,9 @@ def main(arguments: list[str]) -> int:
         become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
     except UserError as error:
         return _fail(str(error))
+    finally:
+        if own["scratch"]:
+            shutil.rmtree(own["scratch"], ignore_errors=True)
     for line in run.user_files.lines():
         print(f"ebbtide: {printable_line(line)}", file=sys.stderr)
     if printer is not None:

@@ -38,6 +38,7 @@ def dry_run(
     ranks: int | None = None,
     printer: str | None = None,
     check: bool = False,
+    scratch: Path | None = None,
 ) -> NoReturn:
     """Become the process of a dry run, whose exit status is that of the job, or 2 where something cannot be faked.
 
@@ -48,9 +49,9 @@ def dry_run(
         printer: `module:function` that is called with the path of the trace when it is written, and returns whether the
             job fits; None: nothing is.
         check: Whether the exit status is 3 where it does not fit.
+        scratch: A folder of the job that is removed at the end; None: it has none.
     """
-    if os.path.lexists(output) and not force:
-        raise TraceError(f"{output} exists already: choose another path, or replace it (--force)")
+    refuse_existing(output, force)
     if capacity_bytes is None and machine is not None and machine.gpu_memory_bytes:
         capacity_bytes = round(machine.gpu_memory_bytes)
     settings = {
@@ -61,10 +62,17 @@ def dry_run(
         "force": force,
         "printer": printer,
         "check": check,
+        "scratch": str(scratch) if scratch is not None else None,
         "ranks": ranks,
         "ranks_per_node": None,
     }
     become_dry_run(command, output, settings, os.environ)
+
+
+def refuse_existing(output: Path, force: bool) -> None:
+    """Raise TraceError if a trace exists and is not to be replaced."""
+    if os.path.lexists(output) and not force:
+        raise TraceError(f"{output} exists already: choose another path, or replace it (--force)")
 
 
 def become_dry_run(

@@ -16,8 +16,15 @@ from ebbtide.cli.options import (
     machine_in_host,
     machine_option,
     output_option,
+    refuse_options,
     size,
+    valued,
 )
+from ebbtide.profiler.dryrun.jobs.settings import Method, ModelJob, Optimizer, Precision, PreparedJob, Strategy
+
+# Options of `--model` alone.
+_OF_MODEL = " (only with --model)"
+_MODEL_OPTIONS = ("method", "optimizer", "batch", "sequence", "checkpointing", "precision", "strategy", "write_job")
 
 
 @command(
@@ -26,13 +33,41 @@ from ebbtide.cli.options import (
     runs_a_job=True,
     examples=(
         "dry-run --gpu h100-80gb -o predicted.ebb -- python train.py",
-        "dry-run --gpu rtx4090 --steps 3 -- python train.py",
+        "dry-run --gpu rtx4090 --model Qwen/Qwen3-8B --method qlora --checkpointing",
     ),
 )
 def dry_run(
+    context: typer.Context,
     command: Annotated[
-        list[str], typer.Argument(metavar="-- CMD...", help="Command that starts the job: python train.py ...")
-    ],
+        list[str] | None, typer.Argument(metavar="-- CMD...", help="Command that starts the job: python train.py ...")
+    ] = None,
+    model: Annotated[
+        str | None, valued("NAME", "Instead of CMD: a model to train, by its name on the hub or its folder.", "none")
+    ] = None,
+    config: Annotated[
+        Path | None, valued("RECIPE", "Instead of CMD: a file of TRL, Axolotl, LLaMA-Factory or torchtune.", "none")
+    ] = None,
+    method: Annotated[Method, typer.Option("--method", help=f"Weights that are trained{_OF_MODEL}.")] = "full",
+    optimizer: Annotated[Optimizer, typer.Option("--optimizer", help=f"Optimizer{_OF_MODEL}.")] = "adamw",
+    batch: Annotated[int, valued("N", f"Samples of a step on a rank{_OF_MODEL}.", min=1)] = 1,
+    sequence: Annotated[int, valued("N", "Tokens of a sample.", min=1)] = 2048,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="The job checkpoints activations.")] = False,
+    precision: Annotated[
+        Precision,
+        typer.Option("--precision", help=f"Data type of weights and state; mixed: fp32, with autocast{_OF_MODEL}."),
+    ] = "bf16",
+    strategy: Annotated[
+        Strategy | None,
+        typer.Option(
+            "--strategy",
+            help=f"Sharing of the job among ranks; offload: zero3, with the optimizer on the CPU{_OF_MODEL}.",
+            show_default="ddp for several ranks",
+        ),
+    ] = None,
+    write_job: Annotated[
+        Path | None,
+        valued("FILE", f"Script of the job, to read, edit and run{_OF_MODEL}.", "RUN-job.py beside the trace"),
+    ] = None,
     output: Annotated[
         Path | None,
         output_option("RUN.ebb", "SCRIPT-TIME.ebb"),
@@ -77,24 +112,47 @@ def dry_run(
     they take no memory and no time. The result is a trace like a recorded one. What the job saves is not written.
     """
     from ebbtide.cli.commands.profile import trace_name
+    from ebbtide.cli.printing import echo_line, on_stderr
     from ebbtide.errors import UserError
     from ebbtide.machines.catalog import find_machine
+    from ebbtide.profiler.dryrun.jobs.model_job import prepare_model_job
+    from ebbtide.profiler.dryrun.jobs.recipes import prepare_recipe
     from ebbtide.profiler.dryrun.launch import dry_run as start_dry_run
+    from ebbtide.profiler.dryrun.launch import refuse_existing
 
     if gpu is not None and machine is not None:
         raise UserError("name the GPU with --gpu or the machine with --machine, not both")
+    if [model, config, command or None].count(None) != 2:
+        raise UserError("a dry run needs one of --model NAME, --config RECIPE and -- CMD..., as in -- python train.py")
     number = iterations if iterations is not None else steps
     if not number:
         raise typer.BadParameter("--steps must be at least 1")
+    if model is None:
+        refuse_options(context, context.params.keys() - set(_MODEL_OPTIONS), "is for --model")
     name = machine_in_host(gpu or machine, host)
+    chosen = find_machine(name) if name is not None else None
+    path = output or Path(trace_name(command or [str(Path(model or config or "").absolute())]))
+    refuse_existing(path, force)
+    if model is not None:
+        sharing = strategy or ("ddp" if (ranks or 1) > 1 else None)
+        settings = ModelJob(model, method, optimizer, batch, sequence, checkpointing, precision, sharing, ranks or 1)
+        job = prepare_model_job(settings, write_job or path.with_name(f"{path.stem}-job.py"), force)
+    elif config is not None:
+        job = prepare_recipe(config, ranks or 1)
+    else:
+        job = PreparedJob(command or [])
+    with on_stderr():
+        for line in job.lines:
+            echo_line(line)
     start_dry_run(
-        command,
-        output or Path(trace_name(command)),
+        job.command,
+        path,
         iterations=number,
         capacity_bytes=size(capacity) if capacity is not None else None,
-        machine=find_machine(name) if name is not None else None,
+        machine=chosen,
         force=force,
         ranks=ranks,
         printer="ebbtide.cli.render.dry_run:print_dry_run",
         check=check,
+        scratch=job.scratch,
     )

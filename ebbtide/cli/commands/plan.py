@@ -87,9 +87,7 @@ def plan(
         Literal["flash2", "flash3", "cudnn", "math"] | None,
         valued("KIND", "Attention: flash2, flash3, cudnn or math (only with --params).", "any fused one"),
     ] = None,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="The job checkpoints activations (only with --params).")
-    ] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="The job checkpoints activations.")] = False,
     policy: Annotated[list[str] | None, policy_option("all")] = None,
     sort: Annotated[
         Literal["iteration", "cost"] | None,

@@ -1,0 +1,157 @@
+"""Finds the configuration of a model, and makes a folder that a dry run loads like one with its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ebbtide.errors import UserError
+from ebbtide.json_files import read_object
+
+_CONFIG = "config.json"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+# Parts of names that do not change the configuration.
+_VARIANTS = re.compile(r"^meta-|-(instruct|chat|it|base|pt|hf)(?=-|$)")
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
+# The words of a tokenizer that stands in for another; texts of the last one have a token for each word in both.
+_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+WORD = "a"
+_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that a job trains.
+
+    Attributes:
+        name: Its name on the hub, or its path.
+        config: The content of its config.json.
+        folder: The folder of the configuration; None: it comes with ebbtide.
+    """
+
+    name: str
+    config: dict[str, Any]
+    folder: Path | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a folder that has weights and a tokenizer, too."""
+        weights = ("*.safetensors", "pytorch_model*.bin")
+        return self.name == str(self.folder) and self.has_tokenizer and any(map(self._has, weights))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder has a tokenizer."""
+        return self._has("tokenizer*")
+
+    def _has(self, files: str) -> bool:
+        return self.folder is not None and next(self.folder.glob(files), None) is not None
+
+    @property
+    def source(self) -> str:
+        """The place of the configuration, for people."""
+        if self.folder is None:
+            return "ebbtide's list"
+        return "its folder" if self.name == str(self.folder) else "the hub"
+
+
+def find_model(name: str) -> Model:
+    """Return the model at a path, or of a name: in the cache of the hub, the list of ebbtide, or the hub."""
+    path = Path(name).expanduser()
+    if path.exists():
+        file = path / _CONFIG if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"{name} is no model: it has no {_CONFIG}")
+        folder = file.absolute().parent
+        return Model(str(folder), read_object(file, "model", UserError), folder)
+    if not _HUB_NAME.fullmatch(name):
+        raise UserError(f"there is no {name}: name a folder with a {_CONFIG}, or a model of the hub")
+    listed = known_models().get(_VARIANTS.sub("", name.lower().rpartition("/")[2]))
+    file = _hub_file(name, local_files_only=True) or (None if listed else _hub_file(name))
+    if file is not None:
+        return Model(name, read_object(file, "model", UserError), file.parent)
+    if listed is None:
+        raise UserError(
+            f"{name} is not in the cache of the hub, and the hub did not give it: put its {_CONFIG} in a folder, and "
+            "name that, or log in with `hf auth login`"
+        )
+    return Model(name, listed)
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return the configurations that come with ebbtide, by names in lower case."""
+    text = resources.files("ebbtide.profiler.dryrun.jobs").joinpath("known_models.json").read_text(encoding="utf-8")
+    models: dict[str, dict[str, Any]] = {}
+    for name, values in json.loads(text).items():
+        models[name] = {**models.get(values.pop("like", ""), {}), **values}
+    return models
+
+
+def _hub_file(name: str, **options: bool) -> Path | None:
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import logging
+    except ImportError:
+        return None
+    logging.set_verbosity_error()
+    try:
+        return Path(hf_hub_download(name, _CONFIG, **options))
+    except Exception:  # of the network, of the hub, or of its name
+        return None
+
+
+def write_stand_in(model: Model, folder: Path) -> int:
+    """Write a model without values, which loads in a dry run only, and return its number of parameters.
+
+    The folder has the configuration, the tokenizer, or else one with few words, and the header of a file of weights.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise UserError(f"a model needs transformers: pip install 'ebbtide[transformers]' ({error})") from None
+    from ebbtide.profiler.dryrun.files.safetensors_files import header_of
+
+    if "quantization_config" in model.config:
+        raise UserError(
+            f"the weights of {model.name} are quantized, which its configuration does not show: name a folder"
+        )
+    folder.mkdir(parents=True)
+    _write_json(folder / _CONFIG, model.config)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # of any kind: it depends on what the configuration says
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"transformers makes no language model of {model.name}: {reason}") from None
+    shared = dict(made.named_parameters(remove_duplicate=False)).keys() - dict(made.named_parameters()).keys()
+    _write_json(folder / _CONFIG, {"architectures": [type(made).__name__], **model.config})
+    tensors = {name: tensor for name, tensor in made.state_dict().items() if name not in shared}
+    (folder / "model.safetensors").write_bytes(header_of(tensors, {"format": "pt"}))
+    if model.folder is not None and model.has_tokenizer:
+        for file in (file for pattern in _TOKENIZER for file in model.folder.glob(pattern)):
+            shutil.copy(file, folder)
+    else:
+        _write_tokenizer(folder)
+    return sum(parameter.numel() for parameter in made.parameters())
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer that makes a token of each word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate([*_TOKENS.values(), WORD])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_TOKENS["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=_CHAT, **_TOKENS).save_pretrained(folder)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")

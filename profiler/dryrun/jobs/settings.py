@@ -1,0 +1,92 @@
+"""Settings of a job that trains a model, and a job that is ready for a dry run."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from ebbtide.errors import UserError
+
+Method = Literal["full", "lora", "qlora"]
+Optimizer = Literal["adamw", "adamw-8bit", "paged-adamw-8bit", "adafactor", "sgd"]
+Precision = Literal["bf16", "bf16-mixed", "fp32"]
+Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3", "offload"]
+
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 3}
+
+
+@dataclass(frozen=True)
+class ModelJob:
+    """A job that trains a language model.
+
+    Attributes:
+        model: A folder, a configuration file, or a name on the hub.
+        batch: Samples of a step on one rank.
+        sequence: Tokens of a sample.
+        checkpointing: Whether layers are recomputed in the backward.
+        strategy: Sharing of the job among ranks; None: one rank has all of it.
+
+    Raises:
+        UserError: The settings make no sense together.
+    """
+
+    model: str
+    method: Method = "full"
+    optimizer: Optimizer = "adamw"
+    batch: int = 1
+    sequence: int = 2048
+    checkpointing: bool = False
+    precision: Precision = "bf16"
+    strategy: Strategy | None = None
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        stage = ZERO_STAGES.get(self.strategy or "")
+        if self.strategy in ("ddp", "fsdp") and self.ranks < 2:
+            raise UserError(f"--strategy {self.strategy} is for several ranks: state them, as in --ranks 8")
+        if self.method == "qlora" and (self.strategy == "fsdp" or stage == 3):
+            raise UserError(f"--strategy {self.strategy} shards weights, which qlora keeps whole: take ddp or zero2")
+        if stage and self.optimizer != "adamw":
+            raise UserError(f"--strategy {self.strategy} runs DeepSpeed's AdamW: leave out --optimizer")
+        if stage and self.precision == "bf16-mixed":
+            raise UserError("DeepSpeed keeps fp32 copies of bf16 weights by itself: take --precision bf16")
+        if self.strategy == "fsdp" and self.optimizer not in ("adamw", "sgd"):
+            raise UserError(f"--optimizer {self.optimizer} does not update sharded parameters: take adamw, or ddp")
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A job that is ready for a dry run.
+
+    Attributes:
+        command: The words that start it.
+        scratch: A folder that only the dry run reads, to be removed at its end; None: there is none.
+        lines: For people: what runs.
+    """
+
+    command: list[str]
+    scratch: Path | None = None
+    lines: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a new folder, which is removed if the block raises."""
+    folder = Path(tempfile.mkdtemp(prefix="ebbtide-"))
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+def require(package: str, subject: str) -> None:
+    """Raise UserError if a package is not installed that something, the subject, needs."""
+    if find_spec(package) is None:
+        raise UserError(f"{subject} needs {package}: pip install {package}, in the environment of ebbtide")
