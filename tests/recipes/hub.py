@@ -39,10 +39,14 @@ def make_model(name: str, folder: Path) -> None:
     if model.tiktoken_tokens:
         (target / "original").mkdir(exist_ok=True)
         (target / "original" / "tokenizer.model").write_text(tiktoken_ranks(model.tiktoken_tokens), encoding="utf-8")
-    for relative, content in model.files.items():
+    _write_files(target, model.files)
+    (target / "complete").touch()
+
+
+def _write_files(target: Path, files: dict[str, Any]) -> None:
+    for relative, content in files.items():
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
         (target / relative).write_text(json.dumps(content), encoding="utf-8")
-    (target / "complete").touch()
 
 
 def _write_config(target: Path, model: Model) -> Any:
@@ -131,6 +135,7 @@ def make_data(name: str, folder: Path) -> None:
         return
     data = DATA[name]
     target.mkdir(parents=True)
+    _write_files(target, data.files)
     numbers = random.Random(0)
     for split in data.splits:
         with (target / f"{split}.jsonl").open("w", encoding="utf-8") as file:

@@ -31,11 +31,12 @@ class Model:
 @dataclass(frozen=True)
 class Data:
     """A data set of the hub: columns by name, with the number of words of a text, `(n,)` for a label below n, a list
-    or a dictionary of these, or the value itself."""
+    or a dictionary of these, or the value itself; `files`: others, as JSON."""
 
     columns: dict[str, Any]
-    rows: int = 400
+    rows: int = 120
     splits: tuple[str, ...] = ("train", "test")
+    files: dict[str, Any] = field(default_factory=dict)
 
 
 def _llama(**config: Any) -> Model:
@@ -125,16 +126,21 @@ MODELS = {
 }
 
 _TURNS = [{"role": "user", "content": 120}, {"role": "assistant", "content": 240}]
+_ALPACA = {"instruction": 12, "input": 6, "output": 60}
 DATA = {
-    "allenai/c4": Data({"text": 400, "timestamp": 1, "url": 1}, 1_000, ("train",)),
+    "llamafactory": Data(
+        _ALPACA, 300, ("train",), {"dataset_info.json": {"alpaca_en_demo": {"file_name": "train.jsonl"}}}
+    ),
+    "teknium/GPT4-LLM-Cleaned": Data(_ALPACA, 300, ("train",)),
+    "allenai/c4": Data({"text": 400, "timestamp": 1, "url": 1}, 300, ("train",)),
     "trl-lib/DeepMath-103K": Data({"prompt": [{"role": "user", "content": 60}], "solution": 4}),
-    "sentence-transformers/all-nli": Data({"anchor": 14, "positive": 8, "negative": 8}, 2_000),
-    "yahma/alpaca-cleaned": Data({"instruction": 12, "input": 6, "output": 110}, 2_000, ("train",)),
+    "sentence-transformers/all-nli": Data({"anchor": 14, "positive": 8, "negative": 8}, 300),
+    "yahma/alpaca-cleaned": Data({**_ALPACA, "output": 110}, 1_000, ("train",)),
     "trl-lib/Capybara": Data({"messages": _TURNS * 2}),
     "trl-lib/ultrafeedback_binarized": Data({"prompt": _TURNS[:1], "chosen": _TURNS[1:], "rejected": _TURNS[1:]}),
-    "Yelp/yelp_review_full": Data({"text": 130, "label": (5,)}, 1_000),
+    "Yelp/yelp_review_full": Data({"text": 130, "label": (5,)}, 120),
     "nyu-mll/glue/mrpc": Data(
-        {"sentence1": 22, "sentence2": 22, "label": (2,), "idx": (1_000,)}, splits=("train", "validation")
+        {"sentence1": 22, "sentence2": 22, "label": (2,), "idx": (120,)}, splits=("train", "validation")
     ),
-    "tatsu-lab/alpaca": Data({"instruction": 12, "input": 6, "output": 60, "text": 90}, 1_000, ("train",)),
+    "tatsu-lab/alpaca": Data({**_ALPACA, "text": 90}, 300, ("train",)),
 }

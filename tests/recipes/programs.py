@@ -33,6 +33,8 @@ class Program:
 
 _TRL = ("TRL", "trl")
 _DEEPSPEED = ("DeepSpeed", "deepspeed")
+_MEGATRON = ("Megatron-core", "megatron-core")
+_MEGATRON_PAGE = "https://docs.nvidia.com/megatron-core/developer-guide/latest/get-started/quickstart.html"
 _TORCHTUNE, _TORCHTUNE_PAGE = ("torchtune", "torchtune"), "https://github.com/meta-pytorch/torchtune"
 _TORCHTUNE_NEEDS = ("meta-llama/Meta-Llama-3.1-8B-Instruct", "yahma/alpaca-cleaned")
 # Where the model is; the configurations of torchtune name a folder below /tmp.
@@ -250,5 +252,92 @@ PROGRAMS = (
         "python jobs/liger.py",
         "https://github.com/linkedin/Liger-Kernel",
         ("meta-llama/Llama-3.1-8B",),
+    ),
+    Program(
+        "torchao-float8",
+        ("torchao", "torchao"),
+        "Llama-3.2-1B, float8, 8-bit AdamW, 4 x 2,048",
+        "python jobs/torchao.py",
+        "https://docs.pytorch.org/ao/stable/pretraining.html",
+        ("meta-llama/Llama-3.2-1B-Instruct",),
+    ),
+    Program(
+        "torchao-int8-lora",
+        ("torchao", "torchao"),
+        "Llama-3.1-8B, int8 weights with LoRA 8, 1 x 2,048",
+        "python jobs/torchao_qlora.py",
+        "https://huggingface.co/docs/peft/developer_guides/quantization",
+        ("meta-llama/Llama-3.1-8B",),
+        "a100-40gb-pcie",
+    ),
+    Program(
+        "peft-hqq",
+        ("HQQ", "hqq"),
+        "Llama-3.1-8B, 4-bit HQQ with LoRA 8, 1 x 2,048",
+        "python jobs/peft_hqq.py",
+        "https://huggingface.co/docs/peft/developer_guides/quantization",
+        ("meta-llama/Llama-3.1-8B",),
+        "a100-40gb-pcie",
+    ),
+    Program(
+        "megatron-gpt3",
+        _MEGATRON,
+        "GPT-3 175 B, bf16, tensors on 8 and pipeline on 16 ranks (1F1B), 16 x 1 x 2,048",
+        "torchrun --nproc_per_node 8 --nnodes 16 jobs/megatron.py",
+        _MEGATRON_PAGE,
+    ),
+    Program(
+        "megatron-interleaved",
+        _MEGATRON,
+        "GPT-3 175 B, as above, 3 chunks a rank (interleaved 1F1B)",
+        "torchrun --nproc_per_node 8 --nnodes 16 jobs/megatron.py --virtual-stages 3",
+        _MEGATRON_PAGE,
+    ),
+    Program(
+        "ray-train",
+        ("Ray Train", "ray"),
+        "BERT base, Trainer, 2 ranks, 8 x 512",
+        "python jobs/ray_train.py",
+        "https://docs.ray.io/en/latest/train/getting-started-transformers.html",
+        ("google-bert/bert-base-cased", "Yelp/yelp_review_full"),
+        "a100-40gb-pcie",
+    ),
+    Program(
+        "timm-vit",
+        ("timm", "timm"),
+        "ViT-B/16, fp16, 128 x 224 x 224, EMA",
+        "python jobs/timm_vit.py",
+        "https://huggingface.co/docs/timm/training_script",
+        gpu="a100-40gb-pcie",
+    ),
+    Program(
+        "unsloth-qlora",
+        ("Unsloth", "unsloth"),
+        "Llama-3.1-8B, QLoRA 16, 2 x 2,048",
+        "python jobs/unsloth_qlora.py",
+        "https://unsloth.ai/docs",
+        ("meta-llama/Llama-3.1-8B", "tatsu-lab/alpaca"),
+        "rtx4090",
+        environment="axolotl",
+    ),
+    Program(
+        "axolotl-lora",
+        ("Axolotl", "axolotl"),
+        "Llama-3.2-1B, LoRA 16, packed, 2 x 2,048",
+        "axolotl train jobs/axolotl_lora.yml",
+        "https://docs.axolotl.ai/docs/getting-started.html",
+        ("meta-llama/Llama-3.2-1B-Instruct", "teknium/GPT4-LLM-Cleaned"),
+        "rtx4090",
+        environment="axolotl",
+    ),
+    Program(
+        "llamafactory-lora",
+        ("LLaMA-Factory", "llamafactory"),
+        "Llama-3.1-8B, LoRA 8, 1 x 2,048",
+        "llamafactory-cli train jobs/llamafactory_lora.yaml",
+        "https://llamafactory.readthedocs.io/en/latest/getting_started/sft.html",
+        ("meta-llama/Llama-3.1-8B", "llamafactory"),
+        "rtx4090",
+        environment="factory",
     ),
 )

@@ -60,6 +60,12 @@ class ProcessGroups:
         # A new group makes dynamo classify torch's functions again, which it cannot do while they are replaced.
         patches.set(torch._dynamo.trace_rules, "clear_lru_cache", _nothing)
 
+    def state(self, ranks: int) -> None:
+        """State the ranks of the job, on one host, before it makes a group."""
+        self.ranks = self.ranks_per_node = ranks
+        self.stated = True
+        self.set_environment()
+
     def set_environment(self) -> None:
         """Set the variables of the environment that launchers set, until `remove`."""
         for name, value in self._variables().items():

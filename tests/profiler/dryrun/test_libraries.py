@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -168,3 +171,42 @@ def test_flex_attention__holds_its_result_and_no_scores() -> None:
     assert most < 6 * tensor_bytes + scores_bytes
     assert shapes == [(2, 4, 256, 64)] * 3
     assert flops == [2 * 2 * 2 * 4 * 256 * 256 * 64, 5 * 2 * 2 * 4 * 256 * 256 * 64]
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_notes__name_torch_compile_where_compiled_code_ran(calls: bool) -> None:
+    def job() -> None:
+        torch.compile(nn.Linear(2, 2))  # a library that compiles when it is imported
+
+        @torch.compile(dynamic=True)
+        def double(x: Any) -> Any:
+            return 2 * x
+
+        model = torch.compile(nn.Linear(WIDTH, WIDTH).to("cuda"))
+        optimizer = torch.optim.SGD(model.parameters())
+        x = torch.ones(2, WIDTH, device="cuda")
+        while True:
+            (double(model(x)) if calls else 2 * model._orig_mod(x)).sum().backward()
+            optimizer.step()
+
+    notes = run_forked(lambda: dry_run(job)[0].notes())
+    assert any("torch.compile" in note for note in notes) is calls
+
+
+def test_torchvision__is_imported_without_its_operators(tmp_path: Path) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "import torch\nfrom . import extension\n"
+        "register = torch.library.register_fake('torchvision::nms')\n"
+        "register(lambda boxes, scores, limit: boxes.new_empty(boxes.shape[0], dtype=torch.int64))\n"
+    )
+    (tmp_path / "torchvision" / "extension.py").write_text("def _has_ops():\n    return False\n")
+
+    def job() -> Any:
+        sys.path.insert(0, str(tmp_path))
+        import torchvision  # type: ignore[import-not-found]
+
+        assert torchvision.extension
+        return torch.ops.torchvision.nms(torch.ones(3, 4, device="cuda"), torch.ones(3, device="cuda"), 0.5).shape
+
+    assert run_forked(lambda: tuple(dry_run(job)[1])) == (3,)
