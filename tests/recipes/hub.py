@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import json
 import random
+import shutil
 import sys
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.models import DATA, MODELS, Model
+from tests.recipes.models import DATA, MODELS, Data, Model
 
 _CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -27,20 +28,27 @@ _ROLES = ("system", "user", "assistant")
 _WORDS = 400
 
 
-def make_model(name: str, folder: Path) -> None:
-    """Write configuration, tokenizer and sparse weights of a model to `folder/name`, unless they are there."""
-    target, model = folder / name, MODELS[name]
-    if (target / "complete").exists():
-        return
-    target.mkdir(parents=True, exist_ok=True)
+def make(name: str, folder: Path) -> None:
+    """Make a model or a data set in `folder/name`, whole or not at all."""
+    unfinished = folder / f"{name}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    if name in MODELS:
+        _write_model(unfinished, MODELS[name])
+    else:
+        _write_data(unfinished, DATA[name])
+    unfinished.rename(folder / name)
+
+
+def _write_model(target: Path, model: Model) -> None:
+    """Write configuration, tokenizer and sparse weights of a model."""
     config = _write_config(target, model)
     if config is not None:
         write_tokenizer(target, config.get_text_config().vocab_size, model.positions)
     if model.tiktoken_tokens:
-        (target / "original").mkdir(exist_ok=True)
+        (target / "original").mkdir()
         (target / "original" / "tokenizer.model").write_text(tiktoken_ranks(model.tiktoken_tokens), encoding="utf-8")
     _write_files(target, model.files)
-    (target / "complete").touch()
 
 
 def _write_files(target: Path, files: dict[str, Any]) -> None:
@@ -128,13 +136,8 @@ def tiktoken_ranks(size: int) -> str:
     )
 
 
-def make_data(name: str, folder: Path) -> None:
-    """Write a data set to `folder/name`, unless it is there."""
-    target = folder / name
-    if target.exists():
-        return
-    data = DATA[name]
-    target.mkdir(parents=True)
+def _write_data(target: Path, data: Data) -> None:
+    """Write the splits of a data set as JSON lines."""
     _write_files(target, data.files)
     numbers = random.Random(0)
     for split in data.splits:
@@ -165,7 +168,7 @@ def main(arguments: list[str]) -> None:
     """Make models and data sets, by their names, in a folder."""
     folder, *names = arguments
     for name in names:
-        (make_model if name in MODELS else make_data)(name, Path(folder))
+        make(name, Path(folder))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 
+from benchmarks.tables import machine_line
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.tables.prediction import verdict
 from ebbtide.profiler.trace import open_trace
@@ -24,6 +27,7 @@ from tests.recipes.programs import PROGRAMS, Program
 _MOST_SECONDS, _MOST_HOST_BYTES = 180, 4 * 10**9
 _OWN = Path(__file__).parent
 _LAST_LINES = 12
+_RESULTS = "<!-- results: python -m tests.recipes.run -->"
 
 
 @dataclass(frozen=True)
@@ -114,18 +118,49 @@ def main() -> int:
     for program in PROGRAMS:
         if options.only and not any(name in program.name for name in options.only):
             continue
-        python = options.environments.absolute() / program.environment / "bin" / "python"
-        _make_hub(program, folder, python)
-        result = run_program(program, folder, python)
+        _make_hub(program, folder, _python(options.environments, "main"))
+        result = run_program(program, folder, _python(options.environments, program.environment))
         results.append(result)
         print(_line(result), flush=True)
         (folder / f"{program.name}.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+    if options.page is not None:
+        write_page(options.page, folder)
     return 1 if any(result.problem for result in results) else 0
 
 
+def write_page(page: Path, folder: Path) -> None:
+    """Replace the results at the end of a page of the documentation by those of the last runs in a folder."""
+    head = ("program", "framework", "job", "GPU", "GiB reserved", "verdict", "CPU s", "host GB")
+    lines = [f"{date.today():%Y-%m-%d}, {machine_line()}, torch {_version(Path(sys.executable), 'torch')}:", ""]
+    lines += [_row(head), _row(["---"] * len(head))]
+    for program in PROGRAMS:
+        file = folder / f"{program.name}.json"
+        if file.exists():
+            lines.append(_row(_cells(program, Result(**json.loads(file.read_text(encoding="utf-8"))))))
+    text = page.read_text(encoding="utf-8").split(_RESULTS)[0]
+    page.write_text(f"{text}{_RESULTS}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(program: Program, result: Result) -> list[str]:
+    reserved = "-" if result.reserved_bytes is None else f"{result.reserved_bytes / 2**30:.2f}"
+    framework = f"[{program.framework[0]}]({program.source}) {result.version}"
+    verdict_text = "failed" if result.problem else result.verdict or "-"
+    cost = (f"{result.seconds:.0f}", f"{result.host_bytes / 1e9:.1f}")
+    return [program.name, framework, program.shape, program.gpu, reserved, verdict_text, *cost]
+
+
+def _python(environments: Path, name: str) -> Path:
+    return environments.absolute() / name / "bin" / "python"
+
+
 def _make_hub(program: Program, folder: Path, python: Path) -> None:
-    command = [python, "-m", "tests.recipes.hub", folder, *program.needs]
-    subprocess.run(command, cwd=_OWN.parents[1], check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL)
+    missing = [name for name in program.needs if not (folder / name).exists()]
+    if missing:
+        subprocess.run([python, "-m", "tests.recipes.hub", folder, *missing], cwd=_OWN.parents[1], check=True)
 
 
 def _line(result: Result) -> str:
