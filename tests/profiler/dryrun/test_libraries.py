@@ -210,3 +210,14 @@ def test_torchvision__is_imported_without_its_operators(tmp_path: Path) -> None:
         return torch.ops.torchvision.nms(torch.ones(3, 4, device="cuda"), torch.ones(3, device="cuda"), 0.5).shape
 
     assert run_forked(lambda: tuple(dry_run(job)[1])) == (3,)
+
+
+def test_replaced_functions__can_be_classified_by_dynamo() -> None:
+    """Libraries that compile functions while a dry run lasts make dynamo read the functions of torch again."""
+
+    def job() -> None:
+        rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
+        rules.cache_clear()
+        rules()
+
+    run_forked(lambda: dry_run(job)[1])
