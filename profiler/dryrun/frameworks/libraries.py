@@ -75,6 +75,7 @@ def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> Callable[[], Non
         when_imported("pynvml", lambda module: _answer_nvml(module, patches)),
         when_imported("bitsandbytes.functional", lambda module: _page_state(module, patches, mode)),
         when_imported("torchvision.extension", _define_operators),
+        when_imported("torchaudio._extension.utils", lambda module: _leave_out_library(module, patches)),
     ]
 
     def cancel() -> None:
@@ -128,6 +129,19 @@ def _define_operators(module: Any) -> None:
         return
     for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _leave_out_library(module: Any, patches: Patches) -> None:
+    """Let torchaudio be imported where its library cannot be loaded: as without it."""
+    load = module._load_lib
+
+    def load_if_possible(name: str) -> bool:
+        try:
+            return bool(load(name))
+        except OSError:
+            return False
+
+    patches.set(module, "_load_lib", load_if_possible)
 
 
 def _answer_nvml(module: Any, patches: Patches) -> None:

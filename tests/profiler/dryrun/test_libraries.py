@@ -221,3 +221,45 @@ def test_replaced_functions__can_be_classified_by_dynamo() -> None:
         rules()
 
     run_forked(lambda: dry_run(job)[1])
+
+
+def _add_one(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor(1.0)
+
+
+def test_scripted_function__may_make_tensors() -> None:
+    def job() -> Any:
+        return tuple(torch.jit.script(_add_one)(torch.ones(3, device="cuda")).shape)
+
+    torch.jit._builtins._find_builtin(torch.add)  # has its table now
+    assert run_forked(lambda: dry_run(job)[1]) == (3,)
+
+
+def test_unknown_values__compare_as_placeholders() -> None:
+    def job() -> Any:
+        unknown, one = torch.rand(3, device="cuda"), torch.ones(3, device="cuda")
+        other_shape = torch.rand(2, device="cuda")
+        return [torch.equal(unknown, one), torch.equal(unknown, 2 * one), torch.equal(unknown, other_shape)]
+
+    assert run_forked(lambda: dry_run(job)[1]) == [True, False, False]
+
+
+def test_truncated_normal__ends_though_its_values_are_not_known() -> None:
+    def job() -> Any:
+        weight = torch.empty(WIDTH, WIDTH, device="cuda")
+        torch.nn.init.trunc_normal_(weight, std=0.02, a=-0.04, b=0.04)
+        return float(torch.nn.init.trunc_normal_(torch.empty(100), std=0.02, a=-0.04, b=0.04).abs().max())
+
+    assert 0 < run_forked(lambda: dry_run(job)[1]) <= 0.04
+
+
+def test_generator__takes_a_state_that_was_on_the_device() -> None:
+    def job() -> Any:
+        generator = torch.Generator()
+        state = generator.get_state()
+        first = torch.rand(3, generator=generator)
+        generator.set_state(state.to("cuda").cpu())
+        torch.set_rng_state(torch.get_rng_state().to("cuda").cpu())
+        return torch.equal(first, torch.rand(3, generator=generator))
+
+    assert run_forked(lambda: dry_run(job)[1])

@@ -48,7 +48,6 @@ config = TransformerConfig(
     tensor_model_parallel_size=options.tensor_model_parallel_size,
     pipeline_model_parallel_size=options.pipeline_model_parallel_size,
     virtual_pipeline_model_parallel_size=options.virtual_stages,
-    sequence_parallel=options.tensor_model_parallel_size > 1,
     bf16=device == "cuda",
     params_dtype=torch.bfloat16 if device == "cuda" else torch.float32,
     pipeline_dtype=torch.bfloat16 if device == "cuda" else torch.float32,
