@@ -140,6 +140,7 @@ PROGRAMS = (
         _TORCHTUNE_PAGE,
         _TORCHTUNE_NEEDS,
         "rtx4090",
+        environment="torchtune",
     ),
     Program(
         "torchtune-lora",
@@ -149,6 +150,7 @@ PROGRAMS = (
         _TORCHTUNE_PAGE,
         _TORCHTUNE_NEEDS,
         "rtx4090",
+        environment="torchtune",
     ),
     Program(
         "torchtune-qlora",
@@ -158,6 +160,7 @@ PROGRAMS = (
         _TORCHTUNE_PAGE,
         _TORCHTUNE_NEEDS,
         "rtx4090",
+        environment="torchtune",
     ),
     Program(
         "torchtune-packed",
@@ -167,6 +170,7 @@ PROGRAMS = (
         "tokenizer.max_seq_len=4096 " + _LLAMA_3_1,
         "https://meta-pytorch.org/torchtune/stable/basics/packing.html",
         _TORCHTUNE_NEEDS,
+        environment="torchtune",
     ),
     Program(
         "torchtune-distributed",
@@ -175,6 +179,7 @@ PROGRAMS = (
         "tune run --nproc_per_node 4 full_finetune_distributed --config llama3_1/8B_full " + _LLAMA_3_1,
         _TORCHTUNE_PAGE,
         _TORCHTUNE_NEEDS,
+        environment="torchtune",
     ),
     Program(
         "deepspeed-zero1",
