@@ -18,6 +18,7 @@ class Program:
         gpu: Preset of the machine.
         ranks: Ranks where the command does not state them.
         environment: Environment that it runs in, by the name of its file `requirements-NAME.txt`.
+        steps: Iterations: 1 where the generation of texts takes long.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Program:
     gpu: str = "h100-80gb"
     ranks: int | None = None
     environment: str = "main"
+    steps: int = 2
 
 
 _TRL = ("TRL", "trl")
@@ -96,6 +98,7 @@ PROGRAMS = (
         "python jobs/trl_grpo.py",
         "https://huggingface.co/docs/trl/quickstart",
         ("Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/DeepMath-103K"),
+        steps=1,
     ),
     Program(
         "trl-reward",

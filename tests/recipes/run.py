@@ -67,7 +67,20 @@ def run_program(program: Program, folder: Path, python: Path) -> Result:
     trace = folder / f"{program.name}.ebb"
     shutil.rmtree(trace, ignore_errors=True)
     ranks = ["--ranks", str(program.ranks)] if program.ranks else []
-    command = [str(python), "-m", "ebbtide", "dry-run", "--gpu", program.gpu, *ranks, "-o", str(trace), "--"]
+    command = [
+        str(python),
+        "-m",
+        "ebbtide",
+        "dry-run",
+        "--gpu",
+        program.gpu,
+        "--steps",
+        str(program.steps),
+        *ranks,
+        "-o",
+        str(trace),
+        "--",
+    ]
     environment = {
         **os.environ,
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",

@@ -99,6 +99,8 @@ class PhaseTracker:
         # Code of the open phase, and its start for the host and the device.
         self._open: tuple[int, int, Times] | None = None
         self._step_depth = 0
+        # Optimizers that have stepped in the open backward.
+        self._streamed: list[Any] = []
         self._backwards = self._numbered = 0
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -152,6 +154,10 @@ class PhaseTracker:
             end_ns = self._clock.tick()
             self.phases.append(FakePhase(PHASES[phase], start_ns, end_ns, gpu_start, self._clock.record()))
         self._open = self.called = None
+        if self._streamed:
+            optimizers, self._streamed = self._streamed, []
+            self._on_update()
+            self._number_phases(self.rule.add_update(optimizers, self._backwards))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Open an update, and return the arguments with a closure that has phases of its own."""
@@ -178,12 +184,21 @@ class PhaseTracker:
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._step_depth -= 1
-        if self._step_depth or not self.live or self.phase != UPDATE:
+        if self._step_depth or not self.live:
+            return
+        if self.in_phase and self.phase == BACKWARD:
+            # Gradients are streamed: each is used, and released, while the backward goes on, which is the update, too.
+            self._streamed.append(optimizer)
+        if self.phase != UPDATE:
             return
         self._on_update()
         iteration = self.rule.add_update([optimizer], self._backwards)
         # One before any backward makes the optimizer's state, and is no training.
         self.leave(keep=iteration is not None)
+        self._number_phases(iteration)
+
+    def _number_phases(self, iteration: int | None) -> None:
+        """Give the phases since the last update its iteration; None: it ended none."""
         if iteration is not None:
             for phase in self.phases[self._numbered :]:
                 phase.iteration = iteration

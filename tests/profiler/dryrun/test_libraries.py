@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.profiler.dryrun.forked import run_forked
-from tests.profiler.dryrun.test_session import BATCH, WIDTH, dry_run, held_bytes, train
+from tests.profiler.dryrun.test_session import BATCH, LAYER_BYTES, WIDTH, dry_run, held_bytes, train
 
 
 class _Quantized(nn.Parameter):
@@ -263,3 +263,26 @@ def test_generator__takes_a_state_that_was_on_the_device() -> None:
         return torch.equal(first, torch.rand(3, generator=generator))
 
     assert run_forked(lambda: dry_run(job)[1])
+
+
+def test_optimizers__that_step_in_the_backward_end_iterations() -> None:
+    def job() -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to("cuda")
+        optimizers = {weight: torch.optim.AdamW([weight]) for weight in model.parameters()}
+
+        def step(weight: Any) -> None:
+            optimizers[weight].step()
+            optimizers[weight].zero_grad()
+
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(step)
+        for _ in range(5):
+            model(torch.ones(BATCH, WIDTH, device="cuda")).sum().backward()
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        return [(phase.phase, phase.iteration) for phase in run.tracker.phases], held_bytes(run, "optimizer_state")
+
+    phases, state_bytes = run_forked(observe)
+    assert phases == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    assert state_bytes == 2 * 2 * LAYER_BYTES
