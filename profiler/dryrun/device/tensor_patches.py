@@ -152,8 +152,9 @@ def _patch_constructors(patches: Patches, values: ShadowValues) -> None:
             return original(data if isinstance(data, torch.Tensor) else values_in(data), *args, **kwargs)
 
         patches.set(torch, name, make)
-    # By function, its name in TorchScript: made anew when the next function is scripted.
-    patches.set(_builtins, "_builtin_table", None)
+    # TorchScript knows functions by their address.
+    names = {id(getattr(torch, name)): f"aten::{name}" for name in ("tensor", "as_tensor")}
+    patches.set(_builtins, "_builtin_table", {**_builtins._get_builtin_table(), **names})
 
 
 def _patch_random(patches: Patches, values: ShadowValues) -> None:

@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizers
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule
 from ebbtide.profiler.agent.patches import Patches
-from ebbtide.profiler.agent.phase_hooks import OutermostCall, wrap_backward
+from ebbtide.profiler.agent.phase_hooks import OutermostCall, hook_megatron, wrap_backward
 from ebbtide.profiler.agent.threads import TrainingThreads
 from ebbtide.profiler.dryrun.time.clock import Times, VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
@@ -121,6 +121,7 @@ class PhaseTracker:
         for owner in (torch.autograd, torch.autograd.graph):
             original = torch.autograd.graph._engine_run_backward
             patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))  # type: ignore[arg-type]
+        self._cancel_megatron = hook_megatron(self, torch.compiler.is_compiling, patches)  # type: ignore[arg-type]
         scaler_step = self.wrap_update(torch.amp.GradScaler.step, lambda _scaler, optimizer, *_: optimizer)
         patches.set(torch.amp.GradScaler, "step", scaler_step)
         self._handles = [
@@ -132,6 +133,7 @@ class PhaseTracker:
 
     def remove(self) -> None:
         """Remove the hooks that torch registers."""
+        self._cancel_megatron()
         for handle in self._handles:
             handle.remove()
 

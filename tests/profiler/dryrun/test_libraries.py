@@ -224,14 +224,14 @@ def test_replaced_functions__can_be_classified_by_dynamo() -> None:
 
 
 def _add_one(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.tensor(1.0)
+    with torch.no_grad():
+        return x + torch.tensor(1.0)
 
 
 def test_scripted_function__may_make_tensors() -> None:
     def job() -> Any:
         return tuple(torch.jit.script(_add_one)(torch.ones(3, device="cuda")).shape)
 
-    torch.jit._builtins._find_builtin(torch.add)  # has its table now
     assert run_forked(lambda: dry_run(job)[1]) == (3,)
 
 
@@ -286,3 +286,29 @@ def test_optimizers__that_step_in_the_backward_end_iterations() -> None:
     phases, state_bytes = run_forked(observe)
     assert phases == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
     assert state_bytes == 2 * 2 * LAYER_BYTES
+
+
+def test_backward_of_megatron__is_a_phase_though_it_calls_the_engine_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "megatron" / "core" / "pipeline_parallel"
+    folder.mkdir(parents=True)
+    (folder / "schedules.py").write_text(
+        "from torch.autograd.variable import Variable\n"
+        "def custom_backward(output, gradient):\n"
+        "    Variable._execution_engine.run_backward((output,), (gradient,), False, False, (), True, True)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def job() -> None:
+        from megatron.core.pipeline_parallel import schedules  # type: ignore[import-not-found]
+
+        model = nn.Linear(WIDTH, WIDTH).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            output = model(torch.ones(BATCH, WIDTH, device="cuda"))
+            schedules.custom_backward(output, torch.ones_like(output))
+            optimizer.step()
+
+    phases = run_forked(lambda: [(phase.phase, phase.iteration) for phase in dry_run(job)[0].tracker.phases])
+    assert phases == [(name, number) for number in (0, 1) for name in ("forward", "backward", "update")]

@@ -28,19 +28,16 @@ parser.add_argument("--num-attention-heads", type=int, default=96)
 parser.add_argument("--seq-length", type=int, default=2_048)
 parser.add_argument("--micro-batch-size", type=int, default=1)
 parser.add_argument("--micro-batches", type=int, default=16)
-parser.add_argument("--device", default="cuda")
 options = parser.parse_args()
-device = options.device
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+device = "cuda"
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.distributed.init_process_group("nccl")
 parallel_state.initialize_model_parallel(
     options.tensor_model_parallel_size,
     options.pipeline_model_parallel_size,
     virtual_pipeline_model_parallel_size=options.virtual_stages,
 )
-if device == "cuda":
-    model_parallel_cuda_manual_seed(123)
+model_parallel_cuda_manual_seed(123)
 config = TransformerConfig(
     num_layers=options.num_layers,
     hidden_size=options.hidden_size,
@@ -48,11 +45,11 @@ config = TransformerConfig(
     tensor_model_parallel_size=options.tensor_model_parallel_size,
     pipeline_model_parallel_size=options.pipeline_model_parallel_size,
     virtual_pipeline_model_parallel_size=options.virtual_stages,
-    bf16=device == "cuda",
-    params_dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-    pipeline_dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-    use_cpu_initialization=device != "cuda",
+    bf16=True,
+    params_dtype=torch.bfloat16,
+    pipeline_dtype=torch.bfloat16,
     gradient_accumulation_fusion=False,
+    deallocate_pipeline_outputs=True,
     finalize_model_grads_func=finalize_model_grads,
 )
 data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
