@@ -87,7 +87,7 @@ class ShadowValues:
             return False
         reals = [self.of(tensor) for tensor in (one, other)]
         if None not in reals:
-            return torch.equal(*reals)
+            return bool(torch.equal(*reals))
         self._count_read(one, 1)
         unknown = (
             _full((), self._unknown(tensor), dtype=tensor.dtype) if real is None else real

@@ -2,10 +2,14 @@
 
 from unsloth import FastLanguageModel  # isort: skip (it patches the others)
 
+from pathlib import Path
+
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
-model, tokenizer = FastLanguageModel.from_pretrained("meta-llama/Llama-3.1-8B", max_seq_length=2_048, load_in_4bit=True)
+# Of a name it would take weights of its own from the hub.
+NAME = str(Path("meta-llama/Llama-3.1-8B").resolve())
+model, tokenizer = FastLanguageModel.from_pretrained(NAME, max_seq_length=2_048, load_in_4bit=True)
 model = FastLanguageModel.get_peft_model(
     model,
     r=16,
