@@ -14,10 +14,13 @@ TORCH ?= torch
 NEWEST_TESTS ?= tests/cli tests/analysis tests/machines tests/interleave/model tests/interleave/advise \
 	tests/interleave/simulation tests/profiler/importers tests/profiler/trace
 
+# Environments and files of the programs of training frameworks.
+RECIPES := .recipes
+
 # Multiplies the random cases of `make test-all`.
 FUZZ ?= 4
 
-.PHONY: demo docs test test-all test-newest lint dist clean
+.PHONY: demo docs test test-all test-newest test-recipes lint dist clean
 
 $(VENV)/installed: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("ebbtide needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
@@ -97,6 +100,18 @@ test-newest:
 	$(NEWEST)/bin/python -m pip list
 	$(NEWEST)/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" --ignore-glob='*dry*run*' $(NEWEST_TESTS)
 
+# Programs of training frameworks in dry runs. All packages are listed, so that nothing is resolved; an environment has those
+# of `main`, and its own in place of them.
+$(RECIPES)/%/installed: tests/recipes/requirements-%.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement tests/recipes/requirements-main.txt
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	$(@D)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-recipes: $(patsubst tests/recipes/requirements-%.txt,$(RECIPES)/%/installed,$(wildcard tests/recipes/requirements-*.txt))
+	$(RECIPES)/main/bin/python -m tests.recipes.run $(RECIPES)/hub --environments $(RECIPES) --page docs/dry-run-recipes.md
+
 # The source distribution and the wheel of a release, after the tests of both.
 dist: $(VENV)/tested
 	$(BIN)/python -m pytest -q tests/test_distribution.py
@@ -104,4 +119,4 @@ dist: $(VENV)/tested
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(DEMO) .editable build site dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(RECIPES) $(DEMO) .editable build site dist *.egg-info

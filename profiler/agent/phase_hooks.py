@@ -162,6 +162,18 @@ def wrap_backward(
     return backward
 
 
+def hook_megatron(recorder: Recorder, compiling: Callable[[], bool], patches: Patches) -> Callable[[], None]:
+    """Wrap the backward of Megatron's schedules, which calls autograd's engine itself, once it is imported.
+
+    Returns a function that waits for the import no more.
+    """
+
+    def patch(module: Any) -> None:
+        patches.wrap(module, "custom_backward", lambda original: wrap_backward(recorder, compiling, original))
+
+    return when_imported("megatron.core.pipeline_parallel.schedules", patch)
+
+
 class TorchHooks:
     """Reports torch's phases to `recorder`, from creation to `remove`."""
 
@@ -175,6 +187,7 @@ class TorchHooks:
         run_backward = wrap_backward(recorder, self._compiling, torch.autograd._engine_run_backward)
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
         self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
+        self._cancel_megatron = hook_megatron(recorder, self._compiling, self._patches)
         self._pipelines = PipelineHooks(recorder)
         scaler = torch.amp.GradScaler
         self._patches.set(scaler, "step", self._wrap_update(scaler.step, optimizer_index=1))
@@ -187,6 +200,7 @@ class TorchHooks:
 
     def remove(self) -> None:
         """Restore torch as it was."""
+        self._cancel_megatron()
         self._pipelines.remove()
         self._patches.undo()
 

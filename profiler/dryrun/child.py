@@ -11,9 +11,14 @@ import re
 import runpy
 import shutil
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ebbtide.errors import UserError
 from ebbtide.foreign_text import printable_line
@@ -24,6 +29,7 @@ from ebbtide.profiler.dryrun.launchers import JobLaunched, launcher_followed
 
 _CANNOT_FAKE, _DOES_NOT_FIT = 2, 3
 _INTERRUPTED = 130
+_PROGRESS_S = 30.0
 # Messages of torch about a tensor without memory, or an operation without an implementation for it -> a remedy.
 _MESSAGES = (
     (
@@ -75,7 +81,8 @@ def main(arguments: list[str]) -> int:
     force, machine, printer = own["force"], own["machine"], own["printer"]
     options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
     try:
-        with DryRun(options) as run, launcher_followed(job):
+        run = DryRun(options)
+        with _progress_shown(run), run, launcher_followed(job):
             status = _run_job(job)
         if status == _CANNOT_FAKE:
             return status
@@ -102,6 +109,28 @@ def main(arguments: list[str]) -> int:
         if own["check"] and not fits and not status:
             return _DOES_NOT_FIT
     return status
+
+
+@contextmanager
+def _progress_shown(run: Any) -> Iterator[None]:
+    """Say on stderr every half minute how far a dry run is."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def show() -> None:
+        while not ended.wait(_PROGRESS_S):
+            print(
+                f"ebbtide: {time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
+                f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels so far",
+                file=sys.stderr,
+            )
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _run_job(job: list[str]) -> int:

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,18 @@ def launcher_followed(job: Sequence[str]) -> Iterator[None]:
             raise JobLaunched([os.fspath(word) for word in args], options.get("env") or os.environ)
         original(process, args, *others, **options)
 
+    def replacing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def replace(file: Any, args: Any, environment: Any = None) -> Any:
+            words = [os.fspath(word) for word in args]
+            if os.path.exists(file) and _is_job(words):
+                raise JobLaunched(words, environment or os.environ)
+            return function(file, args, *([] if environment is None else [environment]))
+
+        return replace
+
     patches.set(subprocess.Popen, "__init__", start)
+    for name in ("execv", "execve"):  # which the other functions of their kind call
+        patches.set(os, name, replacing(getattr(os, name)))
     cancel = when_imported("torch.distributed.launcher.api", lambda module: _follow_torchrun(module, patches))
     try:
         yield

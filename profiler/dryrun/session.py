@@ -30,6 +30,7 @@ from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
 from ebbtide.profiler.dryrun.frameworks.parallelism import ModelParallelPatches, patch_data_parallel
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
+from ebbtide.profiler.dryrun.frameworks.ray_train import patch_ray_train
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
 from ebbtide.profiler.dryrun.memory.convolutions import reserved_range
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
@@ -128,6 +129,7 @@ class DryRun:
         self.tracker.install(self._patches)
         self._libraries = LibraryPatches(self._patches, self.mode)
         self._triton.install(self._patches)
+        self._cancel_ray = patch_ray_train(self._patches, self.process_groups)
         machine = self.options.machine
         self._model_parallel = ModelParallelPatches(self._patches, self.mode)
         self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
@@ -154,6 +156,7 @@ class DryRun:
         self._attention._destroy()
         self._libraries.remove()
         self._triton.remove()
+        self._cancel_ray()
         self.deepspeed.remove()
         self._model_parallel.remove()
         self.tracker.remove()

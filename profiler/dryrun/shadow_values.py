@@ -81,6 +81,20 @@ class ShadowValues:
             real = _full(tensor.shape, self._unknown(tensor), dtype=tensor.dtype)
         return real
 
+    def are_equal(self, one: Any, other: Any) -> bool:
+        """Return whether two tensors have the same shape and values, with placeholders for those not known."""
+        if one.shape != other.shape:
+            return False
+        reals = [self.of(tensor) for tensor in (one, other)]
+        if None not in reals:
+            return bool(torch.equal(*reals))
+        self._count_read(one, 1)
+        unknown = (
+            _full((), self._unknown(tensor), dtype=tensor.dtype) if real is None else real
+            for tensor, real in zip((one, other), reals, strict=True)
+        )
+        return bool(torch.eq(*unknown).all())
+
     def _unknown(self, tensor: Any) -> Any:
         condition = self._conditions.get(tensor) if tensor.dtype == torch.bool else None
         return _placeholder(tensor.dtype) if condition is None else condition

@@ -190,11 +190,8 @@ def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
 def _constant(value: Any) -> Any:
+    """Return a function of its own for each name, since dynamo has one rule for a function."""
     return lambda *_args, **_kwargs: value
 
 
@@ -233,12 +230,12 @@ def patch_cuda(
         "is_available": _constant(True),
         "_is_compiled": _constant(True),
         "is_initialized": _constant(True),
-        "_lazy_init": _nothing,
-        "init": _nothing,
+        "_lazy_init": _constant(None),
+        "init": _constant(None),
         "device_count": _constant(devices),
         "current_device": _constant(0),
-        "set_device": _nothing,
-        "ipc_collect": _nothing,
+        "set_device": _constant(None),
+        "ipc_collect": _constant(None),
         "_exchange_device": _constant(0),
         "_maybe_exchange_device": _constant(0),
         "get_device_name": _constant(name),
@@ -250,15 +247,15 @@ def patch_cuda(
         "is_tf32_supported": _constant(True),
         "utilization": _constant(0),
         "is_current_stream_capturing": _constant(False),
-        "manual_seed": _nothing,
-        "manual_seed_all": _nothing,
-        "seed": _nothing,
-        "seed_all": _nothing,
+        "manual_seed": _constant(None),
+        "manual_seed_all": _constant(None),
+        "seed": _constant(None),
+        "seed_all": _constant(None),
         "initial_seed": _constant(0),
         "get_rng_state": lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": lambda *_args, **_kwargs: [torch.zeros(16, dtype=torch.uint8)],
-        "set_rng_state": _nothing,
-        "set_rng_state_all": _nothing,
+        "set_rng_state": _constant(None),
+        "set_rng_state_all": _constant(None),
         "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
     }
     statistics: dict[str, Any] = {
@@ -272,11 +269,11 @@ def patch_cuda(
         "memory_snapshot": _constant([]),
         "mem_get_info": lambda *_args, **_kwargs: (max(0, capacity_bytes - allocator.reserved_bytes), capacity_bytes),
         "reset_peak_memory_stats": lambda *_args, **_kwargs: memory.reset_peaks(),
-        "reset_accumulated_memory_stats": _nothing,
+        "reset_accumulated_memory_stats": _constant(None),
         "empty_cache": memory.empty_cache,
         "set_per_process_memory_fraction": set_fraction,
-        "_record_memory_history": _nothing,
-        "_dump_snapshot": _nothing,
+        "_record_memory_history": _constant(None),
+        "_dump_snapshot": _constant(None),
     }
     for key, value in functions.items():
         patches.set(cuda, key, value)
@@ -293,7 +290,7 @@ def patch_cuda(
 
     patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch, "Generator", HostGenerator)
-    patches.set(cuda.nvtx, "mark", _nothing)
+    patches.set(cuda.nvtx, "mark", _constant(None))
 
 
 def _patch_extension(patches: Patches, devices: int) -> None:
@@ -301,13 +298,13 @@ def _patch_extension(patches: Patches, devices: int) -> None:
     for key, value in {
         "_cuda_getDeviceCount": _constant(devices),
         "_cuda_getDevice": _constant(0),
-        "_cuda_setDevice": _nothing,
-        "_cuda_synchronize": _nothing,
+        "_cuda_setDevice": _constant(None),
+        "_cuda_synchronize": _constant(None),
         "_cuda_isCurrentStreamCapturing": _constant(False),
         "_cuda_getCurrentRawStream": _constant(0),
         "_cuda_isInBadFork": _constant(False),
-        "_cuda_emptyCache": _nothing,
-        "_cuda_clearCublasWorkspaces": _nothing,
+        "_cuda_emptyCache": _constant(None),
+        "_cuda_clearCublasWorkspaces": _constant(None),
     }.items():
         patches.set(torch._C, key, value)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.jit import _builtins
 from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.device.fake_cuda import HostGenerator
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory
 from ebbtide.profiler.dryrun.shadow_values import ShadowValues
 
@@ -119,6 +122,7 @@ def patch_tensors(
 
     patches.set(torch.Tensor, "numpy", convert_to_numpy)
     _patch_constructors(patches, values)
+    _patch_random(patches, values)
     _patch_subclasses(patches)
     _patch_addresses(patches)
     resize = torch.UntypedStorage.resize_
@@ -148,6 +152,35 @@ def _patch_constructors(patches: Patches, values: ShadowValues) -> None:
             return original(data if isinstance(data, torch.Tensor) else values_in(data), *args, **kwargs)
 
         patches.set(torch, name, make)
+    # TorchScript knows functions by their address.
+    names = {id(getattr(torch, name)): f"aten::{name}" for name in ("tensor", "as_tensor")}
+    patches.set(_builtins, "_builtin_table", {**_builtins._get_builtin_table(), **names})
+
+
+def _patch_random(patches: Patches, values: ShadowValues) -> None:
+    """Let states of generators be fake, and truncated distributions end, until `patches.undo()`."""
+
+    def accept(original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_state(*arguments: Any) -> Any:
+            state = values.of(arguments[-1])  # None: not known, and the generator goes on as it was
+            return None if state is None else original(*arguments[:-1], state)
+
+        return set_state
+
+    patches.set(HostGenerator, "set_state", accept(torch._C.Generator.set_state))
+    for owner in (torch, torch.random):
+        patches.set(owner, "set_rng_state", accept(torch.random.set_rng_state))
+    truncate = torch.nn.init._no_grad_trunc_normal_
+
+    def truncated(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
+        """Sample twice, where torch samples until no value is outside."""
+        if type(tensor.data) in (torch.Tensor, torch.nn.Parameter):
+            return truncate(tensor, mean, std, a, b, generator)
+        with torch.no_grad():
+            outside = (tensor.normal_(mean, std) < a) | (tensor > b)
+            return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
+
+    patches.set(torch.nn.init, "_no_grad_trunc_normal_", truncated)
 
 
 def _patch_addresses(patches: Patches) -> None:

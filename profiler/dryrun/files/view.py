@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import posix
 import shutil
@@ -31,6 +33,8 @@ _CACHE_VARIABLES = (
     "TRITON_CACHE_DIR",
     "MPLCONFIGDIR",
 )
+# In the temporary folder: what processes that the job has forked have made.
+_FORKED = "forked"
 _WRITES = os.O_WRONLY | os.O_RDWR
 # Audit events -> positions of the paths that are changed, and of the descriptors of folders that they start from.
 _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
@@ -62,6 +66,7 @@ class FileView:
         self._entries: dict[str, str | None] = {}
         self._caches = cache_folders()
         self._number = 0
+        self._process = os.getpid()
         self.lock = threading.RLock()
 
     def is_protected(self, path: str) -> bool:
@@ -127,6 +132,9 @@ class FileView:
         status = status_of(real, follow=False)
         if status is not None and self.is_protected(real):
             self.made[real] = status.st_dev, status.st_ino
+            if os.getpid() != self._process:
+                with open(os.path.join(self.folder, _FORKED), "a", encoding="utf-8") as file:
+                    file.write(json.dumps([real, *self.made[real]]) + "\n")
 
     def place_folder(self, path: str) -> str:
         """Return where the job may make a folder. Raises FileNotFoundError if the folder around it is missing."""
@@ -201,6 +209,8 @@ class FileView:
     def close(self) -> None:
         """Remove the temporary folder, and what the job has made and nobody has replaced."""
         self._entries.clear()
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(self.folder, _FORKED), encoding="utf-8") as file:
+            self.made |= {path: (device, number) for path, device, number in map(json.loads, file)}
         for path in sorted(self.made, key=len, reverse=True):
             status = status_of(path, follow=False)
             if status is None or (status.st_dev, status.st_ino) != self.made[path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +19,10 @@ _CUDA_SOURCES = (".cu", ".cuh")
 
 
 class LibraryPatches:
-    """Patches of data loaders, torch.compile, transformers, extensions and NVML, from creation to `remove`."""
+    """Patches of data loaders, torch.compile, transformers, extensions and NVML, from creation to `remove`.
+
+    `compiles`: whether the job has called what torch.compile returned.
+    """
 
     def __init__(self, patches: Patches, mode: FakeDeviceMode) -> None:
         self.compiles = False
@@ -26,11 +30,12 @@ class LibraryPatches:
         compile_function = torch.compile
 
         def compile_eagerly(model: Any = None, **options: Any) -> Any:
-            # DeepSpeed compiles a function of Muon whenever it is imported, whether or not the job uses it.
-            if str(getattr(model, "__module__", None)).startswith("deepspeed."):
-                return model
-            self.compiles = True
-            return compile_function(model, **options)
+            compiled = compile_function(model, **options)
+            if isinstance(compiled, torch.nn.Module):
+                compiled.forward = self._note_calls(compiled.forward)
+            elif model is not None:
+                compiled = self._note_calls(compiled)
+            return compiled
 
         patches.set(torch, "compile", compile_eagerly)
         torch.compiler.set_stance("force_eager")
@@ -41,6 +46,14 @@ class LibraryPatches:
             lambda module: patches.set(module, "is_fake_tensor", lambda _tensor: False),
         )
         self._cancel_extensions = patch_extensions(patches, mode)
+
+    def _note_calls(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compiled)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.compiles = True
+            return compiled(*args, **kwargs)
+
+        return run
 
     def remove(self) -> None:
         """Stop waiting for imports, and let torch.compile work again."""
@@ -61,6 +74,8 @@ def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> Callable[[], Non
         when_imported("torch.utils.cpp_extension", lambda module: _refuse_compilation(module, patches)),
         when_imported("pynvml", lambda module: _answer_nvml(module, patches)),
         when_imported("bitsandbytes.functional", lambda module: _page_state(module, patches, mode)),
+        when_imported("torchvision.extension", _define_operators),
+        when_imported("torchaudio._extension.utils", lambda module: _leave_out_library(module, patches)),
     ]
 
     def cancel() -> None:
@@ -106,6 +121,27 @@ def _page_state(module: Any, patches: Patches, mode: FakeDeviceMode) -> None:
     patches.set(module, "get_paged", paged)
     for name in ("prefetch_tensor", "elementwise_func"):
         patches.set(module, name, lambda *_args, **_kwargs: None)
+
+
+def _define_operators(module: Any) -> None:
+    """Let torchvision be imported where its operators cannot be loaded, as those of PyPI beside a CPU build."""
+    if module._has_ops():
+        return
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _leave_out_library(module: Any, patches: Patches) -> None:
+    """Let torchaudio be imported where its library cannot be loaded: as without it."""
+    load = module._load_lib
+
+    def load_if_possible(name: str) -> bool:
+        try:
+            return bool(load(name))
+        except OSError:
+            return False
+
+    patches.set(module, "_load_lib", load_if_possible)
 
 
 def _answer_nvml(module: Any, patches: Patches) -> None:

@@ -55,10 +55,16 @@ class ProcessGroups:
             patches.set(owner, "recv_object_list", _refuse_objects)
             patches.set(owner, "ProcessGroupNCCL", _NcclGroup)
         patches.set(torch.multiprocessing, "spawn", _run_first)
-        patches.set(dist, "_verify_params_across_processes", _nothing)
+        patches.set(dist, "_verify_params_across_processes", lambda *_args: None)
         patches.set(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
         # A new group makes dynamo classify torch's functions again, which it cannot do while they are replaced.
-        patches.set(torch._dynamo.trace_rules, "clear_lru_cache", _nothing)
+        patches.set(torch._dynamo.trace_rules, "clear_lru_cache", lambda: None)
+
+    def state(self, ranks: int) -> None:
+        """State the ranks of the job, on one host, before it makes a group."""
+        self.ranks = self.ranks_per_node = ranks
+        self.stated = True
+        self.set_environment()
 
     def set_environment(self) -> None:
         """Set the variables of the environment that launchers set, until `remove`."""

@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizers
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule
 from ebbtide.profiler.agent.patches import Patches
-from ebbtide.profiler.agent.phase_hooks import OutermostCall, wrap_backward
+from ebbtide.profiler.agent.phase_hooks import OutermostCall, hook_megatron, wrap_backward
 from ebbtide.profiler.agent.threads import TrainingThreads
 from ebbtide.profiler.dryrun.time.clock import Times, VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
@@ -99,6 +99,8 @@ class PhaseTracker:
         # Code of the open phase, and its start for the host and the device.
         self._open: tuple[int, int, Times] | None = None
         self._step_depth = 0
+        # Optimizers that have stepped in the open backward.
+        self._streamed: list[Any] = []
         self._backwards = self._numbered = 0
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -119,6 +121,7 @@ class PhaseTracker:
         for owner in (torch.autograd, torch.autograd.graph):
             original = torch.autograd.graph._engine_run_backward
             patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))  # type: ignore[arg-type]
+        self._cancel_megatron = hook_megatron(self, torch.compiler.is_compiling, patches)  # type: ignore[arg-type]
         scaler_step = self.wrap_update(torch.amp.GradScaler.step, lambda _scaler, optimizer, *_: optimizer)
         patches.set(torch.amp.GradScaler, "step", scaler_step)
         self._handles = [
@@ -130,6 +133,7 @@ class PhaseTracker:
 
     def remove(self) -> None:
         """Remove the hooks that torch registers."""
+        self._cancel_megatron()
         for handle in self._handles:
             handle.remove()
 
@@ -152,6 +156,10 @@ class PhaseTracker:
             end_ns = self._clock.tick()
             self.phases.append(FakePhase(PHASES[phase], start_ns, end_ns, gpu_start, self._clock.record()))
         self._open = self.called = None
+        if self._streamed:
+            optimizers, self._streamed = self._streamed, []
+            self._on_update()
+            self._number_phases(self.rule.add_update(optimizers, self._backwards))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Open an update, and return the arguments with a closure that has phases of its own."""
@@ -178,12 +186,21 @@ class PhaseTracker:
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._step_depth -= 1
-        if self._step_depth or not self.live or self.phase != UPDATE:
+        if self._step_depth or not self.live:
+            return
+        if self.in_phase and self.phase == BACKWARD:
+            # Gradients are streamed: each is used, and released, while the backward goes on, which is the update, too.
+            self._streamed.append(optimizer)
+        if self.phase != UPDATE:
             return
         self._on_update()
         iteration = self.rule.add_update([optimizer], self._backwards)
         # One before any backward makes the optimizer's state, and is no training.
         self.leave(keep=iteration is not None)
+        self._number_phases(iteration)
+
+    def _number_phases(self, iteration: int | None) -> None:
+        """Give the phases since the last update its iteration; None: it ended none."""
         if iteration is not None:
             for phase in self.phases[self._numbered :]:
                 phase.iteration = iteration

@@ -129,6 +129,16 @@ def test_new_files__are_on_the_disk_until_the_end(folder: Path) -> None:
     assert not os.path.exists(other)
 
 
+def test_new_files__of_a_forked_process_are_removed_at_the_end(folder: Path) -> None:
+    child = os.fork()
+    if not child:
+        Path("prepared").mkdir()
+        Path("prepared/data.arrow").write_text("x")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.listdir("prepared") == ["data.arrow"]
+
+
 def test_guard__refuses_functions_that_were_taken_before(folder: Path) -> None:
     for call in (
         lambda: CAPTURED_OPEN("out/log.txt", "w"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ebbtide.profiler.dryrun.errors import DryRunError
 from ebbtide.profiler.dryrun.launch import LaunchedJob, read_launcher, split_command
-from ebbtide.profiler.dryrun.launchers import stated_ranks
+from ebbtide.profiler.dryrun.launchers import JobLaunched, launcher_followed, stated_ranks
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide
+from tests.profiler.dryrun.forked import run_forked
 
 
 @pytest.mark.parametrize(
@@ -116,3 +119,18 @@ def test_dry_run__follows_launchers_to_their_job(launcher: str, job: str, line: 
     assert process.returncode == 0, process.stderr
     assert line in process.stdout
     assert open_trace(tmp_path / "run.ebb").meta.exit.code == 0
+
+
+@pytest.mark.parametrize("function", ["execvpe", "execv"])
+def test_launcher_followed__sees_a_job_that_replaces_the_launcher(function: str) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "train.py"]
+
+    def launch() -> Any:
+        environment = [{"WORLD_SIZE": "4"}] if function == "execvpe" else []
+        try:
+            with launcher_followed(["/v/bin/axolotl"]):
+                getattr(os, function)(sys.executable, command, *environment)
+        except JobLaunched as launched:
+            return launched.command, launched.ranks
+
+    assert run_forked(launch) == (command, 4 if function == "execvpe" else None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.profiler.dryrun.forked import run_forked
-from tests.profiler.dryrun.test_session import BATCH, WIDTH, dry_run, held_bytes, train
+from tests.profiler.dryrun.test_session import BATCH, LAYER_BYTES, WIDTH, dry_run, held_bytes, train
 
 
 class _Quantized(nn.Parameter):
@@ -168,3 +171,144 @@ def test_flex_attention__holds_its_result_and_no_scores() -> None:
     assert most < 6 * tensor_bytes + scores_bytes
     assert shapes == [(2, 4, 256, 64)] * 3
     assert flops == [2 * 2 * 2 * 4 * 256 * 256 * 64, 5 * 2 * 2 * 4 * 256 * 256 * 64]
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_notes__name_torch_compile_where_compiled_code_ran(calls: bool) -> None:
+    def job() -> None:
+        torch.compile(nn.Linear(2, 2))  # a library that compiles when it is imported
+
+        @torch.compile(dynamic=True)
+        def double(x: Any) -> Any:
+            return 2 * x
+
+        model = torch.compile(nn.Linear(WIDTH, WIDTH).to("cuda"))
+        optimizer = torch.optim.SGD(model.parameters())
+        x = torch.ones(2, WIDTH, device="cuda")
+        while True:
+            (double(model(x)) if calls else 2 * model._orig_mod(x)).sum().backward()
+            optimizer.step()
+
+    notes = run_forked(lambda: dry_run(job)[0].notes())
+    assert any("torch.compile" in note for note in notes) is calls
+
+
+def test_torchvision__is_imported_without_its_operators(tmp_path: Path) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "import torch\nfrom . import extension\n"
+        "register = torch.library.register_fake('torchvision::nms')\n"
+        "register(lambda boxes, scores, limit: boxes.new_empty(boxes.shape[0], dtype=torch.int64))\n"
+    )
+    (tmp_path / "torchvision" / "extension.py").write_text("def _has_ops():\n    return False\n")
+
+    def job() -> Any:
+        sys.path.insert(0, str(tmp_path))
+        import torchvision  # type: ignore[import-not-found]
+
+        assert torchvision.extension
+        return torch.ops.torchvision.nms(torch.ones(3, 4, device="cuda"), torch.ones(3, device="cuda"), 0.5).shape
+
+    assert run_forked(lambda: tuple(dry_run(job)[1])) == (3,)
+
+
+def test_replaced_functions__can_be_classified_by_dynamo() -> None:
+    """Libraries that compile functions while a dry run lasts make dynamo read the functions of torch again."""
+
+    def job() -> None:
+        rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
+        rules.cache_clear()
+        rules()
+
+    run_forked(lambda: dry_run(job)[1])
+
+
+def _add_one(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x + torch.tensor(1.0)
+
+
+def test_scripted_function__may_make_tensors() -> None:
+    def job() -> Any:
+        return tuple(torch.jit.script(_add_one)(torch.ones(3, device="cuda")).shape)
+
+    assert run_forked(lambda: dry_run(job)[1]) == (3,)
+
+
+def test_unknown_values__compare_as_placeholders() -> None:
+    def job() -> Any:
+        unknown, one = torch.rand(3, device="cuda"), torch.ones(3, device="cuda")
+        other_shape = torch.rand(2, device="cuda")
+        return [torch.equal(unknown, one), torch.equal(unknown, 2 * one), torch.equal(unknown, other_shape)]
+
+    assert run_forked(lambda: dry_run(job)[1]) == [True, False, False]
+
+
+def test_truncated_normal__ends_though_its_values_are_not_known() -> None:
+    def job() -> Any:
+        weight = torch.empty(WIDTH, WIDTH, device="cuda")
+        torch.nn.init.trunc_normal_(weight, std=0.02, a=-0.04, b=0.04)
+        return float(torch.nn.init.trunc_normal_(torch.empty(100), std=0.02, a=-0.04, b=0.04).abs().max())
+
+    assert 0 < run_forked(lambda: dry_run(job)[1]) <= 0.04
+
+
+def test_generator__takes_a_state_that_was_on_the_device() -> None:
+    def job() -> Any:
+        generator = torch.Generator()
+        state = generator.get_state()
+        first = torch.rand(3, generator=generator)
+        generator.set_state(state.to("cuda").cpu())
+        torch.set_rng_state(torch.get_rng_state().to("cuda").cpu())
+        return torch.equal(first, torch.rand(3, generator=generator))
+
+    assert run_forked(lambda: dry_run(job)[1])
+
+
+def test_optimizers__that_step_in_the_backward_end_iterations() -> None:
+    def job() -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to("cuda")
+        optimizers = {weight: torch.optim.AdamW([weight]) for weight in model.parameters()}
+
+        def step(weight: Any) -> None:
+            optimizers[weight].step()
+            optimizers[weight].zero_grad()
+
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(step)
+        for _ in range(5):
+            model(torch.ones(BATCH, WIDTH, device="cuda")).sum().backward()
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        return [(phase.phase, phase.iteration) for phase in run.tracker.phases], held_bytes(run, "optimizer_state")
+
+    phases, state_bytes = run_forked(observe)
+    assert phases == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    assert state_bytes == 2 * 2 * LAYER_BYTES
+
+
+def test_backward_of_megatron__is_a_phase_though_it_calls_the_engine_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "megatron" / "core" / "pipeline_parallel"
+    folder.mkdir(parents=True)
+    (folder / "schedules.py").write_text(
+        "from torch.autograd.variable import Variable\n"
+        "def custom_backward(output, gradient):\n"
+        "    Variable._execution_engine.run_backward((output,), (gradient,), False, False, (), True, True)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def job() -> None:
+        from megatron.core.pipeline_parallel import schedules  # type: ignore[import-not-found]
+
+        model = nn.Linear(WIDTH, WIDTH).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            output = model(torch.ones(BATCH, WIDTH, device="cuda"))
+            schedules.custom_backward(output, torch.ones_like(output))
+            optimizer.step()
+
+    phases = run_forked(lambda: [(phase.phase, phase.iteration) for phase in dry_run(job)[0].tracker.phases])
+    assert phases == [(name, number) for number in (0, 1) for name in ("forward", "backward", "update")]

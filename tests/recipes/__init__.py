@@ -1,0 +1,1 @@
+"""Programs of training frameworks in dry runs, as their documentation starts them, in environments of their own."""
