@@ -36,9 +36,9 @@ def test_errors_only__writes_what_memory_at_oom_reads(tmp_path: Path) -> None:
     assert trace.meta.notes[0] == "only out-of-memory errors were recorded"
     assert not len(trace.phases(0))
     answer = json.loads(ebbtide_in_process("memory", "logs/oom.ebb", "--at", "oom", "--json", cwd=tmp_path).stdout)
-    held = {(h["category"], h["module"]): h["bytes"] for h in answer["holders"]}
-    assert held["optimizer_state", "1.inner"] == held["parameter", "1.inner"] == 4 * (32 * 32 + 32)
-    assert sum(held.values()) == answer["bytes"]
+    sizes = {(h["category"], h["module"]): h["bytes"] for h in answer["holders"]}
+    assert sizes["optimizer_state", "1.inner"] == sizes["parameter", "1.inner"] == 4 * (32 * 32 + 32)
+    assert sum(sizes.values()) == answer["bytes"]
     assert "in forward of iteration 2" in " ".join(
         ebbtide_in_process("memory", "logs/oom.ebb", "--at", "oom", cwd=tmp_path).stdout.split()
     )
