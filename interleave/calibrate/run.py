@@ -161,14 +161,14 @@ def calibrate(
         # The simulator's prediction: both share the bandwidth of host memory, slowed by the same factor.
         demand = contention.pop("asked_host_bytes_per_s")
         contention["fluid_share"] = min(1.0, rates["host_memory_bytes_per_s"] / demand)
-    return Machine(
+    machine = Machine(
         name=name,
-        **rates,
         box=box,
         gpu=record.gpu,
         storage=_slowest_paths(ranks, record.storage),
         extra={**extra, "notes": record.notes},
     )
+    return replace(machine, **rates)  # type: ignore[arg-type]  # keys of rates, which are floats
 
 
 def measure_quickly(seconds: float) -> dict[str, float]:

@@ -38,7 +38,7 @@ class CardClass(Enum):
     OTHER = "others, and those whose power does not sustain the clock of the peak"
 
 
-class Share(NamedTuple):
+class RateShare(NamedTuple):
     """A share of a data sheet's rate: its median, and one standard error of its logarithm."""
 
     median: float
@@ -67,7 +67,12 @@ _JOBS, _ATTENTION_JOBS, _CARDS = 0.1, 0.25, 0.08
 # The share of its best shape that a product of a job reaches: 0.86 on H100, 0.88 on A100.
 _IN_JOB = 0.87
 _BEST_ERROR = 0.07
-_PRIORS = {PRODUCT: Share(0.7, 0.2), FLASH_2: Share(0.5, 0.3), FLASH_3: Share(0.6, 0.2), CUDNN: Share(0.6, 0.2)}
+_PRIORS = {
+    PRODUCT: RateShare(0.7, 0.2),
+    FLASH_2: RateShare(0.5, 0.3),
+    FLASH_3: RateShare(0.6, 0.2),
+    CUDNN: RateShare(0.6, 0.2),
+}
 EVIDENCE = (
     Evidence(PRODUCT, "RTX 3090", CardClass.GEFORCE, 1.0, 0.04),
     Evidence(PRODUCT, "RTX 5090", CardClass.GEFORCE, 1.07 * _IN_JOB, 0.1),
@@ -109,22 +114,22 @@ _FULL_HEAD, _HEAD_EXPONENT = 128, 0.35
 
 
 @cache
-def kernel_share(kernel: str, name: str, card_class: CardClass) -> Share:
+def kernel_share(kernel: str, name: str, card_class: CardClass) -> RateShare:
     """Return the share that a kernel reaches in large sizes on a GPU of a name and class."""
     used = [_PRIORS[kernel]]
     for evidence in EVIDENCE:
         if evidence.kernel == kernel and evidence.card_class is card_class:
             own = evidence.gpu in name and not name.startswith(f"G{evidence.gpu}")
-            used.append(Share(evidence.share, evidence.error if own else math.hypot(evidence.error, _CARDS)))
+            used.append(RateShare(evidence.share, evidence.error if own else math.hypot(evidence.error, _CARDS)))
     share = posterior(used)
-    return Share(share.median, math.hypot(share.error, _JOBS if kernel == PRODUCT else _ATTENTION_JOBS))
+    return RateShare(share.median, math.hypot(share.error, _JOBS if kernel == PRODUCT else _ATTENTION_JOBS))
 
 
-def posterior(shares: Iterable[Share]) -> Share:
+def posterior(shares: Iterable[RateShare]) -> RateShare:
     """Return what independent estimates of a share, normal in the logarithm, give together."""
     weights = [(1 / share.error**2, math.log(share.median)) for share in shares]
     total = sum(weight for weight, _ in weights)
-    return Share(math.exp(sum(weight * value for weight, value in weights) / total), total**-0.5)
+    return RateShare(math.exp(sum(weight * value for weight, value in weights) / total), total**-0.5)
 
 
 def card_class_of(gpu: GpuCompute) -> CardClass:

@@ -91,7 +91,7 @@ class GpuRates:
             precision = _NEXT_TYPE[precision]
         return rates[precision] if precision in rates else min(rates.values())
 
-    def share(self, kernel: str) -> efficiency.Share:
+    def share(self, kernel: str) -> efficiency.RateShare:
         """Return the share of the peak that a kind of kernel reaches in large sizes."""
         return efficiency.kernel_share(kernel, self.gpu.name or "", self._card_class)
 

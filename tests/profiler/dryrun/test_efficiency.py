@@ -14,7 +14,7 @@ from ebbtide.profiler.dryrun.time.efficiency import (
     FLASH_3,
     PRODUCT,
     CardClass,
-    Share,
+    RateShare,
     attention_factor,
     card_class_of,
     kernel_share,
@@ -26,7 +26,7 @@ from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
 
 def test_posterior__weighs_by_precision_and_is_surer_than_each() -> None:
-    both = posterior([Share(0.5, 0.1), Share(0.8, 0.2)])
+    both = posterior([RateShare(0.5, 0.1), RateShare(0.8, 0.2)])
     assert math.log(both.median) == pytest.approx(0.8 * math.log(0.5) + 0.2 * math.log(0.8))
     assert both.error == pytest.approx(1 / math.sqrt(100 + 25))
     assert posterior([both]) == pytest.approx(both)
