@@ -321,16 +321,6 @@ PROGRAMS = (
         environment="vision",
     ),
     Program(
-        "unsloth-qlora",
-        ("Unsloth", "unsloth"),
-        "Llama-3.1-8B, QLoRA 16, 2 x 2,048",
-        "python jobs/unsloth_qlora.py",
-        "https://unsloth.ai/docs",
-        ("meta-llama/Llama-3.1-8B", "tatsu-lab/alpaca"),
-        "rtx4090",
-        environment="axolotl",
-    ),
-    Program(
         "axolotl-lora",
         ("Axolotl", "axolotl"),
         "Llama-3.2-1B, LoRA 16, packed, 2 x 2,048",
