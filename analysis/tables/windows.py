@@ -15,6 +15,7 @@ from ebbtide.units import bytes_text, ms_text
 # Rows of each table in the report and on a terminal.
 _MAX_RECURRING = 40
 _MAX_LONGEST = 12
+_SHORT_SHARE = 0.01
 _SOURCE = "ebbtide windows --json"
 _FITS = (
     f"Fits: parameters whose optimizer state ({STATE_BYTES} B each) fits into the window; streams: parameters that "
@@ -95,13 +96,15 @@ def _longest_line(windows: Windows) -> Gain:
     length = ms_text(window.end_ms - window.start_ms)
     if _is_always_free(windows, window.rank):
         rows = [one for one in windows.guaranteed if one.rank == window.rank]
-        most = max(rows, key=lambda one: (one.free_bytes, one.end_ms - one.start_ms))
+        # Longer than a gap between two phases.
+        lasting = [one for one in rows if one.end_ms - one.start_ms > _SHORT_SHARE * rows[-1].end_ms]
+        most = max(lasting or rows, key=lambda one: (one.free_bytes, one.end_ms - one.start_ms))
         least, length = min(one.free_bytes for one in rows), ms_text(most.end_ms - most.start_ms)
         text = f"Free throughout the iteration: {bytes_text(least)}"
         if most.free_bytes > least:
             text += f"; most in {most.phase}, {bytes_text(most.free_bytes)} for {length}"
         return Gain(text)
-    return Gain(f"The longest in every iteration: {length} of the {window.phase}, {bytes_text(window.free_bytes)} free")
+    return Gain(f"The longest in every iteration: {length} in {window.phase}, {bytes_text(window.free_bytes)} free")
 
 
 def _is_always_free(windows: Windows, rank: int) -> bool:
