@@ -23,6 +23,7 @@ def _on_a_wide_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
 
 
+@pytest.mark.slow
 def test_replay__budgets_nothing_that_a_smaller_gpu_does_not_have() -> None:
     printed = ebbtide_in_process("replay", ASYNC, "--recommend", "--machine", "rtx4090").stdout
     assert "recorded on a GPU of 40.00 GiB, not 23.64 GiB: so much less is free" in printed
@@ -60,6 +61,7 @@ def test_plan__gives_one_answer_by_the_number_of_gpus() -> None:
     assert alone["ranks",]["action"]["settings"]["torchrun"]["nproc_per_node"] == 1
 
 
+@pytest.mark.slow
 def test_plan__shows_what_binds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     printed = ebbtide_in_process("plan", *SIZE).stdout
@@ -70,6 +72,7 @@ def test_plan__shows_what_binds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"^rtx4090 .* \d+/128 ", printed, re.M)
 
 
+@pytest.mark.slow
 def test_plan__code_has_checkpointing_for_deepspeed_and_one_set_of_changes() -> None:
     printed = ebbtide_in_process("plan", *SIZE, "--code", "rtx4090").stdout
     deepspeed, script = printed.split("Without DeepSpeed")
@@ -84,7 +87,7 @@ def test_plan__refuses_a_recording_of_the_cpu(tmp_path: Path) -> None:
     rank = builder.rank(0, devices=[{"device": "cpu", "kind": "cpu", "capacity_bytes": 2**34}])
     for number, phase in enumerate(("forward", "backward", "update")):
         rank.phase(phase, number * 10**6, (number + 1) * 10**6, 0).memory(number * 10**6, 2**20, "heap", "cpu")
-    builder.build().write(tmp_path / "cpu.ebb")
+    builder.write(tmp_path / "cpu.ebb")
     done = ebbtide_in_process("plan", tmp_path / "cpu.ebb", "--machine", "a10")
     assert done.returncode == 2
     assert "was recorded on a CPU" in done.stderr
@@ -92,6 +95,7 @@ def test_plan__refuses_a_recording_of_the_cpu(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_recommend__names_no_plain_deepspeed_that_is_slower_or_not_used() -> None:
     named = "Plain DeepSpeed"
     assert named in ebbtide_in_process("replay", ASYNC, "--recommend").stdout

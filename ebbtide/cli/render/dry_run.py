@@ -20,7 +20,7 @@ def print_dry_run(path: Path) -> bool:
     trace = open_trace(path)
     with on_stderr():
         print_view(prediction_view(trace))
-        echo_line("values and times that the script itself printed are no predictions: nothing was computed")
+        echo_line("figures that the script itself printed mean nothing: nothing was computed")
         for follow_up in ("memory {} --at peak", "plan {}"):
             print_next(trace, follow_up)
     return verdict(JobMetrics(trace)) != MISFIT

@@ -54,7 +54,7 @@ def enable_code(schedule: Schedule, context: PasteContext, overlap: str = "none"
     # DeepSpeed's subgroups consist of whole tensors and may be larger than its sub_group_size.
     largest = max(schedule.workload.subgroups)
     if largest > schedule.workload.subgroup_params:
-        arguments.append("# The largest one: DeepSpeed's subgroups are whole tensors, beyond its sub_group_size.")
+        arguments.append("# DeepSpeed's subgroups are whole tensors: the largest one.")
     arguments.append(f"subgroup_params={largest:_}")
     arguments += _storage_arguments(schedule, context.machine)
     lines = ["from ebbtide.interleave.deepspeed import enable", *imports]
