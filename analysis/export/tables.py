@@ -10,9 +10,9 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import free_pool, peak_pool
 from ebbtide.analysis.metrics.iterations import durations_ms, intervals
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
-from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.output_files import new_output
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -77,7 +77,7 @@ def write_tables(trace: Trace, folder: Path, format: str, min_bytes: int, force:
         for name in TABLES:
             _write(raw_table(trace, name), temporary / f"{name}.{format}")
         _write(iterations_table(trace), temporary / f"iterations.{format}")
-        windows = find_windows(trace, min_bytes)
+        windows = JobMetrics(trace).windows(min_bytes)
         if windows.known_ranks:
             files.append(f"windows.{format}")
             _write(windows.to_pandas(), temporary / files[-1])

@@ -85,6 +85,8 @@ class JobMetrics:
     def windows(self, min_bytes: int = 2**30, ranks: Sequence[int] | None = None) -> Windows:
         """Windows of free memory of the device; `missing` says why there are none where memory was not recorded.
 
+        Times are those of the GPU where it has any, as in `summary`.
+
         Args:
             min_bytes: Least free memory of a window, bytes.
             ranks: Ranks to look at; None: all.
@@ -92,9 +94,10 @@ class JobMetrics:
         Raises:
             TraceError: A rank is not in the trace.
         """
+        from ebbtide.analysis.metrics.device_clock import on_device_clock
         from ebbtide.analysis.metrics.windows import find_windows
 
-        return find_windows(self.trace, min_bytes, ranks)
+        return find_windows(on_device_clock(self.trace), min_bytes, ranks)
 
     def memory(self, ranks: Sequence[int] | None = None) -> MemoryUse:
         """Every memory pool in each phase, and the differences between pools."""

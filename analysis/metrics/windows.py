@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ebbtide.analysis.metrics.devices import (
     memory_timeline,
     ran_on_cpu,
 )
-from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffic
 from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, on_demand_remarks
@@ -56,11 +56,12 @@ class PhaseSegment:
         return _lower_envelope(envelopes)
 
 
-def recurring_segments(phases: pd.DataFrame) -> list[PhaseSegment]:
+def recurring_segments(phases: pd.DataFrame, steady: Collection[int] = ()) -> list[PhaseSegment]:
     """Return the segments that every iteration has, in the order of a typical iteration.
 
     The typical iteration puts one segment after the other, each as long as its median: with medians of starts,
-    neighbours would overlap. `phases` is the table that `phase_table` returns.
+    neighbours would overlap. `phases` is the table that `phase_table` returns. Medians are over the `steady` iterations
+    where some of them are in it, else over all.
     """
     phases = phases[phases["iteration"].notna()]
     every = set(phases["iteration"])
@@ -75,7 +76,8 @@ def recurring_segments(phases: pd.DataFrame) -> list[PhaseSegment]:
     reached = 0.0
     for _, phase, group in sorted(groups, key=lambda item: item[0]):
         starts, ends = group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64)
-        length = float(np.median(ends - starts))
+        counted = group["iteration"].isin(steady).to_numpy()
+        length = float(np.median((ends - starts)[counted | ~counted.any()]))
         segments.append(PhaseSegment(phase, starts, ends, reached, length))
         reached += length
     return segments
@@ -278,7 +280,7 @@ class _WindowFinder:
         self._on_cpu = ran_on_cpu(trace)
         self._traffic = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
         self._phases = phase_table(trace, rank)
-        self._segments = recurring_segments(self._phases)
+        self._segments = recurring_segments(self._phases, steady_iterations(trace).numbers)
 
     @property
     def iteration_ms(self) -> float | None:
@@ -306,8 +308,8 @@ class _WindowFinder:
         """Return the windows that recur at the same relative position in every iteration.
 
         Their times are those of an iteration whose phases follow each other in their usual order, each as long as its
-        median. At each point of a phase the iteration with the least free memory counts, and the one with the least
-        idle link. A phase that some iteration lacks has no recurring window.
+        median over the steady iterations. At each point of a phase the iteration with the least free memory counts, and
+        the one with the least idle link. A phase that some iteration lacks has no recurring window.
         """
         windows = []
         for segment in self._segments:

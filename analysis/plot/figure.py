@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ebbtide.analysis.metrics.device_clock import on_device_clock
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.plot.kinds import Layout, find_kind
@@ -65,6 +66,8 @@ def draw(
     """
     drawer = find_kind(kind)
     layout = Layout(*((3.6, 1.7) if len(traces) == 1 else (2.4, 1.4)), min_bytes)
+    if kind == "windows":
+        traces = [*map(on_device_clock, traces)]
     stacks = [drawer.panels(view, layout) for view in make_views(traces, span, rank)]
     panels = [panel for stack in stacks for panel in stack]
     scales = {name: shared_scale([p for p in panels if p.name == name]) for name in {p.name for p in panels}}

@@ -14,6 +14,7 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import LinkUse
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.rank_series import phase_series
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.report.chart_panels import ChartLanes, ChartPanel
 from ebbtide.analysis.report.timeline import timeline_json
 from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_content
@@ -82,7 +83,9 @@ def rank_view(
     """Collect the content of the page on one rank."""
     trace, rank = metrics.trace, shown.rank
     windows = metrics.windows(min_bytes, [rank])
-    content = timeline_content(trace, rank, windows if windows.windows else None, limits)
+    # The timeline is on the clock of the host, the tables on that of the GPU.
+    drawn = find_windows(trace, min_bytes, [rank])
+    content = timeline_content(trace, rank, drawn if drawn.windows else None, limits)
     steps = metrics.substeps([rank])
     tree = stack_tree(trace, rank)
     return RankView(

@@ -98,14 +98,16 @@ def _largest(changes: Sequence[Change], count: int | None) -> list[Change]:
 def headline(diff: Diff) -> str:
     """Return the largest change in one sentence.
 
-    It is the largest of the times that can be told apart from noise. If there is none, it is the largest of the
-    sizes, as a share of the peak or of all bytes copied in that direction.
+    It is the iteration, else the largest of the times, that can be told apart from noise. If there is none, it is the
+    largest of the sizes, as a share of the peak or of all bytes copied in that direction.
     """
     iteration, *phases = diff.median_ms
-    times = [time for time in (*phases, iteration) if time.is_distinguishable]
+    if iteration.is_distinguishable:
+        return _sentence("an iteration takes", iteration, ms_text).replace("Largest change: an", "An")
+    times = [time for time in phases if time.is_distinguishable]
     if times:
         time = max(times, key=lambda time: abs(time.difference or 0))
-        return _sentence("an iteration takes" if time is iteration else f"{time.name} takes", time, ms_text)
+        return _sentence(f"{time.name} takes", time, ms_text)
     sizes = [(_share(c, [c]), f"the peak of {c.name} memory is", c) for c in diff.peak_bytes if c.name in _DEVICE_POOLS]
     for direction, moved in (("h2d", diff.h2d_bytes), ("d2h", diff.d2h_bytes)):
         sizes += [(_share(change, moved), f"{change.name} copies {direction}", change) for change in moved]
@@ -151,14 +153,24 @@ def _share(change: Change, parts: list[Change]) -> float:
 
 
 def _sentence(subject: str, change: Change, to_text: Text) -> str:
-    times = "" if change.ratio is None else f", {change.ratio:.2f} times as much"
-    return f"Largest change: {subject} {to_text(change.b)} in B and {to_text(change.a)} in A{times}."
+    return f"Largest change: {subject} {to_text(change.b)} in B and {to_text(change.a)} in A{_factor(change)}."
+
+
+def _factor(change: Change) -> str:
+    """Return by which factor B is more or less than A, in words."""
+    if not change.ratio:
+        return ""
+    words = ("slower", "faster") if isinstance(change, TimeChange) else ("as much", "less")
+    return f", {max(change.ratio, 1 / change.ratio):.2f}x {words[change.ratio < 1]}"
 
 
 def _verdict(change: TimeChange) -> str:
     if change.is_distinguishable is None:
         return "not known"
-    return "differs" if change.is_distinguishable else "may be noise"
+    if change.is_distinguishable:
+        return "differs"
+    excludes_0 = change.interval is not None and not change.interval.low <= 0 <= change.interval.high
+    return "within spread" if excludes_0 else "may be noise"
 
 
 def _possible(change: TimeChange) -> str | None:
@@ -178,7 +190,7 @@ def _interval_note(diff: Diff) -> str | None:
     few = f"; {min(diff.counted)} iterations allow no more" if confidence < 0.99 else ""
     return (
         f"B - A may be: the differences that the iterations allow, with {100 * confidence:.0f} % confidence{few}. "
-        "May be noise: chance alone may explain the difference."
+        "May be noise: chance alone may explain the difference. Within spread: less than single iterations vary by."
     )
 
 

@@ -18,7 +18,9 @@ def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, 
     `iteration_ms`: median iteration, None if not known."""
     iteration = f"{ms_text(iteration_ms)} an iteration, " if iteration_ms else ""
     overlap = " (gains overlap)" if sum(one.potential_gain_ms is not None for one in findings.findings) > 1 else ""
-    yield f"{trace.path}: {iteration}{_count(len(findings.findings), 'finding')}{overlap}"
+    first = f"{trace.path}: {iteration}{_count(len(findings.findings), 'finding')}{overlap}"
+    # Nothing that holds a job back is a result, too.
+    yield first if findings.findings else Gain(first)
     yield from on_demand_remarks(trace)
     shown = findings.findings if verbose else findings.findings[:_FIRST]
     for number, finding in enumerate(shown, 1):

@@ -48,6 +48,8 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
         yield f"{machine.name}: {source['data']}"
         yield f"  {source['how']} ({source['date']})"
         yield f"  host: {machine.extra['host']['spec']}"
+        if undetermined := accuracy_of(machine).undetermined:
+            yield f"  not determined by these runs, as assumed before: {', '.join(undetermined)}"
         record = ranges_text((machine.gpu and machine.gpu.name) or "")
         yield f"  iterations of `plan`: {record or 'no run of this card was compared'}"
         if machine.unified_memory:
@@ -75,14 +77,17 @@ def _differences_of_twins(machines: Sequence[Machine]) -> Iterator[str]:
     for one, other in combinations(machines, 2):
         if one.gpu is None or other.gpu is None or one.gpu.name != other.gpu.name:
             continue
-        ratios = {label: _ratio(getattr(one, key), getattr(other, key)) for label, key in _RATES.items()}
+        ranks = [machine.box.ranks for machine in (one, other) if machine.box is not None]
+        equal = [machine.for_ranks(min(ranks)) if len(ranks) == 2 else machine for machine in (one, other)]
+        ratios = {label: _ratio(*(getattr(machine, key) for machine in equal)) for label, key in _RATES.items()}
         texts = [
             f"{label} {ratio:.2f}x"
             for label, ratio in ratios.items()
             if ratio is not None and max(ratio, 1 / ratio) >= _LEAST_RATIO
         ]
         yield (
-            f"{other.name} is the same card as {one.name}: {', '.join(texts) or 'equal rates'}. "
+            f"{other.name} is the same card as {one.name}: {', '.join(texts) or 'equal rates'}"
+            f"{f' with {min(ranks)} ranks on the host of each' if len(ranks) == 2 else ''}. "
             f"{other.name} is {_basis(other)}, {one.name} {_basis(one)}."
         )
 

@@ -13,7 +13,7 @@ from ebbtide.analysis.metrics.holders.holders import Holder, Holders
 from ebbtide.analysis.metrics.memory import GAPS, MemoryUse
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, on_demand_remarks
 from ebbtide.analysis.metrics.out_of_memory import OutOfMemory
-from ebbtide.analysis.tables.table import Column, Gain, Table, View, share, size, text
+from ebbtide.analysis.tables.table import Column, Gain, Table, View, always_free, share, size, text
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import AllocatorState
 from ebbtide.units import bytes_text, ms_text
@@ -24,6 +24,7 @@ _MAX_SITE_CHARS = 60
 # Rows of each table of holders, and on a screen those of categories, modules and call sites.
 _MAX_HOLDERS, _ON_SCREEN = 15, (5, 3, 3)
 _NOT_NAMED = "what holds it was not recorded; `ebbtide profile --allocator-iterations 3` records it"
+_MOST_UNNAMED = 0.1
 _WHOLE = "whole trace"
 _LEAST_FREE = "least free"
 
@@ -59,7 +60,7 @@ def _peak_line(trace: Trace, memory: MemoryUse) -> Iterator[str]:
     capacity = capacity_bytes(trace, most.rank)
     of_capacity = f" of {bytes_text(capacity)}" if capacity is not None else ""
     free = [gap.low_bytes for gap in memory.gaps if gap.gap == "free"]
-    left = f"; at least {bytes_text(min(free))} free" if free else ""
+    left = f"; at least {bytes_text(min(free))} free.{always_free(trace)}" if free else ""
     phase = f" in {most.phase}" if most.phase else ""
     yield f"{trace.path}: {bytes_text(most.peak_bytes)}{of_capacity} at the peak{phase} ({most.pool}){left}"
 
@@ -120,6 +121,9 @@ def holders_view(trace: Trace, holders: Holders | None, at: str, verbose: bool =
 def _holder_parts(holders: Holders, verbose: bool) -> View:
     """Return the tables of holders, without `verbose` the first rows of each."""
     tables = holder_tables(holders)
+    unnamed = sum(holder.bytes for holder in holders.holders if holder.category is None)
+    if unnamed > _MOST_UNNAMED * holders.bytes and any(tables[1:]):
+        yield f"{bytes_text(unnamed)} not known: {_NOT_NAMED}"
     if not any(tables[1:]) and all(holder.category is None for holder in holders.holders):
         yield _NOT_NAMED
         return

@@ -11,7 +11,7 @@ from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.metrics.storage import StorageUse
 from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, Totals
 from ebbtide.analysis.tables.ranks import differences_table
-from ebbtide.analysis.tables.table import Gain, Table, View, free_note, ms, number, share, size, text
+from ebbtide.analysis.tables.table import Gain, Table, View, always_free, free_note, ms, number, share, size, text
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text, range_text
 
@@ -50,9 +50,10 @@ def phase_table(trace: Trace, summary: Summary) -> Table:
         size("d2h", "d2h_bytes"),
     )
     counted = summary.iterations - summary.warmup_iterations
-    slowest = ", times of the slowest rank" if summary.ranks > 1 else ""
-    note = free_note(trace) if any(row.min_free_bytes is not None for row in summary.phases) else None
-    return Table("phases", f"Medians over {counted} iterations{slowest}", columns, [total, *summary.phases], note)
+    slowest = ", times of the slowest rank, bytes the median of ranks" if summary.ranks > 1 else ""
+    title = f"Medians over {counted} iterations{slowest}" if counted > 1 else f"One iteration{slowest}"
+    note = f"{free_note(trace)}{always_free(trace)}" if any(row.min_free_bytes for row in summary.phases) else None
+    return Table("phases", title, columns, [total, *summary.phases], note)
 
 
 def memory_table(trace: Trace, summary: Summary) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ebbtide.analysis.metrics.devices import free_memory_text
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_unit, count_text
+from ebbtide.units import bytes_text, bytes_unit, count_text
 
 # Text of a value that was not recorded or cannot be known.
 NOT_KNOWN = "-"
@@ -132,6 +132,15 @@ View = Iterator[str | Table]
 def free_note(trace: Trace) -> str:
     """Return the line that defines free memory."""
     return f"Free memory is {free_memory_text(trace)}."
+
+
+def always_free(trace: Trace) -> str:
+    """Return a sentence on the memory that is free at every moment of every steady iteration, on every rank."""
+    from ebbtide.analysis.metrics.job import JobMetrics
+
+    free = JobMetrics(trace).always_free_bytes
+    ranks = " on all ranks" if len(trace.ranks) > 1 else ""
+    return "" if free is None or free <= 0 else f" Always{ranks}: {bytes_text(free)} free."
 
 
 def text(label: str, value: str | Callable[[Any], str | None], **options: Any) -> Column:

@@ -7,7 +7,20 @@ from collections.abc import Sequence
 from ebbtide.analysis.metrics.devices import free_memory_text
 from ebbtide.analysis.metrics.missing import link_reasons
 from ebbtide.analysis.metrics.windows import Window, Windows
-from ebbtide.analysis.tables.table import Column, Gain, Table, View, count, free_note, ms, number, share, size, text
+from ebbtide.analysis.tables.table import (
+    Column,
+    Gain,
+    Table,
+    View,
+    always_free,
+    count,
+    free_note,
+    ms,
+    number,
+    share,
+    size,
+    text,
+)
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text, ms_text
@@ -15,6 +28,7 @@ from ebbtide.units import bytes_text, ms_text
 # Rows of each table in the report and on a terminal.
 _MAX_RECURRING = 40
 _MAX_LONGEST = 12
+_SHORT_SHARE = 0.01
 _SOURCE = "ebbtide windows --json"
 _FITS = (
     f"Fits: parameters whose optimizer state ({STATE_BYTES} B each) fits into the window; streams: parameters that "
@@ -79,7 +93,7 @@ def windows_view(trace: Trace, windows: Windows, verbose: bool = True) -> View:
         yield reason_for_none(windows)
         return
     if windows.guaranteed:
-        yield _longest_line(windows)
+        yield Gain(f"{_longest_line(windows)}.{always_free(trace)}")
         table = recurring_table(windows)
         yield table if verbose else table.first(_MAX_LONGEST)
     elif any(window.iteration is not None for window in windows.windows):
@@ -89,19 +103,21 @@ def windows_view(trace: Trace, windows: Windows, verbose: bool = True) -> View:
     yield from _remarks(trace, windows.windows, on_host)
 
 
-def _longest_line(windows: Windows) -> Gain:
+def _longest_line(windows: Windows) -> str:
     """Return the line on the longest window that every iteration has."""
     window = max(windows.guaranteed, key=lambda one: one.end_ms - one.start_ms)
     length = ms_text(window.end_ms - window.start_ms)
     if _is_always_free(windows, window.rank):
         rows = [one for one in windows.guaranteed if one.rank == window.rank]
-        most = max(rows, key=lambda one: (one.free_bytes, one.end_ms - one.start_ms))
+        # Longer than a gap between two phases.
+        lasting = [one for one in rows if one.end_ms - one.start_ms > _SHORT_SHARE * rows[-1].end_ms]
+        most = max(lasting or rows, key=lambda one: (one.free_bytes, one.end_ms - one.start_ms))
         least, length = min(one.free_bytes for one in rows), ms_text(most.end_ms - most.start_ms)
         text = f"Free throughout the iteration: {bytes_text(least)}"
         if most.free_bytes > least:
             text += f"; most in {most.phase}, {bytes_text(most.free_bytes)} for {length}"
-        return Gain(text)
-    return Gain(f"The longest in every iteration: {length} of the {window.phase}, {bytes_text(window.free_bytes)} free")
+        return text
+    return f"The longest in every iteration: {length} in {window.phase}, {bytes_text(window.free_bytes)} free"
 
 
 def _is_always_free(windows: Windows, rank: int) -> bool:

@@ -14,6 +14,8 @@ from ebbtide.machines.box import MAX_RANKS
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import PARAM_BYTES, REMAINDER_STATE_BYTES
 
+# Host memory that plans leave to the system: MemTotal is some 2 % less than what is installed, and other processes run.
+SYSTEM_SHARE = 0.05
 _OTHER_RESULTS = "other arithmetic, other results"
 # Name, bytes per parameter, and what it does to the results.
 _REMAINDER = (
@@ -45,9 +47,13 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
     """Return the machine with the rates of one of the ranks of a job (see `ranks_on_a_host`).
 
+    A share of the host's memory stays for the system.
+
     Raises MachineError if the machine has no box, and several ranks on a host are requested.
     """
-    return machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
+    shared = machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
+    host = shared.host_memory_bytes
+    return shared if host is None else replace(shared, host_memory_bytes=(1 - SYSTEM_SHARE) * host)
 
 
 def ranks_on_a_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> int:

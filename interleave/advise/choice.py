@@ -114,7 +114,7 @@ def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None 
     It is `interleaved:2` in place of `adaptive` if the free memory is unknown. `job` tells whether DeepSpeed runs it,
     which takes less overlap. Raises MachineError if the machine lacks a rate that the best policy needs.
     """
-    on_gpu = all_on_device(workload, machine)
+    on_gpu = all_on_device(own_workload(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))
     policy = "adaptive" if workload.gpu_free is not None else "interleaved:2"
@@ -173,6 +173,14 @@ def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps | None:
         return simulate_steps(make_plan(policy, workload, machine), workload, machine)
     except (MachineError, PolicyError):
         return None
+
+
+def own_workload(workload: Workload, job: RecordedJob | None) -> Workload:
+    """Return the workload without offload: that of a job whose state is on the device today has its own state."""
+    if job is None or job.state_bytes is None:
+        return workload
+    # Its gradients are in the memory that it takes already.
+    return replace(workload, state_bytes=job.state_bytes, gradients_held_until_step=True)
 
 
 def without_offload(workload: Workload, machine: Machine) -> Steps | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ebbtide.interleave.advise.changes import changed, least_settings, ranks_on_a_host, share_host
 from ebbtide.interleave.advise.choice import PolicyChoice, choose_among, choose_policy, fits_memory, unified_memory_text
+from ebbtide.interleave.advise.job.inputs import NETWORK_NOTE
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, TrainingJob, TunableSettings
 from ebbtide.interleave.advise.levers.effects import Variant
@@ -240,7 +241,7 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
         device_bytes=_device_bytes(schedule, shared),
         device_capacity_bytes=shared.gpu_memory_bytes,
         host_bytes=schedule.host_bytes(),
-        host_capacity_bytes=shared.host_memory_bytes,
+        host_capacity_bytes=machine.for_ranks(per_host).host_memory_bytes,
         iteration_ms=span.likely_s * 1e3,
         iteration_low_ms=span.low_s * 1e3,
         iteration_high_ms=span.high_s * 1e3,
@@ -280,12 +281,13 @@ def _notes(placed: PlacedWorkload, machine: Machine, per_host: int, hosts: int) 
     if machine.box is not None and per_host < machine.box.ranks:
         notes.append(f"uses {per_host} of {machine.box.ranks} GPUs of a host, whose price counts in full")
     if hosts > 1:
-        notes.append("the network between hosts is not known: ranks exchange as fast as within a host")
+        notes.append(NETWORK_NOTE)
     return tuple(filter(None, (*notes, unified_memory_text(machine))))
 
 
 def _without_solution(job: TrainingJob, machine: Machine, asked: PlanRequest) -> MachinePlan:
     shared = share_host(machine, job.settings.ranks, asked.ranks_per_host)
+    per_host = ranks_on_a_host(machine, job.settings.ranks, asked.ranks_per_host)
     missing = place(job, job.settings, shared).workload.missing_bytes
     what = f"{missing / 1e9:.1f} GB of device memory are missing" if missing else "the host has too little memory"
     return MachinePlan(
@@ -293,7 +295,7 @@ def _without_solution(job: TrainingJob, machine: Machine, asked: PlanRequest) ->
         fits=False,
         change=None,
         device_capacity_bytes=shared.gpu_memory_bytes,
-        host_capacity_bytes=shared.host_memory_bytes,
+        host_capacity_bytes=machine.for_ranks(per_host).host_memory_bytes,
         accuracy=accuracy_of(machine).text(),
         notes=(f"{what}, and none of the changes helps: policy, checkpointing, micro-batch, ranks",),
     )

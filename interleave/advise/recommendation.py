@@ -38,6 +38,7 @@ class Recommendation:
         warnings: What keeps the job from using the policy as it is: memory, other settings.
         split: The best static split, which DeepSpeed has by itself; None if none fits.
         action: The setting to change, as in findings.
+        is_as_today: Whether the job has the recommended setup already: all state is on the device, and fits.
     """
 
     policy: str
@@ -55,6 +56,7 @@ class Recommendation:
     warnings: tuple[str, ...] = ()
     split: PolicySetup | None = None
     action: dict[str, Any] | None = None
+    is_as_today: bool = False
 
     @property
     def deepspeed(self) -> dict[str, Any] | None:
@@ -119,6 +121,7 @@ def recommend(
         warnings=warnings,
         split=split,
         action=choice.action(),
+        is_as_today=best.policy == "gpu-only" and context.job.state_bytes is not None,
     )
 
 

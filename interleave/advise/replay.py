@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.errors import MachineError, PolicyError
-from ebbtide.interleave.advise.choice import memory_excess
+from ebbtide.interleave.advise.choice import memory_excess, own_workload
+from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import STORAGE_RESOURCES, Plan
 from ebbtide.interleave.model.schedule import Schedule, available_host_bytes
@@ -19,6 +20,7 @@ from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
+from ebbtide.units import ms_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,6 +103,23 @@ class Replay(TabularResult):
         """Return a row per policy, with the fields of `PolicyResult` as columns."""
         return to_frame(self.results, PolicyResult)
 
+    def simplest_lines(self) -> Iterator[str]:
+        """Yield why no offload is recommended (`choose_policy`) where a policy that offloads is faster."""
+        results = [*self.results, *(self.late.results if self.late else ())]
+        fitting = {one.policy: one.iteration_ms for one in results if one.fits and one.exact}
+        fastest = min(fitting, key=lambda policy: fitting[policy], default="gpu-only")
+        if "gpu-only" in fitting and fastest != "gpu-only":
+            share = f"{100 * (fitting['gpu-only'] / fitting[fastest] - 1):.1f} %"
+            yield f"{fastest}: {ms_text(fitting[fastest])}, but gpu-only is within {share}: the simpler one wins"
+
+    def memory_lines(self) -> Iterator[str]:
+        """Yield which memory is too small for each policy that does not fit, and whose state is not as large."""
+        for schedule in self.schedules:
+            if (own := schedule.workload.state_bytes) != (others := self.workload.state_bytes):
+                yield f"{schedule.plan.policy} has the job's own state of {own:g} B a parameter, others {others:g} B"
+            if (excess := memory_excess(schedule, self.machine)) is not None:
+                yield f"{schedule.plan.policy} does not fit: {excess}"
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
         return {
@@ -123,12 +142,15 @@ class Replay(TabularResult):
         }
 
 
-def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None = None) -> Replay:
+def replay(
+    workload: Workload, machine: Machine, policies: Sequence[str] | None = None, job: RecordedJob | None = None
+) -> Replay:
     """Simulate a workload on a machine under some policies.
 
     Args:
         policies: Policies' strings; `systems` for those of all other systems that can plan the workload. None for all
             built-in policies that the machine's rates suffice for.
+        job: The job of the workload, whose own state `gpu-only` has where that is on the device.
 
     Raises:
         PolicyError: A policy does not exist or cannot plan this workload.
@@ -138,7 +160,8 @@ def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None 
     skipped = {}
     for text in with_systems(policies or BUILT_IN):
         try:
-            steps = simulate_steps(make_plan(text, workload, machine), workload, machine)
+            own = own_workload(workload, job) if text == "gpu-only" else workload
+            steps = simulate_steps(make_plan(text, own, machine), own, machine)
         except (MachineError, PolicyError) as error:
             if policies and text in policies:
                 raise

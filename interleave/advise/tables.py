@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from operator import itemgetter
 
 from ebbtide.analysis.tables.table import Table, View, ms, size, text
+from ebbtide.interleave.advise.changes import SYSTEM_SHARE
 from ebbtide.interleave.advise.choice import unified_memory_text
+from ebbtide.interleave.advise.job.inputs import NETWORK_NOTE
 from ebbtide.interleave.advise.job.training_job import TrainingJob
 from ebbtide.interleave.advise.levers.keys import TITLES, settings_text
 from ebbtide.interleave.advise.machine_plan import MachinePlan
@@ -17,6 +20,8 @@ from ebbtide.machines.machine import Machine
 from ebbtide.machines.track_record import ranges_text, updates_text
 from ebbtide.units import bytes_text, count_text
 
+# From this share on host memory decides what fits.
+_BINDING_SHARE = 0.75
 _PLACES = "resident: on the device; parked: there while it is free; streamed: in and out"
 FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 
@@ -29,6 +34,8 @@ def replay_view(replayed: Replay, baseline: str) -> View:
     notes = (*job.notes, unified_memory_text(replayed.machine))
     yield from (f"note: {note}" for note in notes if note)
     yield _policies(replayed, baseline)
+    yield from replayed.memory_lines()
+    yield from replayed.simplest_lines()
     for one in _parts(replayed):
         for result, schedule in zip(one.results, one.schedules, strict=True):
             if schedule.plan.remark:
@@ -146,10 +153,12 @@ def plan_view(
 
     `smallest` is the smallest of all machines that the job fits as it is."""
     yield from _answer(job, plans, here)
+    if any((plan.hosts or 1) > 1 for plan in plans):
+        yield f"  {NETWORK_NOTE}"
     if smallest is not None and smallest.gpu_memory_bytes is not None:
         size_gib = smallest.gpu_memory_bytes / 2**30
         yield f"  smallest machine that fits it as it is: {smallest.name} ({size_gib:,.0f} GiB)"
-    elif smallest is None and (with_change := [plan for plan in plans if plan.change and not plan.fits]):
+    elif len(plans) > 1 and (with_change := [plan for plan in plans if plan.change and not plan.fits]):
         plan = min(
             with_change, key=lambda plan: (plan.change or {}).get("ranks", 0) * 1e15 + (plan.device_capacity_bytes or 0)
         )
@@ -169,18 +178,23 @@ def plan_view(
     yield from (f"  note: {note}" for note in job.notes)
     if here is not None and len(plans) == 1:
         yield _changes_table(here)
+    host = text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes))
+    host_binds = any((plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf) for plan in plans)
     columns = [
         text("machine", "machine"),
         text("needs", fits_text),
         text("device GiB", lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes)),
+        *([host] if host_binds else []),
         text("s/iteration", lambda plan: _range(plan.iteration_low_ms, plan.iteration_high_ms, 1e3)),
         text("tokens/s", lambda plan: _range(plan.tokens_per_s_low, plan.tokens_per_s_high)),
         text("cost/1e9 tokens", lambda plan: _range(plan.cost_low, plan.cost_high)),
         text("policy", "policy"),
-        text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes)),
+        *([] if host_binds else [host]),
         text("limited by", "limited_by"),
     ]
     note = f"{ranges_text()}; memory is that of a rank."
+    if host_binds:
+        note += f" Of host memory {100 * SYSTEM_SHARE:.0f} % stays for the system."
     if any(DATA_SHEETS in plan.accuracy for plan in plans):
         note += " Rates of data sheets are not validated."
     title = "The fastest plan for each machine"
@@ -200,15 +214,17 @@ def _answer(job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | 
         yield "  no change of its settings makes it fit there"
         return
     change = here.cheapest
+    if job.settings.ranks == 1 < change.ranks:
+        yield f"  not on one card, whatever else is changed: on {change.ranks}"
     framework = TITLES[change.action["kind"]]
-    yield f"  cheapest change that fits ({framework}, {_gib(change.device_bytes)} GiB): {' + '.join(change.levers)}"
+    yield f"  cheapest change that fits ({framework}, {_gib(change.device_bytes)} GiB): {change.text}"
     yield f"  {settings_text(change.action['settings'])}"
 
 
 def _changes_table(plan: MachinePlan) -> Table:
     """Return what each change of settings does alone."""
     columns = (
-        text("change", lambda change: " + ".join(change.levers)),
+        text("change", "text"),
         text("device GiB", lambda change: _gib(change.device_bytes)),
         text("fits", lambda change: FITS_TEXTS[change.fits]),
         text("costs", lambda change: "; ".join(change.costs)),

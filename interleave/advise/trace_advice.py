@@ -40,7 +40,7 @@ def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[st
         PolicyError: A policy does not exist or cannot plan this job.
     """
     rates = share_box(resolve_machine(machine or own_preset(trace), trace), None, trace)
-    return replay(note_other_machine(workload_of(trace), rates, trace), rates, policies)
+    return replay(note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
 
 
 class _Job(NamedTuple):
@@ -106,6 +106,7 @@ class TraceAdviser:
             return None
 
     def _setting(self, kind: SettingKind, settings: dict[str, Any], text: str, steps: Steps) -> Setting:
-        iteration_ms = steps.iteration_s * 1e3
-        gain_ms = max(0.0, (JobMetrics(self._trace).iteration_ms or 0.0) - iteration_ms)
-        return Setting(kind, settings, f"{text} (simulated: {ms_text(iteration_ms)})", iteration_ms, gain_ms)
+        iteration_ms, recorded_ms = steps.iteration_s * 1e3, JobMetrics(self._trace).iteration_ms or 0.0
+        times = f"{ms_text(recorded_ms).removesuffix(' ms')} -> {ms_text(iteration_ms)}"
+        gain_ms = max(0.0, recorded_ms - iteration_ms)
+        return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, gain_ms)

@@ -79,6 +79,7 @@ def _duration_evidence(metrics: JobMetrics, wait: GradientWait, backward: float)
         of_peak = f", {100 * share:.0f} % of the link's peak" if share is not None else ""
         evidence.append(
             f"meanwhile {bytes_text(down.bytes)} go down to the host at {rate_text(down.mean_bytes_per_s)}{of_peak}"
+            + MOST_MOVED
         )
     offload = metrics.zero.get("offload_optimizer")
     if isinstance(offload, dict):
@@ -86,6 +87,7 @@ def _duration_evidence(metrics: JobMetrics, wait: GradientWait, backward: float)
     return evidence
 
 
+MOST_MOVED = " (the rank that moves most)"
 # DeepSpeed's ZeRO-3 moves 6 B a parameter down and 2 B up. If more than this many times the 2 B needed go down,
 # gradients make that round trip.
 _ROUND_TRIP = 1.5
@@ -118,7 +120,8 @@ def gradient_round_trip(metrics: JobMetrics) -> Finding | Unknown | None:
         return None
     evidence = (
         f"in the backward {bytes_text(down.bytes)} go down, {down.bytes / params:.1f} B a parameter, and "
-        f"{bytes_text(up.bytes if up is not None else None)} up; one copy in half precision is {bytes_text(needed)}",
+        f"{bytes_text(up.bytes if up is not None else None)} up{MOST_MOVED}; one copy in half precision is "
+        f"{bytes_text(needed)}",
         "DeepSpeed's ZeRO-3 takes each gradient down, back up, and down again in fp32",
     )
     return gradient_round_trip.finding(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Json
+from ebbtide.cli.options import Json, Verbose
 from ebbtide.cli.printing import echo, print_view
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def machines(
         list[str] | None,
         typer.Argument(metavar="NAME...", help="Names, or the first letters of names.", show_default="all"),
     ] = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Print the machines that --machine takes by name: their rates, where these come from, how far to trust them."""
@@ -31,7 +32,7 @@ def machines(
     if as_json:
         echo(json.dumps({"machines": [_entry(machine) for machine in chosen]}))
     else:
-        print_view(catalog_view(chosen, with_sources=bool(names)))
+        print_view(catalog_view(chosen, with_sources=bool(names) or verbose))
 
 
 def _entry(machine: Machine) -> dict[str, Any]:

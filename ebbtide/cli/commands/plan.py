@@ -97,7 +97,8 @@ def plan(
     output: Annotated[Path | None, typer.Option("-o", "--output", hidden=True)] = None,
     code: Annotated[str | None, valued("M", "Print the lines to paste for this machine.")] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also print what limits each plan, and the other policies.")
+        bool,
+        typer.Option("--explain", "-v", "--verbose", help="Also print what limits each plan, and the other policies."),
     ] = False,
     force: Force = False,
     as_json: Json = False,

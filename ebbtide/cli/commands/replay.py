@@ -74,7 +74,7 @@ def replay(
         list[str] | None,
         valued(
             "SIZE,...",
-            "Device memory in bytes that the job leaves free, e.g. 20GiB; of several replays the least one.",
+            "Least device memory in bytes that the job leaves free, e.g. 20GiB: the free memory is shifted to it.",
             "that of the trace or workload",
         ),
     ] = None,
@@ -111,7 +111,9 @@ def replay(
     ] = None,
     print_all: Annotated[
         bool,
-        typer.Option("--all", help="Print all combinations; with --recommend all policies and what to paste."),
+        typer.Option(
+            "--all", "-v", "--verbose", help="Print all combinations; with --recommend all policies; else as --explain."
+        ),
     ] = False,
     output: Annotated[Path | None, output_option("FILE.parquet")] = None,
     plot: Plot = None,
@@ -147,6 +149,7 @@ def replay(
         return
     if jobs is not None or scheduler is not None:
         raise typer.BadParameter("--jobs and --scheduler are for several jobs, machines or sizes")
+    explain = explain or (print_all and not recommend)
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
     free, host_free = (size(values[0]) if values else None for values in (free_bytes, host_free_bytes))
     check_outputs(plot, save)
@@ -184,9 +187,10 @@ def replay(
         own = own_preset(recording) if machines[0] is None else None
         name = machines[0] or own
         rates = share_box(resolve_machine(name, recording), ranks_per_host, recording)
-        job = note_other_machine(job, rates, recording)
+        own_notes, job = job.notes, note_other_machine(job, rates, recording, free is not None)
+        settings = recorded_job(recording) if recording is not None else None
         try:
-            replayed = run(job, rates, policy)
+            replayed = run(job, rates, policy, settings)
         except PlanError as error:
             if policy_file is None:
                 raise
@@ -195,10 +199,7 @@ def replay(
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
         steps = explain_gains(job, rates) if explain else None
-        advice = settings = None
-        if recommend:
-            settings = recorded_job(recording) if recording is not None else None
-            advice = recommend_policy(job, rates, settings, name)
+        advice = recommend_policy(job, rates, settings, name) if recommend else None
         if picture is not None:
             from ebbtide.interleave.advise.pictures.replay import chart
 
@@ -221,7 +222,12 @@ def replay(
         if advice is not None:
             is_deepspeed = settings is None or bool(settings.section("zero_optimization"))
             before = _before(replayed, recording, baseline)
+            print_view(iter([f"note: {note}" for note in job.notes if note not in own_notes]))
             print_recommendation(advice, before, framework or ("deepspeed" if is_deepspeed else "script"))
+            print_view(iter([*replayed.simplest_lines()]))
+            if advice.warnings and recording is not None:
+                target = f" --machine {name}" if name else ""
+                echo_line(f"next: ebbtide plan {recording.path}{target} (the changes that make it fit)")
         if advice is None or print_all:
             print_view(replay_view(replayed, baseline))
             print_view(accuracy_lines(rates))

@@ -40,10 +40,16 @@ def print_recommendation(advice: Recommendation, before: Before, framework: Fram
     """Print the recommended policy, its iteration and that of before, and what to paste for it."""
     best = advice.setups[0]
     policy = "Do not offload" if best.policy == "gpu-only" else f"Use {best.policy.replace(',', ', ')}"
-    echo_line(f"{policy}: {before.iteration_ms:,.0f} -> {_gain(best, before)}", fg="green", bold=True)
-    if advice.split is not None and advice.split.policy != best.policy:
+    if advice.is_as_today:
+        echo_line(f"Nothing to change: {before.iteration_ms:,.0f} ms with all state on the GPU", fg="green", bold=True)
+        echo_line("all policies: --all")
+        return
+    recorded = " recorded" if before.policy is None else ""
+    echo_line(f"{policy}: {before.iteration_ms:,.0f}{recorded} -> {_gain(best, before)}", fg="green", bold=True)
+    split = advice.split if framework == "deepspeed" else None
+    if split is not None and split.policy != best.policy and split.iteration_ms < before.iteration_ms:
         ratio = (advice.deepspeed or {})["offload_optimizer"]["ratio"]
-        echo_line(f"Plain DeepSpeed, without ebbtide: ratio {ratio:g} -> {_gain(advice.split, before)}")
+        echo_line(f"Plain DeepSpeed, without ebbtide: ratio {ratio:g} -> {_gain(split, before)}")
     for warning in advice.warnings:
         echo_line(f"But {warning}", fg="yellow")
     echo(f"{_block(best, framework)}\n")
@@ -160,16 +166,17 @@ def print_code(plan: MachinePlan) -> None:
     if settings is None or lines is None:
         raise UserError(f"no policy fits on {plan.machine}: {'; '.join(plan.notes)}")
     echo(f"{_title(plan)}\n")
-    if plan.cheapest is not None:
-        framework, names = plan.cheapest.action["kind"], " + ".join(plan.cheapest.levers)
-        echo(f"Cheapest, in the settings of {TITLES[framework]} ({names}):\n")
+    if plan.cheapest is not None and {*plan.cheapest.text.split(" + ")} != {*plan.changes_text()}:
+        framework = plan.cheapest.action["kind"]
+        echo(f"Cheapest, in the settings of {TITLES[framework]} ({plan.cheapest.text}):\n")
         echo(f"{json_block(plan.cheapest.action['settings'])}\n")
     if plan.fits and plan.policy == "gpu-only" and settings.ranks == 1:
         echo("It fits as it is on one GPU: nothing has to be changed.")
         return
     echo(f"With DeepSpeed, in its configuration, whose other keys stay:\n\n{json_block(lines.deepspeed_config)}")
-    if lines.deepspeed_code is not None:
-        echo(f"\nand in the script, before deepspeed.initialize:\n\n{lines.deepspeed_code}")
+    before = [block for block in (lines.checkpointing, lines.deepspeed_code) if block is not None]
+    if before:
+        echo("\nand in the script, before deepspeed.initialize:\n\n" + "\n\n".join(before))
     blocks = [block for block in (lines.checkpointing, lines.fsdp2, lines.optimizer) if block is not None]
     echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks))
 

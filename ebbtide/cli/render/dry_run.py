@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ebbtide.cli.printing import on_stderr, print_view
+from ebbtide.cli.printing import echo_line, on_stderr, print_view
 from ebbtide.cli.reading import print_next
 
 
@@ -20,6 +20,7 @@ def print_dry_run(path: Path) -> bool:
     trace = open_trace(path)
     with on_stderr():
         print_view(prediction_view(trace))
+        echo_line("figures that the script itself printed mean nothing: nothing was computed")
         for follow_up in ("memory {} --at peak", "plan {}"):
             print_next(trace, follow_up)
     return verdict(JobMetrics(trace)) != MISFIT

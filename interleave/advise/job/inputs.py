@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
-from ebbtide.interleave.model.workload import Workload, load_workload, workload_from
+from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, load_workload, workload_from
 from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
 from ebbtide.machines.gpu_compute import GpuCompute
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # Devices whose memory differs by less than this share count as the same.
 _SAME_CAPACITY = 0.05
+NETWORK_NOTE = "the network between hosts is not known: ranks exchange as fast as within a host"
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,29 @@ def resolve_workload(
 ) -> Workload:
     """Return the workload of a trace, a workload file or a size: exactly one of them.
 
-    Free device memory at all times, and host memory that the optimizer may use, take the place of what the source has.
+    The least free device memory, and host memory that the optimizer may use, take the place of what the source has.
     """
     workload = _workload(trace, file, size)
     if free_bytes is not None:
-        workload = replace(workload, gpu_free=((0.0, float(free_bytes)),))
+        workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, float(free_bytes)))
     return workload if host_free_bytes is None else replace(workload, host_free_bytes=float(host_free_bytes))
+
+
+def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemorySteps:
+    """Return a step function of free memory whose lowest value is `min_bytes`.
+
+    The highest value stays: it is the memory that the job never uses. The memory in use beyond that is scaled. A
+    function that is None, or never higher than `min_bytes`, becomes constant.
+    """
+    sizes = [size for _, size in free or ()]
+    low, high = min(sizes, default=min_bytes), max(sizes, default=min_bytes)
+    if free is None or min_bytes >= high or low == high:
+        return ((0.0, min_bytes),)
+    factor = (high - min_bytes) / (high - low)
+    # The lowest value is exact, regardless of rounding.
+    return tuple(
+        (start_s, max(min_bytes, high - (high - size) * factor) if size > low else min_bytes) for start_s, size in free
+    )
 
 
 def _workload(trace: Trace | None, file: Path | None, size: JobSize | None) -> Workload:
@@ -112,45 +131,65 @@ def own_preset_text(name: str, trace: Trace) -> str:
 def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None) -> Machine:
     """Return the machine with the rates of one of several ranks on a host.
 
-    Without `ranks_per_host` they are as many as the trace had, if the machine has a `box`, else the rates stay. A
-    simulated trace is of a single rank whose machine is scaled already.
+    Without `ranks_per_host` they are as many as the trace had, if the machine has a `box`, else the rates stay; on
+    another machine than that of the trace no more than it has GPUs. A simulated trace is of a single rank whose machine
+    is scaled already.
     """
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":
         return machine
-    from ebbtide.interleave.advise.job.workload_from_trace import ranks_on_host
-
-    recorded = ranks_on_host(trace)
+    recorded = _ranks_on_host(trace)
+    if recorded is not None and _other_machine(machine, trace)[0] is not None:
+        recorded = min(recorded, machine.box.ranks)
     return machine if recorded is None else machine.for_ranks(recorded)
 
 
-def note_other_machine(workload: Workload, machine: Machine, trace: Trace | None) -> Workload:
-    """Add a note to the workload of a trace if the machine is not the one of the trace.
+def _ranks_on_host(trace: Trace) -> int | None:
+    from ebbtide.interleave.advise.job.workload_from_trace import ranks_on_host
 
-    Times of forward and backward, and the free memory, are those of the recording on any machine.
+    return ranks_on_host(trace)
+
+
+def note_other_machine(
+    workload: Workload, machine: Machine, trace: Trace | None, free_is_stated: bool = False
+) -> Workload:
+    """Return the workload of a trace on a machine, with a note if the machine is not the one of the trace.
+
+    Times of forward and backward are those of the recording on any machine. On a GPU with less memory so much less is
+    free, unless it is stated what is.
     """
     if trace is None:
         return workload
-    other = _other_machine(machine, trace)
+    other, lacking = _other_machine(machine, trace)
     if other is None:
         return workload
-    note = f"the trace was recorded on {other}: forward, backward and free memory are replayed as recorded"
-    return replace(workload, notes=(*workload.notes, note))
+    notes, free = [*workload.notes], workload.gpu_free
+    if lacking <= 0 or free is None or free_is_stated:
+        notes.append(f"the trace was recorded on {other}: forward, backward and free memory are replayed as recorded")
+    else:
+        notes.append(f"the trace was recorded on {other}: so much less is free; times are replayed as recorded")
+        workload = replace(
+            workload,
+            gpu_free=tuple((at_s, max(0.0, size - lacking)) for at_s, size in free),
+            missing_bytes=max(workload.missing_bytes, lacking - min(size for _, size in free)),
+        )
+    if machine.box is not None and (_ranks_on_host(trace) or 0) > machine.box.ranks:
+        notes.append(NETWORK_NOTE)
+    return replace(workload, notes=tuple(notes))
 
 
-def _other_machine(machine: Machine, trace: Trace) -> str | None:
-    """Return the machine of a trace in words if it is known to be another one."""
+def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
+    """Return the machine of a trace in words if it is known to be another one, and the bytes that its GPU has more."""
+    capacity = machine.gpu_memory_bytes
     if trace.meta.machine is not None:
-        name = trace.meta.machine.get("name")
-        return f"the machine {name}" if name != machine.name else None
+        name, recorded = trace.meta.machine.get("name"), trace.meta.machine.get("gpu_memory_bytes")
+        return (f"the machine {name}" if name != machine.name else None), (recorded or 0.0) - (capacity or inf)
     device = trace.meta.ranks[0].main_device if trace.meta.ranks else None
-    capacity = device.capacity_bytes if device is not None and device.kind == "cuda" else None
-    if not capacity or not machine.gpu_memory_bytes:
-        return None
-    if is_same_capacity(capacity, machine.gpu_memory_bytes):
-        return None
-    return f"a GPU of {bytes_text(capacity)}, not {bytes_text(machine.gpu_memory_bytes)}"
+    recorded = device.capacity_bytes if device is not None and device.kind == "cuda" else None
+    if not recorded or not capacity or is_same_capacity(recorded, capacity):
+        return None, 0.0
+    return f"a GPU of {bytes_text(recorded)}, not {bytes_text(capacity)}", recorded - capacity
 
 
 def is_same_capacity(one: float, other: float) -> bool:

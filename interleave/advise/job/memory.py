@@ -17,6 +17,7 @@ from ebbtide.interleave.advise.job.training_job import (
     OwnMemory,
     TrainingJob,
     TunableSettings,
+    state_bytes_on_device,
 )
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, value_at
 from ebbtide.machines.machine import Machine
@@ -186,7 +187,7 @@ def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> t
         tensors=_memory_points(points_of(of_tensors, lengths, float(capacity)), all_gradients) if of_tensors else (),
         checkpointed=checkpointed_share(total),
     )
-    return memory, _state_bytes_on_device(metrics)
+    return memory, state_bytes_on_device(metrics)
 
 
 def _memory_points(used: Sequence[tuple[float, float]], all_gradients: float) -> tuple[MemoryPoint, ...]:
@@ -197,10 +198,3 @@ def _memory_points(used: Sequence[tuple[float, float]], all_gradients: float) ->
         gradients = min(all_gradients * min(max(point - 2, 0.0), 1.0), size - least)
         points.append(MemoryPoint(point, gradients, size - least - gradients))
     return tuple(points)
-
-
-def _state_bytes_on_device(metrics: JobMetrics) -> float | None:
-    optimizers = metrics.entry.optimizers
-    on_device = any(device.startswith("cuda") for optimizer in optimizers for device in optimizer.state_devices)
-    total = sum(optimizer.state_bytes or 0 for optimizer in optimizers)
-    return total / metrics.params if on_device and total and metrics.params else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbtide.analysis.metrics.deepspeed import deepspeed_of
+from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import predicted_range
@@ -105,7 +107,13 @@ def job_of_workload(workload: Workload, batch: BatchSettings) -> TrainingJob:
 
 
 def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
-    """Return the job of a trace."""
+    """Return the job of a trace. Raises WorkloadError if it ran on a CPU, whose figures say nothing of a GPU."""
+    if ran_on_cpu(trace):
+        command = shlex.join(trace.meta.command) if trace.meta.command else "python train.py"
+        raise WorkloadError(
+            f"{trace.path} was recorded on a CPU, which says nothing of a GPU: use "
+            f"`ebbtide dry-run --gpu h100-80gb -o predicted.ebb -- {command}`"
+        )
     workload = workload_of(trace)
     recorded = recorded_job(trace)
     deepspeed = deepspeed_of(trace)

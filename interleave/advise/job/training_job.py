@@ -10,6 +10,7 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 
 if TYPE_CHECKING:
+    from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.profiler.trace import Trace
 
 # The first version of DeepSpeed that copies gradients asynchronously by itself.
@@ -18,11 +19,15 @@ _ASYNC_GRADIENTS = (0, 19, 5)
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """The settings of a job, as far as they are known. Without DeepSpeed it has no configuration and no stage."""
+    """The settings of a job, as far as they are known. Without DeepSpeed it has no configuration and no stage.
+
+    `state_bytes`: bytes of optimizer state per parameter where the job keeps it on the device; None elsewhere.
+    """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
     micro_steps: int | None = None
+    state_bytes: float | None = None
 
     @property
     def micro_batch(self) -> int | None:
@@ -65,8 +70,16 @@ def recorded_job(trace: Trace) -> RecordedJob:
     metrics = JobMetrics(trace)
     setup = metrics.deepspeed
     if setup is None:
-        return RecordedJob(micro_steps=metrics.micro_steps)
+        return RecordedJob(micro_steps=metrics.micro_steps, state_bytes=state_bytes_on_device(metrics))
     return RecordedJob(setup.info.config, setup.stage, metrics.micro_steps)
+
+
+def state_bytes_on_device(metrics: JobMetrics) -> float | None:
+    """Return the bytes of state per parameter that a job keeps on the device; None where it is not known to."""
+    optimizers = metrics.entry.optimizers
+    on_device = any(device.startswith("cuda") for optimizer in optimizers for device in optimizer.state_devices)
+    total = sum(optimizer.state_bytes or 0 for optimizer in optimizers)
+    return total / metrics.params if on_device and total and metrics.params else None
 
 
 def recorded_policy(trace: Trace) -> str | None:

@@ -15,8 +15,9 @@ TITLES = {
     "fsdp2": "FSDP2",
     "torch": "plain torch",
 }
-# Stand for the samples of a micro-step, the micro-steps of an update, and the number of ranks.
-MICRO_BATCH, MICRO_STEPS, RANKS = "{micro_batch}", "{micro_steps}", "{ranks}"
+# Stand for the samples of a micro-step, the micro-steps of an update, the ranks on a host, and the hosts: a key for
+# these is left out where there is one.
+MICRO_BATCH, MICRO_STEPS, RANKS, HOSTS = "{micro_batch}", "{micro_steps}", "{ranks}", "{hosts}"
 
 _ZERO_3 = {"zero_optimization": {"stage": 3}}
 _ZERO_OFFLOAD = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
@@ -26,7 +27,7 @@ _TRAINER: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "paged optimizer": {"optim": "paged_adamw_8bit"},
     "offload": {"deepspeed": _ZERO_OFFLOAD},
-    "ranks": {"deepspeed": _ZERO_3, "torchrun": {"nproc_per_node": RANKS}},
+    "ranks": {"deepspeed": _ZERO_3, "torchrun": {"nproc_per_node": RANKS, "nnodes": HOSTS}},
 }
 _TORCH: dict[str, dict[str, Any]] = {
     "micro-batch": {"torch.utils.data.DataLoader": {"batch_size": MICRO_BATCH}, "micro-steps": MICRO_STEPS},
@@ -36,7 +37,10 @@ _TORCH: dict[str, dict[str, Any]] = {
     "paged optimizer": {"optimizer": "bitsandbytes.optim.PagedAdamW8bit"},
     "offload": {"optimizer": "ebbtide.interleave.InterleavedAdamW"},
     "LoRA": {"peft.get_peft_model": "peft.LoraConfig"},
-    "ranks": {"torch.distributed.fsdp.fully_shard": "each layer", "torchrun": {"nproc_per_node": RANKS}},
+    "ranks": {
+        "torch.distributed.fsdp.fully_shard": "each layer",
+        "torchrun": {"nproc_per_node": RANKS, "nnodes": HOSTS},
+    },
 }
 KEYS: dict[str, dict[str, dict[str, Any]]] = {
     "transformers": {
@@ -73,7 +77,7 @@ KEYS: dict[str, dict[str, dict[str, Any]]] = {
         "checkpointing": {"enable_activation_checkpointing": True},
         "paged optimizer": {"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}},
         "LoRA": {"tune run": "lora_finetune_single_device"},
-        "ranks": {"tune run": "full_finetune_distributed", "nproc_per_node": RANKS},
+        "ranks": {"tune run": "full_finetune_distributed", "nproc_per_node": RANKS, "nnodes": HOSTS},
     },
     "lightning": {
         "micro-batch": {
@@ -85,14 +89,14 @@ KEYS: dict[str, dict[str, dict[str, Any]]] = {
         "paged optimizer": _TORCH["paged optimizer"],
         "offload": {"Trainer": {"strategy": "deepspeed_stage_3_offload"}},
         "LoRA": _TORCH["LoRA"],
-        "ranks": {"Trainer": {"devices": RANKS, "strategy": "fsdp"}},
+        "ranks": {"Trainer": {"devices": RANKS, "num_nodes": HOSTS, "strategy": "fsdp"}},
     },
     "deepspeed": {
         "micro-batch": {"train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_accumulation_steps": MICRO_STEPS},
         "checkpointing": {"deepspeed.checkpointing.checkpoint": "around each layer"},
         "offload": _ZERO_OFFLOAD,
         "LoRA": _TORCH["LoRA"],
-        "ranks": {**_ZERO_3, "deepspeed": {"num_gpus": RANKS}},
+        "ranks": {**_ZERO_3, "deepspeed": {"num_gpus": RANKS, "num_nodes": HOSTS}},
     },
     # bitsandbytes has no state for sharded parameters.
     "fsdp2": {
@@ -101,7 +105,7 @@ KEYS: dict[str, dict[str, dict[str, Any]]] = {
         "checkpointing": _TORCH["checkpointing"],
         "offload": {"torch.distributed.fsdp.fully_shard": {"offload_policy": "CPUOffloadPolicy()"}},
         "LoRA": _TORCH["LoRA"],
-        "ranks": {"torchrun": {"nproc_per_node": RANKS}},
+        "ranks": {"torchrun": {"nproc_per_node": RANKS, "nnodes": HOSTS}},
     },
     "torch": _TORCH,
 }
@@ -122,7 +126,7 @@ def settings_text(settings: dict[str, Any]) -> str:
 
 def _filled(value: Any, values: dict[str, int]) -> Any:
     if isinstance(value, dict):
-        return {key: _filled(part, values) for key, part in value.items()}
+        return {key: _filled(part, values) for key, part in value.items() if part != HOSTS or values["hosts"] > 1}
     return values.get(value[1:-1], value) if isinstance(value, str) else value
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
-from ebbtide.interleave.advise.changes import share_host
+from ebbtide.interleave.advise.changes import ranks_on_a_host, share_host
 from ebbtide.interleave.advise.choice import fits_memory, steps_of
 from ebbtide.interleave.advise.job.memory import own_bytes, place
 from ebbtide.interleave.advise.job.training_job import TrainingJob
@@ -17,6 +17,7 @@ from ebbtide.machines.machine import Machine
 
 # Changes that move state to the memory of the host.
 _TO_THE_HOST = {"offload", "paged optimizer"}
+_RANKS = "ranks"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class JobChange:
         action: Settings to apply: `kind` is the framework, `settings` are its keys.
         device_bytes: Largest device memory of a rank with them.
         costs: What each costs beside memory, in words.
+        ranks: Ranks of the changed job.
     """
 
     levers: tuple[str, ...]
@@ -35,20 +37,31 @@ class JobChange:
     device_bytes: float
     fits: bool
     costs: tuple[str, ...]
+    ranks: int
+
+    @property
+    def text(self) -> str:
+        """The changes in few words."""
+        return " + ".join(f"{self.ranks} ranks" if name == _RANKS else name for name in self.levers)
 
 
 def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> JobChange | None:
     """Return the cheapest changes with which a job fits a machine; None if none helps, or its memory is not known.
 
-    Sets of changes are compared by their dearest one, then by the next: no part of the result fits by itself.
+    Sets of changes are compared by the number of GPUs, then by their dearest one, then by the next: no part of the
+    result fits by itself.
     """
-    levers = _possible(job, machine)
-    for number in range(1, 1 << len(levers)):
-        chosen = [*compress(levers, (number >> bit & 1 for bit in range(len(levers))))]
-        for one in _variants(Variant(job, job.settings), chosen):
-            change = _change(job, one, chosen, machine, ranks_per_host)
-            if change.fits:
-                return change
+    own, levers = Variant(job, job.settings), [lever for lever in _possible(job, machine) if lever.name != _RANKS]
+    more = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
+    for ranks in [job.settings.ranks, *(one.settings.ranks for lever in more for one in lever.apply(own))]:
+        is_more = ranks > job.settings.ranks
+        for number in range(0 if is_more else 1, 1 << len(levers)):
+            chosen = [*compress(levers, (number >> bit & 1 for bit in range(len(levers))))]
+            for one in _variants(own, chosen):
+                shared = replace(one, settings=replace(one.settings, ranks=ranks))
+                change = _change(job, shared, chosen + more * is_more, machine, ranks_per_host)
+                if change.fits:
+                    return change
     return None
 
 
@@ -114,7 +127,7 @@ def _framework(job: TrainingJob) -> str:
 
 
 def _variants(one: Variant, levers: list[Lever]) -> Iterator[Variant]:
-    """Yield the job with all of some changes. More ranks and LoRA are applied last, whose effects depend on others."""
+    """Yield the job with all of some changes. LoRA is applied last, whose effects depend on others."""
     if not levers:
         yield one
         return
@@ -126,10 +139,12 @@ def _change(
     job: TrainingJob, one: Variant, levers: list[Lever], machine: Machine, ranks_per_host: int | None
 ) -> JobChange:
     framework = _framework(job)
+    per_host = ranks_on_a_host(machine, one.settings.ranks, ranks_per_host)
     values = {
         "micro_batch": one.settings.micro_batch or 1,
         "micro_steps": one.job.micro_steps_of(one.settings),
-        "ranks": one.settings.ranks,
+        "ranks": per_host,
+        "hosts": -(-one.settings.ranks // per_host),
     }
     names = [lever.name for lever in levers]
     device_bytes, does_fit = needed_bytes(one, machine, ranks_per_host)
@@ -139,4 +154,5 @@ def _change(
         device_bytes=device_bytes,
         fits=does_fit,
         costs=tuple(lever.cost for lever in levers),
+        ranks=one.settings.ranks,
     )

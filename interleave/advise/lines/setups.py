@@ -52,7 +52,10 @@ def enable_code(schedule: Schedule, context: PasteContext, overlap: str = "none"
     """Return the call for a DeepSpeed job with an overlap, which stands before `deepspeed.initialize`."""
     imports, arguments = _common_arguments(schedule, context, overlap)
     # DeepSpeed's subgroups consist of whole tensors and may be larger than its sub_group_size.
-    arguments.append(f"subgroup_params={max(schedule.workload.subgroups):_}")
+    largest = max(schedule.workload.subgroups)
+    if largest > schedule.workload.subgroup_params:
+        arguments.append("# DeepSpeed's subgroups are whole tensors: the largest one.")
+    arguments.append(f"subgroup_params={largest:_}")
     arguments += _storage_arguments(schedule, context.machine)
     lines = ["from ebbtide.interleave.deepspeed import enable", *imports]
     return "\n".join([*lines, "", *_call("enable", arguments)])
@@ -122,6 +125,8 @@ def _common_arguments(schedule: Schedule, context: PasteContext, overlap: str) -
     if uses_rates and context.machine_code is not None:
         imports.append("from ebbtide.machines.catalog import find_machine")
         arguments.append(f"machine={context.machine_code}")
+    if budget is not None:
+        arguments.append("# All that was free; write less if others use the card, too.")
     if isinstance(budget, dict):
         phases = "".join(f'        "{phase}": {size:_},\n' for phase, size in budget.items())
         arguments.append(f"memory_budget={{\n{phases}    }}")
@@ -139,7 +144,8 @@ def _storage_arguments(schedule: Schedule, machine: Machine) -> list[str]:
 
 
 def _call(function: str, arguments: list[str]) -> list[str]:
-    return [f"{function}(", *(f"    {argument}," for argument in arguments), ")"]
+    lines = (f"    {argument}{'' if argument.startswith('#') else ','}" for argument in arguments)
+    return [f"{function}(", *lines, ")"]
 
 
 def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, stage: int = 3) -> dict[str, Any]:
@@ -329,7 +335,8 @@ def lines_to_paste(choice: PolicyChoice, context: PasteContext, settings: Tunabl
     checkpointing = _CHECKPOINTING if settings.checkpointing else None
     # Without DeepSpeed where state is in storage, and its parameters are offloaded, too.
     if job.section("zero_optimization") and (setup.code is not None or not setup.uses_storage):
-        python = setup.code or f"deepspeed_config = {config!r}"
+        parts = checkpointing, setup.code or f"deepspeed_config = {config!r}"
     else:
-        python = "\n\n".join(part for part in (checkpointing, fsdp2, optimizer) if part is not None)
+        parts = checkpointing, fsdp2, optimizer
+    python = "\n\n".join(part for part in parts if part is not None)
     return LinesToPaste(python, config, setup.code, checkpointing, fsdp2, optimizer)

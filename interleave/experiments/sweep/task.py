@@ -20,10 +20,11 @@ from ebbtide.interleave.advise.job.inputs import (
     resolve_machine,
     resolve_workload,
     share_box,
+    with_min_free,
 )
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
-from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine, machine_from
 from ebbtide.profiler.trace import Trace, open_trace
@@ -61,23 +62,6 @@ class Scenario:
         if workload.params / workload.subgroup_params > _MAX_SUBGROUPS:
             raise WorkloadError(f"more than {_MAX_SUBGROUPS:,} subgroups: choose larger ones")
         return workload
-
-
-def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemorySteps:
-    """Return a step function of free memory whose lowest value is `min_bytes`.
-
-    The highest value stays: it is the memory that the job never uses. The memory in use beyond that is scaled. A
-    function that is None, or never higher than `min_bytes`, becomes constant.
-    """
-    sizes = [size for _, size in free or ()]
-    low, high = min(sizes, default=min_bytes), max(sizes, default=min_bytes)
-    if free is None or min_bytes >= high or low == high:
-        return ((0.0, min_bytes),)
-    factor = (high - min_bytes) / (high - low)
-    # The lowest value is exact, regardless of rounding.
-    return tuple(
-        (start_s, max(min_bytes, high - (high - size) * factor) if size > low else min_bytes) for start_s, size in free
-    )
 
 
 def _scaled(workload: Workload, factor: float, shrink_free: bool) -> Workload:

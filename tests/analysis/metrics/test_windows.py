@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity
 from ebbtide.analysis.metrics.windows import Window, find_windows
 from ebbtide.analysis.tables.windows import windows_view
@@ -361,3 +362,27 @@ def test_windows__say_when_memory_is_free_throughout_the_iteration() -> None:
     assert any("Free throughout the iteration: 30 B" in line for line in lines), lines
     at_times = built([(0, 9, 9, 9)], {0: 60, 9: 99})
     assert not any("throughout" in str(part) for part in windows_view(at_times, find_windows(at_times, 40)))
+
+
+def test_windows__are_on_the_clock_of_the_gpu_as_the_summary() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
+    for iteration in range(6):
+        # The host launches within 4 ms what the GPU takes 100 ms for, but waits in the update of iterations to warm up.
+        start = iteration * 100
+        for number, (phase, gpu) in enumerate((("forward", (0, 30)), ("backward", (30, 80)), ("update", (80, 100)))):
+            host_end = start + (90 if phase == "update" and iteration < 2 else number + 1)
+            times = (start + number) * MS, host_end * MS, iteration
+            rank.phase(phase, *times, gpu_start_ns=(start + gpu[0]) * MS, gpu_end_ns=(start + gpu[1]) * MS)
+        # Halfway through the launches of the backward.
+        rank.memory(start * MS, 20).memory(int((start + 1.5) * MS), 60).memory((start + 2) * MS, 20)
+    metrics = JobMetrics(builder.build())
+    windows = metrics.windows(50).guaranteed
+    assert [(one.phase, one.start_ms, one.end_ms) for one in windows] == [
+        ("forward", 0, 30),
+        ("backward", 30, 55),
+        ("update", 80, 100),
+    ]
+    assert {row.phase: row.median_ms for row in metrics.summary().phases}["forward"] == 30
+    first = metrics.windows(50).windows[0]
+    assert (first.phase, first.start_ms, first.end_ms) == ("forward", 0, 30)

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.advise.job.inputs import note_other_machine, resolve_machine, resolve_workload, share_box
+from ebbtide.interleave.advise.job.inputs import (
+    NETWORK_NOTE,
+    JobSize,
+    note_other_machine,
+    resolve_machine,
+    resolve_workload,
+    share_box,
+    with_min_free,
+    workload_of_size,
+)
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.findings.jobs import CAPACITY, offloaded
 from tests.interleave.experiments.sweep.sweeps import MACHINE, machine
@@ -29,7 +38,18 @@ def test_note_other_machine__compares_the_memory_of_the_gpu(share: float, noted:
     assert after.notes[: len(workload.notes)] == workload.notes
     new_notes = after.notes[len(workload.notes) :]
     assert len(new_notes) == noted
-    assert all("forward, backward and free memory are replayed as recorded" in note for note in new_notes)
+    if share < 1 and noted:
+        lacking = CAPACITY - share * CAPACITY
+        assert workload.gpu_free is not None
+        assert after.gpu_free is not None
+        assert [size for _, size in after.gpu_free] == [max(0.0, size - lacking) for _, size in workload.gpu_free]
+        assert after.missing_bytes == max(0.0, lacking - min(size for _, size in workload.gpu_free))
+        assert all("so much less is free" in note for note in new_notes)
+        # What the user states to be free is.
+        stated = note_other_machine(workload, machine(gpu_memory_bytes=share * CAPACITY), trace, free_is_stated=True)
+        assert stated.gpu_free == workload.gpu_free
+    else:
+        assert all("forward, backward and free memory are replayed as recorded" in note for note in new_notes)
 
 
 def test_note_other_machine__compares_the_name_of_a_recorded_machine() -> None:
@@ -57,6 +77,10 @@ def test_share_box__takes_the_requested_number_then_that_of_the_trace_then_that_
     assert share_box(shared, 16, trace) == shared.for_ranks(16)
     assert share_box(shared, None, trace) == shared.for_ranks(8)
     assert share_box(shared, None, None) == shared
+    # Another machine has no more ranks on a host than GPUs.
+    other = machine(name="other", box=BOX)
+    assert share_box(other, None, trace) == other.for_ranks(4)
+    assert NETWORK_NOTE in note_other_machine(workload_of_size(JobSize(10**9)), other, trace).notes
     assert shared.for_ranks(8).cpu_update_params_per_s == 9.2e9 / 8
 
 
@@ -74,3 +98,12 @@ def test_share_box__does_not_guess_from_some_ranks_of_a_job_or_from_a_simulation
     assert share_box(shared, None, trace_of_ranks(1, "simulated")) == shared
     # All ranks of the first rank's host were recorded.
     assert share_box(shared, None, trace_of_ranks(2, world_size=8, host="first")) == shared.for_ranks(2)
+
+
+def test_resolve_workload__free_bytes_are_the_least_and_windows_remain() -> None:
+    trace = offloaded(1).trace
+    recorded = resolve_workload(trace, None)
+    stated = resolve_workload(trace, None, free_bytes=2**30)
+    assert stated.min_free_bytes == 2**30
+    assert stated.gpu_free == with_min_free(recorded.gpu_free, 2**30)
+    assert resolve_workload(None, None, JobSize(10**9), 2**30).gpu_free == ((0.0, 2**30),)

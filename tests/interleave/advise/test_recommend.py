@@ -10,6 +10,7 @@ import pytest
 from ebbtide.errors import MachineError
 from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.recommendation import recommend
+from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.workload import Workload
 from tests.interleave.advise.test_ablation import ran
 from tests.interleave.experiments.sweep import sweeps
@@ -55,6 +56,30 @@ def test_recommend__never_offloads_where_gpu_and_cpu_share_one_memory() -> None:
         assert advice.line.count(reason) == 1
         assert ("the job does not fit: it needs" in advice.line) is not fits
     assert reason not in recommend(workload(gpu_free_bytes=28e9), machine()).line
+
+
+def test_recommend__leaves_state_on_the_device_where_it_is_today() -> None:
+    # 8 GB of bf16 moments fit, 24 GB of InterleavedAdamW do not.
+    small, own = workload(gpu_free_bytes=8.5e9), RecordedJob(state_bytes=4.0)
+    assert recommend(small, machine()).policy == "adaptive"
+    advice = recommend(small, machine(), own)
+    assert (advice.policy, advice.is_as_today) == ("gpu-only", True)
+    replayed = replay(small, machine(), ["gpu-only", "zero-offload"], own)
+    assert replayed.results[0].fits is True
+    assert replayed.results[0].iteration_ms == advice.setups[0].iteration_ms
+    assert "gpu-only has the job's own state of 4 B a parameter, others 12 B" in list(replayed.memory_lines())
+
+
+def test_replay__says_why_the_simpler_policy_is_recommended() -> None:
+    fits = workload(gpu_free_bytes=40e9)
+    replayed = replay(fits, machine())
+    assert replayed.late is not None
+    results = [one for one in (*replayed.results, *replayed.late.results) if one.fits and one.exact]
+    fastest = min(results, key=lambda one: one.iteration_ms)
+    assert recommend(fits, machine()).policy == "gpu-only"
+    lines = list(replayed.simplest_lines())
+    assert len(lines) == (fastest.policy != "gpu-only")
+    assert all(line.startswith(f"{fastest.policy}: ") and "the simpler one wins" in line for line in lines)
 
 
 @pytest.mark.parametrize(
