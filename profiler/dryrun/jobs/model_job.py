@@ -77,8 +77,10 @@ def render(job: ModelJob, model: str, file: str) -> str:
 @cache
 def _template() -> Template:
     loader = PackageLoader("ebbtide.profiler.dryrun.jobs")
-    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    return Environment(loader=loader, undefined=StrictUndefined, **blocks).get_template("train.py.j2")
+    environment = Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return environment.get_template("train.py.j2")
 
 
 def _summary(job: ModelJob) -> str:

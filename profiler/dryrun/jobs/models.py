@@ -72,9 +72,9 @@ def find_model(name: str) -> Model:
     if not _HUB_NAME.fullmatch(name):
         raise UserError(f"there is no {name}: name a folder with a {_CONFIG}, or a model of the hub")
     listed = known_models().get(_VARIANTS.sub("", name.lower().rpartition("/")[2]))
-    file = _hub_file(name, local_files_only=True) or (None if listed else _hub_file(name))
-    if file is not None:
-        return Model(name, read_object(file, "model", UserError), file.parent)
+    stored = _hub_file(name, local_files_only=True) or (None if listed else _hub_file(name))
+    if stored is not None:
+        return Model(name, read_object(stored, "model", UserError), stored.parent)
     if listed is None:
         raise UserError(
             f"{name} is not in the cache of the hub, and the hub did not give it: put its {_CONFIG} in a folder, and "
@@ -126,7 +126,7 @@ def write_stand_in(model: Model, folder: Path) -> int:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except Exception as error:  # of any kind: it depends on what the configuration says
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"transformers makes no language model of {model.name}: {reason}") from None
@@ -150,7 +150,8 @@ def _write_tokenizer(folder: Path) -> None:
     vocabulary = {word: index for index, word in enumerate([*_TOKENS.values(), WORD])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_TOKENS["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=_CHAT, **_TOKENS).save_pretrained(folder)
+    made: Any = PreTrainedTokenizerFast
+    made(tokenizer_object=tokenizer, chat_template=_CHAT, **_TOKENS).save_pretrained(folder)
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from ebbtide.errors import UserError
 from ebbtide.profiler.dryrun.jobs.frameworks import FRAMEWORKS
@@ -53,7 +54,7 @@ def _read(path: Path) -> tuple[str, Recipe]:
         import yaml
     except ImportError:
         raise UserError("a recipe needs PyYAML to be read: pip install pyyaml") from None
-    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
     try:
         text = path.read_text(encoding="utf-8")
