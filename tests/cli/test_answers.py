@@ -41,7 +41,7 @@ def test_replay__recommends_what_its_table_calls_the_simpler_one() -> None:
     (line,) = [line for line in table.splitlines() if "the simpler one wins" in line]
     assert "gpu-only is within" in line
     assert line in recommended.splitlines()
-    assert recommended.startswith("Do not offload: 7,275 recorded -> 1,631 ms")
+    assert recommended.startswith("Do not offload: 7,275 recorded -> 1,520 ms")
 
 
 def test_replay__says_why_a_policy_does_not_fit() -> None:

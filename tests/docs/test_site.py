@@ -174,7 +174,7 @@ def test_site__builds_without_warnings_and_fits_narrow_screens(tmp_path: Path) -
     pages = sorted(path.relative_to(site) for path in site.rglob("*.html") if "project" not in path.parts)
     assert len(pages) > 25
     # The build has run the notebooks: this figure is in the tutorial, too.
-    assert "bound: 3,342 ms" in (site / "notebooks" / "plan-an-offload.html").read_text()
+    assert "bound: 3,337 ms" in (site / "notebooks" / "plan-an-offload.html").read_text()
     with served(site) as address, chromium(tmp_path / "profile") as chrome:
         screen = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
