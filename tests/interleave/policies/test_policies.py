@@ -144,6 +144,18 @@ def test_twin_flow__chooses_residents_by_the_version_of_the_recorded_job(
             assert plan.resident == frozenset(resident), (policy_text, version)
 
 
+def test_twin_flow__updates_residents_when_the_loop_comes_to_them() -> None:
+    """DeepSpeed before 0.18 keeps the last subgroups resident: their updates follow those of the CPU."""
+    for policy_text in ("twin-flow:0.5", "interleaved:2@0.5"):
+        ends = {}
+        for version in ("0.13.3", "0.18.0"):
+            workload = replace(even(10), deepspeed_version=version)
+            schedule = simulate(make_plan(policy_text, workload, TEST_MACHINE), workload, TEST_MACHINE)
+            ends[version] = schedule.update_s
+        resident_s = 5 * 10**8 / (TEST_MACHINE.gpu_update_params_per_s or 1.0)
+        assert ends["0.13.3"] == pytest.approx(ends["0.18.0"] + resident_s, rel=1e-6), policy_text
+
+
 @given(fixed_policies(), workloads(), machines())
 def test_interleaved__needs_two_buffers(policy: str, workload: Workload, machine: Machine) -> None:
     plan = make_plan(policy, workload, machine)
