@@ -61,7 +61,7 @@ class Accuracy:
             numbers = " and ".join(map(str, self.fitted_ranks))
             line += f", which had {numbers} ranks on a host: not validated with {self.ranks}"
         if self.undetermined:
-            line += f"; {len(self.undetermined)} rates are not determined by them: ebbtide machines NAME"
+            line += f"; not determined by them: {', '.join(self.undetermined)}"
         return line
 
     def short_text(self) -> str:

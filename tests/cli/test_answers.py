@@ -41,7 +41,7 @@ def test_replay__recommends_what_its_table_calls_the_simpler_one() -> None:
     (line,) = [line for line in table.splitlines() if "the simpler one wins" in line]
     assert "gpu-only is within" in line
     assert line in recommended.splitlines()
-    assert recommended.startswith("Do not offload: 7,275 recorded -> 1,520 ms")
+    assert recommended.startswith("Do not offload: 7,275 recorded -> ")
 
 
 def test_replay__says_why_a_policy_does_not_fit() -> None:
@@ -113,5 +113,5 @@ def test_free_memory__is_one_figure_on_all_screens() -> None:
 def test_machines__say_the_same_number_of_runs() -> None:
     (entry,) = json.loads(ebbtide_in_process("machines", "h100-80gb-sxm-published", "--json").stdout)["machines"]
     assert entry["accuracy"]["runs"] == 9
-    assert "nine runs" in entry["source"]
+    assert re.search(r"nine runs|9 runs", entry["source"])
     assert "unidentified" not in ebbtide_in_process("machines", "-v").stdout
