@@ -337,6 +337,6 @@ def lines_to_paste(choice: PolicyChoice, context: PasteContext, settings: Tunabl
     if job.section("zero_optimization") and (setup.code is not None or not setup.uses_storage):
         parts: tuple[str | None, ...] = (checkpointing, setup.code or f"deepspeed_config = {config!r}")
     else:
-        parts = checkpointing, fsdp2, optimizer
+        parts = [checkpointing, fsdp2, optimizer]
     python = "\n\n".join(part for part in parts if part is not None)
     return LinesToPaste(python, config, setup.code, checkpointing, fsdp2, optimizer)
