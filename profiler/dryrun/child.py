@@ -113,7 +113,10 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def _progress_shown(run: Any) -> Iterator[None]:
-    """Say on stderr every half minute how far a dry run is."""
+    """Say every half minute how far a dry run is, where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
     ended, start = threading.Event(), time.monotonic()
 
     def show() -> None:
