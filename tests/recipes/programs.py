@@ -223,8 +223,8 @@ PROGRAMS = (
         ("torchtitan", "torchtitan"),
         "Llama-3.1-8B, full, 8 ranks, 1 x 8,192",
         "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b "
-        "--parallelism.spmd_backend partial_dtensor --hf_assets_path meta-llama/Llama-3.1-8B "
-        "--dataloader.dataset_path allenai/c4",
+        "--parallelism.spmd_backend partial_dtensor --training.disable_cuda_graphs "
+        "--hf_assets_path meta-llama/Llama-3.1-8B --dataloader.dataset_path allenai/c4",
         "https://github.com/pytorch/torchtitan",
         ("meta-llama/Llama-3.1-8B", "allenai/c4"),
     ),
