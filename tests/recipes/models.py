@@ -138,7 +138,6 @@ DATA = {
         ("train",),
         {"README.md": "---\nconfigs:\n- config_name: en\n  data_files: train.jsonl\n---\n"},
     ),
-    "trl-lib/DeepMath-103K": Data({"prompt": [{"role": "user", "content": 60}], "solution": 4}),
     "sentence-transformers/all-nli": Data({"anchor": 14, "positive": 8, "negative": 8}, 300),
     "yahma/alpaca-cleaned": Data({**_ALPACA, "output": 110}, 1_000, ("train",)),
     "trl-lib/Capybara": Data({"messages": _TURNS * 2}),
