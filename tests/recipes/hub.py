@@ -54,7 +54,8 @@ def _write_model(target: Path, model: Model) -> None:
 def _write_files(target: Path, files: dict[str, Any]) -> None:
     for relative, content in files.items():
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
-        (target / relative).write_text(json.dumps(content), encoding="utf-8")
+        text = content if isinstance(content, str) else json.dumps(content)
+        (target / relative).write_text(text, encoding="utf-8")
 
 
 def _write_config(target: Path, model: Model) -> Any:

@@ -31,7 +31,7 @@ class Model:
 @dataclass(frozen=True)
 class Data:
     """A data set of the hub: columns by name, with the number of words of a text, `(n,)` for a label below n, a list
-    or a dictionary of these, or the value itself; `files`: others, as JSON."""
+    or a dictionary of these, or the value itself; `files`: others, as text or JSON."""
 
     columns: dict[str, Any]
     rows: int = 120
@@ -132,8 +132,12 @@ DATA = {
         _ALPACA, 300, ("train",), {"dataset_info.json": {"alpaca_en_demo": {"file_name": "train.jsonl"}}}
     ),
     "teknium/GPT4-LLM-Cleaned": Data(_ALPACA, 300, ("train",)),
-    "allenai/c4": Data({"text": 400, "timestamp": 1, "url": 1}, 300, ("train",)),
-    "trl-lib/DeepMath-103K": Data({"prompt": [{"role": "user", "content": 60}], "solution": 4}),
+    "allenai/c4": Data(
+        {"text": 400, "timestamp": 1, "url": 1},
+        300,
+        ("train",),
+        {"README.md": "---\nconfigs:\n- config_name: en\n  data_files: train.jsonl\n---\n"},
+    ),
     "sentence-transformers/all-nli": Data({"anchor": 14, "positive": 8, "negative": 8}, 300),
     "yahma/alpaca-cleaned": Data({**_ALPACA, "output": 110}, 1_000, ("train",)),
     "trl-lib/Capybara": Data({"messages": _TURNS * 2}),

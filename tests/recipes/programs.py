@@ -18,7 +18,7 @@ class Program:
         gpu: Preset of the machine.
         ranks: Ranks where the command does not state them.
         environment: Environment that it runs in, by the name of its file `requirements-NAME.txt`.
-        steps: Iterations: 1 where the generation of texts takes long.
+        steps: Iterations: 1 where the program does not get further with this torch.
     """
 
     name: str
@@ -90,15 +90,6 @@ PROGRAMS = (
         "https://huggingface.co/docs/accelerate/basic_tutorials/launch",
         ("google-bert/bert-base-cased", "nyu-mll/glue/mrpc"),
         "a100-40gb-pcie",
-    ),
-    Program(
-        "trl-grpo",
-        _TRL,
-        "Qwen2.5-0.5B, full, 8 completions of 256",
-        "python jobs/trl_grpo.py",
-        "https://huggingface.co/docs/trl/quickstart",
-        ("Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/DeepMath-103K"),
-        steps=1,
     ),
     Program(
         "trl-reward",
@@ -223,10 +214,11 @@ PROGRAMS = (
         ("torchtitan", "torchtitan"),
         "Llama-3.1-8B, full, 8 ranks, 1 x 8,192",
         "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b "
-        "--parallelism.spmd_backend partial_dtensor --hf_assets_path meta-llama/Llama-3.1-8B "
-        "--dataloader.dataset_path allenai/c4",
+        "--parallelism.spmd_backend partial_dtensor --training.disable_cuda_graphs "
+        "--hf_assets_path meta-llama/Llama-3.1-8B --dataloader.dataset_path allenai/c4",
         "https://github.com/pytorch/torchtitan",
         ("meta-llama/Llama-3.1-8B", "allenai/c4"),
+        steps=1,
     ),
     Program(
         "sentence-transformers",

@@ -161,7 +161,7 @@ def _row(cells: Sequence[str]) -> str:
 def _cells(program: Program, result: Result) -> list[str]:
     reserved = "-" if result.reserved_bytes is None else f"{result.reserved_bytes / 2**30:.2f}"
     framework = f"[{program.framework[0]}]({program.source}) {result.version}"
-    verdict_text = "failed" if result.problem else result.verdict or "-"
+    verdict_text = result.verdict or "failed"
     cost = (f"{result.seconds:.0f}", f"{result.host_bytes / 1e9:.1f}")
     return [program.name, framework, program.shape, program.gpu, reserved, verdict_text, *cost]
 

@@ -121,6 +121,13 @@ def patch_tensors(
         return original_numpy(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "numpy", convert_to_numpy)
+    swap = torch.utils.swap_tensors
+
+    def swap_tensors(one: Any, other: Any) -> None:
+        """Swap two tensors; torch refuses fake ones, to which the mode has weak references."""
+        (become if isinstance(one, FakeTensor) else swap)(one, other)
+
+    patches.set(torch.utils, "swap_tensors", swap_tensors)
     _patch_constructors(patches, values)
     _patch_random(patches, values)
     _patch_subclasses(patches)

@@ -312,3 +312,14 @@ def test_backward_of_megatron__is_a_phase_though_it_calls_the_engine_itself(
 
     phases = run_forked(lambda: [(phase.phase, phase.iteration) for phase in dry_run(job)[0].tracker.phases])
     assert phases == [(name, number) for number in (0, 1) for name in ("forward", "backward", "update")]
+
+
+def test_swap_tensors__gives_a_parameter_the_content_of_another_type() -> None:
+    def job() -> Any:
+        layer = nn.Linear(WIDTH, WIDTH)
+        torch.relu(layer.weight)
+        weight = layer.weight
+        torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.zeros(WIDTH, 4, device="cuda"), requires_grad=False))
+        return layer.weight is weight, tuple(weight.shape), weight.device.type, isinstance(weight, nn.Parameter)
+
+    assert run_forked(lambda: dry_run(job)[1]) == (True, (WIDTH, 4), "cuda", True)
