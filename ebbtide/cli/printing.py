@@ -44,12 +44,8 @@ def echo_line(line: str, **style: Any) -> None:
 
 
 def echo_error(line: str) -> None:
-    """Print one line on stderr, wrapped on a terminal: what a command says beside its output."""
-    from ebbtide.analysis.tables.text import wrapped
-
-    text = f"ebbtide: {printable_line(line)}"
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    typer.echo("\n".join(wrapped(text, output_width())) if is_terminal else text, err=True)
+    """Print one line on stderr: what a command says beside its output."""
+    typer.echo(f"ebbtide: {printable_line(line)}", err=True)
 
 
 def is_terminal() -> bool:

@@ -232,7 +232,10 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
     hosts = -(-settings.ranks // per_host)
     tokens = job.tokens_of(settings)
     hourly = asked.price_per_hour * hosts if asked.price_per_hour is not None else None
-    lines = lines_to_paste(choice, PasteContext(recorded, shared, asked.machine_source), settings)
+    # A job with a configuration of its own has the lines for what it checkpoints.
+    has_lines = bool(recorded.section("zero_optimization")) and job.settings.checkpointing
+    pasted = replace(settings, checkpointing=settings.checkpointing and not has_lines)
+    lines = lines_to_paste(choice, PasteContext(recorded, shared, asked.machine_source), pasted)
     plan = MachinePlan(
         machine=machine.name,
         fits=change is None,

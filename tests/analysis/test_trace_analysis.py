@@ -94,8 +94,8 @@ def test_to_pandas__has_a_row_for_each_entry_and_every_value(analysis: TraceAnal
     assert len(table) == len(entries) > 0
     for (_, row), entry in zip(table.iterrows(), entries, strict=True):
         for name, value in entry.items():
-            # Settings are no figures.
-            if name == "action":
+            # Settings and series are no figures.
+            if name in ("action", "iterations_ms"):
                 continue
             nested = (
                 {f"{name}_{field}": part for field, part in value.items()} if isinstance(value, dict) else {name: value}

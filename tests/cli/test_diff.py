@@ -37,7 +37,7 @@ def test_diff__text_begins_with_the_largest_change(folder: Path) -> None:
     run = ebbtide_in_process("diff", "a.ebb", "b.ebb", cwd=folder)
     assert (run.returncode, run.stderr) == (0, "")
     lines = [text.strip() for text in run.stdout.splitlines()]
-    assert lines[0] == "Largest change: update takes 20.0 ms in B and 10.0 ms in A, 2.00 times as much."
+    assert lines[0] == "An iteration takes 51.2 ms in B and 41.2 ms in A, 1.24x slower."
     assert lines[1] == "A: a.ebb, 5 counted iterations"
     assert lines[-1] == "next: ebbtide findings b.ebb"
     rows = {row.split("  ")[0]: row for row in lines}
@@ -56,7 +56,11 @@ def test_diff__text_begins_with_the_largest_change(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (trained([10] * 5), trained([11] * 5), f"update takes {ms_text(11)} in B and {ms_text(10)} in A, 1.10 times"),
+        (
+            trained([10] * 5),
+            trained([11] * 5),
+            f"An iteration takes {ms_text(42.1)} in B and {ms_text(41.1)} in A, 1.02x slower.",
+        ),
         (trained([10] * 5), trained([10] * 5, peak=1400), "the peak of device memory is 1.37 KiB in B and 700 B in A"),
         (trained([10] * 5, moved=0), trained([10] * 5, moved=9), "update copies h2d 9 B in B and 0 B in A."),
         (trained([10] * 5), trained([10] * 5, peak=703), "No difference of times"),

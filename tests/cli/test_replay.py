@@ -95,7 +95,7 @@ def test_replay__json_has_the_documented_keys(folder: Path, capsys: Printed) -> 
     assert list(printed["bound"]) == BOUND
     assert [result["policy"] for result in printed["results"]] == list(BUILT_IN)
     assert {result["fits"] for result in printed["results"]} == {True, False}
-    assert {key: value for key, value in printed["machine"].items() if value not in (None, [])} == MACHINE
+    assert {key: value for key, value in printed["machine"].items() if value not in (None, [], False)} == MACHINE
     assert {"duplex_bytes_per_s", "step_overhead_s", "box"} <= set(printed["machine"])
     assert {key: printed["workload"][key] for key in WORKLOAD} == WORKLOAD
 
@@ -152,7 +152,12 @@ def test_replay__takes_the_workload_from_the_trace(folder: Path, capsys: Printed
     workload = answer(capsys, f"run.ebb --machine m.json {' '.join(OPTIONS)}")["workload"]
     job = workload_of(open_trace("run.ebb"))
     assert (workload["name"], workload["params"], workload["forward_s"]) == ("run", PARAMS, 0.1)
-    assert workload["gpu_free_bytes"] == [{"at_s": start_s, "bytes": size} for start_s, size in job.gpu_free or ()]
+    # The trace is of a larger GPU than the machine has.
+    less = 80 * 2**30 - MACHINE["gpu_memory_bytes"]
+    assert less > 0
+    assert workload["gpu_free_bytes"] == [
+        {"at_s": start_s, "bytes": size - less} for start_s, size in job.gpu_free or ()
+    ]
 
 
 def test_replay__table_has_a_row_per_policy_and_the_bound(folder: Path, capsys: Printed) -> None:
@@ -161,7 +166,9 @@ def test_replay__table_has_a_row_per_policy_and_the_bound(folder: Path, capsys: 
     output = text(capsys, f"{arguments} --baseline interleaved:2")
     assert output.startswith("job on box: 2 G parameters per rank in 20 subgroups\n")
     assert "(speed-up over interleaved:2)" in output
-    rows = {row.split()[0]: row for row in output.splitlines() if row.strip().startswith((*FIXED, "bound"))}
+    lines = [row for row in output.splitlines() if row.strip().startswith((*FIXED, "bound"))]
+    rows = {row.split()[0]: row for row in reversed(lines) if "does not fit" not in row}
+    rows = {name: rows[name] for name in (*FIXED, "bound")}
     assert list(rows) == [*FIXED, "bound"]
     for policy, result in results.items():
         speed_up = results["interleaved:2"]["iteration_ms"] / result["iteration_ms"]

@@ -49,7 +49,8 @@ def print_recommendation(advice: Recommendation, before: Before, framework: Fram
     split = advice.split if framework == "deepspeed" else None
     if split is not None and split.policy != best.policy and split.iteration_ms < before.iteration_ms:
         ratio = (advice.deepspeed or {})["offload_optimizer"]["ratio"]
-        echo_line(f"Plain DeepSpeed, without ebbtide: ratio {ratio:g} -> {_gain(split, before)}")
+        setting = f"offload_optimizer.ratio {ratio:g}"
+        echo_line(f"Plain DeepSpeed: {setting} -> {_gain(split, before)}")
     for warning in advice.warnings:
         echo_line(f"But {warning}", fg="yellow")
     echo(f"{_block(best, framework)}\n")
