@@ -52,14 +52,14 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
     result fits by itself.
     """
     own, levers = Variant(job, job.settings), [lever for lever in _possible(job, machine) if lever.name != _RANKS]
-    more = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
-    for ranks in [job.settings.ranks, *(one.settings.ranks for lever in more for one in lever.apply(own))]:
+    by_ranks = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
+    for ranks in [job.settings.ranks, *(one.settings.ranks for lever in by_ranks for one in lever.apply(own))]:
         is_more = ranks > job.settings.ranks
         for number in range(0 if is_more else 1, 1 << len(levers)):
             chosen = [*compress(levers, (number >> bit & 1 for bit in range(len(levers))))]
             for one in _variants(own, chosen):
                 shared = replace(one, settings=replace(one.settings, ranks=ranks))
-                change = _change(job, shared, chosen + more * is_more, machine, ranks_per_host)
+                change = _change(job, shared, chosen + by_ranks * is_more, machine, ranks_per_host)
                 if change.fits:
                     return change
     return None
