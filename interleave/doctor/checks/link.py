@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from ebbtide.interleave.doctor.check import Answer, check
 from ebbtide.interleave.doctor.host import Card, JobHost
+from ebbtide.machines.host import UNIFIED
+from ebbtide.machines.sheets import GPU_SHEETS
 from ebbtide.units import rate_text
 
 
@@ -61,5 +63,8 @@ def unified_memory(host: JobHost) -> Iterator[Answer]:
 
 
 def _shares_host_memory(card: Card) -> bool:
-    """Return whether the GPU is on the chip of the CPU: these report no memory of their own, nor a link."""
+    """Return whether a GPU has the memory of the CPU: by the data sheet of its name, else by what it does not report."""
+    links = {sheet.compute.name: sheet.link for sheet in GPU_SHEETS.values()}
+    if card.device["name"] in links:
+        return links[card.device["name"]] == UNIFIED
     return card.device["capacity_bytes"] is None and card.device["link"]["max_width"] is None

@@ -73,6 +73,7 @@ def test_checks__find_nothing_on_a_healthy_host(tmp_path: Path, command: Any, no
             ))]},
             "no offload_optimizer",
         ),
+        ("unified-memory", {"cards": [card(0, name="NVIDIA GB10")]}, "no offload_optimizer"),
         ("gpu", {"cards": [], "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "unset"),
     ],
 )  # fmt: skip
