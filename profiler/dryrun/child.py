@@ -24,6 +24,7 @@ from ebbtide.errors import UserError
 from ebbtide.foreign_text import printable_line
 from ebbtide.machines.machine import machine_from
 from ebbtide.profiler.dryrun.errors import CannotFakeError, DryRunFinished
+from ebbtide.profiler.dryrun.jobs.models import complete_stand_ins
 from ebbtide.profiler.dryrun.launch import become_dry_run
 from ebbtide.profiler.dryrun.launchers import JobLaunched, launcher_followed
 
@@ -83,6 +84,10 @@ def main(arguments: list[str]) -> int:
     try:
         run = DryRun(options)
         with _progress_shown(run), run, launcher_followed(job):
+            if own["scratch"]:
+                for line in complete_stand_ins(Path(own["scratch"])):
+                    print(line, file=sys.stderr)
+                run.user_files.opened.clear()
             status = _run_job(job)
         if status == _CANNOT_FAKE:
             return status

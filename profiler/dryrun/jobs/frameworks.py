@@ -10,8 +10,8 @@ from ebbtide.errors import UserError
 from ebbtide.profiler.dryrun.jobs.replacements import Recipe, Replacements
 
 _TEXT, _PAIR = {"text": 1.0}, {"prompt": 0.25, "chosen": 0.75, "rejected": 0.75}
-_INSTRUCTION = {"instruction": 0.25, "output": 0.75}
-_STAGES = {"pt": _TEXT, "sft": _INSTRUCTION, "rm": _PAIR, "dpo": _PAIR}
+_ANSWER = {"prompt": 0.25, "response": 0.75}
+_STAGES = {"pt": _TEXT, "sft": _ANSWER, "rm": _PAIR, "dpo": _PAIR}
 _EVALUATION = ("do_eval", "eval_on_start", "eval_steps", "eval_strategy", "evals_per_epoch", "eval_sample_packing")
 _DEFAULT_TOKENS = 2048
 _TUNE_RUN = re.compile(r"tune run (?:--nproc_per_node (\d+) )?(\w+) ")
@@ -91,8 +91,7 @@ class LlamaFactory(Framework):
                 raise UserError(f"the data of stage {recipe[self.key]} is not replaced: name a dataset_dir of your own")
             file = replacements.data(recipe.get("cutoff_len") or _DEFAULT_TOKENS, samples, shares)
             columns = {"prompt": "text"} if shares is _TEXT else {name: name for name in shares}
-            entry = {"file_name": file.name, "ranking": shares is _PAIR}
-            entry |= {} if shares is _INSTRUCTION else {"columns": columns}
+            entry = {"file_name": file.name, "ranking": shares is _PAIR, "columns": columns}
             file.with_name("dataset_info.json").write_text(json.dumps({"synthetic": entry}), encoding="utf-8")
             _remove(recipe, *_EVALUATION, "eval_dataset", "val_size", "streaming", "tokenized_path", "max_samples")
             recipe |= {"dataset": "synthetic", "dataset_dir": str(file.parent)}

@@ -12,7 +12,6 @@ from ebbtide.errors import UserError
 from ebbtide.output_files import new_output
 from ebbtide.profiler.dryrun.jobs.models import find_model, write_stand_in
 from ebbtide.profiler.dryrun.jobs.settings import ZERO_STAGES, ModelJob, PreparedJob, require, scratch_folder
-from ebbtide.units import count_text
 
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(trained, lr={}, fused=True)",
@@ -31,6 +30,7 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
     if isinstance(longest, int) and job.sequence > longest:
         raise UserError(f"--sequence {job.sequence} is longer than the {longest:,} positions of {model.name}")
     for package, is_needed in (
+        ("transformers", True),
         ("accelerate", True),
         ("peft", job.method != "full"),
         ("bitsandbytes", job.method == "qlora" or "8bit" in job.optimizer),
@@ -40,9 +40,10 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
             require(package, "this job")
     with scratch_folder() as scratch, new_output(script, force, _is_ours, "a job of a dry run") as path:
         folder = scratch / Path(model.name).name
-        size = "its weights" if model.is_whole else f"{count_text(write_stand_in(model, folder))} parameters"
+        if not model.is_whole:
+            write_stand_in(model, folder)
         path.write_text(render(job, model.name, script.name), encoding="utf-8")
-    lines = [f"{script}: {_summary(job)}", f"model {model.name}: {size}, configuration from {model.source}"]
+    lines = [f"{script}: {_summary(job)}", f"model {model.name}, configuration from {model.source}"]
     return PreparedJob(["python", str(script), str(model.folder if model.is_whole else folder)], scratch, lines)
 
 

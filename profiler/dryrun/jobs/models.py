@@ -12,8 +12,11 @@ from typing import Any
 
 from ebbtide.errors import UserError
 from ebbtide.json_files import read_object
+from ebbtide.units import count_text
 
 _CONFIG = "config.json"
+# The configuration in a folder that stands in for a model, until there is a _CONFIG.
+_STAND_IN = "stand-in.json"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # Parts of names that do not change the configuration.
 _VARIANTS = re.compile(r"^meta-|-(instruct|chat|it|base|pt|hf)(?=-|$)")
@@ -105,41 +108,51 @@ def _hub_file(name: str, **options: bool) -> Path | None:
         return None
 
 
-def write_stand_in(model: Model, folder: Path) -> int:
-    """Write a model without values, which loads in a dry run only, and return its number of parameters.
-
-    The folder has the configuration, the tokenizer, or else one with few words, and the header of a file of weights.
-    """
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise UserError(f"a model needs transformers: pip install 'ebbtide[transformers]' ({error})") from None
-    from ebbtide.profiler.dryrun.files.safetensors_files import header_of
-
+def write_stand_in(model: Model, folder: Path) -> None:
+    """Write a folder that stands in for a model once `complete_stand_ins` has run: its configuration and tokenizer."""
     if "quantization_config" in model.config:
         raise UserError(
             f"the weights of {model.name} are quantized, which its configuration does not show: name a folder"
         )
     folder.mkdir(parents=True)
-    _write_json(folder / _CONFIG, model.config)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    except Exception as error:  # of any kind: it depends on what the configuration says
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"transformers makes no language model of {model.name}: {reason}") from None
-    shared = dict(made.named_parameters(remove_duplicate=False)).keys() - dict(made.named_parameters()).keys()
-    _write_json(folder / _CONFIG, {"architectures": [type(made).__name__], **model.config})
-    tensors = {name: tensor for name, tensor in made.state_dict().items() if name not in shared}
-    (folder / "model.safetensors").write_bytes(header_of(tensors, {"format": "pt"}))
+    (folder / _STAND_IN).write_text(json.dumps(model.config), encoding="utf-8")
     if model.folder is not None and model.has_tokenizer:
         for file in (file for pattern in _TOKENIZER for file in model.folder.glob(pattern)):
             shutil.copy(file, folder)
-    else:
+
+
+def complete_stand_ins(folder: Path) -> list[str]:
+    """Write what models in a folder lack: the header of a file of weights, and a tokenizer with few words.
+
+    They load in a dry run only. The process of the dry run calls it, so that transformers is imported once.
+
+    Returns:
+        A line for each model: its number of parameters.
+    """
+    return [_complete(file.parent) for file in sorted(folder.glob(f"*/{_STAND_IN}"))]
+
+
+def _complete(folder: Path) -> str:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ebbtide.profiler.dryrun.files.safetensors_files import header_of
+
+    try:
+        config = AutoConfig.for_model(**json.loads((folder / _STAND_IN).read_text(encoding="utf-8")))
+        with torch.device("meta"):
+            made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except Exception as error:  # of any kind: it depends on what the configuration says
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"transformers makes no language model of {folder.name}: {reason}") from None
+    shared = dict(made.named_parameters(remove_duplicate=False)).keys() - dict(made.named_parameters()).keys()
+    tensors = {name: tensor for name, tensor in made.state_dict().items() if name not in shared}
+    (folder / "model.safetensors").write_bytes(header_of(tensors, {"format": "pt"}))
+    made.config.architectures = [type(made).__name__]
+    made.config.save_pretrained(folder)
+    if not any(folder.glob("tokenizer*")):
         _write_tokenizer(folder)
-    return sum(parameter.numel() for parameter in made.parameters())
+    return f"model {folder.name}: {count_text(sum(parameter.numel() for parameter in made.parameters()))} parameters"
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -152,7 +165,3 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made: Any = PreTrainedTokenizerFast
     made(tokenizer_object=tokenizer, chat_template=_CHAT, **_TOKENS).save_pretrained(folder)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")

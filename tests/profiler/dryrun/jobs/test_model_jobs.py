@@ -18,8 +18,9 @@ from ebbtide.errors import UserError
 from ebbtide.profiler.dryrun.files.safetensors_files import FakeSafetensors
 from ebbtide.profiler.dryrun.jobs import settings
 from ebbtide.profiler.dryrun.jobs.model_job import prepare_model_job, render
-from ebbtide.profiler.dryrun.jobs.models import Model, find_model, known_models, write_stand_in
+from ebbtide.profiler.dryrun.jobs.models import Model, complete_stand_ins, find_model, known_models, write_stand_in
 from ebbtide.profiler.dryrun.jobs.settings import Method, ModelJob, Optimizer, Precision, Strategy
+from ebbtide.units import count_text
 
 # Parameters by the model cards.
 PUBLISHED_PARAMETERS = {
@@ -105,7 +106,8 @@ def test_stand_in__has_the_tensors_of_the_model_and_a_tokenizer_of_words(tmp_pat
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {**known_models()["qwen2.5-0.5b"], **sizes}
-    assert write_stand_in(Model("tiny", config), tmp_path / "tiny") == parameters_of(config)
+    write_stand_in(Model("tiny", config), tmp_path / "tiny")
+    assert complete_stand_ins(tmp_path) == [f"model tiny: {count_text(parameters_of(config))} parameters"]
     header = FakeSafetensors(tmp_path / "tiny" / "model.safetensors")
     names = set(header.keys())
     assert "lm_head.weight" not in names  # tied to the embedding
@@ -124,8 +126,12 @@ def test_stand_in__has_the_tensors_of_the_model_and_a_tokenizer_of_words(tmp_pat
     ],
 )
 def test_stand_in__says_in_a_line_what_it_cannot_make(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def make() -> None:
+        write_stand_in(Model("some", config, tmp_path), tmp_path / "some")
+        complete_stand_ins(tmp_path)
+
     with pytest.raises(UserError, match=message) as caught:
-        write_stand_in(Model("some", config, tmp_path), tmp_path / "made")
+        make()
     assert "\n" not in str(caught.value)
 
 
@@ -181,8 +187,8 @@ def test_prepare_model_job__leaves_nothing_behind_where_it_fails(
     script = tmp_path / "run-job.py"
     with pytest.raises(UserError, match="longer than the 40,960 positions"):
         prepare_model_job(ModelJob("qwen3-8b", sequence=50_000), script, False)
-    (tmp_path / "config.json").write_text('{"model_type": "no-such-kind"}')
-    with pytest.raises(UserError, match="makes no language model"):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {}}')
+    with pytest.raises(UserError, match="quantized"):
         prepare_model_job(ModelJob(str(tmp_path)), script, False)
     assert not script.exists()
     script.write_text("print('mine')")

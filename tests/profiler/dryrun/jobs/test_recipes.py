@@ -128,7 +128,8 @@ def test_recipe_of_llama_factory__has_a_data_set_of_its_own() -> None:
     assert (Path(job.command[0]).name, job.command[1]) == ("llamafactory-cli", "train")
     folder = Path(recipe["dataset_dir"])
     entry = json.loads((folder / "dataset_info.json").read_text())[recipe["dataset"]]
-    assert rows(folder / entry["file_name"])[0] == {"instruction": 64, "output": 192}
+    assert rows(folder / entry["file_name"])[0] == {"prompt": 64, "response": 192}
+    assert entry["columns"] == {"prompt": "prompt", "response": "response"}
     assert "eval_dataset" not in recipe
     _, recipe = prepare(FACTORY.replace("sft", "dpo"))
     entry = json.loads((Path(recipe["dataset_dir"]) / "dataset_info.json").read_text())["synthetic"]
