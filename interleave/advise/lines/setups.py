@@ -335,7 +335,7 @@ def lines_to_paste(choice: PolicyChoice, context: PasteContext, settings: Tunabl
     checkpointing = _CHECKPOINTING if settings.checkpointing else None
     # Without DeepSpeed where state is in storage, and its parameters are offloaded, too.
     if job.section("zero_optimization") and (setup.code is not None or not setup.uses_storage):
-        parts: tuple[str | None, ...] = (checkpointing, setup.code or f"deepspeed_config = {config!r}")
+        parts = [checkpointing, setup.code or f"deepspeed_config = {config!r}"]
     else:
         parts = [checkpointing, fsdp2, optimizer]
     python = "\n\n".join(part for part in parts if part is not None)
