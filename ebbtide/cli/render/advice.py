@@ -56,7 +56,7 @@ def print_recommendation(advice: Recommendation, before: Before, framework: Fram
     echo(f"{_block(best, framework)}\n")
     other = "deepspeed" if framework == "script" else "script"
     changes = " and changes of the job" if advice.alternatives else ""
-    echo_line(f"all policies{changes}: --all; lines for {_FRAMEWORKS[other]}: --for {other}")
+    echo_line(f"all policies{changes}: --all; {_FRAMEWORKS[other]}: --for {other}")
 
 
 def _gain(setup: PolicySetup, before: Before) -> str:
