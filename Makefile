@@ -62,7 +62,7 @@ demo: $(VENV)/installed
 	$(BIN)/ebbtide plan $(DEMO)/predicted.ebb --machine rtx4090 a100-40gb-pcie h100-80gb --plot $(DEMO)/machines.png
 	@echo
 	@echo "== 5. Policies run for real on this machine: measured beside predicted, losses equal to the bit"
-	$(BIN)/ebbtide compare --params 8e7 --steps 6 --plot $(DEMO)/compare.png
+	$(BIN)/ebbtide compare --params 2e7 --steps 4 --plot $(DEMO)/compare.png
 	@echo
 	@echo "Open $(DEMO)/h100.html first, then $(DEMO)/a100-policies.png, $(DEMO)/gpt.html, $(DEMO)/predicted.png, $(DEMO)/machines.png and $(DEMO)/compare.png."
 	@echo "To record your own job: $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
