@@ -43,10 +43,10 @@ def prepare_recipe(path: Path, ranks: int) -> PreparedJob:
             file = scratch / path.name
             file.write_text(json.dumps(recipe), encoding="utf-8")  # which is YAML, too
             os.environ["HF_DATASETS_CACHE"] = str(scratch / "cache")
-    own = Path(sys.executable).with_name(program)
-    command = [str(own) if own.exists() else program, *words, str(file)]
+    # The programs of this environment come first, as if it were activated: a framework may start `accelerate`.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     line = f"{framework.name}: {shlex.join([program, *words, str(path)])}"
-    return PreparedJob(command, scratch, [line, *replacements.lines])
+    return PreparedJob([program, *words, str(file)], scratch, [line, *replacements.lines])
 
 
 def _read(path: Path) -> tuple[str, Recipe]:

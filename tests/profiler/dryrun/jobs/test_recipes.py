@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def _preparation_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(recipes, "require", lambda _package, _subject: None)
     monkeypatch.setattr(replacements, "write_stand_in", lambda _model, folder: folder.mkdir())
     monkeypatch.setenv("HF_DATASETS_CACHE", "")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
@@ -94,7 +96,8 @@ def test_recipe_of_trl__runs_its_trainer_on_texts_of_full_length() -> None:
     job, recipe = prepare(TRL)
     scratch = job.scratch
     assert scratch is not None
-    assert (Path(job.command[0]).name, job.command[1:]) == ("trl", ["sft", "--config", str(scratch / "recipe.yaml")])
+    assert job.command == ["trl", "sft", "--config", str(scratch / "recipe.yaml")]
+    assert os.environ["PATH"].startswith(str(Path(sys.executable).parent))
     assert recipe["model_name_or_path"] == str(scratch / "Qwen2.5-0.5B")
     assert rows(Path(recipe["dataset_name"]) / "train.jsonl") == [{"text": 512}] * 32
     assert recipe["learning_rate"] == 2e-5
@@ -116,7 +119,7 @@ def test_recipe_of_trl__with_a_key_of_preferences_runs_dpo() -> None:
 
 def test_recipe_of_axolotl__trains_on_completions() -> None:
     job, recipe = prepare(AXOLOTL)
-    assert (Path(job.command[0]).name, job.command[1]) == ("axolotl", "train")
+    assert job.command[:2] == ["axolotl", "train"]
     (data,) = recipe["datasets"]
     assert (data["type"], data["ds_type"]) == ("completion", "json")
     assert rows(Path(data["path"])) == [{"text": 1024}] * 16
@@ -125,7 +128,7 @@ def test_recipe_of_axolotl__trains_on_completions() -> None:
 
 def test_recipe_of_llama_factory__has_a_data_set_of_its_own() -> None:
     job, recipe = prepare(FACTORY)
-    assert (Path(job.command[0]).name, job.command[1]) == ("llamafactory-cli", "train")
+    assert job.command[:2] == ["llamafactory-cli", "train"]
     folder = Path(recipe["dataset_dir"])
     entry = json.loads((folder / "dataset_info.json").read_text())[recipe["dataset"]]
     assert rows(folder / entry["file_name"])[0] == {"prompt": 64, "response": 192}
