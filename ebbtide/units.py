@@ -6,6 +6,8 @@ import re
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+# Three digits of a number from here on read as the next unit: 999.9 M is 1 G.
+_ROUNDED_UP = 0.9995
 _SIZE = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
@@ -59,7 +61,7 @@ def rate_text(bytes_per_s: float | None) -> str:
     if bytes_per_s is None:
         return "-"
     for scale, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
-        if abs(bytes_per_s) >= scale:
+        if abs(bytes_per_s) >= _ROUNDED_UP * scale:
             return f"{bytes_per_s / scale:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"
 
@@ -69,6 +71,6 @@ def count_text(count: float | None) -> str:
     if count is None:
         return "-"
     for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(count) >= scale:
+        if abs(count) >= _ROUNDED_UP * scale:
             return f"{count / scale:.3g}{unit}"
     return f"{count:.3g}"

@@ -38,14 +38,16 @@ CONFIG = {
     "model_type": "qwen3", "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
-LAYER = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 512 + 2 * 256 + 2 * 64
-PARAMETERS = 2000 * 256 + 4 * LAYER + 256
+ATTENTION_AND_NORMS = 256 * (2 * 256 + 2 * 128) + 2 * 256 + 2 * 64
+PARAMETERS = 2000 * 256 + 4 * (ATTENTION_AND_NORMS + 3 * 256 * 512) + 256
+# DeepSpeed's stage 3 also keeps tensors below 100,000 elements whole.
+WHOLE = 4 * ATTENTION_AND_NORMS + 256
 
 
 def dry_run(folder: Path, *words: str) -> dict[str, Any]:
     """Return the bytes by category at the end of a dry run of the model above, and the verdict."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    process = ebbtide("dry-run", "--model", ".", "--capacity", "1GB", "-o", "run.ebb", *words, cwd=folder)
+    process = ebbtide("dry-run", "--model", ".", "--capacity", "8GB", "-o", "run.ebb", *words, cwd=folder)
     assert process.returncode == 0, process.stderr
     assert "memory  fits" in process.stderr
     blocks = open_trace(folder / "run.ebb").allocations(0)
@@ -61,7 +63,7 @@ def dry_run(folder: Path, *words: str) -> dict[str, Any]:
         (["--precision", "bf16-mixed", "--ranks", "2"], 4 * PARAMETERS, 8 * PARAMETERS),
         (["--strategy", "fsdp", "--ranks", "4"], 2 * PARAMETERS // 4, 4 * PARAMETERS // 4),
         (["--strategy", "zero2", "--ranks", "4"], 2 * PARAMETERS, 12 * PARAMETERS // 4),
-        (["--strategy", "zero3", "--ranks", "4"], 2 * PARAMETERS // 4, 12 * PARAMETERS // 4),
+        (["--strategy", "zero3", "--ranks", "4"], 2 * (PARAMETERS // 4 + WHOLE), 12 * PARAMETERS // 4),
         (["--strategy", "offload"], 2 * PARAMETERS, 0),
     ],
 )

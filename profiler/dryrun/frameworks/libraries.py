@@ -73,6 +73,7 @@ def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> Callable[[], Non
     cancels = [
         when_imported("torch.utils.cpp_extension", lambda module: _refuse_compilation(module, patches)),
         when_imported("pynvml", lambda module: _answer_nvml(module, patches)),
+        when_imported("bitsandbytes.cextension", lambda module: _leave_out_kernels(module, patches)),
         when_imported("bitsandbytes.functional", lambda module: _page_state(module, patches, mode)),
         when_imported("torchvision.extension", _define_operators),
         when_imported("torchaudio._extension.utils", lambda module: _leave_out_library(module, patches)),
@@ -108,6 +109,15 @@ def _refuse_compilation(module: Any, patches: Patches) -> None:
 
     patches.set(module, "load", load_other)
     patches.set(module, "load_inline", load_inline_other)
+
+
+def _leave_out_kernels(module: Any, patches: Patches) -> None:
+    """Let the kernels for CUDA that a build for the CPU lacks do nothing: they fill tensors that their callers made."""
+
+    def function_of(library: Any, name: str) -> Any:
+        return getattr(library._lib, name, None) or _constant(None)
+
+    patches.set(module.BNBNativeLibrary, "__getattr__", function_of)
 
 
 def _page_state(module: Any, patches: Patches, mode: FakeDeviceMode) -> None:

@@ -323,3 +323,32 @@ def test_swap_tensors__gives_a_parameter_the_content_of_another_type() -> None:
         return layer.weight is weight, tuple(weight.shape), weight.device.type, isinstance(weight, nn.Parameter)
 
     assert run_forked(lambda: dry_run(job)[1]) == (True, (WIDTH, 4), "cuda", True)
+
+
+BITSANDBYTES = """
+import ctypes
+
+class BNBNativeLibrary:
+    def __init__(self, lib):
+        self._lib = lib
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"Method '{name}' not available in CPU-only version of bitsandbytes.")
+
+lib = BNBNativeLibrary(ctypes.CDLL(None))
+"""
+
+
+def test_kernels__that_bitsandbytes_lacks_do_nothing(tmp_path: Path) -> None:
+    package = tmp_path / "bitsandbytes"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "cextension.py").write_text(BITSANDBYTES)
+
+    def job() -> Any:
+        sys.path.insert(0, str(tmp_path))
+        from bitsandbytes.cextension import lib
+
+        return lib.cdequantize_blockwise_fp32(None, 1), lib.labs(-3)
+
+    assert run_forked(lambda: dry_run(job)[1]) == (None, 3)
