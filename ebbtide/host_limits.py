@@ -28,13 +28,19 @@ _LOCAL_RANKS = (
 )
 
 
+def meminfo_bytes(key: str, root: Path = Path("/")) -> int | None:
+    """Return a figure of the host's memory in bytes, as in `SwapFree`; None where the host does not report it."""
+    match = re.search(rf"^{key}:\s+(\d+) kB", _text(root / "proc/meminfo") or "", re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
 def memory_bytes(root: Path = Path("/")) -> int | None:
     """Return the memory in bytes that this process may use; None where the host does not report it.
 
     The least of the host's memory and of the limits of the process's control groups.
     """
-    total = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo") or "", re.MULTILINE)
-    limits = [int(total[1]) * 1024] if total else []
+    total = meminfo_bytes("MemTotal", root)
+    limits = [total] if total is not None else []
     limits += [
         int(text)
         for text in _control_group_values(root, "memory", "memory.max", "memory.limit_in_bytes")
@@ -48,8 +54,8 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
     The least of what the host has available and of what is left in the nearest control group with a limit.
     """
-    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo") or "", re.MULTILINE)
-    limits = [int(available[1]) * 1024] if available else []
+    available = meminfo_bytes("MemAvailable", root)
+    limits = [available] if available is not None else []
     group = memory_group(os.getpid(), root)
     used = None if group is None else group.used_bytes()
     if group is not None and used is not None:

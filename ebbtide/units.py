@@ -74,3 +74,8 @@ def count_text(count: float | None) -> str:
         if abs(count) >= _ROUNDED_UP * scale:
             return f"{count / scale:.3g}{unit}"
     return f"{count:.3g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as in `1 finding` and `2 findings`."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -6,7 +6,7 @@ from ebbtide.analysis.findings.finding import Finding, Findings
 from ebbtide.analysis.metrics.missing import on_demand_remarks
 from ebbtide.analysis.tables.table import Gain, View
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import ms_text
+from ebbtide.units import counted, ms_text
 
 # Findings that people read at first.
 _FIRST = 5
@@ -18,7 +18,7 @@ def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, 
     `iteration_ms`: median iteration, None if not known."""
     iteration = f"{ms_text(iteration_ms)} an iteration, " if iteration_ms else ""
     overlap = " (gains overlap)" if sum(one.potential_gain_ms is not None for one in findings.findings) > 1 else ""
-    first = f"{trace.path}: {iteration}{_count(len(findings.findings), 'finding')}{overlap}"
+    first = f"{trace.path}: {iteration}{counted(len(findings.findings), 'finding')}{overlap}"
     # Nothing that holds a job back is a result, too.
     yield first if findings.findings else Gain(first)
     yield from on_demand_remarks(trace)
@@ -44,8 +44,8 @@ def _gain(finding: Finding) -> str:
 def _left_out(findings: Findings) -> View:
     """Yield what the short form leaves out."""
     others = len(findings.findings) - _FIRST
-    parts = [_count(others, "more finding")] if others > 0 else []
-    parts += [_count(len(findings.unknown), "question") + " without an answer"] if findings.unknown else []
+    parts = [counted(others, "more finding")] if others > 0 else []
+    parts += [counted(len(findings.unknown), "question") + " without an answer"] if findings.unknown else []
     parts += ["evidence"] if findings.findings else []
     yield f"{', '.join([*parts, 'other rules'])}: -v"
 
@@ -68,7 +68,3 @@ def _other_rules(findings: Findings) -> View:
         for needs, rules in rules_by_needs.items():
             yield f"   - {', '.join(rules)}"
             yield f"     needs: {'; '.join(needs)}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -15,11 +15,11 @@ from typing import Any
 from ebbtide import host_limits
 from ebbtide.interleave.doctor.job import JobCommand, read_job
 from ebbtide.numa.processes import read_allowed_cpus
-from ebbtide.numa.topology import NumaNode, pci_node, read_nodes
+from ebbtide.numa.topology import NumaNode, pci_node, read_nodes, read_text
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.nvml import Nvml, NvmlError
 
-# Prints versions and files of packages, without importing them, and the limits that the job inherits.
+# Prints versions and files of packages, without importing them.
 _PROBE = """
 import importlib.metadata as metadata, importlib.util as util, json
 facts = {}
@@ -127,10 +127,7 @@ class JobHost:
 
     def text(self, path: str) -> str:
         """Return the content of a file of /proc or /sys; empty where there is none."""
-        try:
-            return (self.root / path).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
+        return read_text(self.root / path) or ""
 
 
 def this_host(command: Sequence[str] = (), root: Path = Path("/"), library: Any = None) -> JobHost:

@@ -16,7 +16,7 @@ from ebbtide import host_limits
 from ebbtide.errors import UserError
 from ebbtide.interleave.doctor.host import JobHost
 from ebbtide.interleave.doctor.launchers import LAUNCHERS
-from ebbtide.numa.topology import cpus_text, parse_cpus, read_text
+from ebbtide.numa.topology import cpus_text, node_cpus, parse_cpus, read_text
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def rank_bindings(host: JobHost) -> list[RankBinding]:
     quota = host_limits.within_quotas(len(host.cpus), host.root) / max(1, len(host.cpus))
     bindings = []
     for rank, home in enumerate(homes):
-        cpus = next((node.cpus & host.cpus for node in host.nodes if node.number == home), host.cpus)
+        cpus = host.cpus if home is None else node_cpus(home, host.root) & host.cpus
         cores = _cores(cpus, host.root)
         sharing = homes.count(home)
         number = homes[:rank].count(home)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ebbtide.analysis.tables.table import Gain, Misfit, View
 from ebbtide.interleave.doctor.check import CheckResult, Diagnosis
+from ebbtide.units import counted
 
 
 def diagnosis_view(diagnosis: Diagnosis, verbose: bool) -> View:
@@ -11,7 +12,7 @@ def diagnosis_view(diagnosis: Diagnosis, verbose: bool) -> View:
     warnings, unknown = diagnosis.of("warning"), diagnosis.of("unknown")
     counts = f"{len(diagnosis.of('ok'))} checks are fine"
     if warnings:
-        yield Misfit(f"this host would slow a job down: {_count(len(warnings), 'warning')}; {counts}")
+        yield Misfit(f"this host would slow a job down: {counted(len(warnings), 'warning')}; {counts}")
     else:
         yield f"nothing here would slow a job down; {counts}"
     for number, check in enumerate(warnings, 1):
@@ -30,7 +31,3 @@ def diagnosis_view(diagnosis: Diagnosis, verbose: bool) -> View:
 
 def _check_line(check: CheckResult) -> str:
     return f"   {check.name}: {check.detail}" + (f"; {check.remedy}" if check.remedy else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -22,7 +22,7 @@ _MIN_MEMLOCK_BYTES = 8 << 20  # the default of Linux since 5.16; it was 64 KiB
 @check("memory")
 def memory(host: JobHost) -> Iterator[Answer]:
     """Compare the memory that the job may use with that of the host."""
-    total, limit = _meminfo(host, "MemTotal"), host_limits.memory_bytes(host.root)
+    total, limit = host_limits.meminfo_bytes("MemTotal", host.root), host_limits.memory_bytes(host.root)
     available = host_limits.available_bytes(host.root)
     if total is None or limit is None or available is None:
         yield "unknown", "the host does not report its memory"
@@ -42,7 +42,7 @@ def memory(host: JobHost) -> Iterator[Answer]:
 @check("swap")
 def swap(host: JobHost) -> Iterator[Answer]:
     """Check whether the host swaps: state in swap is read from disk in every update."""
-    total, free = _meminfo(host, "SwapTotal"), _meminfo(host, "SwapFree")
+    total, free = host_limits.meminfo_bytes("SwapTotal", host.root), host_limits.meminfo_bytes("SwapFree", host.root)
     if total is None or free is None:
         yield "unknown", "the host does not report its swap"
     elif total - free >= _MIN_SWAPPED_BYTES:
@@ -92,15 +92,10 @@ def pinned_memory(host: JobHost) -> Iterator[Answer]:
     if "microsoft" not in host.text("proc/version").lower():
         yield "ok", "the driver sets no limit of its own"
         return
-    total = _meminfo(host, "MemTotal") or 0
+    total = host_limits.meminfo_bytes("MemTotal", host.root) or 0
     yield (
         "warning",
         f"WSL2 pins at most about half of its memory, {bytes_text(total / 2)} here: offloaded state above it cannot be "
         "allocated",
         "give WSL2 more memory (memory=SIZE in .wslconfig), or start Linux itself",
     )
-
-
-def _meminfo(host: JobHost, key: str) -> int | None:
-    match = re.search(rf"^{key}:\s+(\d+) kB", host.text("proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None

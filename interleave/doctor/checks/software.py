@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ebbtide.interleave.doctor.check import Answer, check
 from ebbtide.interleave.doctor.host import JobHost
+from ebbtide.numa.topology import read_text
 
 _CUDA = re.compile(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)", re.MULTILINE)
 _HIP = re.compile(r"^hip\b[^=]*=\s*'", re.MULTILINE)
@@ -86,7 +87,4 @@ def libaio(host: JobHost) -> Iterator[Answer]:
 
 
 def _text(path: Path | None) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace") if path else ""
-    except OSError:
-        return ""
+    return (path and read_text(path)) or ""
