@@ -100,7 +100,10 @@ def main(arguments: list[str]) -> int:
     except JobLaunched as job_launched:
         ranks = {"ranks": job_launched.ranks or options.ranks, "ranks_per_node": job_launched.ranks_per_node}
         settings |= {**ranks, **own}
-        become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
+        try:
+            become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
+        except UserError as error:
+            return _fail(str(error))
     except UserError as error:
         return _fail(str(error))
     finally:

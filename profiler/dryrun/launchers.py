@@ -18,10 +18,12 @@ from typing import Any
 
 from ebbtide.profiler.agent.patches import Patches, when_imported
 
+TORCHRUN = "torch.distributed.run"
 # Modules that start jobs; also those that console scripts start as processes in between.
 _MODULES = frozenset(
     {"accelerate.commands.launch", "accelerate.commands.accelerate_cli", "deepspeed.launcher.runner",
-     "deepspeed.launcher.launch", "axolotl.cli.main", "axolotl.cli.train", "llamafactory.cli", "trl.cli"}
+     "deepspeed.launcher.launch", "axolotl.cli.main", "axolotl.cli.train", "llamafactory.cli", "trl.cli",
+     TORCHRUN, "torch.distributed.launch"}
 )  # fmt: skip
 # Their options for the processes on a host, without which they take as many as there are devices.
 _RANK_OPTIONS = re.compile(r"--(?:num[_-]processes|num[_-]gpus|nproc[_-]per[_-]node)(?:=(\d+))?")
@@ -139,5 +141,5 @@ def _is_job(command: Sequence[str]) -> bool:
     while words and words[0] in _PYTHON_FLAGS:
         words = words[1:]
     if words[:1] == ["-m"]:
-        return len(words) > 1 and (words[1] in _MODULES or words[1] == "torch.distributed.run")
+        return len(words) > 1 and words[1] in _MODULES
     return bool(words) and Path(words[0]).suffix == ".py" and (program != sys.executable or Path(words[0]).is_file())

@@ -10,49 +10,17 @@ from typing import Any
 import pytest
 
 from ebbtide.profiler.dryrun.errors import DryRunError
-from ebbtide.profiler.dryrun.launch import LaunchedJob, read_launcher, split_command
+from ebbtide.profiler.dryrun.launch import split_command
 from ebbtide.profiler.dryrun.launchers import JobLaunched, launcher_followed, stated_ranks
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide
 from tests.profiler.dryrun.forked import run_forked
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        (["python", "train.py"], LaunchedJob(["python", "train.py"])),
-        (["torchrun", "train.py"], LaunchedJob(["python", "train.py"], 1, 1)),
-        (
-            ["torchrun", "--standalone", "--nproc_per_node=8", "train.py", "--nnodes", "3"],
-            LaunchedJob(["python", "train.py", "--nnodes", "3"], 8, 8),
-        ),
-        (
-            ["/x/torchrun", "--nnodes", "1:4", "--nproc-per-node", "2", "--rdzv-endpoint", "h:1", "-m", "a.b", "c"],
-            LaunchedJob(["python", "-m", "a.b", "c"], 8, 2),
-        ),
-        (
-            ["/v/bin/python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "t.py"],
-            LaunchedJob(["/v/bin/python", "t.py"], 2, 2),
-        ),
-    ],
-)
-def test_read_launcher__finds_script_and_ranks(command: list[str], expected: LaunchedJob) -> None:
-    assert read_launcher(command) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--nproc-per-node", "gpu", "t.py"], "--nproc-per-node is 'gpu'; a dry run needs a number"),
-        (["--no-python", "t.sh"], "needs the Python script"),
-        ([], "needs the Python script"),
-        (["--unknown", "t.py"], "unrecognized arguments|needs the Python script"),
-        (["--nnodes"], "expected one argument"),
-    ],
-)
-def test_read_launcher__says_what_is_missing(words: list[str], message: str) -> None:
-    with pytest.raises(DryRunError, match=message):
-        read_launcher(["torchrun", *words])
+def test_split_command__runs_torchrun_of_its_own_interpreter() -> None:
+    job = ["-m", "torch.distributed.run", "--nproc_per_node=8", "t.py"]
+    assert split_command(["/x/torchrun", *job[2:]]) == (sys.executable, [], job)
+    assert stated_ranks(job) == 8
 
 
 def test_stated_ranks__are_those_of_a_launchers_options() -> None:
@@ -100,7 +68,19 @@ for step in range(3):
 @pytest.mark.parametrize(
     ("launcher", "job", "line"),
     [
-        ("accelerate launch --num_processes 4", JOB, "ranks 4 DistributedDataParallel ['--lr', '1']"),
+        ("torchrun --nproc-per-node 2 --nnodes 1:2", JOB, "ranks 4 DistributedDataParallel ['--lr', '1']"),
+        pytest.param(
+            "torchrun --nproc-per-node gpu --standalone",
+            JOB,
+            "ranks 1 Sequential ['--lr', '1']",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "accelerate launch --num_processes 4",
+            JOB,
+            "ranks 4 DistributedDataParallel ['--lr', '1']",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("accelerate launch", JOB, "ranks 1 Sequential ['--lr', '1']", marks=pytest.mark.slow),
         pytest.param(
             "accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp --fsdp_version 2",
@@ -119,6 +99,20 @@ def test_dry_run__follows_launchers_to_their_job(launcher: str, job: str, line: 
     assert process.returncode == 0, process.stderr
     assert line in process.stdout
     assert open_trace(tmp_path / "run.ebb").meta.exit.code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--no-python", "ls"], "ls is none: name the script that it starts"),
+        pytest.param(["--unknown", "t.py"], "unrecognized arguments: --unknown", marks=pytest.mark.slow),
+    ],
+)
+def test_dry_run__says_what_a_launcher_cannot_start(words: list[str], message: str, tmp_path: Path) -> None:
+    process = ebbtide("dry-run", "-o", "run.ebb", "--", "torchrun", *words, cwd=tmp_path)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize("function", ["execvpe", "execv"])
