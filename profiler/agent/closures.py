@@ -47,8 +47,7 @@ class UpdateParts:
         recorder.parts = self
 
     def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_torch: bool) -> tuple[Any, dict[str, Any]]:
-        """Replace the closure among the arguments of a `step` by one that is watched. `of_torch`: whether it is one of
-        torch's, which do nothing before they call the closure."""
+        """Replace the closure among the arguments of a `step`; a step `of_torch` does nothing before it calls it."""
         if of_torch and not self._calls:
             self._measure_before()
         if len(args) > 1 and self._watches(args[1]):
@@ -121,8 +120,7 @@ class UpdateParts:
                 recorder.fail(error)
 
     def finish(self, end_ns: int, counts: bool = True) -> bool:
-        """Write what was held back, when the step ends; return whether its last part is a phase. `counts`: whether it
-        belongs to an iteration."""
+        """Write what was held back; return whether the last part is a phase. `counts`: it is of an iteration."""
         before, recorder = self._before, self._recorder
         if self._calls != 1:
             return True

@@ -101,10 +101,7 @@ class GuardedProfiler:
 
 @contextlib.contextmanager
 def _without_log_lines() -> Iterator[None]:
-    """Keep Kineto, which logs each start and stop, from writing to the job's stderr.
-
-    Kineto reads its level from the environment when it starts first.
-    """
+    """Keep Kineto, which reads its level at its first start, from logging to the job's stderr."""
     before = os.environ.get(_KINETO_LEVEL)
     os.environ.setdefault(_KINETO_LEVEL, _SILENT)
     try:

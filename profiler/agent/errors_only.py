@@ -17,8 +17,7 @@ FORMAT = {"format": "ebbtide-trace", "schema": 1}
 
 
 def spool_folder(path: str) -> str:
-    """Return the folder of the spools in a trace that does not exist yet: PATH, else PATH-2, PATH-3, ... All ranks of a
-    job look before the first error."""
+    """Return the spools of a new trace: PATH, else PATH-2, ... All ranks look before the first error."""
     stem, extension = os.path.splitext(os.path.abspath(path))
     for number in itertools.count(1):
         trace = f"{stem}{'' if number == 1 else f'-{number}'}{extension}"

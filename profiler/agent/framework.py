@@ -23,12 +23,7 @@ _TRAINING_ARGUMENTS = "transformers.training_args"
 
 
 def describe_framework(modules: Iterable[Any], batch: int | None) -> dict[str, Any]:
-    """Return the trace's `framework` entry: the one that trains, its version, and samples of a micro-step on a rank.
-
-    Args:
-        modules: The outermost modules of the model.
-        batch: The first dimension of the model's input; None if it had no tensor.
-    """
+    """Return the entry `framework`: name, version, samples of a micro-step; `batch`: those of the model's input."""
     for name, module, package in _FRAMEWORKS:
         if module in sys.modules:
             version = getattr(sys.modules.get(package), "__version__", None)

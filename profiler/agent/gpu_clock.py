@@ -74,10 +74,7 @@ class GpuClock:
         return EventMark(device, event, host_ns)
 
     def add_span(self, sequence: int, start: EventMark | None, end: EventMark | None) -> None:
-        """Add a finished phase or operation by its two marks.
-
-        It is dropped if a mark is missing or the marks are on two devices.
-        """
+        """Add a finished phase or operation, unless a mark is missing or the marks are on two devices."""
         if start and end and start.device == end.device:
             self.pending.append(_PendingSpan(sequence, start, end))
         else:

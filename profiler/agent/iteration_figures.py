@@ -178,18 +178,14 @@ class IterationFigures:
             yield _times(*later, later[0].begin_ns or None)
 
     def peaks(self, number: int) -> dict[tuple[int, int], int]:
-        """Return the peaks in bytes, by pool and device, of the last iteration up to `number` that was read.
-
-        Those of the last one where none was read at the ends of all its phases.
-        """
+        """Return peaks in bytes by pool and device: of the last iteration up to `number` that was wholly read."""
         iterations = [iteration for iteration in list(self._finished) if iteration.number <= number]
         read = [iteration for iteration in iterations if iteration.was_read]
         return next((iteration.peaks for iteration in reversed(read or iterations)), {})
 
 
 def _bounds(phases: Sequence[_Phase], spans: dict[int, tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """Return start and end of each phase: device times, or those of the host if a phase did not run on the device. None
-    while the device has not passed all of them."""
+    """Return start and end of each phase, on the device if all ran there; None until it has passed them all."""
     records = [record for record, _ in phases]
     if not all(_ran_on_device(record) for record in records):
         return [(record.start_ns, record.end_ns) for record in records]

@@ -53,10 +53,7 @@ def heap_reader() -> ReadFunction | None:
 
 
 def cuda_reader(torch: Any) -> Callable[[int], list[Reading]]:
-    """Return a function that reads torch's caching allocator on a device.
-
-    It also reads torch's pinned host memory, where this version of torch counts it.
-    """
+    """Return a function that reads torch's caching allocator on a device, and pinned memory if torch counts it."""
     host_stats = getattr(torch._C, "_cuda_hostMemoryStats", None)
 
     def read(device: int) -> list[Reading]:

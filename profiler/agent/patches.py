@@ -9,10 +9,7 @@ from typing import Any, Callable
 
 
 def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], None]:
-    """Call `callback` with the module once its import has finished (maybe already); return a function to cancel it.
-
-    An exception of the callback is dropped: the import belongs to the job.
-    """
+    """Call `callback` with a module once it is imported, without its exceptions; return a function to cancel it."""
     module = sys.modules.get(name)
     if module is not None:
         with contextlib.suppress(Exception):

@@ -109,10 +109,7 @@ class OutermostCall:
         return result
 
     def _trains(self, result: Any, module: Any) -> bool:
-        """Return whether this was a training forward, whose result can be differentiated.
-
-        Transforms and metrics are modules too.
-        """
+        """Return whether the result can be differentiated: transforms and metrics are modules, too."""
         trains = _requires_grad(result, self._tensor)
         if trains is None:
             trains = any(parameter.requires_grad for parameter in module.parameters())
@@ -163,10 +160,7 @@ def wrap_backward(
 
 
 def hook_megatron(recorder: Recorder, compiling: Callable[[], bool], patches: Patches) -> Callable[[], None]:
-    """Wrap the backward of Megatron's schedules, which calls autograd's engine itself, once it is imported.
-
-    Returns a function that waits for the import no more.
-    """
+    """Wrap the backward of Megatron's schedules once they are imported; return a function that cancels that."""
 
     def patch(module: Any) -> None:
         patches.wrap(module, "custom_backward", lambda original: wrap_backward(recorder, compiling, original))
@@ -207,8 +201,7 @@ class TorchHooks:
     def _wrap_update(
         self, original: Callable[..., Any], optimizer_index: int, of_torch: bool = False
     ) -> Callable[..., Any]:
-        """Wrap a method, perhaps of one of torch's own optimizers, as an update. `optimizer_index` tells which
-        positional argument is the optimizer: 0 in a method of an optimizer."""
+        """Wrap a method as an update; `optimizer_index`: the position of the optimizer among its arguments."""
         recorder, compiling = self._recorder, self._compiling
 
         @functools.wraps(original)
@@ -306,10 +299,7 @@ class PipelineHooks:
         self._patches.set(engine, "_INSTRUCTION_MAP", instructions)
 
     def _wrap(self, original: Callable[..., Any], begins: bool) -> Callable[..., Any]:
-        """Wrap a method of a stage whose first argument names a micro-batch, and may begin it: its forward.
-
-        A name may be used again after its backward.
-        """
+        """Wrap a method of a stage whose first argument names a micro-batch; the name may return after its backward."""
         recorder, stages = self._recorder, self._stages
 
         @functools.wraps(original)

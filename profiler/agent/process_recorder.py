@@ -24,10 +24,7 @@ _POLL_SHARE = 500
 
 
 def start_background(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
-    """Start the thread of a `ProcessRecorder`, which ends with its recording.
-
-    It is not a `threading` thread: the job's list of threads does not change, and its exit does not wait.
-    """
+    """Start the recorder's thread, which is none of `threading`: the job neither lists it nor waits for it."""
     _thread.start_new_thread(_run, (recorder, spool, memory))
 
 

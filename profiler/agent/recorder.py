@@ -88,8 +88,7 @@ class Recorder(ProcessRecorder):
         return True
 
     def begin_error(self) -> bool:
-        """Begin to write an error; return False if nothing is recorded now. Where errors alone are recorded, the first
-        one creates the trace, and what follows it is not recorded."""
+        """Begin to write an error, the first of which creates a trace of errors alone; return whether it is kept."""
         if not self.errors_only:
             return self.begin()
         if self.live and self._spool is None:
@@ -187,10 +186,7 @@ class Recorder(ProcessRecorder):
             self.note_once(TWO_TRAIN_NOTE)
 
     def add_forward(self, source: int, start_ns: int, start_mark: EventMark | None) -> None:
-        """Add a forward that ends now, by a thread that had no phase before.
-
-        If phases of other threads overlap it, it is dropped.
-        """
+        """Add a forward that ends now, by a thread without phases; it is dropped if phases of others overlap it."""
         self.threads.add_current()
         if self.last_end_ns > start_ns or not self.enter(FORWARD):
             self.gpu.release_mark(start_mark)

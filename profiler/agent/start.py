@@ -30,10 +30,7 @@ def from_environment() -> None:
 
 
 def start(torch: Any, directory: str, options: Options) -> Any:
-    """Start to record this process.
-
-    Returns the recorder: the running one if there is one already, and None if the process cannot be recorded.
-    """
+    """Start to record this process; return its recorder, maybe an earlier one, or None if it cannot be recorded."""
     global _recorder
     if _recorder is not None and _recorder.errors_only and not options.errors_only:
         stop()

@@ -20,16 +20,12 @@ def fp32_masters(optimizer: Any) -> Any:
 
 
 def subgroup_sizes(optimizer: Any) -> Any:
-    """Return the number of this rank's parameters in each subgroup, padding included. None if it is not a ZeRO
-    optimizer."""
+    """Return this rank's parameters in each subgroup, with padding; None if it is not a ZeRO optimizer."""
     return _first_attribute(optimizer, _SIZES) if fp32_masters(optimizer) is not None else None
 
 
 def torch_optimizers(optimizer: Any) -> list[Any]:
-    """Return the torch optimizers that have an optimizer's state.
-
-    DeepSpeed's optimizers contain others; in partial offload they contain two.
-    """
+    """Return the torch optimizers with the state: DeepSpeed's contain others, in partial offload two."""
     if not is_deepspeed_object(optimizer) or getattr(optimizer, "optimizer", None) is None:
         return [optimizer]
     candidates = [optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)]

@@ -201,10 +201,7 @@ def _fail(message: str) -> int:
 
 
 def explain_failure(error: BaseException) -> str | None:
-    """Return the line about an exception that a real device would not have raised; None for the job's own.
-
-    It names the operation, the line of the job and what to do.
-    """
+    """Return the line on what a real device would not have raised: operation, place, remedy; None for the job's own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, CannotFakeError):

@@ -68,8 +68,7 @@ def refuse_existing(output: Path, force: bool) -> None:
 def become_dry_run(
     command: Sequence[str], output: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
 ) -> NoReturn:
-    """Become the process of a dry run with settings as `DryRunOptions` has them; ranks are those of a launcher where
-    they are not stated."""
+    """Become a dry run with settings as in `DryRunOptions`; ranks that are not stated are those of a launcher."""
     python, options, job = split_command(command)
     settings = {**settings, "ranks": settings["ranks"] or stated_ranks(job)}
     own = ["-P", "-m", "ebbtide.profiler.dryrun", str(output), json.dumps(settings)]

@@ -33,10 +33,7 @@ _MAX_SHEBANG = 256
 
 
 class JobLaunched(BaseException):
-    """Raised in a launcher that starts a job. Not an `Exception`, which the launcher might catch.
-
-    `ranks`, `ranks_per_node`: of the job; None: the environment says.
-    """
+    """Raised in a launcher that starts a job, past its `except Exception`. Ranks: None where the environment says."""
 
     def __init__(
         self,

@@ -228,10 +228,7 @@ def find_importers() -> dict[str, Importer]:
 
 @dataclass(frozen=True)
 class _Addition:
-    """The rows that one file added to one rank.
-
-    `parts`: the rows, and columns of rows.
-    """
+    """The rows that one file added to one rank; `parts`: the rows, and columns of rows."""
 
     path: Path
     entry: RankBuilder
@@ -295,10 +292,7 @@ class FileTimes:
                 reached, last = end, path
 
     def align(self, reference: str) -> None:
-        """Move all files so that they begin with a reference.
-
-        `reference`: `start` for the first file with times, or the path of a file.
-        """
+        """Move all files so that they begin with a reference: START, or the path of a file."""
         begins: dict[Path, int] = {}
         for addition in self._additions:
             span = addition.span_ns()

@@ -110,10 +110,7 @@ class ProcessProgress:
 
 
 def training_processes(spools: Path) -> list[ProcessProgress]:
-    """Return the running processes of a recording that have finished an iteration, by rank.
-
-    OSError is raised where a spool was removed meanwhile: the recording has ended.
-    """
+    """Return the running processes that have finished an iteration, by rank. OSError: the recording has ended."""
     processes = [process for process in _newest_of_each(spools) if process.iteration is not None and process.runs]
     return sorted(processes, key=lambda process: (process.rank, process.pid))
 

@@ -147,10 +147,7 @@ def _run(command: RecordedCommand, job: int, status: int, failure: int) -> NoRet
 
 
 def _keep_descriptors(*kept: int) -> None:
-    """Close all inherited descriptors but stderr and `kept`.
-
-    A process that waits for the end of one of the job's pipes must not wait for the collector.
-    """
+    """Close inherited descriptors but stderr and `kept`: who reads the job's pipes must not wait for the collector."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -237,8 +234,7 @@ def _age_s(pid: int) -> float:
 
 
 def wait_status(pid: int, pidfd: int) -> int | None:
-    """Return the wait status of a process that has ended, as `os.waitpid` would give it to its parent. None if the
-    kernel does not give it: before Linux 6.15 only while the parent has not yet asked."""
+    """Return the wait status of an ended process; None if the kernel (before 6.15) has given it to the parent."""
     info = bytearray(_PIDFD_INFO.size)
     struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
     try:

@@ -30,8 +30,7 @@ _NO_SPACE = "no space left on the device: the recording ends where it ran out (t
 
 @dataclass
 class RecordingResult:
-    """The result of a recording. `traces`: a trace for each training that was recorded; if there is none, no file is
-    left."""
+    """A trace for each training that was recorded; if there is none, no file is left."""
 
     traces: list[Trace]
     warnings: list[str] = field(default_factory=list)
@@ -70,8 +69,7 @@ def spool_folder(output: Path) -> Path:
 def open_recording(
     output: Path, command: list[str], options: Options, job: int, warn: Callable[[str], None] = lambda _: None
 ) -> OpenRecording:
-    """Fill the folder of a new trace with its first metadata, an empty folder for spools, and a lock. `warn` is called
-    with warnings while the job (its process id) runs."""
+    """Fill the folder of a new trace: metadata, folder of spools, lock. `warn` gets warnings while the job runs."""
     spools = spool_folder(output)
     spools.mkdir()
     lock = lock_recording(output, job)

@@ -17,8 +17,7 @@ _PERIOD_S = 0.02
 
 
 def lock_recording(path: Path, job: int) -> int:
-    """Lock a trace until the returned descriptor is closed, or this process ends. `job`: process id of the job, for
-    `wait_until_finished`."""
+    """Lock a trace until the descriptor is closed, or this process ends; `job`: process id, for the waiting."""
     fd = os.open(path / SPOOL / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.write(fd, json.dumps({"job": job, "start_ticks": start_ticks(job), "collector": os.getpid()}).encode())
@@ -26,8 +25,7 @@ def lock_recording(path: Path, job: int) -> int:
 
 
 def collector_runs(path: Path) -> bool:
-    """Return whether the process that will finish a trace runs, without taking the lock: on the host of the recording
-    alone."""
+    """Return whether the process that will finish a trace runs, on this host, without taking the lock."""
     try:
         return process_runs(int(json.loads((path / SPOOL / LOCK).read_bytes())["collector"]))
     except (OSError, ValueError, TypeError, KeyError):

@@ -174,10 +174,7 @@ class Gpu:
         return mode is not None and bool(mode[0])
 
     def _copies_over_c2c(self) -> bool:
-        """Return whether a link of NVLink-C2C to the host is active (GH200, GB200).
-
-        Drivers that do not report these links are judged by the card's name.
-        """
+        """Return whether a link of NVLink-C2C to the host is active; by the card's name where drivers do not say."""
         try:
             (links,) = self.read_fields("NVML_FI_DEV_C2C_LINK_COUNT")
             return any(self.read_fields("NVML_FI_DEV_C2C_LINK_GET_STATUS", scope=link) == [1] for link in range(links))
@@ -216,8 +213,7 @@ class OpenedGpus(NamedTuple):
 
 
 def open_gpus(nvml: Nvml, visible: str = "") -> OpenedGpus:
-    """Open every card. One that is partitioned is replaced by its MIG devices, since jobs run only on those. `visible`:
-    the value of CUDA_VISIBLE_DEVICES. If it names MIG devices, others are left out."""
+    """Open all cards, or their MIG devices; only those MIG devices that `visible`, CUDA_VISIBLE_DEVICES, names."""
     gpus: list[Gpu] = []
     unavailable = []
     for index in range(nvml.call("nvmlDeviceGetCount")):
@@ -293,8 +289,7 @@ class GpuStateReader:
         self._failures: Counter[tuple[str, ...]] = Counter()
 
     def read(self) -> dict[str, int]:
-        """Read every quantity that the card gives now, in the units of `GPU_QUANTITIES`. Raises Unsupported if the card
-        gives none of them, and never will."""
+        """Read every quantity that the card gives now. Raises Unsupported if it gives none, and never will."""
         values: dict[str, int] = {}
         for number, reading in enumerate(self._readings):
             remaining = self._read_one(reading, values)
@@ -305,8 +300,7 @@ class GpuStateReader:
         return values
 
     def refusals(self) -> str | None:
-        """Return the quantities that the card does not give, with the reasons. None if it gives all, or none at all:
-        then `read` has raised the reasons."""
+        """Return the quantities that the card refuses, with reasons; None if none, or if `read` has raised them."""
         return self._reasons() if self.refused and self._readings else None
 
     def _reasons(self) -> str:

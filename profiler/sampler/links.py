@@ -122,8 +122,7 @@ class ThroughputSource:
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
-    """Return the first source of a GPU that answers, and for each one before it the reason why it does not. None if
-    none answers, or if what they count is not the traffic of this GPU."""
+    """Return the first source that answers (None: none counts this GPU's traffic), and why those before do not."""
     obstacle = gpu.link_obstacle()
     if obstacle is not None:
         return None, [obstacle]

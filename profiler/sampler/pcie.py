@@ -15,7 +15,6 @@ _LANE_BYTES_PER_S = {
 
 
 def link_peak_bytes_per_s(generation: int | None, width: int | None) -> float | None:
-    """Return the peak bandwidth of a PCIe link in one direction, before packet headers, in bytes/s. None if its
-    generation or its width, the number of lanes, is unknown."""
+    """Return the peak of a PCIe link in one direction, before headers, in bytes/s; None if it is not known."""
     lane = _LANE_BYTES_PER_S.get(generation or 0)
     return lane * width if lane and width else None

@@ -319,8 +319,7 @@ class HostLimitWatch:
         self._warnings: list[str] = []
 
     def read(self, pids: Iterable[int], regular: bool) -> Iterator[tuple[int, int]]:
-        """Yield (process, bytes in use in its control group). `regular`: whether all are to be read; otherwise only
-        those that are near their limit."""
+        """Yield (process, bytes in use in its group); unless `regular`, only of those near their limit."""
         members: dict[MemoryGroup, list[int]] = {}
         for pid in pids:
             if pid not in self._groups:

@@ -184,10 +184,7 @@ class DeepSpeedHooks:
         return update
 
     def _record_step(self, engine: Any, outermost: bool) -> None:
-        """Note a step of the engine's optimizer.
-
-        It represents the optimizers that it contains, which step once per subgroup, or not at all.
-        """
+        """Note a step of the engine's optimizer, for those in it, which step once per subgroup or not at all."""
         recorder, optimizer = self._recorder, engine.optimizer
         if outermost or _ends_zenflow_interval(engine):
             recorder.stepped.clear()

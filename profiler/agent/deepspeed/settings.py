@@ -13,10 +13,7 @@ _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
 def describe_engine(engine: Any, recomputes: bool, moments_lost: bool | None = None) -> dict[str, Any]:
-    """Return the trace's `deepspeed` entry.
-
-    After a step. `moments_lost`: whether a checkpoint was loaded without its moments; None if none was loaded.
-    """
+    """Return the `deepspeed` entry after a step. `moments_lost` by a loaded checkpoint; None if none was loaded."""
     optimizer = engine.optimizer
     sizes = subgroup_sizes(optimizer)
     description = {

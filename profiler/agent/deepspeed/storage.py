@@ -76,8 +76,7 @@ class GradientReduction:
         return reduce
 
     def _wrap_copy(self, original: Callable[..., Any], count_bytes: Callable[..., int | None]) -> Callable[..., Any]:
-        """Wrap a method that copies gradients to host memory. `count_bytes`: called before it with its arguments;
-        returns the bytes it copies, None if it copies nothing."""
+        """Wrap a copy of gradients to the host; `count_bytes` returns its bytes (None: none) before it."""
         recorder, substeps = self._recorder, self._substeps
 
         @functools.wraps(original)

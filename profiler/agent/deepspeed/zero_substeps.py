@@ -121,8 +121,7 @@ class SubstepRecorder:
 
 
 class SubstepMethod:
-    """A method that is one row of the table `ops`. `find_subgroup`: returns the subgroup the method works on, from the
-    sub-steps so far and the method's arguments."""
+    """A method that is one row of `ops`; `find_subgroup` gets the sub-steps so far and the method's arguments."""
 
     def __init__(
         self,
@@ -135,10 +134,7 @@ class SubstepMethod:
         self._find_resource = find_resource
 
     def enter(self, substeps: SubstepRecorder, args: Any) -> int | None:
-        """Begin the row, as the method begins, and return the subgroup that it works on; None: none, or not known.
-
-        Never raises: what cannot be determined is left out.
-        """
+        """Begin the row, and return its subgroup (None: none, or not known). Never raises."""
         subgroup, resource, nbytes = None, "host", None
         try:
             subgroup = self._find_subgroup(substeps, args)
@@ -216,8 +212,7 @@ def _gradient_resource(optimizer: Any, subgroup: int) -> str:
 
 
 def _upload_bytes(optimizer: Any, subgroup: int) -> int | None:
-    """Return the bytes of a subgroup's parameters, in the model's precision, that are copied to the device. None if the
-    subgroup's state is on the device."""
+    """Return the bytes of a subgroup's parameters that are copied to the device; None if its state is there."""
     if _master_resource(optimizer, subgroup) != "cpu":
         return None
     return int(subgroup_sizes(optimizer)[subgroup] * optimizer.dtype.itemsize)

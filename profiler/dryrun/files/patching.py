@@ -81,10 +81,7 @@ def absolute(path: Any) -> str | None:
 
 
 class FileFunctions:
-    """File functions that go through a view.
-
-    `on_open`: called with each path that is opened for writing.
-    """
+    """File functions that go through a view; `on_open` is called with each path that is opened for writing."""
 
     def __init__(self, view: FileView, on_open: Callable[[str], None]) -> None:
         self._view, self._on_open = view, on_open

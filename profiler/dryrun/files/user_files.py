@@ -33,10 +33,7 @@ _CHANGING = frozenset({"cp", "dd", "ln", "mv", "rm", "rmdir", "rsync", "shred", 
 
 
 class UserFiles:
-    """The files that the job saves, loads, opens and removes.
-
-    `opened`: files that it opened for writing, in order.
-    """
+    """The files that the job saves, loads and removes; `opened`: those that it opened for writing, in order."""
 
     def __init__(self, mode: FakeDeviceMode) -> None:
         self.opened: dict[str, None] = {}
@@ -182,10 +179,7 @@ class UserFiles:
 
 
 def _device_of(map_location: Any, saved: str | None = None) -> Any:
-    """Return the device that `torch.load` would load to; None: the one that the tensor came from.
-
-    `saved`: the device in the file.
-    """
+    """Return the device that `torch.load` loads to; None: that of the tensor. `saved`: the device in the file."""
     if isinstance(map_location, (str, torch.device)):
         return map_location
     if isinstance(map_location, dict):
@@ -234,10 +228,7 @@ class SavedTensor:
 
 
 class SavedContents:
-    """Contents that were saved in this dry run, by number.
-
-    `saved_bytes`: bytes of the tensors, those of a shared storage once for each time.
-    """
+    """Contents that were saved in this dry run; `saved_bytes` counts a shared storage once for each time."""
 
     def __init__(self) -> None:
         self.saves = self.saved_bytes = 0

@@ -318,10 +318,7 @@ def is_file(path: str) -> bool:
 
 
 class FileGuard:
-    """Refuses changes that a `FileView` did not redirect: by functions that were taken before they were replaced.
-
-    An audit hook cannot be removed from a process; one serves all dry runs, one after the other.
-    """
+    """Refuses what a `FileView` did not redirect. One serves all dry runs: an audit hook cannot be removed."""
 
     def __init__(self) -> None:
         self._view: FileView | None = None

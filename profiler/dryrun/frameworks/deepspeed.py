@@ -74,10 +74,7 @@ class _FusedAdam:
 
 
 def extension(name: str, clock: VirtualClock, cpu_update_params_per_s: float | None) -> Any:
-    """Return the stand-in for an extension.
-
-    `cpu_update_params_per_s`: parameters that a rank updates on the CPU per second; None: by the host's memory.
-    """
+    """Return the stand-in for an extension; `cpu_update_params_per_s` of a rank, None: by the host's memory."""
     if name == "cpu_adam":
         return _CpuAdam(clock, cpu_update_params_per_s)
     if name == "fused_adam":

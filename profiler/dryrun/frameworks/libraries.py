@@ -19,10 +19,7 @@ _CUDA_SOURCES = (".cu", ".cuh")
 
 
 class LibraryPatches:
-    """Patches of data loaders, torch.compile, transformers, extensions and NVML, from creation to `remove`.
-
-    `compiles`: whether the job has called what torch.compile returned.
-    """
+    """Patches of libraries, until `remove`; `compiles`: whether the job has called what torch.compile returned."""
 
     def __init__(self, patches: Patches, mode: FakeDeviceMode) -> None:
         self.compiles = False

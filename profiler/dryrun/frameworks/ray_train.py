@@ -10,8 +10,7 @@ from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
 
 
 def patch_ray_train(patches: Patches, groups: ProcessGroups) -> Callable[[], None]:
-    """Use Ray Train's local mode until `patches.undo()`, in a job that imports it before the returned function is
-    called."""
+    """Use Ray Train's local mode until `patches.undo()`; the returned function stops the wait for its import."""
 
     def patch(module: Any) -> None:
         def fit(trainer: Any) -> Any:

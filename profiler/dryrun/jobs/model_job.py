@@ -48,12 +48,7 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
 
 
 def render(job: ModelJob, model: str, file: str) -> str:
-    """Return the script of a job.
-
-    Args:
-        model: Name on the hub, or path of the folder with the weights.
-        file: Its own name.
-    """
+    """Return the script of a job; `model`: a name on the hub, or the folder with the weights; `file`: its own name."""
     learning_rate = 1e-5 if job.method == "full" else 1e-4
     autocast = job.precision == "bf16-mixed"
     dtype = "float32" if job.precision == "fp32" or (autocast and job.method == "full") else "bfloat16"

@@ -20,11 +20,7 @@ _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
 
 
 def prepare_recipe(path: Path, ranks: int) -> PreparedJob:
-    """Find the framework of a recipe, and write a copy whose model and data a dry run can load.
-
-    Args:
-        ranks: Ranks of the job.
-    """
+    """Find the framework of a recipe, and write a copy whose model and data a dry run can load."""
     text, recipe = _read(path)
     framework = next((framework for framework in FRAMEWORKS if framework.matches(recipe)), None)
     if framework is None:

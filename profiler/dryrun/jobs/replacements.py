@@ -44,12 +44,7 @@ class Replacements:
         return not (self.real_tokens and all(Path(path).exists() for path in paths))
 
     def data(self, tokens: int, samples: int, shares: dict[str, float]) -> Path:
-        """Write samples of equal length as JSON lines, and return their file.
-
-        Args:
-            tokens: Those of a sample.
-            shares: The share of the tokens that is in each column.
-        """
+        """Write samples of so many `tokens` as JSON lines, shared among columns; return their file."""
         row = {column: " ".join([WORD] * max(1, int(share * tokens))) for column, share in shares.items()}
         file = self.folder / "data" / "train.jsonl"
         file.parent.mkdir()

@@ -31,10 +31,7 @@ class MarkedPhase(NamedTuple):
 
 
 class UpdatePart(NamedTuple):
-    """Timer of a part of an update.
-
-    `t_ns`: time of the line; None if the line has no time.
-    """
+    """Timer of a part of an update; `t_ns`: time of the line, None if the line has no time."""
 
     name: str
     ms: float
@@ -42,10 +39,7 @@ class UpdatePart(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Memory in use on the whole host.
-
-    `share`: bytes in use as a share of the host's memory, with one decimal of a percent.
-    """
+    """Memory in use on the whole host; `share` of the host's memory, with one decimal of a percent."""
 
     used_bytes: int
     share: float
@@ -53,10 +47,7 @@ class HostMemory(NamedTuple):
 
 @dataclass
 class MicroStep:
-    """Timers and marks of one micro-step, as far as the log has them.
-
-    `ended_ns`: time of the line with its timers, which are printed at its end; None if the line has no time.
-    """
+    """Timers and marks of one micro-step; `ended_ns`: time of the line with its timers, None without one."""
 
     ms: dict[str, float]
     marked_ns: dict[MarkedPhase, int]
@@ -66,10 +57,7 @@ class MicroStep:
 
 @dataclass
 class StepTimers:
-    """Timers of one iteration.
-
-    `micro_steps`: its micro-steps, at least one.
-    """
+    """Timers of one iteration, which has at least one micro-step."""
 
     ms: dict[str, float]
     micro_steps: list[MicroStep]
@@ -156,19 +144,13 @@ class TimerReader:
         return bool(self._micro_steps)
 
     def finish(self, accumulation: int | None) -> None:
-        """Derive steps from micro-steps or marks if the log has no timers of whole steps.
-
-        `accumulation`: micro-steps of a step by the configuration; None if not known.
-        """
+        """Derive steps where the log has no timers of whole ones; `accumulation` as configured, None if not known."""
         if not self.steps:
             micro_steps = self._micro_steps or micro_steps_of_marks(self.marks)
             self.steps = steps_of_micro_steps(micro_steps, self.marks, accumulation)
 
     def _boundary_at(self, phase: str, begins: bool) -> PhaseBoundary:
-        """Return the boundary of a mark in the log.
-
-        `Engine after step` is printed after the timers of the micro-step, or of the whole step.
-        """
+        """Return the boundary of a mark; `Engine after step` is printed after the timers of the (micro-)step."""
         iteration, micro_step = len(self.steps), len(self._micro_steps)
         if phase == UPDATE and not begins:
             if self._micro_steps:
@@ -270,10 +252,7 @@ def steps_of_micro_steps(
 
 
 def micro_steps_of_marks(marks: list[MemoryMark]) -> list[MicroStep]:
-    """Derive micro-steps from the times of memory marks, and number the boundaries of the marks by micro-step.
-
-    Those with a forward and a backward are returned, as long as the times between their marks.
-    """
+    """Return micro-steps with forward and backward by the times of marks, whose boundaries are numbered by them."""
     micro_steps: list[MicroStep] = []
     times: dict[MarkedPhase, int] = {}
 

@@ -19,15 +19,13 @@ from ebbtide.profiler.importers.deepspeed.durations import (
 )
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.logs.settings import JobSettings, SettingsReader, add_ranks, add_report, monitored_ranks
-from ebbtide.profiler.importers.logs.text_log import LogLine, clock_offset_ns, read_lines, zone_ns
+from ebbtide.profiler.importers.logs.text_log import clock_offset_ns, feed_lines, first_log_lines, only_log
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
 from ebbtide.profiler.importers.nvml_monitor.importer import Coverage, read_coverage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 _SIGNATURES = re.compile(r"time \(ms\) \||\bMax_MA \d|see_memory_usage|[Dd]eep[Ss]peed|DEEPSPEED")
-# Number of lines that are searched for the signatures.
-_MAX_SEARCHED_LINES = 100_000
 # Longer than any job: timers that add up to more are damaged.
 _MAX_NS = 1 << 60
 
@@ -40,39 +38,18 @@ class DeepSpeedLogImporter:
     stage = Stage.JOB
 
     def matches(self, source: Source) -> bool:
-        if b"\0" in source.head:
-            return False
-        lines = (line for line, _ in zip(read_lines(source), range(_MAX_SEARCHED_LINES), strict=False))
-        return any(_SIGNATURES.search(line.text) for line in lines)
+        return any(map(_SIGNATURES.search, first_log_lines(source)))
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        if len(sources) > 1:
-            raise SourceError(
-                "two DeepSpeed logs cannot make one trace: import each of them alone, then `ebbtide import` the traces"
-            )
-        (source,) = sources
+        source = only_log(sources, "DeepSpeed")
         dated = read_log(source, builder, read_coverage(options.sources.get(MONITOR_FORMAT, ())))
         return [] if dated else [source]
 
 
 def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -> bool:
-    """Add the contents of a log to a trace; return whether the log has times of day.
-
-    `monitors` give the time zone of the log's clock if the log does not state it; None: there are none of the same run.
-    """
+    """Add a log to a trace; return whether it has times of day. `monitors` give its time zone; None: there are none."""
     timers, settings_reader = TimerReader(), SettingsReader()
-
-    def feed_readers() -> Iterator[LogLine]:
-        for line in read_lines(source):
-            timers.feed(line)
-            settings_reader.feed(line)
-            yield line
-
-    lines = feed_readers()
-    zone = zone_ns(lines)
-    # `zone_ns` stops at the first line with a zone; the readers need all lines.
-    for _ in lines:
-        pass
+    zone = feed_lines(source, timers.feed, settings_reader.feed)
     whole_steps = bool(timers.steps)
     timers.finish(settings_reader.settings.accumulation())
     if timers.steps and not whole_steps:
@@ -227,10 +204,7 @@ def time_phases(steps: list[StepTimers]) -> Iterator[TimedPhase]:
 
 
 def boundary_time_ns(boundary: PhaseBoundary | None, phases: dict[PhaseKey, TimedPhase]) -> int | None:
-    """Return the time of a boundary; None if its phase is not in `phases`.
-
-    In a micro-step without an update, both boundaries of the update are at the end of the backward.
-    """
+    """Return the time of a boundary (None: no such phase); without an update it is the end of the backward."""
     if boundary is None:
         return None
     phase = phases.get(PhaseKey(boundary.iteration, boundary.micro_step, boundary.phase))
@@ -249,10 +223,7 @@ def _phases(step: StepTimers) -> list[tuple[int, str]]:
 
 
 def _latest_starts(step: StepTimers, next_start_ns: int | None) -> list[int | None]:
-    """Return the latest start of each phase that the marks and the next phase allow.
-
-    `next_start_ns`: start of the next step; None if the times of this step decide.
-    """
+    """Return the latest start of each phase; `next_start_ns`: start of the next step, None: by this step's times."""
     starts = []
     for (number, phase), length in zip(reversed(_phases(step)), reversed(_lengths_ns(step)), strict=True):
         micro_step = step.micro_steps[number]
@@ -314,10 +285,7 @@ def _add_op(entry: RankBuilder, name: str, start: int, end: int, iteration: int)
 def add_memory(
     entry: RankBuilder, marks: list[MemoryMark], phases: list[TimedPhase], timed: bool, offset_ns: int
 ) -> int:
-    """Add the memory of the marks; return the number of marks without a time.
-
-    `timed`: whether the log has times; if not, marks are placed at the boundaries of phases.
-    """
+    """Add the memory of the marks, at boundaries of phases unless `timed`; return how many have no time."""
     device = entry.meta["devices"][0]["device"]
     by_key = {PhaseKey(phase.iteration, phase.micro_step, phase.phase): phase for phase in phases}
     previous: MemoryMark | None = None

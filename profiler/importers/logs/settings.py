@@ -90,6 +90,9 @@ class JobSettings:
         return -(-params // self.world_size) if zero.get("stage") in (1, 2, 3) else None
 
 
+SetValue = Callable[[JobSettings, re.Match[str]], None]
+
+
 def _set_subgroup(settings: JobSettings, match: re.Match[str]) -> None:
     rank, group, number, size = map(int, match.groups())
     settings.subgroups.setdefault(rank, {})[group, number] = size
@@ -99,18 +102,6 @@ def _set_world_size(settings: JobSettings, match: re.Match[str]) -> None:
     size = int(match.group(1))
     if settings.world_size is None and 0 < size <= _MAX_RANKS:
         settings.world_size = size
-
-
-def _set_params(settings: JobSettings, match: re.Match[str]) -> None:
-    settings.model_parallel_params[match.group(1)] = int(match.group(2))
-
-
-def _set_rounded_params(settings: JobSettings, match: re.Match[str]) -> None:
-    settings.params_rounded = round(float(match.group(1)) * _SCALE[match.group(2)])
-
-
-def _set_visible_devices(settings: JobSettings, match: re.Match[str]) -> None:
-    settings.visible_devices = [int(number) for number in match.group(1).split(",")]
 
 
 def _set_command(settings: JobSettings, match: re.Match[str]) -> None:
@@ -131,29 +122,22 @@ def _set_nodes(settings: JobSettings, match: re.Match[str]) -> None:
         settings.slots = {f"host {number}": ranks for number in range(hosts)}
 
 
-def _set_slots(settings: JobSettings, match: re.Match[str]) -> None:
-    settings.slots[match.group(1)] = int(match.group(2))
-
-
-def _set_omp_threads(settings: JobSettings, match: re.Match[str]) -> None:
-    settings.omp_threads = int(match.group(1))
-
-
-def _set_checkpointing(settings: JobSettings, match: re.Match[str]) -> None:
-    settings.checkpointing = True
-
-
-def _set_first(name: str) -> Callable[[JobSettings, re.Match[str]], None]:
-    """Return a function that sets an attribute to its first value in the log."""
+def _set(name: str, convert: Callable[..., Any] = str.strip, only_first: bool = False) -> SetValue:
+    """Return a function that sets an attribute to what `convert` returns for the groups of a match."""
 
     def set_value(settings: JobSettings, match: re.Match[str]) -> None:
-        if getattr(settings, name) is None:
-            setattr(settings, name, match.group(1).strip())
+        if not only_first or getattr(settings, name) is None:
+            setattr(settings, name, convert(*match.groups()))
 
     return set_value
 
 
-_PATTERNS: list[tuple[str, re.Pattern[str], Callable[[JobSettings, re.Match[str]], None]]] = [
+def _add(name: str) -> SetValue:
+    """Return a function that adds a name and its number to an attribute."""
+    return lambda settings, match: getattr(settings, name).update({match[1]: int(match[2])})
+
+
+_PATTERNS: list[tuple[str, re.Pattern[str], SetValue]] = [
     (letters, re.compile(pattern), set_value)
     for letters, pattern, set_value in [
         (
@@ -163,34 +147,43 @@ _PATTERNS: list[tuple[str, re.Pattern[str], Callable[[JobSettings, re.Match[str]
         ),
         ("world_size", r"\b(?:dist_world_size=|world_size (?:\.{3,40}|=) )(\d{1,7})\b", _set_world_size),
         ("using world size", r"\busing world size: (\d{1,7})\b", _set_world_size),
-        ("_VISIBLE_DEVICES=", r"Setting \w{1,32}_VISIBLE_DEVICES=(\d{1,4}(?:,\d{1,4}){0,1023})", _set_visible_devices),
-        ("number of parameters on", r"number of parameters on ([^:]{1,100}): (\d{1,15})\b", _set_params),
-        ("num_elems = ", r"num_elems = (\d{1,12}(?:\.\d{1,12})?)([KMBT]?)\b", _set_rounded_params),
-        ("DeepSpeed info: ", r"DeepSpeed info: version=([^,\s]{1,64})", _set_first("deepspeed")),
-        ("torch version", r"\btorch version \.{3,40} (\S{1,64})", _set_first("torch")),
-        ("torch cuda version", r"\btorch cuda version \.{3,40} (\S{1,64})", _set_first("cuda")),
-        ("Basic Optimizer = ", r"DeepSpeed Basic Optimizer = (\w{1,64})", _set_first("optimizer")),
+        (
+            "_VISIBLE_DEVICES=",
+            r"Setting \w{1,32}_VISIBLE_DEVICES=(\d{1,4}(?:,\d{1,4}){0,1023})",
+            _set("visible_devices", lambda numbers: [*map(int, numbers.split(","))]),
+        ),
+        (
+            "number of parameters on",
+            r"number of parameters on ([^:]{1,100}): (\d{1,15})\b",
+            _add("model_parallel_params"),
+        ),
+        (
+            "num_elems = ",
+            r"num_elems = (\d{1,12}(?:\.\d{1,12})?)([KMBT]?)\b",
+            _set("params_rounded", lambda number, unit: round(float(number) * _SCALE[unit])),
+        ),
+        ("DeepSpeed info: ", r"DeepSpeed info: version=([^,\s]{1,64})", _set("deepspeed", only_first=True)),
+        ("torch version", r"\btorch version \.{3,40} (\S{1,64})", _set("torch", only_first=True)),
+        ("torch cuda version", r"\btorch cuda version \.{3,40} (\S{1,64})", _set("cuda", only_first=True)),
+        ("Basic Optimizer = ", r"DeepSpeed Basic Optimizer = (\w{1,64})", _set("optimizer", only_first=True)),
         ("cmd = ", r"\bcmd = (.+)", _set_command),
         ("num_local_procs=", r"\bnnodes=(\d{1,6}), num_local_procs=(\d{1,4})\b", _set_nodes),
         ("--nproc", _NODES.pattern, _set_nodes),
         ("NNODES=", r"\bNNODES=(\d{1,6})\b.*\bLOCAL_WORLD_SIZE=(\d{1,4})\b", _set_nodes),
-        (" slots=", r"^\s*([\w.-]{1,253}) slots=(\d{1,4})\s*$", _set_slots),
+        (" slots=", r"^\s*([\w.-]{1,253}) slots=(\d{1,4})\s*$", _add("slots")),
         (
             "OMP_NUM_THREADS",
             r"Setting OMP_NUM_THREADS environment variable for each process to be (\d{1,4})\b",
-            _set_omp_threads,
+            _set("omp_threads", int),
         ),
-        ("Activation Checkpointing", r"Activation Checkpointing Information", _set_checkpointing),
-        ("checkpoint_activations", r"checkpoint_activations \.{3,40} True", _set_checkpointing),
+        ("Activation Checkpointing", r"Activation Checkpointing Information", _set("checkpointing", lambda: True)),
+        ("checkpoint_activations", r"checkpoint_activations \.{3,40} True", _set("checkpointing", lambda: True)),
     ]
 ]
 
 
 class SettingsReader:
-    """Collects the settings of a job line by line.
-
-    `settings`: the settings so far.
-    """
+    """Collects the `settings` of a job line by line."""
 
     def __init__(self) -> None:
         self.settings = JobSettings()
@@ -215,10 +208,7 @@ class SettingsReader:
                     break
 
     def _continue_config(self, text: str) -> bool:
-        """Return whether a line is part of the configuration.
-
-        The configuration ends with an unindented brace. Lines of other ranks may be between its own lines.
-        """
+        """Return whether a line is of the configuration, up to an unindented brace; ranks may break into it."""
         assert self._config_lines is not None
         config_line = text.removeprefix(self._launcher)
         is_json = text.startswith(self._launcher) and config_line.lstrip().startswith(_JSON)
@@ -267,10 +257,7 @@ def add_ranks(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBui
 
 
 def monitored_ranks(ranks: dict[int, RankBuilder], monitors: Coverage | None) -> list[int]:
-    """Return the ranks whose device monitor files cover.
-
-    `monitors`: what the files cover; None if there are none.
-    """
+    """Return the ranks whose device monitor files cover; None: there are no such files."""
     owners: dict[str, int] = {}
     for rank, entry in ranks.items():
         owners.setdefault(entry.meta["devices"][0]["device"], rank)

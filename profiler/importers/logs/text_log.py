@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ebbtide.profiler.importers.nvml_monitor.importer import Coverage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import TraceBuilder
 
+# Number of lines that are searched for the lines of a framework.
+_MAX_SEARCHED_LINES = 100_000
 # Longer lines are not log lines. They are split, so that no file fills the memory.
 _MAX_LINE_CHARS = 1 << 16
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -46,6 +50,35 @@ def read_lines(source: Source) -> Iterator[LogLine]:
         while raw_line := file.readline(_MAX_LINE_CHARS):
             text = raw_line.rstrip("\n")
             yield _parse_line(_COLOR.sub("", text) if "\x1b" in text else text)
+
+
+def first_log_lines(source: Source) -> Iterator[str]:
+    """Return the texts of the first lines; none of a file that is not text."""
+    return iter(()) if b"\0" in source.head else (line.text for line in islice(read_lines(source), _MAX_SEARCHED_LINES))
+
+
+def only_log(sources: Sequence[Source], name: str) -> Source:
+    """Return the one log of an import. Raises SourceError for several."""
+    if len(sources) > 1:
+        raise SourceError(
+            f"two {name} logs cannot make one trace: import each of them alone, then `ebbtide import` the traces"
+        )
+    return sources[0]
+
+
+def feed_lines(source: Source, *readers: Callable[[LogLine], None]) -> int | None:
+    """Pass each line to all readers, and return the log's offset from UTC as `zone_ns` does."""
+
+    def fed() -> Iterator[LogLine]:
+        for line in read_lines(source):
+            for read in readers:
+                read(line)
+            yield line
+
+    lines = fed()
+    zone = zone_ns(lines)
+    deque(lines, maxlen=0)  # `zone_ns` stops at the first line with a zone; the readers need all lines
+    return zone
 
 
 def _parse_line(text: str) -> LogLine:
@@ -97,10 +130,7 @@ def zone_by_overlap(span: tuple[int, int], reference: tuple[int, int]) -> tuple[
 
 
 def overlap(span: tuple[int, int], reference: tuple[int, int], ahead_ns: int) -> float:
-    """Return the share of a span, on a clock that is `ahead_ns` ahead of UTC, that a reference in Unix ns covers.
-
-    It is at most 1, and 0 or less if the two do not overlap.
-    """
+    """Return the share of a span on a clock `ahead_ns` ahead of UTC that a reference covers; 0 or less: none."""
     start, end = span[0] - ahead_ns, span[1] - ahead_ns
     return (min(end, reference[1]) - max(start, reference[0])) / max(end - start, 1)
 
@@ -108,10 +138,7 @@ def overlap(span: tuple[int, int], reference: tuple[int, int], ahead_ns: int) ->
 def clock_offset_ns(
     source: Source, builder: TraceBuilder, zone: int | None, span: tuple[int, int], monitors: Coverage | None
 ) -> int:
-    """Return how far the log's clock is ahead of UTC in ns.
-
-    `zone`: the offset that the log states; None if it states none. `monitors`: None if there are none with dates.
-    """
+    """Return how far the log's clock is ahead of UTC, by the stated `zone`, else by dated `monitors` (None: none)."""
     if monitors is None:
         if zone is None:
             builder.note("the log has local times without a time zone: they are read as UTC")

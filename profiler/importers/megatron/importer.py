@@ -23,7 +23,7 @@ from ebbtide.profiler.importers.logs.settings import (
     monitored_ranks,
     read_reports,
 )
-from ebbtide.profiler.importers.logs.text_log import LogLine, clock_offset_ns, read_lines, zone_ns
+from ebbtide.profiler.importers.logs.text_log import LogLine, clock_offset_ns, feed_lines, first_log_lines, only_log
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
 from ebbtide.profiler.importers.nvml_monitor.importer import read_coverage
 from ebbtide.profiler.importers.source import Source, SourceError
@@ -31,8 +31,6 @@ from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 # Timers and memory marks of DeepSpeed, which say more than Megatron's lines in the same log.
 _DEEPSPEED = re.compile(r"time \(ms\) \|.{0,400}\| step(?:_microstep)?:|\bMax_MA \d")
-# Number of lines that are searched for Megatron's lines.
-_MAX_SEARCHED_LINES = 100_000
 # Longer than any job: times that add up to more are damaged.
 _MAX_NS = 1 << 60
 # By version: `forward` and `backward` before 2.0.
@@ -73,21 +71,15 @@ class MegatronLogImporter:
     stage = Stage.JOB
 
     def matches(self, source: Source) -> bool:
-        if b"\0" in source.head:
-            return False
         has_iterations = False
-        for line, _ in zip(read_lines(source), range(_MAX_SEARCHED_LINES), strict=False):
-            if _DEEPSPEED.search(line.text):
+        for text in first_log_lines(source):
+            if _DEEPSPEED.search(text):
                 return False
-            has_iterations = has_iterations or is_iteration(line.text)
+            has_iterations = has_iterations or ("iteration" in text and _ITERATION.search(text) is not None)
         return has_iterations
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        if len(sources) > 1:
-            raise SourceError(
-                "two Megatron logs cannot make one trace: import each of them alone, then `ebbtide import` the traces"
-            )
-        (source,) = sources
+        source = only_log(sources, "Megatron")
         log = _Log(source)
         if not log.intervals:
             raise SourceError(f"{source} has no line `iteration N/ M | ... | elapsed time per iteration (ms): ...`")
@@ -115,27 +107,16 @@ class MegatronLogImporter:
 
 
 class _Log:
-    """The contents of a log.
-
-    `zone`: offset of the log's clock from UTC in ns; None if the log does not state it.
-    """
+    """The contents of a log; `zone`: offset of its clock from UTC in ns, None if the log does not state it."""
 
     def __init__(self, source: Source) -> None:
         reader, settings_reader = IntervalReader(), SettingsReader()
         self.reports: dict[int, MemoryReport] = {}
 
-        def feed_readers() -> Iterator[LogLine]:
-            for line in read_lines(source):
-                reader.feed(line)
-                settings_reader.feed(line)
-                self.reports.update((report.rank, report) for report in read_reports(line.text))
-                yield line
+        def add_reports(line: LogLine) -> None:
+            self.reports.update((report.rank, report) for report in read_reports(line.text))
 
-        lines = feed_readers()
-        self.zone = zone_ns(lines)
-        # `zone_ns` stops at the first line with a zone; the readers need all lines.
-        for _ in lines:
-            pass
+        self.zone = feed_lines(source, reader.feed, settings_reader.feed, add_reports)
         self.incomplete = reader.finish()
         self.intervals: list[LoggedInterval] = reader.intervals
         self.settings: JobSettings = settings_reader.settings
@@ -186,10 +167,7 @@ def _notes(log: _Log, dated: bool, shortened: bool, rank_count: int) -> Iterator
 
 @dataclass(frozen=True)
 class PlacedIterations:
-    """The iterations of one interval in time.
-
-    `first`: number of the first of them in the trace, from 0.
-    """
+    """The iterations of one interval in time; `first`: number of the first of them in the trace, from 0."""
 
     interval: LoggedInterval
     first: int
@@ -235,7 +213,8 @@ def add_iterations(entry: RankBuilder, rank: int, placed: Sequence[PlacedIterati
         total = computed + (update or 0.0)
         scale = min(1.0, interval.iteration_ms / total) if total else 1.0
         shortened |= scale < 1
-        lengths = {name: round(ms * scale * 1e6) for name, ms in _lengths(forward, backward, update).items()}
+        logged_ms = {FORWARD: forward, BACKWARD: backward, UPDATE: update}
+        lengths = {phase: round(ms * scale * 1e6) for phase, ms in logged_ms.items() if ms is not None}
         update_starts = ends - lengths.get(UPDATE, 0)
         starts = update_starts - round(computed * scale * 1e6)
         if not split and both is not None:
@@ -252,11 +231,6 @@ def add_iterations(entry: RankBuilder, rank: int, placed: Sequence[PlacedIterati
                     _add_op(entry, name, update_starts, part_ends, numbers)
                     update_starts = part_ends
     return shortened
-
-
-def _lengths(forward: float | None, backward: float | None, update: float | None) -> dict[str, float]:
-    lengths = {FORWARD: forward, BACKWARD: backward, UPDATE: update}
-    return {phase: ms for phase, ms in lengths.items() if ms is not None}
 
 
 def _add_phase(entry: RankBuilder, phase: str, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> None:
@@ -293,10 +267,7 @@ class LoggedInterval:
 
 
 class IntervalReader:
-    """Collects the intervals line by line.
-
-    `intervals`: the intervals so far, without their `count`.
-    """
+    """Collects `intervals` line by line, without their `count`."""
 
     def __init__(self) -> None:
         self.intervals: list[LoggedInterval] = []
@@ -337,10 +308,7 @@ class IntervalReader:
             self._in_timers = False
 
     def finish(self) -> bool:
-        """Derive how many iterations each interval has: usually as many as the numbers of two lines differ.
-
-        Return whether a last interval was left out, because it lacks timers that the one before has.
-        """
+        """Derive how many iterations each interval has; return whether the last was left out, since it lacks timers."""
         cut = len(self.intervals) > 1 and self.intervals[-1].timers.keys() < self.intervals[-2].timers.keys()
         if cut:
             self.intervals.pop()
@@ -352,11 +320,6 @@ class IntervalReader:
             # The first line, also of a run that was appended, covers a whole interval, or all iterations so far.
             logged.count = max(1, min(interval, difference or logged.last_iteration))
         return cut
-
-
-def is_iteration(text: str) -> bool:
-    """Return whether a line of a log is one that Megatron prints for its iterations."""
-    return "iteration" in text and _ITERATION.search(text) is not None
 
 
 def _stamp_ns(text: str) -> int | None:

@@ -34,12 +34,7 @@ def copy_kind(direction: str) -> int:
 
 
 def copy_name(direction: str, host_memory: str | None, unified: bool = False) -> str:
-    """Return the name of a copy.
-
-    Args:
-        host_memory: `Pinned` or `Pageable`; None where not recorded.
-        unified: Whether the driver moved pages of unified memory.
-    """
+    """Return the name of a copy; `host_memory`: `Pinned`, `Pageable` or None; `unified`: moved by the driver."""
     name = f"Memcpy {direction}"
     if unified:
         return f"{name} (Unified)"

@@ -28,10 +28,7 @@ _MIN_ROW_BYTES = 3
 
 @contextmanager
 def open_database(source: Source) -> Iterator[Database]:
-    """Open a database for reading. A file packed with gzip is unpacked to a temporary file.
-
-    Raises SourceError, also from the body, if the file is damaged or cut off.
-    """
+    """Open a database for reading, unpacked if needed. Raises SourceError if it is damaged, also from the body."""
     with ExitStack() as stack:
         try:
             path = source.path if _is_plain(source.path) else _unpack(source, stack)

@@ -101,10 +101,7 @@ def add_capture(builder: TraceBuilder, capture: Capture, source: Source, options
 
 
 def _processes(capture: Capture, source: Source) -> list[int]:
-    """Return the processes that are ranks, in the order of the ranks.
-
-    These are the processes that used a GPU or, in a file without work of a GPU, those with ranges.
-    """
+    """Return the ranks' processes in order: those that used a GPU, or, if there is no work of one, with ranges."""
     rows = capture.work if len(capture.work) else capture.ranges.assign(device=0)
     first_device = rows.groupby("process")["device"].min()
     if len(first_device) > _MAX_RANKS:

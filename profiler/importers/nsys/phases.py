@@ -43,10 +43,7 @@ class RangeMeaning(Enum):
 
 
 class RangeNames:
-    """Determines the meaning of ranges by their names.
-
-    `stated`: meanings by name, as the user states them. `*` in a name stands for any text.
-    """
+    """Determines the meaning of ranges by name; those `stated` by the user come first, with `*` for any text."""
 
     def __init__(self, stated: Mapping[str, str]) -> None:
         self._stated = [(name, _pattern(name), RangeMeaning(meaning)) for name, meaning in stated.items()]
@@ -100,10 +97,7 @@ _MARK_KINDS = {
 
 
 def phases_of(ranges: pd.DataFrame, texts: list[str], names: RangeNames) -> FoundPhases:
-    """Derive phases and marks of iterations from ranges, on their clock; `texts`: those of the column `name`.
-
-    Of ranges inside each other, the outermost that names a phase counts.
-    """
+    """Derive phases and iterations from ranges, the outermost that names a phase; `texts` of the column `name`."""
     used = np.unique(ranges["name"]).tolist()
     meanings = pd.Series({number: names.meaning(texts[number]) for number in used}, dtype=object)
     # Numbers in names count iterations: "step 12" and "step 13" are ranges of one name.

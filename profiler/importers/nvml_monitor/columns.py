@@ -140,10 +140,7 @@ def _read_dates(stamps: pd.Series[str]) -> RowTimes:
 
 
 def read_time(text: str) -> str | None:
-    """Return the Unix time, the date with a time or the time of day that a text is; None if it is something else.
-
-    The text is a line, or the part of a line before a tool's output. `#` and the words date and time may precede.
-    """
+    """Return the time that a text is, maybe behind `#` and the words date and time; None if it is something else."""
     text = re.sub(r"^[#\s]*(?:(?:date|time|timestamp)\s*[:=]\s*)?", "", text.strip(), count=1, flags=re.IGNORECASE)
     if match := _PREFIX.fullmatch(text):
         return match.group(1).replace("/", "-").replace(",", ".").replace(" UTC", "Z").replace("UTC", "Z")
@@ -159,10 +156,7 @@ def read_time(text: str) -> str | None:
 
 
 def read_figures(table: MonitorTable, columns: dict[str, int | None], notes: list[str]) -> pd.DataFrame:
-    """Return a column per figure in bytes or bytes/s; NaN for `[N/A]`, `-`, and values that no card has.
-
-    `columns`: index of the column of each figure in FIGURES; None if the file does not have it.
-    """
+    """Return each figure in bytes or bytes/s, NaN for none; `columns`: those of FIGURES, None: the file has it not."""
     figures = pd.DataFrame(index=table.rows.index)
     for figure, column in columns.items():
         figures[figure] = np.nan

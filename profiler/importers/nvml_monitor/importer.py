@@ -60,10 +60,7 @@ class MonitorImporter:
 
 
 def _add_monitors(monitors: Sequence[Monitor], builder: TraceBuilder) -> None:
-    """Add each device to the rank that owns it: the first rank that names it.
-
-    If no rank names a device, the trace has no job, and each device becomes the rank of its number.
-    """
+    """Add each device to the first rank that names it; without a job, each device is the rank of its number."""
     owners: dict[str, int] = {}
     for rank, entry in builder.ranks.items():
         for device in entry.meta["devices"]:
@@ -91,10 +88,7 @@ def _add_monitors(monitors: Sequence[Monitor], builder: TraceBuilder) -> None:
 
 
 def _refuse_overlaps(monitors: Sequence[Monitor]) -> None:
-    """Raise SourceError if two files have figures of the same device at the same time.
-
-    Figures of the state may be in both, unless one of the files has nothing else to add.
-    """
+    """Raise SourceError if two files have figures, not only states, of one device at the same time."""
     for number, one in enumerate(monitors):
         for other in monitors[:number]:
             figures, other_figures = _sampled(one), _sampled(other)
@@ -169,10 +163,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Time span and devices that the monitor files of a run cover together.
-
-    `span_ns`: first and last time, Unix ns.
-    """
+    """Time span (first and last time, Unix ns) and devices that the monitor files of a run cover together."""
 
     name: str
     span_ns: tuple[int, int]

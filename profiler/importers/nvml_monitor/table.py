@@ -74,10 +74,7 @@ def check_text(source: Source) -> None:
 
 
 def read_rows(source: Source, columns: int, **options: Any) -> pd.DataFrame:
-    """Read rows of text.
-
-    `columns`: number of columns that the header names.
-    """
+    """Read rows of text; `columns`: how many the header names."""
     try:
         with source.text() as file:
             rows = pd.read_csv(
@@ -114,10 +111,7 @@ def is_cut(last: str, others: Sequence[str]) -> bool:
 
 
 def mark_cut_row(source: Source, rows: pd.DataFrame, columns: int) -> None:
-    """Give the last row a surplus field, so that it counts as unreadable, if the file was cut off within it.
-
-    `columns`: number of columns that the header names.
-    """
+    """Give the last row a surplus field, so that it counts as unreadable, if the file was cut off within it."""
     if len(rows) < 2 or ends_with_line_end(source):
         return
     *others, last = rows[columns - 1].iloc[-1 - _MAX_COMPARED :].fillna("")

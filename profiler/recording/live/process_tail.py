@@ -46,8 +46,7 @@ class SpoolTail:
         self._offset = 0
 
     def read(self, max_bytes: int) -> Records:
-        """Return the complete and valid records after those read so far; none where the file does not exist any more.
-        `max_bytes`: bytes to read at most."""
+        """Return the complete and valid records after those read so far; none where the file is gone."""
         self.behind = False
         if not self.is_readable:
             return _EMPTY
@@ -158,8 +157,7 @@ class ProcessTail:
         return self._counts
 
     def _ready_sequence(self) -> int | None:
-        """Return the last sequence number up to which device times are complete; None where none are recorded, or
-        where they stopped."""
+        """Return the last sequence number with all device times up to it; None where none are recorded any more."""
         phases = self._records[self._records["kind"] == kinds.PHASE]["a"]
         timed = self._records[self._records["kind"] == kinds.GPU_TIMES]["a"]
         if not len(timed) or not len(phases) or self.stop_reason is not None:

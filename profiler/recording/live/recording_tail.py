@@ -103,8 +103,7 @@ class RecordingTail:
         return self._ranks[rank][0].counts()
 
     def link_bytes(self, rank: int) -> dict[str, int] | None:
-        """Return the bytes that the link of a rank's first device moved per direction since the recording began; None
-        where nothing was sampled."""
+        """Return the bytes that the link of a rank's first device moved per direction so far; None: not sampled."""
         device = self._ranks[rank][1]
         sampled = [sampler.link_bytes(device) for sampler in self._samplers.values()] if device is not None else []
         return next((moved for moved in sampled if moved is not None), None)

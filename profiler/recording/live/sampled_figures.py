@@ -26,8 +26,7 @@ _SPACINGS = 512
 
 
 class SamplerTail:
-    """Follows the spool of the sampler. `peaks`: NVML number of a device -> peak bytes/s of its link in one direction,
-    as far as known."""
+    """Follows the spool of the sampler; `peaks`: NVML number -> peak bytes/s of its link in one direction."""
 
     def __init__(self, path: Path, peaks: dict[int, float]) -> None:
         self.spool = SpoolTail(path)
@@ -59,8 +58,7 @@ class SamplerTail:
         return self._records
 
     def link_bytes(self, device: int) -> dict[str, int] | None:
-        """Return the bytes that the link of a device (its NVML number) moved per direction, since the recording began;
-        None where nothing was sampled."""
+        """Return the bytes that the link of a device moved per direction so far; None where nothing was sampled."""
         directions = [direction for direction in DIRECTIONS if (device, direction) in self._bytes]
         return {direction: round(self._bytes[device, direction]) for direction in directions} or None
 
@@ -128,10 +126,7 @@ class SampledFigures:
         return figures
 
     def _moved(self, samples: Records, column: str, iteration: IterationTimes | None) -> int | None:
-        """Return the bytes of an iteration; None where samples cover less than half of it.
-
-        What they do not cover is assumed to have the same rate.
-        """
+        """Return the bytes of an iteration, at the rate of its samples; None where these cover less than half."""
         if iteration is None or not len(samples):
             return None
         ends, rates = samples["x"], samples[column].astype(np.float64)

@@ -87,10 +87,7 @@ def note_on_iterations(records: Records) -> str | None:
 
 
 def _ends_at_boundaries(records: Records) -> dict[int, int]:
-    """Return the ends of iterations in a job in which no optimizer stepped.
-
-    The agent counts the same boundaries, to know where the iterations to record begin.
-    """
+    """Return the ends of iterations where no optimizer stepped; the agent counts the same boundaries."""
     phases = records[records["kind"] == kinds.PHASE]
     phases = phases[np.argsort(phases["a"], kind="stable")]
     backwards = np.cumsum(phases["code"] == _BACKWARD)
@@ -111,11 +108,7 @@ def _ends_at_boundaries(records: Records) -> dict[int, int]:
 
 
 def detailed_slices(records: Records) -> list[dict[str, Any]]:
-    """Return the entries of `detailed_slices` in meta.json.
-
-    A slice without an end, of a process that was killed in it, ends with the last finished iteration. A slice in which
-    no iteration ended is left out.
-    """
+    """Return `detailed_slices` of meta.json; a slice without an end has that of the last finished iteration."""
     marks = records[records["kind"] == kinds.DETAILS]
     iterations = records[records["kind"] == kinds.ITERATION]
     slices = []

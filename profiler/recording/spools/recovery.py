@@ -56,10 +56,7 @@ _SLICE = re.compile(r"copies-(\d+)-(\d+)\.json$")
 
 
 def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
-    """Return the trainings in the spools of a recording, in the order in which they began.
-
-    There is at least one, which may have no ranks.
-    """
+    """Return the trainings in the spools, in the order in which they began: at least one, maybe without ranks."""
     notes: list[str] = []
     sampled = [r for r in (read_records(p, notes) for p in sorted(directory.glob("sampler-*.spool"))) if r is not None]
     samples = np.concatenate(sampled) if sampled else np.empty(0, RECORD)
@@ -260,8 +257,7 @@ def _first_size(text: str, patterns: tuple[str, ...]) -> int | None:
 
 
 class SliceTables(NamedTuple):
-    """Contents of the slices of a process. `problems`: a line for each file that could not be read, or not
-    completely."""
+    """Contents of the slices of a process; `problems`: a line for each file that could not be read to its end."""
 
     transfers: pd.DataFrame
     kernels: pd.DataFrame
@@ -311,20 +307,14 @@ def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, 
 
 
 def unfinished_trace(path: Path) -> Trace:
-    """Open a trace whose recording goes on or was cut off.
-
-    One whose job has just ended is waited for until it is finished.
-    """
+    """Open a trace whose recording goes on or was cut off, after waiting for one whose job has just ended."""
     wait_until_finished(path)
     meta = read_meta(path)
     return recovered_traces(path, meta)[0] if meta.get("state") == "recording" else open_trace(path)
 
 
 def recovered_traces(path: Path, meta: dict[str, Any]) -> list[Trace]:
-    """Return a trace per training in the spools of a recording, read into memory.
-
-    The first one has the path of the recording, the others have paths that do not exist yet.
-    """
+    """Return a trace per training, read into memory: the first with the recording's path, others with new ones."""
     trainings = recover(path / SPOOL, meta)
     paths = [path, *islice(_free_paths(path), len(trainings) - 1)]
     note_other_trainings(trainings, [free.name for free in paths])

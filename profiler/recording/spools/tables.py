@@ -48,8 +48,7 @@ def phases_table(records: Records) -> pd.DataFrame:
 
 
 def memory_table(records: Records, device_names: dict[int, str] | None) -> pd.DataFrame:
-    """Return the samples of memory on the rank's devices and the host. `device_names`: the rank's names of its devices
-    by their NVML number; None: the records have the rank's numbers."""
+    """Return the samples of memory; `device_names` by NVML number, None: the records have the rank's numbers."""
     rows = records[(records["kind"] == kinds.MEMORY) & (records["y"] != MISSING)]
     table = pd.DataFrame(
         {
@@ -93,12 +92,7 @@ def _devices(numbers: npt.NDArray[Any], names: dict[int, str] | None) -> pd.Seri
 
 
 def gpu_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
-    """Return the table `gpu` of the rank's devices.
-
-    Values that were read together have one time, and make one row.
-
-    `device_names`: the rank's names of its devices by their NVML number.
-    """
+    """Return the table `gpu`: a row for values that were read together; `device_names` by NVML number."""
     rows = records[(records["kind"] == kinds.GPU_STATE) & (records["y"] != MISSING)]
     if not len(rows):
         return empty_frame("gpu")
