@@ -14,66 +14,34 @@ from ebbtide.profiler.importers.nvml_monitor.columns import read_time
 from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable, Tool, ends_with_line_end, is_cut
 from ebbtide.profiler.importers.source import Source, SourceError
 
-# Field -> name and unit of the column here. Names of dcgm-exporter are upper-case `DCGM_FI_...` since version 2;
-# the lower-case ones are those of version 1. Sources: dcgm_fields.h and etc/*.csv of dcgm-exporter.
+# Name of a field since version 2 of dcgm-exporter, its short name in the header of `dcgmi dmon` (`dcgmi dmon -l`), its
+# name in version 1, name and unit of the column here. Sources: dcgm_fields.h and etc/*.csv of dcgm-exporter.
 # PROF_PCIE_*_BYTES are means in bytes/s, though early versions call them counters (dcgm-exporter issue 87). TX is data
 # that the GPU sends, so device to host.
-EXPORTER_FIELDS = {
-    "DCGM_FI_DEV_FB_USED": ("memory.used", "mib"),
-    "DCGM_FI_DEV_FB_FREE": ("memory.free", "mib"),
-    "DCGM_FI_DEV_FB_TOTAL": ("memory.total", "mib"),
-    "DCGM_FI_PROF_PCIE_RX_BYTES": ("pcie.rx", "b/s"),
-    "DCGM_FI_PROF_PCIE_TX_BYTES": ("pcie.tx", "b/s"),
-    "DCGM_FI_DEV_PCIE_RX_THROUGHPUT": ("rxpci", "kb/s"),
-    "DCGM_FI_DEV_PCIE_TX_THROUGHPUT": ("txpci", "kb/s"),
-    "DCGM_FI_DEV_PCIE_LINK_GEN": ("pcie.link.gen.current", ""),
-    "DCGM_FI_DEV_PCIE_LINK_WIDTH": ("pcie.link.width.current", ""),
-    "DCGM_FI_DEV_PCIE_MAX_LINK_GEN": ("pcie.link.gen.max", ""),
-    "DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH": ("pcie.link.width.max", ""),
-    "DCGM_FI_DEV_GPU_UTIL": ("utilization.gpu", "%"),
-    "DCGM_FI_DEV_MEM_COPY_UTIL": ("utilization.memory", "%"),
-    "DCGM_FI_DEV_POWER_USAGE": ("power.draw", "w"),
-    "DCGM_FI_DEV_POWER_USAGE_INSTANT": ("power.draw.instant", "w"),
-    "DCGM_FI_DEV_SM_CLOCK": ("clocks.sm", "mhz"),
-    "DCGM_FI_DEV_MEM_CLOCK": ("clocks.mem", "mhz"),
-    "DCGM_FI_DEV_GPU_TEMP": ("temperature.gpu", "c"),
-    "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": ("clocks_throttle_reasons.active", ""),
-    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": ("clocks_throttle_reasons.active", ""),
-    "dcgm_fb_used": ("memory.used", "mib"),
-    "dcgm_fb_free": ("memory.free", "mib"),
-    "dcgm_fi_prof_pcie_rx_bytes": ("pcie.rx", "b/s"),
-    "dcgm_fi_prof_pcie_tx_bytes": ("pcie.tx", "b/s"),
-    "dcgm_pcie_rx_throughput": ("rxpci", "kb/s"),
-    "dcgm_pcie_tx_throughput": ("txpci", "kb/s"),
-    "dcgm_gpu_utilization": ("utilization.gpu", "%"),
-    "dcgm_mem_copy_utilization": ("utilization.memory", "%"),
-    "dcgm_power_usage": ("power.draw", "w"),
-    "dcgm_sm_clock": ("clocks.sm", "mhz"),
-    "dcgm_memory_clock": ("clocks.mem", "mhz"),
-    "dcgm_gpu_temp": ("temperature.gpu", "c"),
-}
-# Short names of the same fields in the header of `dcgmi dmon` (`dcgmi dmon -l` lists them).
-DMON_FIELDS = {
-    "FBUSD": "DCGM_FI_DEV_FB_USED",
-    "FBFRE": "DCGM_FI_DEV_FB_FREE",
-    "FBTTL": "DCGM_FI_DEV_FB_TOTAL",
-    "PCIRX": "DCGM_FI_PROF_PCIE_RX_BYTES",
-    "PCITX": "DCGM_FI_PROF_PCIE_TX_BYTES",
-    "RXTPT": "DCGM_FI_DEV_PCIE_RX_THROUGHPUT",
-    "TXTPT": "DCGM_FI_DEV_PCIE_TX_THROUGHPUT",
-    "PCILG": "DCGM_FI_DEV_PCIE_LINK_GEN",
-    "PCILW": "DCGM_FI_DEV_PCIE_LINK_WIDTH",
-    "PCIMG": "DCGM_FI_DEV_PCIE_MAX_LINK_GEN",
-    "PCIMW": "DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH",
-    "GPUTL": "DCGM_FI_DEV_GPU_UTIL",
-    "MCUTL": "DCGM_FI_DEV_MEM_COPY_UTIL",
-    "POWER": "DCGM_FI_DEV_POWER_USAGE",
-    "POWINST": "DCGM_FI_DEV_POWER_USAGE_INSTANT",
-    "SMCLK": "DCGM_FI_DEV_SM_CLOCK",
-    "MMCLK": "DCGM_FI_DEV_MEM_CLOCK",
-    "TMPTR": "DCGM_FI_DEV_GPU_TEMP",
-    "DVCCTR": "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS",
-}
+_FIELDS = (
+    ("DCGM_FI_DEV_FB_USED", "FBUSD", "dcgm_fb_used", "memory.used", "mib"),
+    ("DCGM_FI_DEV_FB_FREE", "FBFRE", "dcgm_fb_free", "memory.free", "mib"),
+    ("DCGM_FI_DEV_FB_TOTAL", "FBTTL", "", "memory.total", "mib"),
+    ("DCGM_FI_PROF_PCIE_RX_BYTES", "PCIRX", "dcgm_fi_prof_pcie_rx_bytes", "pcie.rx", "b/s"),
+    ("DCGM_FI_PROF_PCIE_TX_BYTES", "PCITX", "dcgm_fi_prof_pcie_tx_bytes", "pcie.tx", "b/s"),
+    ("DCGM_FI_DEV_PCIE_RX_THROUGHPUT", "RXTPT", "dcgm_pcie_rx_throughput", "rxpci", "kb/s"),
+    ("DCGM_FI_DEV_PCIE_TX_THROUGHPUT", "TXTPT", "dcgm_pcie_tx_throughput", "txpci", "kb/s"),
+    ("DCGM_FI_DEV_PCIE_LINK_GEN", "PCILG", "", "pcie.link.gen.current", ""),
+    ("DCGM_FI_DEV_PCIE_LINK_WIDTH", "PCILW", "", "pcie.link.width.current", ""),
+    ("DCGM_FI_DEV_PCIE_MAX_LINK_GEN", "PCIMG", "", "pcie.link.gen.max", ""),
+    ("DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH", "PCIMW", "", "pcie.link.width.max", ""),
+    ("DCGM_FI_DEV_GPU_UTIL", "GPUTL", "dcgm_gpu_utilization", "utilization.gpu", "%"),
+    ("DCGM_FI_DEV_MEM_COPY_UTIL", "MCUTL", "dcgm_mem_copy_utilization", "utilization.memory", "%"),
+    ("DCGM_FI_DEV_POWER_USAGE", "POWER", "dcgm_power_usage", "power.draw", "w"),
+    ("DCGM_FI_DEV_POWER_USAGE_INSTANT", "POWINST", "", "power.draw.instant", "w"),
+    ("DCGM_FI_DEV_SM_CLOCK", "SMCLK", "dcgm_sm_clock", "clocks.sm", "mhz"),
+    ("DCGM_FI_DEV_MEM_CLOCK", "MMCLK", "dcgm_memory_clock", "clocks.mem", "mhz"),
+    ("DCGM_FI_DEV_GPU_TEMP", "TMPTR", "dcgm_gpu_temp", "temperature.gpu", "c"),
+    ("DCGM_FI_DEV_CLOCK_THROTTLE_REASONS", "DVCCTR", "", "clocks_throttle_reasons.active", ""),
+    ("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", "", "", "clocks_throttle_reasons.active", ""),
+)
+EXPORTER_FIELDS = {name: (column, unit) for new, _, old, column, unit in _FIELDS for name in (new, old) if name}
+DMON_FIELDS = {short: (column, unit) for _, short, _, column, unit in _FIELDS if short}
 EXPORTER = Tool(
     link_source="dcgm",
     link_window_ns=None,
@@ -220,9 +188,9 @@ def read_dcgmi(source: Source) -> MonitorTable:
             written.append(values[-1])
             sample = _Sample(read_time(prefix) or time, index, {})
             for short_name, value in zip(fields, values, strict=False):
-                name = DMON_FIELDS.get(short_name.upper())
-                if name is not None and not is_blank(value):
-                    sample.values.setdefault(EXPORTER_FIELDS[name][0], value)
+                field = DMON_FIELDS.get(short_name.upper())
+                if field is not None and not is_blank(value):
+                    sample.values.setdefault(field[0], value)
             samples.append(sample)
         else:
             time = read_time(line) or time
