@@ -17,18 +17,8 @@ from typing import Any
 from ebbtide import host_limits
 from ebbtide.host_limits import MemoryGroup, memory_group
 from ebbtide.numa.topology import pci_node
-from ebbtide.profiler.agent.spool import (
-    GPU_QUANTITIES,
-    GPU_STATE,
-    HOST,
-    LINK,
-    LINK_SOURCES,
-    MEMORY,
-    MISSING,
-    POOLS,
-    Spool,
-    process_name,
-)
+from ebbtide.profiler.agent import spool as kinds
+from ebbtide.profiler.agent.spool import Spool, process_name
 from ebbtide.profiler.sampler.gpu import Gpu, GpuStateReader, open_gpus
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.numa import NumaReader, describe_nodes
@@ -40,7 +30,7 @@ _HOST_SECONDS = 0.1
 _STATE_SECONDS = 0.1
 _NUMA_SECONDS = 0.25
 _MAX_FAILURES = 10
-_DEVICE, _RSS, _SWAP, _CGROUP = (POOLS.index(pool) for pool in ("device", "rss", "swap", "cgroup"))
+_DEVICE, _RSS, _SWAP, _CGROUP = (kinds.POOLS.index(pool) for pool in ("device", "rss", "swap", "cgroup"))
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # From this share of the limit on there is a warning.
 WARNING_SHARE = 0.9
@@ -194,7 +184,7 @@ class Sampler:
 
     def _sample_memory(self, gpu: Gpu) -> None:
         used_bytes = gpu.read_used_bytes()
-        self._spool.put(MEMORY, _DEVICE, gpu.index, x=time.monotonic_ns(), y=used_bytes)
+        self._spool.put(kinds.MEMORY, _DEVICE, gpu.index, x=time.monotonic_ns(), y=used_bytes)
 
     def _sample_link(self, gpu: Gpu, source: LinkSource) -> None:
         sample = source.read()
@@ -202,8 +192,8 @@ class Sampler:
             return
         link = gpu.read_link()
         self._spool.put(
-            LINK,
-            LINK_SOURCES.index(source.name),
+            kinds.LINK,
+            kinds.LINK_SOURCES.index(source.name),
             gpu.index,
             a=link.generation or 0,
             b=link.width or 0,
@@ -217,7 +207,7 @@ class Sampler:
         values = reader.read()
         now_ns = time.monotonic_ns()
         for quantity, value in values.items():
-            self._spool.put(GPU_STATE, GPU_QUANTITIES.index(quantity), gpu.index, x=now_ns, y=value)
+            self._spool.put(kinds.GPU_STATE, kinds.GPU_QUANTITIES.index(quantity), gpu.index, x=now_ns, y=value)
 
     def _sample_processes(self) -> None:
         """Read the resident memory of each recorded process; once a second also its swap, and which are recorded."""
@@ -245,7 +235,7 @@ class Sampler:
 
     def _put_host_memory(self, pool: int, pid: int, size: int | None) -> None:
         if size is not None:
-            self._spool.put(MEMORY, pool, HOST, a=pid, x=time.monotonic_ns(), y=size)
+            self._spool.put(kinds.MEMORY, pool, kinds.HOST, a=pid, x=time.monotonic_ns(), y=size)
 
 
 def _by_reason(reasons: Iterable[tuple[Gpu, str]]) -> dict[str, str]:
@@ -257,7 +247,7 @@ def _by_reason(reasons: Iterable[tuple[Gpu, str]]) -> dict[str, str]:
 
 
 def _rounded(rate: float) -> int:
-    return round(rate) if math.isfinite(rate) else MISSING
+    return round(rate) if math.isfinite(rate) else kinds.MISSING
 
 
 def describe_host() -> dict[str, Any]:

@@ -12,26 +12,8 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.profiler.chrome_trace.events import IntArray
-from ebbtide.profiler.importers.nsys.capture import (
-    COMPUTE,
-    DEVICE_TO_HOST,
-    HOST_TO_DEVICE,
-    LAUNCH_COLUMNS,
-    MAX_TIME,
-    MEMSET,
-    MEMSET_NAME,
-    MISSING,
-    ON_DEVICE,
-    RANGE_COLUMNS,
-    WORK_COLUMNS,
-    Capture,
-    are_spans,
-    copy_kind,
-    copy_name,
-    integer_frame,
-    process_of_pid,
-    separate_collectives,
-)
+from ebbtide.profiler.importers.nsys import capture as nsys
+from ebbtide.profiler.importers.nsys.capture import Capture
 from ebbtide.profiler.importers.source import Source, SourceError
 
 # "Start (ns)", "Start(nsec)", "Bytes (MB)", "Throughput (MB/s)", "Strm"
@@ -49,7 +31,12 @@ _BETWEEN = ("Processing ", "NOTICE", "Generating ", "SKIPPED", " **", "[")
 # "[CUDA memcpy HtoD]", "[CUDA memcpy Host-to-Device]", "[CUDA Unified Memory memcpy DtoH]"
 _COPY = re.compile(r"\[CUDA (?P<unified>Unified )?.*?memcpy (?:(?P<also>Unified) )?(?P<ends>.*)\]", re.IGNORECASE)
 _MEMSET = re.compile(r"\[CUDA memset\]", re.IGNORECASE)
-_DIRECTIONS = {"htod": HOST_TO_DEVICE, "dtoh": DEVICE_TO_HOST, "htoa": HOST_TO_DEVICE, "atoh": DEVICE_TO_HOST}
+_DIRECTIONS = {
+    "htod": nsys.HOST_TO_DEVICE,
+    "dtoh": nsys.DEVICE_TO_HOST,
+    "htoa": nsys.HOST_TO_DEVICE,
+    "atoh": nsys.DEVICE_TO_HOST,
+}
 # "NVIDIA A100-SXM4-40GB (0)"
 _DEVICE = re.compile(r"(.*)\((\d{1,4})\)\s*")
 # Unit of sizes in nsys' CSV files, which have three decimals.
@@ -81,11 +68,13 @@ class Report:
     def integers(self, column: str) -> pd.Series:
         """Return a column in ns, bytes or without unit; MISSING where it has no number."""
         if column not in self.rows:
-            return pd.Series(MISSING, self.rows.index, dtype=np.int64)
+            return pd.Series(nsys.MISSING, self.rows.index, dtype=np.int64)
         values = pd.to_numeric(self.rows[column], errors="coerce")
         unit = self.units.get(column, 1)
         scaled = values * unit if values.dtype == np.int64 else (values * unit).round()
-        return scaled.where((scaled >= 0) & (scaled <= MAX_TIME), MISSING).fillna(MISSING).astype(np.int64)
+        return (
+            scaled.where((scaled >= 0) & (scaled <= nsys.MAX_TIME), nsys.MISSING).fillna(nsys.MISSING).astype(np.int64)
+        )
 
     def texts(self, column: str) -> pd.Series:
         """Return a column of texts; empty where it has none."""
@@ -162,21 +151,21 @@ def read_reports(sources: Sequence[Source]) -> Capture:
                 rows = _calls(report)
             else:
                 rows = _ranges(report, names)
-            incomplete = ~are_spans(rows if "end" in rows else rows.assign(end=rows["start"]))
+            incomplete = ~nsys.are_spans(rows if "end" in rows else rows.assign(end=rows["start"]))
             if incomplete.any():
                 capture.notes.append(f"{int(incomplete.sum())} rows are incomplete and are left out")
             parts[report.kind].append(rows[~incomplete])
     capture.names = [*names]
-    capture.work = _joined(parts[ReportKind.WORK], WORK_COLUMNS)
-    separate_collectives(capture.work, capture.names)
-    capture.launches = _joined(parts[ReportKind.CALLS], LAUNCH_COLUMNS)
+    capture.work = _joined(parts[ReportKind.WORK], nsys.WORK_COLUMNS)
+    nsys.separate_collectives(capture.work, capture.names)
+    capture.launches = _joined(parts[ReportKind.CALLS], nsys.LAUNCH_COLUMNS)
     projected = parts[ReportKind.PROJECTED_RANGES]
     # Both kinds of reports have the same ranges: those with device times come first and stay.
-    ranges = _joined([*projected, *parts[ReportKind.RANGES]], RANGE_COLUMNS)
+    ranges = _joined([*projected, *parts[ReportKind.RANGES]], nsys.RANGE_COLUMNS)
     capture.ranges = ranges.drop_duplicates(["process", "thread", "start", "end", "name"], ignore_index=True)
     if projected:
         gpu_times = ["gpu_start", "gpu_end"]
-        capture.ranges[gpu_times] = capture.ranges[gpu_times].fillna(MISSING).astype(np.int64)
+        capture.ranges[gpu_times] = capture.ranges[gpu_times].fillna(nsys.MISSING).astype(np.int64)
     if capture.work.empty and capture.ranges.empty:
         raise SourceError(
             f"{sources[0]} has no work of a GPU and no NVTX ranges: import `nsys stats --format csv --report "
@@ -187,7 +176,7 @@ def read_reports(sources: Sequence[Source]) -> Capture:
 
 
 def _joined(parts: list[pd.DataFrame], columns: tuple[str, ...]) -> pd.DataFrame:
-    return pd.concat(parts, ignore_index=True) if parts else integer_frame(columns)
+    return pd.concat(parts, ignore_index=True) if parts else nsys.integer_frame(columns)
 
 
 def _numbered(texts: pd.Series, names: dict[str, int]) -> IntArray:
@@ -213,13 +202,13 @@ def _work(report: Report, names: dict[str, int], capture: Capture) -> pd.DataFra
         match = _DEVICE.fullmatch(text)
         devices.append(int(match.group(2)) if match else 0)
         if match:
-            capture.devices[MISSING, devices[-1]] = {"name": match.group(1).strip() or None}
+            capture.devices[nsys.MISSING, devices[-1]] = {"name": match.group(1).strip() or None}
     duration = report.integers("duration")
     return pd.DataFrame(
         {
-            "process": MISSING,
+            "process": nsys.MISSING,
             "start": start,
-            "end": (start + duration).where(duration >= 0, MISSING),
+            "end": (start + duration).where(duration >= 0, nsys.MISSING),
             "device": np.array(devices, np.int64)[device_codes],
             "stream": report.integers("strm"),
             "correlation": report.integers("corrid"),
@@ -233,20 +222,22 @@ def _work(report: Report, names: dict[str, int], capture: Capture) -> pd.DataFra
 def _kind_and_name(name: str, source: str, target: str) -> tuple[int, str]:
     """Return the kind and name of the work that a row describes by its name and the memories of a copy."""
     if _MEMSET.match(name):
-        return MEMSET, MEMSET_NAME
+        return nsys.MEMSET, nsys.MEMSET_NAME
     copy = _COPY.match(name)
     if copy is None:
-        return COMPUTE, name
+        return nsys.COMPUTE, name
     ends = copy["ends"].lower()
     first, _, last = ends.partition("-to-")
-    direction = _DIRECTIONS.get(f"{first[0]}to{last[0]}" if first and last else ends, ON_DEVICE)
-    memory = target if direction == DEVICE_TO_HOST else source
+    direction = _DIRECTIONS.get(f"{first[0]}to{last[0]}" if first and last else ends, nsys.ON_DEVICE)
+    memory = target if direction == nsys.DEVICE_TO_HOST else source
     unified = bool(copy["unified"] or copy["also"])
-    return copy_kind(direction), copy_name(direction, memory if memory in ("Pinned", "Pageable") else None, unified)
+    return nsys.copy_kind(direction), nsys.copy_name(
+        direction, memory if memory in ("Pinned", "Pageable") else None, unified
+    )
 
 
 def _calls(report: Report) -> pd.DataFrame:
-    process, correlation = process_of_pid(report.integers("pid")), report.integers("corrid")
+    process, correlation = nsys.process_of_pid(report.integers("pid")), report.integers("corrid")
     return pd.DataFrame({"process": process, "correlation": correlation, "start": report.integers("start")})
 
 
@@ -259,10 +250,10 @@ def _ranges(report: Report, names: dict[str, int]) -> pd.DataFrame:
         report.integers(column) for column in (("orig start", "orig duration") if projected else ("start", "duration"))
     )
     columns = {
-        "process": process_of_pid(report.integers("pid")),
+        "process": nsys.process_of_pid(report.integers("pid")),
         "thread": report.integers("tid"),
         "start": start,
-        "end": (start + duration).where(duration >= 0, MISSING),
+        "end": (start + duration).where(duration >= 0, nsys.MISSING),
         "name": _numbered(texts, names),
     }
     if projected:
@@ -281,7 +272,7 @@ def _assign_processes(capture: Capture) -> None:
         # The same number in two processes does not tell which of them launched the work.
         callers = calls.drop_duplicates(["process", "correlation"]).drop_duplicates("correlation", keep=False)
         process = work["correlation"].map(callers.set_index("correlation")["process"])
-        capture.work = work.assign(process=process.fillna(MISSING).astype(np.int64))
+        capture.work = work.assign(process=process.fillna(nsys.MISSING).astype(np.int64))
         if (capture.work["process"] >= 0).all():
             return
     devices = np.unique(work["device"]).tolist()

@@ -11,27 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.importers.nsys.capture import (
-    COMPUTE,
-    DEVICE_TO_HOST,
-    HOST_TO_DEVICE,
-    MAX_TIME,
-    MEMORY_COLUMNS,
-    MEMSET,
-    MEMSET_NAME,
-    MISSING,
-    ON_DEVICE,
-    RANGE_COLUMNS,
-    WORK_COLUMNS,
-    Capture,
-    are_devices,
-    are_spans,
-    copy_kind,
-    copy_name,
-    process_of,
-    separate_collectives,
-    thread_of,
-)
+from ebbtide.profiler.importers.nsys import capture as nsys
+from ebbtide.profiler.importers.nsys.capture import Capture
 from ebbtide.profiler.importers.nsys.database import Database
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -45,7 +26,7 @@ MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
 EXPORT_TABLES = (KERNELS, GRAPHS, COPIES, MEMSETS, CALLS, RANGES)
 
 _ACTIVITY = ("start", "end", "deviceId", "streamId")
-_OPTIONAL = {"correlationId": MISSING, "globalPid": MISSING}
+_OPTIONAL = {"correlationId": nsys.MISSING, "globalPid": nsys.MISSING}
 _PUSH_POP, _START_END, _DOMAIN = 59, 60, 75
 # CUDA_MEMCPY_KIND_*: to and from the host, arrays and unified memory included. 9 is a copy within the host.
 _H2D, _D2H, _HOST_TO_HOST, _UNKNOWN_COPY, _FIRST_UNIFIED = (1, 3, 11), (2, 4, 12), 9, 0, 11
@@ -70,14 +51,14 @@ def read_capture(database: Database) -> Capture:
     parts = [_kernels(database, names), _graphs(database, names, capture.notes), _copies(database, names),
              _memsets(database, names)]  # fmt: skip
     capture.work = pd.concat(parts, ignore_index=True)
-    calls = database.integers(CALLS, ("start",), {"correlationId": MISSING, "globalTid": MISSING})
-    calls = calls[(calls["correlationId"] > 0) & calls["start"].between(0, MAX_TIME)]
+    calls = database.integers(CALLS, ("start",), {"correlationId": nsys.MISSING, "globalTid": nsys.MISSING})
+    calls = calls[(calls["correlationId"] > 0) & calls["start"].between(0, nsys.MAX_TIME)]
     capture.launches = pd.DataFrame(
-        {"process": process_of(calls["globalTid"]), "correlation": calls["correlationId"], "start": calls["start"]}
+        {"process": nsys.process_of(calls["globalTid"]), "correlation": calls["correlationId"], "start": calls["start"]}
     )
     capture.ranges = _ranges(database, names)
     capture.names = names.resolve(database)
-    separate_collectives(capture.work, capture.names)
+    nsys.separate_collectives(capture.work, capture.names)
     _name_domains(capture)
     if MEMORY in database.tables:
         capture.memory = _memory(database)
@@ -124,7 +105,7 @@ def _work(rows: pd.DataFrame, kind: Any, name: Any, **columns: Any) -> pd.DataFr
     """Return rows of WORK_COLUMNS. Work whose end was not recorded is left out."""
     work = pd.DataFrame(
         {
-            "process": process_of(rows["globalPid"]),
+            "process": nsys.process_of(rows["globalPid"]),
             "start": rows["start"],
             "end": rows["end"],
             "device": rows["deviceId"],
@@ -132,22 +113,22 @@ def _work(rows: pd.DataFrame, kind: Any, name: Any, **columns: Any) -> pd.DataFr
             "correlation": rows["correlationId"],
             "kind": kind,
             "name": name,
-            "bytes": MISSING,
+            "bytes": nsys.MISSING,
             **columns,
         }
     )
-    return work.loc[are_spans(work) & are_devices(work["device"]), [*WORK_COLUMNS]].astype(np.int64)
+    return work.loc[nsys.are_spans(work) & nsys.are_devices(work["device"]), [*nsys.WORK_COLUMNS]].astype(np.int64)
 
 
 def _kernels(database: Database, names: _Names) -> pd.DataFrame:
     full = "demangledName" if "demangledName" in database.columns(KERNELS) else "shortName"
-    rows = database.integers(KERNELS, _ACTIVITY, {**_OPTIONAL, full: MISSING})
-    return _work(rows, COMPUTE, names.of_ids(rows[full]))
+    rows = database.integers(KERNELS, _ACTIVITY, {**_OPTIONAL, full: nsys.MISSING})
+    return _work(rows, nsys.COMPUTE, names.of_ids(rows[full]))
 
 
 def _graphs(database: Database, names: _Names, notes: list[str]) -> pd.DataFrame:
     """Return the CUDA graphs that were recorded as wholes: the kernels in them were not."""
-    rows = database.integers(GRAPHS, _ACTIVITY, {**_OPTIONAL, "graphId": MISSING})
+    rows = database.integers(GRAPHS, _ACTIVITY, {**_OPTIONAL, "graphId": nsys.MISSING})
     if len(rows):
         notes.append(
             f"{len(rows)} launches of CUDA graphs were recorded as wholes and count as compute: what ran in them, "
@@ -155,21 +136,21 @@ def _graphs(database: Database, names: _Names, notes: list[str]) -> pd.DataFrame
         )
     unique, positions = np.unique(rows["graphId"], return_inverse=True)
     numbers = np.array([names.of_text(f"CUDA graph {number}") for number in unique], np.int64)
-    return _work(rows, COMPUTE, numbers[positions])
+    return _work(rows, nsys.COMPUTE, numbers[positions])
 
 
 def _copies(database: Database, names: _Names) -> pd.DataFrame:
-    optional = {**_OPTIONAL, "srcKind": MISSING, "dstKind": MISSING}
+    optional = {**_OPTIONAL, "srcKind": nsys.MISSING, "dstKind": nsys.MISSING}
     rows = database.integers(COPIES, (*_ACTIVITY, "bytes", "copyKind"), optional)
     rows = rows[rows["copyKind"] != _HOST_TO_HOST].reset_index(drop=True)
     sorts, positions = np.unique(rows[["copyKind", "srcKind", "dstKind"]], axis=0, return_inverse=True)
     kinds, numbers = [], []
     for copy, source, target in sorts.tolist():
         direction = _direction(copy, source, target)
-        host_memory = _HOST_MEMORY.get(target if direction == DEVICE_TO_HOST else source)
-        kinds.append(copy_kind(direction))
-        numbers.append(names.of_text(copy_name(direction, host_memory, unified=copy >= _FIRST_UNIFIED)))
-    size = rows["bytes"].where(rows["bytes"].between(0, _MAX_COPY_BYTES), MISSING)
+        host_memory = _HOST_MEMORY.get(target if direction == nsys.DEVICE_TO_HOST else source)
+        kinds.append(nsys.copy_kind(direction))
+        numbers.append(names.of_text(nsys.copy_name(direction, host_memory, unified=copy >= _FIRST_UNIFIED)))
+    size = rows["bytes"].where(rows["bytes"].between(0, _MAX_COPY_BYTES), nsys.MISSING)
     kind, name = (np.array(values, np.int64)[positions.ravel()] for values in (kinds, numbers))
     return _work(rows, kind, name, bytes=size)
 
@@ -177,32 +158,38 @@ def _copies(database: Database, names: _Names) -> pd.DataFrame:
 def _direction(copy: int, source: int, target: int) -> str:
     """Return the direction of a copy by its kind, or by its memories where the kind is not known."""
     if copy in _H2D or (copy == _UNKNOWN_COPY and source in _HOST_MEMORY and target == _DEVICE):
-        return HOST_TO_DEVICE
+        return nsys.HOST_TO_DEVICE
     if copy in _D2H or (copy == _UNKNOWN_COPY and target in _HOST_MEMORY and source == _DEVICE):
-        return DEVICE_TO_HOST
-    return ON_DEVICE
+        return nsys.DEVICE_TO_HOST
+    return nsys.ON_DEVICE
 
 
 def _memsets(database: Database, names: _Names) -> pd.DataFrame:
     rows = database.integers(MEMSETS, _ACTIVITY, _OPTIONAL)
-    return _work(rows, MEMSET, names.of_text(MEMSET_NAME))
+    return _work(rows, nsys.MEMSET, names.of_text(nsys.MEMSET_NAME))
 
 
 def _ranges(database: Database, names: _Names) -> pd.DataFrame:
     """Return RANGE_COLUMNS, and `domain`: the number of the name of the range's domain, MISSING for the default one."""
-    optional = {"end": MISSING, "eventType": _PUSH_POP, "globalTid": MISSING, "textId": MISSING, "domainId": 0}
+    optional = {
+        "end": nsys.MISSING,
+        "eventType": _PUSH_POP,
+        "globalTid": nsys.MISSING,
+        "textId": nsys.MISSING,
+        "domainId": 0,
+    }
     rows = database.integers(RANGES, ("start",), optional)
     texts = pd.Series([text for (text,) in database.texts(RANGES, "text")], dtype=object)
-    rows["process"], rows["thread"] = process_of(rows["globalTid"]), thread_of(rows["globalTid"])
+    rows["process"], rows["thread"] = nsys.process_of(rows["globalTid"]), nsys.thread_of(rows["globalTid"])
     rows["name"] = names.of_ids(rows["textId"])
     own_text = texts.notna().to_numpy(bool)
     rows.loc[own_text, "name"] = [names.of_text(text) for text in texts[own_text]]
     domains = rows[rows["eventType"] == _DOMAIN].drop_duplicates(["process", "domainId"], keep="last")
     domains = domains[["process", "domainId", "name"]].rename(columns={"name": "domain"})
-    ended = rows["eventType"].isin((_PUSH_POP, _START_END)) & are_spans(rows)
+    ended = rows["eventType"].isin((_PUSH_POP, _START_END)) & nsys.are_spans(rows)
     ranges = rows[ended].merge(domains, "left", on=["process", "domainId"])
-    ranges["domain"] = ranges["domain"].fillna(MISSING).astype(np.int64)
-    return ranges[[*RANGE_COLUMNS, "domain"]]
+    ranges["domain"] = ranges["domain"].fillna(nsys.MISSING).astype(np.int64)
+    return ranges[[*nsys.RANGE_COLUMNS, "domain"]]
 
 
 def _name_domains(capture: Capture) -> None:
@@ -212,8 +199,8 @@ def _name_domains(capture: Capture) -> None:
     unique, positions = np.unique(pairs, axis=0, return_inverse=True)
     numbers = []
     for domain, name in unique.tolist():
-        numbers.append(name if domain == MISSING else len(capture.names))
-        if domain != MISSING:
+        numbers.append(name if domain == nsys.MISSING else len(capture.names))
+        if domain != nsys.MISSING:
             capture.names.append(f"{capture.names[domain]}:{capture.names[name]}")
     capture.ranges = ranges.assign(name=np.array(numbers, np.int64)[positions.ravel()]).drop(columns="domain")
 
@@ -224,7 +211,7 @@ def _memory(database: Database) -> pd.DataFrame:
     rows = rows[rows["memKind"].isin((_DEVICE, _ARRAY, _STATIC)) & (rows["bytes"] > 0)]
     memory = pd.DataFrame(
         {
-            "process": process_of(rows["globalPid"]),
+            "process": nsys.process_of(rows["globalPid"]),
             "device": rows["deviceId"],
             "t": rows["start"],
             "address": rows["address"],
@@ -232,8 +219,12 @@ def _memory(database: Database) -> pd.DataFrame:
             "released": rows["memoryOperationType"],
         }
     )
-    valid = memory["t"].between(0, MAX_TIME) & are_devices(memory["device"]) & (memory["bytes"] <= _MAX_COPY_BYTES)
-    return memory.loc[valid, [*MEMORY_COLUMNS]]
+    valid = (
+        memory["t"].between(0, nsys.MAX_TIME)
+        & nsys.are_devices(memory["device"])
+        & (memory["bytes"] <= _MAX_COPY_BYTES)
+    )
+    return memory.loc[valid, [*nsys.MEMORY_COLUMNS]]
 
 
 def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
@@ -242,7 +233,7 @@ def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
     The ids of the table of GPUs are of the whole host. A process counts only the devices that it may use, from 0: a
     second table says which GPUs these are, except in old versions.
     """
-    figures = database.integers(_GPUS, (), {"id": MISSING, "totalMemory": MISSING})
+    figures = database.integers(_GPUS, (), {"id": nsys.MISSING, "totalMemory": nsys.MISSING})
     texts = database.texts(_GPUS, "name", "uuid", "busLocation")
     entries = {
         number: {
@@ -253,8 +244,8 @@ def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
         }
         for (number, capacity), (name, uuid, bus) in zip(figures.itertuples(index=False, name=None), texts, strict=True)
     }
-    devices = {(MISSING, number): entry for number, entry in entries.items()}
-    uses = database.integers(_CUDA_DEVICES, ("cudaId", "pid"), {"gpuId": MISSING})
+    devices = {(nsys.MISSING, number): entry for number, entry in entries.items()}
+    uses = database.integers(_CUDA_DEVICES, ("cudaId", "pid"), {"gpuId": nsys.MISSING})
     for device, pid, number in uses.itertuples(index=False, name=None):
         if number in entries:
             devices[pid, device] = {**entries[number], "index": number}
@@ -265,11 +256,11 @@ def read_mpi_ranks(database: Database) -> dict[int, int]:
     """Return the rank of each process that initialized MPI."""
     ranks = database.integers(_MPI_RANKS, ("globalTid", "rank"), {})
     ranks = ranks[ranks["rank"].between(0, _MAX_RANK)]
-    return dict(zip(process_of(ranks["globalTid"]).tolist(), ranks["rank"].tolist(), strict=True))
+    return dict(zip(nsys.process_of(ranks["globalTid"]).tolist(), ranks["rank"].tolist(), strict=True))
 
 
 def read_session_start(database: Database) -> int | None:
     """Return the Unix time in ns from which the export's times count; None where it was not recorded."""
-    times = database.integers(_SESSION, (), {"utcEpochNs": MISSING})["utcEpochNs"]
+    times = database.integers(_SESSION, (), {"utcEpochNs": nsys.MISSING})["utcEpochNs"]
     times = times[times.between(_FIRST_TIME, _LAST_TIME)]
     return int(times.iloc[0]) if len(times) else None

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
+from ebbtide.profiler.importers.nvml_monitor import dcgm
 from ebbtide.profiler.importers.nvml_monitor.columns import (
     DEVICE_FIELDS,
     FIGURES,
@@ -20,12 +21,6 @@ from ebbtide.profiler.importers.nvml_monitor.columns import (
     read_devices,
     read_figures,
     row_times,
-)
-from ebbtide.profiler.importers.nvml_monitor.dcgm import (
-    looks_like_dcgmi,
-    looks_like_exporter,
-    read_dcgmi,
-    read_exporter,
 )
 from ebbtide.profiler.importers.nvml_monitor.dmon import TIME, header_names, looks_like_dmon, read_dmon, read_query
 from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable, Tool, check_text
@@ -47,7 +42,7 @@ class MonitorImporter:
     stage = Stage.DEVICES
 
     def matches(self, source: Source) -> bool:
-        if looks_like_exporter(source) or looks_like_dcgmi(source) or looks_like_dmon(source):
+        if dcgm.looks_like_exporter(source) or dcgm.looks_like_dcgmi(source) or looks_like_dmon(source):
             return True
         names_of_gpus = {name for figure in SAMPLED for name in FIGURES[figure]} - _OF_ANYTHING
         return any(names & set(TIME) and names & names_of_gpus for names in header_names(source))
@@ -214,10 +209,10 @@ def parse_monitor(source: Source) -> Monitor:
 def read_table(source: Source) -> MonitorTable:
     """Read a monitor file. Raise SourceError if it has no header, no rows, or is not text."""
     check_text(source)
-    if looks_like_exporter(source):
-        return read_exporter(source)
-    if looks_like_dcgmi(source):
-        return read_dcgmi(source)
+    if dcgm.looks_like_exporter(source):
+        return dcgm.read_exporter(source)
+    if dcgm.looks_like_dcgmi(source):
+        return dcgm.read_dcgmi(source)
     return read_dmon(source) if looks_like_dmon(source) else read_query(source)
 
 
