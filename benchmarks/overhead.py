@@ -110,7 +110,7 @@ def run_block(step: Callable[[], None], steps: int) -> Block:
 
 def begin_slice(step: Callable[[], None], folder: str) -> None:
     """Begin a slice that lasts to the end of the recording into a folder."""
-    from ebbtide.profiler.agent.slice_request import MAX_ITERATIONS, REQUEST, SliceRequest
+    from ebbtide.profiler.agent.options import MAX_ITERATIONS, REQUEST, SliceRequest
 
     step()
     link = Path(folder) / REQUEST
@@ -149,7 +149,7 @@ def recorded(folder: str, step: Callable[[], None], record: str) -> Iterator[Non
 def waiting_costs(folder: str) -> str:
     """Return the cost of waiting for requests, in a sentence: each the least of many times."""
     from ebbtide.profiler.agent.on_demand import DetailedSlices
-    from ebbtide.profiler.agent.slice_request import read_request
+    from ebbtide.profiler.agent.options import read_request
 
     slices = DetailedSlices(None, None, folder)  # type: ignore[arg-type]  # neither is used before a slice
     look, boundary = (

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .detailed_capture import AllocationCapture, CopyCapture
-from .options import Options
+from .options import Options, SliceRequest, read_request
 from .out_of_memory import Inventories
 from .recorder import Recorder
-from .slice_request import SliceRequest, read_request
 from .spool import DETAIL_MARKS, DETAILS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import sys
 from typing import Any, Callable
@@ -66,12 +67,20 @@ class Patches:
     """Replaces attributes, and restores all of them at `undo`, the last one first."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute of `owner`, which it may inherit or lack."""
-        self._originals.append((owner, name, owner.__dict__.get(name, _MISSING)))
+        self.on_undo(functools.partial(_restore, owner, name, owner.__dict__.get(name, _MISSING)))
         setattr(owner, name, value)
+
+    def on_undo(self, function: Callable[[], Any]) -> None:
+        """Call a function at `undo`."""
+        self._undo.append(function)
+
+    def when_imported(self, name: str, callback: Callable[[Any], Any]) -> None:
+        """Do what `when_imported` does, until `undo`."""
+        self.on_undo(when_imported(name, callback))
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         """Replace an attribute by `wrapper(original)`; do nothing if `owner` itself does not have it."""
@@ -80,9 +89,12 @@ class Patches:
             self.set(owner, name, wrapper(original))
 
     def undo(self) -> None:
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        while self._undo:
+            self._undo.pop()()
+
+
+def _restore(owner: Any, name: str, original: Any) -> None:
+    if original is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)

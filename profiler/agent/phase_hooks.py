@@ -14,8 +14,8 @@ from typing import Any, Callable
 from weakref import WeakKeyDictionary
 
 from .closures import UpdateParts
-from .framework import first_dimension
 from .iteration_figures import BACKWARD, FORWARD, UPDATE
+from .job_info import first_dimension
 from .patches import Patches, when_imported
 from .recorder import Recorder
 
@@ -181,8 +181,8 @@ class TorchHooks:
         run_backward = wrap_backward(recorder, self._compiling, torch.autograd._engine_run_backward)
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
         self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
-        self._cancel_megatron = hook_megatron(recorder, self._compiling, self._patches)
-        self._pipelines = PipelineHooks(recorder)
+        self._patches.on_undo(hook_megatron(recorder, self._compiling, self._patches))
+        PipelineHooks(recorder, self._patches)
         scaler = torch.amp.GradScaler
         self._patches.set(scaler, "step", self._wrap_update(scaler.step, optimizer_index=1))
         optimizer = torch.optim.Optimizer
@@ -194,8 +194,6 @@ class TorchHooks:
 
     def remove(self) -> None:
         """Restore torch as it was."""
-        self._cancel_megatron()
-        self._pipelines.remove()
         self._patches.undo()
 
     def _wrap_update(
@@ -267,22 +265,14 @@ class _Stage:
 
 
 class PipelineHooks:
-    """Reports the current micro-batch to `recorder`, from creation to `remove`."""
+    """Reports the current micro-batch to `recorder`, from creation to `patches.undo()`."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, patches: Patches) -> None:
         self._recorder = recorder
-        self._patches = Patches()
+        self._patches = patches
         self._stages: WeakKeyDictionary[Any, _Stage] = WeakKeyDictionary()
-        self._cancel_callbacks = [
-            when_imported("torch.distributed.pipelining.stage", self._patch_torch),
-            when_imported("deepspeed.runtime.pipe.engine", self._patch_deepspeed),
-        ]
-
-    def remove(self) -> None:
-        """Restore the classes as they were, and wait for none of their imports any more."""
-        for cancel in self._cancel_callbacks:
-            cancel()
-        self._patches.undo()
+        patches.when_imported("torch.distributed.pipelining.stage", self._patch_torch)
+        patches.when_imported("deepspeed.runtime.pipe.engine", self._patch_deepspeed)
 
     def _patch_torch(self, module: Any) -> None:
         stage = module._PipelineStageBase

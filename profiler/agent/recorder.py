@@ -11,12 +11,11 @@ import time
 from typing import Any, Callable, TypeVar
 from weakref import WeakKeyDictionary
 
-from .errors_only import write_first_files
 from .exceptions import propagates
 from .gpu_clock import EventMark
 from .iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule, PhaseRecord, live_keys
 from .memory_reader import PhaseReadings
-from .process_recorder import ProcessRecorder
+from .process_recorder import ProcessRecorder, write_first_files
 from .spool import ITERATION, START
 from .threads import NOT_READ_NOTE, TWO_TRAIN_NOTE, TrainingThreads
 from .without_gradients import ForwardsWithoutGradients

@@ -64,7 +64,7 @@ def start(torch: Any, directory: str, options: Options) -> Any:
 def start_for_errors(torch: Any, path: str) -> Any:
     """Record out-of-memory errors alone, unless this process is recorded already. Never raises."""
     try:
-        from .errors_only import spool_folder
+        from .process_recorder import spool_folder
 
         return start(torch, spool_folder(path), ERRORS_ONLY)
     except Exception:

@@ -25,8 +25,7 @@ from ebbtide.foreign_text import printable_line
 from ebbtide.machines.machine import machine_from
 from ebbtide.profiler.dryrun.errors import CannotFakeError, DryRunFinished
 from ebbtide.profiler.dryrun.jobs.models import complete_stand_ins
-from ebbtide.profiler.dryrun.launch import become_dry_run
-from ebbtide.profiler.dryrun.launchers import JobLaunched, launcher_followed
+from ebbtide.profiler.dryrun.launch import JobLaunched, become_dry_run, launcher_followed
 
 _CANNOT_FAKE, _DOES_NOT_FIT = 2, 3
 _INTERRUPTED = 130

@@ -11,9 +11,8 @@ import torch
 import torch._dynamo  # classifies torch's functions, which must happen before they are replaced
 
 from ebbtide.machines.machine import Machine
-from ebbtide.profiler.agent.framework import describe_framework
 from ebbtide.profiler.agent.inventory import list_blocks
-from ebbtide.profiler.agent.job_info import describe_model, describe_optimizers
+from ebbtide.profiler.agent.job_info import describe_framework, describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.batch_lengths import BatchLengths
 from ebbtide.profiler.dryrun.device.attention import AttentionChoice, register_attention, register_fused_norms
@@ -29,8 +28,7 @@ from ebbtide.profiler.dryrun.files.user_files import UserFiles
 from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
 from ebbtide.profiler.dryrun.frameworks.parallelism import ModelParallelPatches, patch_data_parallel
-from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
-from ebbtide.profiler.dryrun.frameworks.ray_train import patch_ray_train
+from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups, patch_ray_train
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
 from ebbtide.profiler.dryrun.memory.convolutions import reserved_range
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
@@ -129,9 +127,9 @@ class DryRun:
         self.tracker.install(self._patches)
         self._libraries = LibraryPatches(self._patches, self.mode)
         self._triton.install(self._patches)
-        self._cancel_ray = patch_ray_train(self._patches, self.process_groups)
+        patch_ray_train(self._patches, self.process_groups)
         machine = self.options.machine
-        self._model_parallel = ModelParallelPatches(self._patches, self.mode)
+        ModelParallelPatches(self._patches, self.mode)
         self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
         self._attention = register_attention(self.attention)
         register_fused_norms(self._attention)
@@ -154,11 +152,7 @@ class DryRun:
         self._multithreading.__exit__(None, None, None)
         torch._C._set_only_lift_cpu_tensors(self._only_lifts_cpu)
         self._attention._destroy()
-        self._libraries.remove()
         self._triton.remove()
-        self._cancel_ray()
-        self.deepspeed.remove()
-        self._model_parallel.remove()
         self.tracker.remove()
         self.process_groups.remove()
         self._patches.undo()

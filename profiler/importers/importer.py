@@ -26,62 +26,40 @@ class Recognition(IntEnum):
 
 
 class Stage(IntEnum):
-    """Position of an importer among the importers of one trace, by what it needs from the others.
+    """Position of an importer among the importers of one trace, by what it needs from the others."""
 
-    Attributes:
-        JOB: Creates all ranks of the job, with their phases.
-        PROFILE: Adds what one rank recorded: phases (unless the rank has some), devices, memory and copies.
-        MEMORY: Adds memory to ranks, on the device that an earlier stage has named.
-        DEVICES: Adds data of devices to the ranks to which earlier stages have assigned those devices.
-    """
-
-    JOB = 0
-    PROFILE = 1
-    MEMORY = 2
-    DEVICES = 3
+    JOB = 0  # Creates all ranks of the job, with their phases
+    PROFILE = 1  # Adds what one rank recorded: phases (unless the rank has some), devices, memory and copies
+    MEMORY = 2  # Adds memory to ranks, on the device that an earlier stage has named
+    DEVICES = 3  # Adds data of devices to the ranks to which earlier stages have assigned those devices
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware figures that the user states because the files do not.
+    """Hardware figures that the user states because the files do not."""
 
-    Attributes:
-        capacity_bytes: Memory of each device; None: as in the files.
-        link: PCIe generation and number of lanes of each device; None: as in the files.
-    """
-
-    capacity_bytes: int | None = None
-    link: tuple[int, int] | None = None
+    capacity_bytes: int | None = None  # Memory of each device; None: as in the files
+    link: tuple[int, int] | None = None  # PCIe generation and number of lanes of each device; None: as in the files
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Inputs of an importer other than the files of its own format.
+    """Inputs of an importer other than the files of its own format."""
 
-    Attributes:
-        hardware: Figures that the user states. They replace those of the files after all imports.
-        sources: All files of the run by format. A DeepSpeed log takes its time zone from a monitor file, for example.
-        phases: Meanings of NVTX ranges by their names, where `*` stands for any text: `forward`, `backward`, `update`,
-            `iteration`, or `other` for ranges that are none of these.
-    """
-
-    hardware: Hardware = Hardware()
+    hardware: Hardware = Hardware()  # Figures that the user states. They replace those of the files after all imports
+    # All files of the run by format. A DeepSpeed log takes its time zone from a monitor file, for example.
     sources: Mapping[str, Sequence[Source]] = field(default_factory=dict)
+    # Meanings of NVTX ranges by their names, where `*` stands for any text: `forward`, `backward`, `update`,
+    # `iteration`, or `other` for ranges that are none of these.
     phases: Mapping[str, str] = field(default_factory=dict)
 
 
 class Importer(Protocol):
-    """Imports the files of one format.
+    """Imports the files of one format."""
 
-    Attributes:
-        format: Name of the format, as in `ebbtide import --format`.
-        recognition: Feature that `matches` looks for.
-        stage: Position among the importers of one trace.
-    """
-
-    format: str
-    recognition: Recognition
-    stage: Stage
+    format: str  # Name of the format, as in `ebbtide import --format`
+    recognition: Recognition  # Feature that `matches` looks for
+    stage: Stage  # Position among the importers of one trace
 
     def matches(self, source: Source) -> bool:
         """Return whether the contents of a file look like this format."""

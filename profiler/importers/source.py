@@ -26,14 +26,7 @@ class SourceError(UserError):
 
 
 class Source:
-    """A file to import.
-
-    Raises SourceError if the file cannot be read.
-
-    `path`: path of the file, which may be packed with gzip.
-
-    `head`: the first 64 KiB, unpacked.
-    """
+    """A readable file (else SourceError) to import, maybe packed with gzip; `head`: its first 64 KiB, unpacked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.agent.slice_request import MAX_ITERATIONS, REQUEST, SliceRequest, parse_request
+from ebbtide.profiler.agent.options import MAX_ITERATIONS, REQUEST, SliceRequest, parse_request
 from ebbtide.profiler.agent.spool import process_id
 from ebbtide.profiler.recording.lifecycle import require_linux, spool_folder
+from ebbtide.profiler.recording.live.process_tail import SpoolTail
 from ebbtide.profiler.recording.lock import job_runs
-from ebbtide.profiler.recording.spools.records import RECORD, Records
+from ebbtide.profiler.recording.spools.records import RECORD
 from ebbtide.profiler.sampler.processes import process_runs
 from ebbtide.profiler.trace.files import is_locked, read_meta
 from ebbtide.profiler.trace.metadata import parse_meta
@@ -56,19 +55,9 @@ class ProcessProgress:
         self.iteration: int | None = None
         self.stopped = False
         self.marks: dict[int, list[SliceMark]] = {}
-        self._path = path
-        self._offset = 0
+        self._spool = SpoolTail(path, _FIRST_BYTES)
         self._ends: dict[int, int] = {}
-        self._read_header()
         self.update()
-
-    def _read_header(self) -> None:
-        with self._path.open("rb") as file:
-            header = np.frombuffer(file.read(RECORD.itemsize).ljust(RECORD.itemsize, b"\0"), RECORD)[0]
-            size = os.fstat(file.fileno()).st_size
-        self.rank, self.opened_ns = int(header["b"]), int(header["x"])
-        whole = max(RECORD.itemsize, size - _FIRST_BYTES)
-        self._offset = whole - whole % RECORD.itemsize
 
     @property
     def runs(self) -> bool:
@@ -84,25 +73,20 @@ class ProcessProgress:
         return max((ends[-1] - ends[0]) // (len(ends) - 1), 1)
 
     def update(self) -> None:
-        records = self._new_records()
+        records = self._spool.read()
+        header = self._spool.header
+        if header is not None:
+            self.rank, self.opened_ns = int(header["b"]), int(header["x"])
         for record in records[records["kind"] == kinds.ITERATION]:
             self.iteration, self.ended_ns = int(record["a"]), int(record["x"])
             self._ends[self.iteration] = self.ended_ns
         for iteration in list(self._ends)[:-_RECENT]:
             del self._ends[iteration]
         marks = records[records["kind"] == kinds.DETAILS]
-        for record in marks[marks["code"] < len(kinds.DETAIL_MARKS)]:
+        for record in marks:
             mark = SliceMark(kinds.DETAIL_MARKS[record["code"]], int(record["a"]))
             self.marks.setdefault(int(record["w"]), []).append(mark)
         self.stopped = self.stopped or bool((records["kind"] == kinds.STOPPED).any())
-
-    def _new_records(self) -> Records:
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        data = data[: len(data) - len(data) % RECORD.itemsize]
-        self._offset += len(data)
-        return np.frombuffer(data, RECORD)
 
     def mark(self, number: int, kind: str) -> int | None:
         """Return the iteration of a mark of a request; None where there is no such mark."""
@@ -111,18 +95,11 @@ class ProcessProgress:
 
 def training_processes(spools: Path) -> list[ProcessProgress]:
     """Return the running processes that have finished an iteration, by rank. OSError: the recording has ended."""
-    processes = [process for process in _newest_of_each(spools) if process.iteration is not None and process.runs]
+    spool_order = sorted(map(ProcessProgress, spools.glob("agent-*.spool")), key=lambda process: process.opened_ns)
+    # A process that executes another program begins a new spool.
+    newest = {process.pid: process for process in spool_order}
+    processes = [process for process in newest.values() if process.iteration is not None and process.runs]
     return sorted(processes, key=lambda process: (process.rank, process.pid))
-
-
-def _newest_of_each(spools: Path) -> Iterator[ProcessProgress]:
-    """Yield the newest spool of each process: one that executes another program begins a new spool."""
-    newest: dict[int, ProcessProgress] = {}
-    for path in spools.glob("agent-*.spool"):
-        process = ProcessProgress(path)
-        if process.pid not in newest or newest[process.pid].opened_ns < process.opened_ns:
-            newest[process.pid] = process
-    yield from newest.values()
 
 
 @dataclass(frozen=True)

@@ -93,16 +93,11 @@ class RecordedCommand:
 
 
 def start_collector(command: RecordedCommand) -> Collector:
-    """Start the collector of a job that this process is about to become.
+    """Start the collector of the job that this process is about to become; return once the trace exists.
 
-    The job does not get the socket of the service.
-
-    Returns:
-        The connection, once the trace's folder exists. Executing another program in this process closes it, which
-        tells the collector that the job runs; sampling begins then.
-
-    Raises:
-        TraceError: If the trace cannot be created; nothing is left behind then.
+    Executing another program in this process closes it, which tells the collector that the job runs; sampling begins
+    then. The job does not get the socket of the service. Raises TraceError if the trace cannot be created; nothing is
+    left then.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -33,13 +33,10 @@ def profile(
 ) -> NoReturn:
     """Become the job, whose training processes are recorded into a trace.
 
-    The job keeps this process's id, standard streams, terminal and signals, and its exit status is its own. A collector
-    finishes the trace when the job has ended, and prints where it is to stderr.
-
-    The job has `output_to` as stdout and stderr; None: those of this process. `service` answers beside it.
-
-    Raises:
-        TraceError: If the command cannot be executed or the trace cannot be created; nothing is left behind then.
+    The job keeps this process's id, standard streams (unless it gets `output_to` as stdout and stderr), terminal and
+    signals, and its exit status is its own. A collector finishes the trace when the job has ended, and prints where it
+    is to stderr; `service` answers beside it. Raises TraceError, and leaves nothing behind, if the command cannot be
+    executed or the trace cannot be created.
     """
     require_linux()
     if shutil.which(command[0]) is None:
@@ -77,17 +74,10 @@ def job_environment(options: Options, spools: Path) -> dict[str, str]:
 
 
 class BackgroundJob:
-    """A recorded job in a process group of its own: the terminal's keys do not reach it.
+    """A recorded job in a process group of its own, without the terminal's keys; signals are passed on to it.
 
-    It reads nothing from the terminal. Signals to this process are passed on to it.
-
-    `force` replaces a trace and a file of output that exist. `service` answers beside the job.
-
-    Attributes:
-        log: The file with its stdout and stderr: RUN.log beside RUN.ebb.
-
-    Raises:
-        TraceError: The command cannot be executed, or a file cannot be created; nothing is left behind then.
+    Its stdout and stderr are in `log`, RUN.log beside RUN.ebb; `force` replaces it, too. `service` answers beside the
+    job. Raises TraceError, and leaves nothing behind, if the command cannot be executed or a file cannot be created.
     """
 
     def __init__(

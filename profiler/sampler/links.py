@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.sampler.gpu import Gpu
@@ -38,17 +38,6 @@ class LinkSource(Protocol):
         """Return the next sample; None if one more reading is needed first. Raises NvmlError."""
 
 
-class _CounterReading(NamedTuple):
-    t_ns: int
-    received_bytes: int
-    sent_bytes: int
-
-
-class _GpmReading(NamedTuple):
-    t_ns: int
-    sample: Any
-
-
 class CounterSource:
     """Byte counters of the card: exact over any window. They wrap."""
 
@@ -58,21 +47,22 @@ class CounterSource:
     def __init__(self, gpu: Gpu, clock: Clock = time.monotonic_ns) -> None:
         self._gpu = gpu
         self._clock = clock
-        self._last: _CounterReading | None = None
+        self._last: tuple[int, int, int] | None = None  # time in ns, bytes received and sent
 
     def read(self) -> LinkSample | None:
         """Return the mean since the reading before; None for the first one. Raises NvmlError."""
         received, sent = self._gpu.read_pcie_counters()
         now_ns = self._clock()
-        last, self._last = self._last, _CounterReading(now_ns, received, sent)
-        if last is None or now_ns <= last.t_ns:
+        last, self._last = self._last, (now_ns, received, sent)
+        if last is None or now_ns <= last[0]:
             return None
-        window_ns = now_ns - last.t_ns
-        if window_ns > _MAY_WRAP_NS and max(received, sent, last.received_bytes, last.sent_bytes) < 2**32:
+        last_ns, last_received, last_sent = last
+        window_ns = now_ns - last_ns
+        if window_ns > _MAY_WRAP_NS and max(received, sent, last_received, last_sent) < 2**32:
             return None  # after failures: a counter of 32 bits may have wrapped any number of times
         rates = (
-            counter_increase(last.received_bytes, received) / (window_ns / 1e9),
-            counter_increase(last.sent_bytes, sent) / (window_ns / 1e9),
+            counter_increase(last_received, received) / (window_ns / 1e9),
+            counter_increase(last_sent, sent) / (window_ns / 1e9),
         )
         # A counter that stepped back by a little looks like one that has wrapped.
         return LinkSample(now_ns, window_ns, *rates) if max(rates) < _IMPOSSIBLE_BYTES_PER_S else None
@@ -87,22 +77,23 @@ class GpmSource:
     def __init__(self, gpu: Gpu, clock: Clock = time.monotonic_ns) -> None:
         self._gpu = gpu
         self._clock = clock
-        self._last: _GpmReading | None = None
+        self._last: tuple[int, Any] | None = None  # time in ns, sample
 
     def read(self) -> LinkSample | None:
         """Return the mean since the sample before; None for the first one or too early. Raises NvmlError."""
-        if self._last is not None and self._clock() - self._last.t_ns < _MIN_GPM_WINDOW_NS:
+        if self._last is not None and self._clock() - self._last[0] < _MIN_GPM_WINDOW_NS:
             return None
         sample = self._gpu.take_gpm_sample()
         now_ns = self._clock()
-        last, self._last = self._last, _GpmReading(now_ns, sample)
+        last, self._last = self._last, (now_ns, sample)
         if last is None:
             return None
+        last_ns, last_sample = last
         try:
-            rates = self._gpu.read_gpm_rates(last.sample, sample)
+            rates = self._gpu.read_gpm_rates(last_sample, sample)
         finally:
-            self._gpu.free_gpm_sample(last.sample)
-        return LinkSample(now_ns, now_ns - last.t_ns, *rates)
+            self._gpu.free_gpm_sample(last_sample)
+        return LinkSample(now_ns, now_ns - last_ns, *rates)
 
 
 class ThroughputSource:

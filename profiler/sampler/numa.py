@@ -38,11 +38,8 @@ class _Process:
 class NumaReader:
     """Reads the placement of processes, and keeps it in a file per process in the folder of the spools.
 
-    Memory is read only where the host has several nodes with cores. The reading with the most memory is kept: a process
-    that ends has released much of it.
-
-    Args:
-        root: The folder that holds `sys` and `proc`.
+    Memory is read only where the host has several nodes with cores; the reading with the most memory is kept, since a
+    process that ends has released much of it. `root` holds `sys` and `proc`.
     """
 
     def __init__(self, directory: Path, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:

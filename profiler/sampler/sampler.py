@@ -258,7 +258,7 @@ def describe_host() -> dict[str, Any]:
         "cpu": {
             "device": "cpu",
             "kind": "cpu",
-            "name": _cpu_name(),
+            "name": _search("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.machine(),
             "capacity_bytes": host_limits.memory_bytes(),
             "cores": host_limits.cores(),
         },
@@ -281,10 +281,6 @@ def read_swap_bytes(pid: int) -> int | None:
     return int(kib) * 1024 if kib else None
 
 
-def _cpu_name() -> str:
-    return _search("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.machine()
-
-
 def _search(path: str, pattern: str) -> str | None:
     try:
         match = re.search(pattern, Path(path).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
@@ -296,9 +292,7 @@ def _search(path: str, pattern: str) -> str | None:
 class HostLimitWatch:
     """Reads how much of its limit a job uses, and warns once per control group before the kernel ends the job.
 
-    `root`: the folder that holds `sys` and `proc`.
-
-    `description`: the limit for the trace's metadata; None while no process with one was seen.
+    `root` holds `sys` and `proc`; `description`: the limit for the trace's metadata, None before a process with one.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

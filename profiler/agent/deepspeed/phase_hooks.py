@@ -8,22 +8,22 @@ everything.
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections import deque
 from typing import Any, Callable
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..iteration_figures import UPDATE
-from ..patches import Patches, when_imported
+from ..patches import Patches
 from ..phase_hooks import wrap_backward
 from ..recorder import Recorder
 from ..zero_optimizer import swaps_to_disk
 from .settings import describe_engine
-from .storage import SWAP_METHODS, SWAP_MODULES, GradientReduction, StorageRecorder, has_lost_moments
+from .storage import SWAP_METHODS, SWAP_MODULES, GradientReduction, StorageRecorder, Wrapper, has_lost_moments
 from .zenflow import ZenFlowRecorder
 from .zero_substeps import STAGE_1_AND_2, STAGE_3, SUPER_OFFLOAD, ZENFLOW_STAGE_3, SubstepMethod, SubstepRecorder
 
-_RUNTIME = "deepspeed.runtime."
 # The key that the worker adds to its results: start and end of the task in ns.
 _TIMES = "ebbtide_times_ns"
 _UNOBSERVED_NOTE = (
@@ -42,113 +42,95 @@ class DeepSpeedHooks:
         self._patches = Patches()
         self._compiling = torch.compiler.is_compiling
         self._described_engines: WeakSet[Any] = WeakSet()
-        self._worker = SuperOffloadWorker(recorder)
-        self._zenflow = ZenFlowRecorder(recorder, self._substeps, self._reduction)
-        self._storage = StorageRecorder(recorder, self._substeps, self._reduction, self._patches)
         self._lost_moments: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        callbacks = {
-            "engine": self._patch_engine,
-            "zero.stage3": self._patch_stage_3,
-            "zero.stage_1_and_2": self._patch_stage_1_and_2,
-            "superoffload.superoffload_stage3": self._patch_super_offload,
-            "superoffload.superoffload_utils": self._patch_super_offload_worker,
-            "zenflow.engine_stage3": self._patch_zenflow_stage_3,
-            "zenflow.zenflow_stage_1_and_2": self._patch_zenflow_stage_1_and_2,
-        }
-        callbacks |= {f"swap_tensor.{name}": self._patch_swap_module for name in SWAP_MODULES}
-        callbacks["swap_tensor.utils"] = self._patch_swap_buffers
-        self._cancel_callbacks = [when_imported(_RUNTIME + name, callback) for name, callback in callbacks.items()]
-        self._cancel_callbacks.append(
-            when_imported("deepspeed.ops.adam.zenflow_torch_adam", self._patch_selective_optimizers)
-        )
+        for name, wrappers in self._wrappers().items():
+            self._patches.when_imported(f"deepspeed.{name}", functools.partial(self._patch, wrappers=wrappers))
 
     def remove(self) -> None:
         """Restore DeepSpeed as it was, and wait for none of its imports any more."""
-        for cancel in self._cancel_callbacks:
-            cancel()
         self._patches.undo()
 
-    def _patch_engine(self, module: Any) -> None:
-        engine = module.DeepSpeedEngine
-        self._patches.wrap(engine, "backward", functools.partial(wrap_backward, self._recorder, self._compiling))
-        self._patches.wrap(
-            engine, "_take_model_step", functools.partial(self._wrap_update, of_engine=True, optimizer_steps=True)
-        )
-        self._patches.wrap(engine, "step", self._wrap_step)
-        # Without managed accumulation, gradients are reduced and copied when the update begins.
-        self._patches.wrap(engine, "allreduce_gradients", functools.partial(self._wrap_update, of_engine=True))
-        self._patches.wrap(engine, "load_checkpoint", self._wrap_load)
+    def _patch(self, module: Any, wrappers: dict[str, dict[str, Wrapper]]) -> None:
+        for owner, methods in wrappers.items():
+            for name, wrapper in methods.items():
+                self._patches.wrap(getattr(module, owner, None) if owner else module, name, wrapper)
 
-    def _patch_stage_3(self, module: Any) -> None:
-        optimizer = module.DeepSpeedZeroOptimizer_Stage3
-        self._patch_optimizer(optimizer, STAGE_3)
-        reduce_name = f"_{optimizer.__name__}__reduce_and_partition_ipg_grads"
-        self._patches.wrap(optimizer, reduce_name, self._reduction.wrap_reduce)
-        for name, wrapper in self._reduction.stage_3.items():
-            self._patches.wrap(optimizer, name, wrapper)
+    def _wrappers(self) -> dict[str, dict[str, dict[str, Wrapper]]]:
+        """Return the wrappers by module, class ("": functions of the module) and name."""
+        partial, update, reduction = functools.partial, self._wrap_update, self._reduction
+        storage = StorageRecorder(self._recorder, self._substeps, reduction, self._patches)
+        worker, zenflow = SuperOffloadWorker(self._recorder), ZenFlowRecorder(self._recorder, self._substeps, reduction)
+        final_copy = "async_inplace_copy_grad_to_fp32_buffer_from_gpu"
+        partition = {"partition_grads": reduction.stage_3["partition_grads"]}
+        swaps = {
+            "swap_in_tensors": partial(storage.wrap_submit, resource="storage_read"),
+            "swap_out_tensors": partial(storage.wrap_submit, resource="storage_write"),
+        }
+        selection = {
+            "update_selected_channels": partial(zenflow.wrap, name="select columns"),
+            "sync_fp32_param_from_gpu": partial(zenflow.wrap, name="parameters down"),
+            "selective_optimizer_step": partial(
+                zenflow.wrap, name="selective update", find_optimizer=operator.attrgetter("selective_optimizer")
+            ),
+        }
+        process = {"start_optimizer_process": partial(zenflow.wrap_process_start, patches=self._patches)}
+        selective_update = {
+            "group_step": partial(zenflow.wrap, name="selective update", find_optimizer=lambda optimizer: optimizer)
+        }
+        return {
+            "runtime.engine": {
+                "DeepSpeedEngine": {
+                    "backward": partial(wrap_backward, self._recorder, self._compiling),
+                    "_take_model_step": partial(update, of_engine=True, optimizer_steps=True),
+                    "step": self._wrap_step,
+                    # Without managed accumulation, gradients are reduced and copied when the update begins.
+                    "allreduce_gradients": partial(update, of_engine=True),
+                    "load_checkpoint": self._wrap_load,
+                }
+            },
+            "runtime.zero.stage3": {
+                "DeepSpeedZeroOptimizer_Stage3": {
+                    "finalize_gradient_accumulation_boundary": update,
+                    **self._substep_wrappers(STAGE_3),
+                    "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads": reduction.wrap_reduce,
+                    **reduction.stage_3,
+                    **dict.fromkeys(SWAP_METHODS, storage.wrap_swap),
+                }
+            },
+            "runtime.zero.stage_1_and_2": {
+                "": self._substep_wrappers({"all_gather_dp_groups": SubstepMethod("gather")}),
+                "DeepSpeedZeroOptimizer": {
+                    "finalize_gradient_accumulation_boundary": update,
+                    **self._substep_wrappers(STAGE_1_AND_2),
+                    "reduce_ipg_grads": reduction.wrap_reduce,
+                    **reduction.stage_1_and_2,
+                },
+            },
+            "runtime.superoffload.superoffload_stage3": {
+                "SuperOffloadOptimizer_Stage3": {**self._substep_wrappers(SUPER_OFFLOAD), **partition}
+            },
+            "runtime.superoffload.superoffload_utils": {
+                "": {"superoffload_optimizer_worker": worker.wrap_worker},
+                "SuperOffloadCPUOptimizer": {"async_step": worker.wrap_submit, "get_result": worker.wrap_receive},
+            },
+            "runtime.zenflow.engine_stage3": {
+                "": {**self._substep_wrappers(ZENFLOW_STAGE_3), **partition, **selection, **process}
+            },
+            "runtime.zenflow.zenflow_stage_1_and_2": {
+                "": process,
+                "ZenFlowZeroOptimizerParallel": {final_copy: reduction.stage_1_and_2[final_copy]},
+                "ZenFlowZeroOptimizer": selection,
+            },
+            "ops.adam.zenflow_torch_adam": {
+                "ZenFlowSelectiveAdamW": selective_update,
+                "ZenFlowSelectiveAdamW_stage3": selective_update,
+            },
+            "runtime.swap_tensor.utils": {"SwapBufferManager": {"allocate": storage.wrap_allocate}},
+            **{f"runtime.swap_tensor.{name}": {"": swaps} for name in SWAP_MODULES},
+        }
 
-        for name in SWAP_METHODS:
-            self._patches.wrap(optimizer, name, self._storage.wrap_swap)
-
-    def _patch_swap_module(self, module: Any) -> None:
-        for name, resource in (("swap_in_tensors", "storage_read"), ("swap_out_tensors", "storage_write")):
-            self._patches.wrap(module, name, functools.partial(self._storage.wrap_submit, resource=resource))
-
-    def _patch_swap_buffers(self, module: Any) -> None:
-        self._patches.wrap(module.SwapBufferManager, "allocate", self._storage.wrap_allocate)
-
-    def _patch_stage_1_and_2(self, module: Any) -> None:
-        optimizer = module.DeepSpeedZeroOptimizer
-        self._patch_optimizer(optimizer, STAGE_1_AND_2)
-        gather = functools.partial(self._wrap_substep, method=SubstepMethod("gather"))
-        self._patches.wrap(module, "all_gather_dp_groups", gather)
-        self._patches.wrap(optimizer, "reduce_ipg_grads", self._reduction.wrap_reduce)
-        for name, wrapper in self._reduction.stage_1_and_2.items():
-            self._patches.wrap(optimizer, name, wrapper)
-
-    def _patch_super_offload(self, module: Any) -> None:
-        optimizer = module.SuperOffloadOptimizer_Stage3
-        self._patch_substeps(optimizer, SUPER_OFFLOAD)
-        self._patches.wrap(optimizer, "partition_grads", self._reduction.stage_3["partition_grads"])
-
-    def _patch_super_offload_worker(self, module: Any) -> None:
-        self._patches.wrap(module, "superoffload_optimizer_worker", self._worker.wrap_worker)
-        self._patches.wrap(module.SuperOffloadCPUOptimizer, "async_step", self._worker.wrap_submit)
-        self._patches.wrap(module.SuperOffloadCPUOptimizer, "get_result", self._worker.wrap_receive)
-
-    def _patch_zenflow_stage_3(self, module: Any) -> None:
-        self._patch_substeps(module, ZENFLOW_STAGE_3)
-        self._patches.wrap(module, "partition_grads", self._reduction.stage_3["partition_grads"])
-        self._patch_zenflow(module, module)
-
-    def _patch_zenflow_stage_1_and_2(self, module: Any) -> None:
-        name = "async_inplace_copy_grad_to_fp32_buffer_from_gpu"
-        self._patches.wrap(module.ZenFlowZeroOptimizerParallel, name, self._reduction.stage_1_and_2[name])
-        self._patch_zenflow(module, module.ZenFlowZeroOptimizer)
-
-    def _patch_zenflow(self, module: Any, owner: Any) -> None:
-        """Wrap what ZenFlow has in all stages; `owner` is the class or module that has its functions."""
-        zenflow = self._zenflow
-        for function, name in (
-            ("update_selected_channels", "select columns"),
-            ("sync_fp32_param_from_gpu", "parameters down"),
-        ):
-            self._patches.wrap(owner, function, functools.partial(zenflow.wrap_selection, name=name))
-        self._patches.wrap(owner, "selective_optimizer_step", zenflow.wrap_selective_step)
-        start = functools.partial(zenflow.wrap_process_start, patches=self._patches)
-        self._patches.wrap(module, "start_optimizer_process", start)
-
-    def _patch_selective_optimizers(self, module: Any) -> None:
-        for name in ("ZenFlowSelectiveAdamW", "ZenFlowSelectiveAdamW_stage3"):
-            self._patches.wrap(getattr(module, name, None), "group_step", self._zenflow.wrap_selective_update)
-
-    def _patch_optimizer(self, optimizer: Any, methods: dict[str, SubstepMethod]) -> None:
-        self._patches.wrap(optimizer, "finalize_gradient_accumulation_boundary", self._wrap_update)
-        self._patch_substeps(optimizer, methods)
-
-    def _patch_substeps(self, owner: Any, methods: dict[str, SubstepMethod]) -> None:
-        for name, method in methods.items():
-            self._patches.wrap(owner, name, functools.partial(self._wrap_substep, method=method))
+    def _substep_wrappers(self, methods: dict[str, SubstepMethod]) -> dict[str, Wrapper]:
+        return {name: functools.partial(self._wrap_substep, method=method) for name, method in methods.items()}
 
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the engine's step: with ZenFlow it updates the selected columns after its optimizer has stepped."""

@@ -31,20 +31,6 @@ class ZenFlowRecorder:
         # By the address of the memory shared with an optimizer process: submission times of its updates in flight.
         self._submitted_ns: dict[int, deque[int]] = {}
 
-    def wrap_selection(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a function whose first argument is the ZeRO optimizer, as a row on the host."""
-        return self._wrap(original, name, lambda owner: "host")
-
-    def wrap_selective_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method of the optimizer of the selected columns."""
-        return self._wrap(original, "selective update", _resource_of_parameters)
-
-    def wrap_selective_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function of the ZeRO optimizer that updates all selected columns at the end of an interval."""
-        return self._wrap(
-            original, "selective update", lambda owner: _resource_of_parameters(owner.selective_optimizer)
-        )
-
     def wrap_process_start(self, original: Callable[..., Any], patches: Patches) -> Callable[..., Any]:
         """Wrap the function that starts the optimizer process: its commands are known from then on."""
 
@@ -88,15 +74,21 @@ class ZenFlowRecorder:
 
         return wait
 
-    def _wrap(self, original: Callable[..., Any], name: str, find_resource: Callable[[Any], str]) -> Callable[..., Any]:
-        """Wrap a function as a sub-step in an update, and as an operation of its own elsewhere."""
+    def wrap(
+        self, original: Callable[..., Any], name: str, find_optimizer: Callable[[Any], Any] | None = None
+    ) -> Callable[..., Any]:
+        """Wrap a function as a sub-step in an update, and as an operation of its own elsewhere.
+
+        `find_optimizer` returns from its first argument the optimizer whose parameters tell where it runs; None: on the
+        host.
+        """
         recorder, substeps = self._recorder, self._substeps
 
         @functools.wraps(original)
         def operation(owner: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.recording:
                 return original(owner, *args, **kwargs)
-            resource = _or_host(find_resource, owner)
+            resource = "host" if find_optimizer is None else _resource(find_optimizer, owner)
             if substeps.running:
                 substeps.switch(name, resource)
                 try:
@@ -118,13 +110,9 @@ class ZenFlowRecorder:
         return operation
 
 
-def _resource_of_parameters(optimizer: Any) -> str:
-    return compute_resource(local_tensor(optimizer.param_groups[0]["params"][0]))
-
-
-def _or_host(find_resource: Callable[[Any], str], owner: Any) -> str:
-    """Return the resource; `host` if this version of DeepSpeed hides it."""
+def _resource(find_optimizer: Callable[[Any], Any], owner: Any) -> str:
+    """Return the resource of an optimizer's parameters; `host` if this version of DeepSpeed hides it."""
     try:
-        return find_resource(owner)
+        return compute_resource(local_tensor(find_optimizer(owner).param_groups[0]["params"][0]))
     except Exception:
         return "host"

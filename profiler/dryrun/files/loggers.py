@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ebbtide.profiler.agent.patches import Patches, when_imported
+from ebbtide.profiler.agent.patches import Patches
 
 # Libraries that record experiments on a server or on the disk. Where one is installed, an `InertModule` is imported.
 _INERT = frozenset({"aim", "clearml", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "tensorboardX"})
@@ -112,8 +111,8 @@ class InertFinder:
         """Do nothing."""
 
 
-def disable_loggers(patches: Patches) -> Callable[[], None]:
-    """Disable loggers that the job imports from now on, until `patches.undo()` and the function that is returned."""
+def disable_loggers(patches: Patches) -> None:
+    """Disable loggers that the job imports from now on, until `patches.undo()`."""
     finder = InertFinder()
     sys.meta_path.insert(0, finder)
     saved = {name: os.environ.get(name) for name in _SWITCHES}
@@ -134,11 +133,7 @@ def disable_loggers(patches: Patches) -> Callable[[], None]:
                 if hasattr(owner, name):
                     patches.set(owner, name, lambda *_args, **_kwargs: Inert())
 
-    cancels = [when_imported("wandb", disable_wandb), when_imported("huggingface_hub.hf_api", disable_uploads)]
-
     def restore() -> None:
-        for cancel in cancels:
-            cancel()
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, InertModule)]:
             del sys.modules[name]
@@ -148,7 +143,9 @@ def disable_loggers(patches: Patches) -> Callable[[], None]:
             else:
                 os.environ[name] = value
 
-    return restore
+    patches.on_undo(restore)
+    patches.when_imported("wandb", disable_wandb)
+    patches.when_imported("huggingface_hub.hf_api", disable_uploads)
 
 
 def _decorates(args: tuple[Any, ...]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ebbtide.profiler.agent.patches import Patches, when_imported
+from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 from ebbtide.profiler.dryrun.files.loggers import disable_loggers
@@ -42,7 +42,6 @@ class UserFiles:
         self._view: FileView | None = None
         self._listing = True
         self._programs: dict[str, None] = {}
-        self._cancels: list[Callable[[], None]] = []
 
     def install(self, patches: Patches) -> None:
         """Replace what saves, loads and changes files until `patches.undo()` and `close()`."""
@@ -53,11 +52,9 @@ class UserFiles:
         patches.set(torch, "save", self._save)
         patches.set(torch, "load", self._wrap_load(torch.load))
         patch_safetensors(patches, self._save_tensors)
-        self._cancels = [
-            disable_loggers(patches),
-            patch_writers(patches, self._view),
-            when_imported("torch.distributed.checkpoint", lambda module: self._patch_distributed(module, patches)),
-        ]
+        disable_loggers(patches)
+        patch_writers(patches, self._view)
+        patches.when_imported("torch.distributed.checkpoint", lambda module: self._patch_distributed(module, patches))
 
     def stop_listing(self) -> None:
         """List no more files: the job is at its end."""
@@ -66,8 +63,6 @@ class UserFiles:
     def close(self) -> None:
         """Remove what the job has made, when its replacements are undone."""
         guard.stop()
-        for cancel in self._cancels:
-            cancel()
         if self._view is not None:
             self._view.close()
 
@@ -301,18 +296,11 @@ def changing_program(command: Any) -> str | None:
     return next((name for name in map(os.path.basename, names) if name in _CHANGING), None)
 
 
-def patch_writers(patches: Patches, view: FileView) -> Callable[[], None]:
-    """Replace what writes tokenizers and SQLite databases, until `patches.undo()` and the function that is returned."""
-    cancels = [
-        when_imported("transformers.tokenization_utils_tokenizers", lambda module: _write_tokenizers(module, patches)),
-        when_imported("sqlite3", lambda module: _copy_databases(module, patches, view)),
-    ]
-
-    def cancel() -> None:
-        for function in cancels:
-            function()
-
-    return cancel
+def patch_writers(patches: Patches, view: FileView) -> None:
+    """Replace what writes tokenizers and SQLite databases, until `patches.undo()`."""
+    tokenizers = "transformers.tokenization_utils_tokenizers"
+    patches.when_imported(tokenizers, lambda module: _write_tokenizers(module, patches))
+    patches.when_imported("sqlite3", lambda module: _copy_databases(module, patches, view))
 
 
 def _write_tokenizers(module: Any, patches: Patches) -> None:

@@ -11,7 +11,7 @@ import torch
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.deepspeed.settings import describe_engine
 from ebbtide.profiler.agent.iteration_figures import UPDATE
-from ebbtide.profiler.agent.patches import Patches, when_imported
+from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.agent.phase_hooks import wrap_backward
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
@@ -86,7 +86,7 @@ def extension(name: str, clock: VirtualClock, cpu_update_params_per_s: float | N
 
 
 class DeepSpeedPatches:
-    """Patches of DeepSpeed, from creation to `remove`.
+    """Patches of DeepSpeed.
 
     DeepSpeed's own engine runs: it chooses CUDA as its accelerator, and its collectives go to torch's fake groups.
 
@@ -107,25 +107,18 @@ class DeepSpeedPatches:
         self._patches, self._tracker, self._clock, self._groups = patches, tracker, clock, groups
         self._cpu_rate = _cpu_update_params_per_s(machine, groups.ranks_per_node)
         zero = "deepspeed.runtime.zero."
-        self._cancel_callbacks = [
-            when_imported(name, callback)
-            for name, callback in (
-                ("deepspeed.accelerator.real_accelerator", lambda module: patches.set(module, "ds_accelerator", None)),
-                ("deepspeed.comm.comm", self._patch_communication),
-                ("deepspeed.utils.groups", self._patch_groups),
-                ("deepspeed.ops.op_builder.builder", self._patch_extensions),
-                ("deepspeed.runtime.engine", self._patch_engine),
-                ("deepspeed.runtime.utils", self._patch_overflow_check),
-                (zero + "partitioned_param_coordinator", self._patch_coordinator),
-                (zero + "stage3", lambda module: self._patch_optimizer(module.DeepSpeedZeroOptimizer_Stage3)),
-                (zero + "stage_1_and_2", lambda module: self._patch_optimizer(module.DeepSpeedZeroOptimizer)),
-            )
-        ]
-
-    def remove(self) -> None:
-        """Wait for no imports any more."""
-        for cancel in self._cancel_callbacks:
-            cancel()
+        for name, callback in (
+            ("deepspeed.accelerator.real_accelerator", lambda module: patches.set(module, "ds_accelerator", None)),
+            ("deepspeed.comm.comm", self._patch_communication),
+            ("deepspeed.utils.groups", self._patch_groups),
+            ("deepspeed.ops.op_builder.builder", self._patch_extensions),
+            ("deepspeed.runtime.engine", self._patch_engine),
+            ("deepspeed.runtime.utils", self._patch_overflow_check),
+            (zero + "partitioned_param_coordinator", self._patch_coordinator),
+            (zero + "stage3", lambda module: self._patch_optimizer(module.DeepSpeedZeroOptimizer_Stage3)),
+            (zero + "stage_1_and_2", lambda module: self._patch_optimizer(module.DeepSpeedZeroOptimizer)),
+        ):
+            patches.when_imported(name, callback)
 
     def _patch_communication(self, module: Any) -> None:
         self._patches.set(module, "cdb", None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from ebbtide.profiler.agent.patches import Patches, when_imported
+from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 
@@ -19,7 +19,7 @@ _CUDA_SOURCES = (".cu", ".cuh")
 
 
 class LibraryPatches:
-    """Patches of libraries, until `remove`; `compiles`: whether the job has called what torch.compile returned."""
+    """Patches of libraries; `compiles`: whether the job has called what torch.compile returned."""
 
     def __init__(self, patches: Patches, mode: FakeDeviceMode) -> None:
         self.compiles = False
@@ -36,13 +36,14 @@ class LibraryPatches:
 
         patches.set(torch, "compile", compile_eagerly)
         torch.compiler.set_stance("force_eager")
+        patches.on_undo(lambda: torch.compiler.set_stance("default"))
         warnings.filterwarnings("ignore", message="Using `torch.compile")  # about the hooks of this dry run
-        self._cancel: Callable[[], None] = when_imported(
+        patches.when_imported(
             "transformers.utils.import_utils",
             # It would build masks that it leaves out for real tensors.
             lambda module: patches.set(module, "is_fake_tensor", lambda _tensor: False),
         )
-        self._cancel_extensions = patch_extensions(patches, mode)
+        patch_extensions(patches, mode)
 
     def _note_calls(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled)
@@ -52,12 +53,6 @@ class LibraryPatches:
 
         return run
 
-    def remove(self) -> None:
-        """Stop waiting for imports, and let torch.compile work again."""
-        self._cancel()
-        self._cancel_extensions()
-        torch.compiler.set_stance("default")
-
 
 def _iterate_here(loader: Any) -> Any:
     """Load data in this process: fake tensors cannot be sent to another one."""
@@ -65,22 +60,14 @@ def _iterate_here(loader: Any) -> Any:
     return dataloader._SingleProcessDataLoaderIter(loader)
 
 
-def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> Callable[[], None]:
-    """Replace the functions until `patches.undo()`, in modules that are imported until the returned one is called."""
-    cancels = [
-        when_imported("torch.utils.cpp_extension", lambda module: _refuse_compilation(module, patches)),
-        when_imported("pynvml", lambda module: _answer_nvml(module, patches)),
-        when_imported("bitsandbytes.cextension", lambda module: _leave_out_kernels(module, patches)),
-        when_imported("bitsandbytes.functional", lambda module: _page_state(module, patches, mode)),
-        when_imported("torchvision.extension", _define_operators),
-        when_imported("torchaudio._extension.utils", lambda module: _leave_out_library(module, patches)),
-    ]
-
-    def cancel() -> None:
-        for function in cancels:
-            function()
-
-    return cancel
+def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> None:
+    """Replace functions of libraries that load or need compiled code, until `patches.undo()`."""
+    patches.when_imported("torch.utils.cpp_extension", lambda module: _refuse_compilation(module, patches))
+    patches.when_imported("pynvml", lambda module: _answer_nvml(module, patches))
+    patches.when_imported("bitsandbytes.cextension", lambda module: _leave_out_kernels(module, patches))
+    patches.when_imported("bitsandbytes.functional", lambda module: _page_state(module, patches, mode))
+    patches.when_imported("torchvision.extension", _define_operators)
+    patches.when_imported("torchaudio._extension.utils", lambda module: _leave_out_library(module, patches))
 
 
 def _refuse_compilation(module: Any, patches: Patches) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ebbtide.profiler.agent.patches import Patches, when_imported
+from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.device.collectives import Collectives
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode, HostlessFakeMode
 
@@ -72,19 +72,12 @@ def _reduce(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 class ModelParallelPatches:
-    """Patches of DTensor and of torch.distributed.pipelining, once the job has imported them, until `remove`."""
+    """Patches of DTensor and of torch.distributed.pipelining, once the job has imported them."""
 
     def __init__(self, patches: Patches, mode: FakeDeviceMode) -> None:
         self._patches, self._mode = patches, mode
-        self._cancel_callbacks = [
-            when_imported("torch.distributed.tensor._sharding_prop", self._patch_propagation),
-            when_imported("torch.distributed.pipelining.stage", self._patch_stages),
-        ]
-
-    def remove(self) -> None:
-        """Wait for no imports any more."""
-        for cancel in self._cancel_callbacks:
-            cancel()
+        patches.when_imported("torch.distributed.tensor._sharding_prop", self._patch_propagation)
+        patches.when_imported("torch.distributed.pipelining.stage", self._patch_stages)
 
     def _patch_propagation(self, module: Any) -> None:
         """Let DTensor find the layouts of results on tensors of its own, of full size, which are not of the job."""

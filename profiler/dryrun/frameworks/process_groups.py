@@ -168,4 +168,18 @@ class _NcclGroup:
     Options = _NcclOptions
 
 
+def patch_ray_train(patches: Patches, groups: ProcessGroups) -> None:
+    """Let Ray Train run its function in this process, as one of the workers, until `patches.undo()`."""
+
+    def patch(module: Any) -> None:
+        def fit(trainer: Any) -> Any:
+            if not groups.stated:
+                groups.state(max(1, trainer.scaling_config.num_workers))
+            return trainer._get_local_controller().run(trainer._get_train_func())
+
+        patches.set(module.DataParallelTrainer, "fit", fit)
+
+    patches.when_imported("ray.train.v2.api.data_parallel_trainer", patch)
+
+
 assert fake_pg  # it registers the backend

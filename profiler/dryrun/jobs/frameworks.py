@@ -1,13 +1,15 @@
-"""Frameworks whose recipe files a dry run takes: the programs, and the keys for model and data."""
+"""Frameworks whose recipe files a dry run takes; torchtune's program loads `make_tokenizer` and `make_data` by name."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from ebbtide.errors import UserError
-from ebbtide.profiler.dryrun.jobs.replacements import Recipe, Replacements
+from ebbtide.profiler.dryrun.jobs.models import Recipe, Replacements
 
 _TEXT, _PAIR = {"text": 1.0}, {"prompt": 0.25, "chosen": 0.75, "rejected": 0.75}
 _ANSWER = {"prompt": 0.25, "response": 0.75}
@@ -125,7 +127,7 @@ class Torchtune(Framework):
         tokenizer, data = recipe["tokenizer"], recipe["dataset"]
         if replacements.needs_data([tokenizer.get("path", ""), data.get("data_files", "")]):
             tokens = tokenizer.get("max_seq_len") or _DEFAULT_TOKENS
-            module = "ebbtide.profiler.dryrun.jobs.torchtune_parts"
+            module = "ebbtide.profiler.dryrun.jobs.frameworks"
             recipe["tokenizer"] = {self.key: f"{module}.make_tokenizer", "max_seq_len": tokens}
             packed = bool(data.get("packed"))
             recipe["dataset"] = {self.key: f"{module}.make_data", "packed": packed, "samples": samples}
@@ -143,3 +145,29 @@ def _is_preference(recipe: Recipe) -> bool:
 def _remove(recipe: Recipe, *keys: str) -> None:
     for key in keys:
         recipe.pop(key, None)
+
+
+def make_tokenizer(max_seq_len: int) -> Any:
+    """Return what recipes read of a tokenizer."""
+    return SimpleNamespace(max_seq_len=max_seq_len, pad_id=0, eos_id=0, bos_id=0, stop_tokens=[0])
+
+
+def make_data(tokenizer: Any, samples: int, packed: bool, pairs: bool) -> Any:
+    """Return samples of `max_seq_len` tokens; `pairs`: a chosen and a rejected one in each."""
+    from torch.utils.data import Dataset
+    from torchtune.datasets import PackedDataset
+
+    tokens = [1] * tokenizer.max_seq_len
+    sample = {"tokens": tokens, "labels": tokens}
+    if pairs:
+        kinds = [f"{kind}_{part}" for kind in ("chosen", "rejected") for part in ("input_ids", "labels")]
+        sample = dict.fromkeys(kinds, tokens)
+
+    class Samples(Dataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return samples
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return {name: list(values) for name, values in sample.items()}
+
+    return PackedDataset(Samples(), max_seq_len=tokenizer.max_seq_len) if packed else Samples()

@@ -1,11 +1,12 @@
-"""Finds the configuration of a model, and makes a folder that a dry run loads like one with its weights."""
+"""Finds the configuration of a model, and makes models without weights and data for a dry run to load."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,11 @@ _CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 @dataclass(frozen=True)
 class Model:
-    """A model that a job trains.
+    """A model that a job trains."""
 
-    Attributes:
-        name: Its name on the hub, or its path.
-        config: The content of its config.json.
-        folder: The folder of the configuration; None: it comes with ebbtide.
-    """
-
-    name: str
-    config: dict[str, Any]
-    folder: Path | None = None
+    name: str  # Its name on the hub, or its path
+    config: dict[str, Any]  # The content of its config.json
+    folder: Path | None = None  # The folder of the configuration; None: it comes with ebbtide
 
     @property
     def is_whole(self) -> bool:
@@ -165,3 +160,44 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made: Any = PreTrainedTokenizerFast
     made(tokenizer_object=tokenizer, chat_template=_CHAT, **_TOKENS).save_pretrained(folder)
+
+
+Recipe = dict[str, Any]
+
+
+@dataclass
+class Replacements:
+    """Models and data that replace those of a recipe."""
+
+    folder: Path  # A folder for them, which the dry run removes
+    lines: list[str] = field(default_factory=list)  # For people: what was replaced, and by what
+    real_tokens: bool = True  # Whether the tokenizer is that of the recipe
+
+    def model(self, name: str) -> str:
+        """Return the folder of a model: its own if it has weights, else one without values."""
+        model = find_model(name)
+        if model.is_whole:
+            return name
+        folder = self.folder / Path(model.name).name
+        if not folder.exists():
+            write_stand_in(model, folder)
+            self.lines.append(f"model {name}: without its weights, configuration from {model.source}")
+            self.real_tokens = self.real_tokens and model.has_tokenizer
+        return str(folder)
+
+    def needs_data(self, paths: Iterable[str | Path]) -> bool:
+        """Return whether data must be replaced: files of it are missing, or the tokenizer."""
+        return not (self.real_tokens and all(Path(path).exists() for path in paths))
+
+    def data(self, tokens: int, samples: int, shares: dict[str, float]) -> Path:
+        """Write samples of so many `tokens` as JSON lines, shared among columns; return their file."""
+        row = {column: " ".join([WORD] * max(1, int(share * tokens))) for column, share in shares.items()}
+        file = self.folder / "data" / "train.jsonl"
+        file.parent.mkdir()
+        file.write_text(f"{json.dumps(row)}\n" * samples, encoding="utf-8")
+        self.note_data(tokens, samples)
+        return file
+
+    def note_data(self, tokens: int, samples: int) -> None:
+        """Add the line about data."""
+        self.lines.append(f"data: {samples} samples of {tokens:,} tokens in place of those of the recipe")

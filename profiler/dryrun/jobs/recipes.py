@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbtide.errors import UserError
 from ebbtide.profiler.dryrun.jobs.frameworks import FRAMEWORKS
-from ebbtide.profiler.dryrun.jobs.replacements import Recipe, Replacements
+from ebbtide.profiler.dryrun.jobs.models import Recipe, Replacements
 from ebbtide.profiler.dryrun.jobs.settings import PreparedJob, require, scratch_folder
 
 # Floats as YAML 1.2 has them; PyYAML takes them as text.

@@ -25,25 +25,18 @@ ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 3}
 class ModelJob:
     """A job that trains a language model.
 
-    Attributes:
-        model: A folder, a configuration file, or a name on the hub.
-        batch: Samples of a step on one rank.
-        sequence: Tokens of a sample.
-        checkpointing: Whether layers are recomputed in the backward.
-        strategy: Sharing of the job among ranks; None: one rank has all of it.
-
     Raises:
         UserError: The settings make no sense together.
     """
 
-    model: str
+    model: str  # A folder, a configuration file, or a name on the hub
     method: Method = "full"
     optimizer: Optimizer = "adamw"
-    batch: int = 1
-    sequence: int = 2048
-    checkpointing: bool = False
+    batch: int = 1  # Samples of a step on one rank
+    sequence: int = 2048  # Tokens of a sample
+    checkpointing: bool = False  # Whether layers are recomputed in the backward
     precision: Precision = "bf16"
-    strategy: Strategy | None = None
+    strategy: Strategy | None = None  # Sharing of the job among ranks; None: one rank has all of it
     ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -62,17 +55,11 @@ class ModelJob:
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A job that is ready for a dry run.
+    """A job that is ready for a dry run."""
 
-    Attributes:
-        command: The words that start it.
-        scratch: A folder that only the dry run reads, to be removed at its end; None: there is none.
-        lines: For people: what runs.
-    """
-
-    command: list[str]
-    scratch: Path | None = None
-    lines: list[str] = field(default_factory=list)
+    command: list[str]  # The words that start it
+    scratch: Path | None = None  # A folder that only the dry run reads, to be removed at its end; None: there is none
+    lines: list[str] = field(default_factory=list)  # For people: what runs
 
 
 @contextmanager

@@ -67,23 +67,15 @@ class StepTimers:
 
 @dataclass
 class MemoryMark:
-    """Memory that DeepSpeed printed at one point, in bytes.
+    """Memory that DeepSpeed printed at one point, in bytes."""
 
-    Attributes:
-        t_ns: Time of the line; None if the line has no time.
-        boundary: Begin or end of the phase at which it was printed; None for other marks.
-        peak_allocated: Peak since the previous mark.
-        peak_reserved: Peak since the previous mark, rounded to GiB.
-        host: Memory of the whole host; None if the log does not have it.
-    """
-
-    t_ns: int | None
-    boundary: PhaseBoundary | None
+    t_ns: int | None  # Time of the line; None if the line has no time
+    boundary: PhaseBoundary | None  # Begin or end of the phase at which it was printed; None for other marks
     allocated: int
-    peak_allocated: int
+    peak_allocated: int  # Peak since the previous mark
     reserved: int
-    peak_reserved: int
-    host: HostMemory | None = None
+    peak_reserved: int  # Peak since the previous mark, rounded to GiB
+    host: HostMemory | None = None  # Memory of the whole host; None if the log does not have it
 
 
 # DeepSpeed writes two decimals: fewer mean that the line was cut.

@@ -35,24 +35,19 @@ _REPORT = re.compile(
 
 @dataclass
 class JobSettings:
-    """Settings of a job; None or empty for what the log does not state.
-
-    Attributes:
-        config_damaged: Whether the log has a configuration that cannot be read.
-        visible_devices: Numbers of the devices on the host of rank 0, by local rank.
-        slots: Ranks on each host by its name, in the order of ranks; hosts that only their number tells have none.
-        model_parallel_params: Parameters of each model-parallel part, by its name.
-        params_rounded: Parameters of the model, rounded by DeepSpeed.
-        subgroups: Parameters of each (parameter group, subgroup), by the rank that printed them.
-    """
+    """Settings of a job; None or empty for what the log does not state."""
 
     config: dict[str, Any] | None = None
-    config_damaged: bool = False
+    config_damaged: bool = False  # Whether the log has a configuration that cannot be read
     world_size: int | None = None
+    # Numbers of the devices on the host of rank 0, by local rank.
     visible_devices: list[int] = field(default_factory=list)
+    # Ranks on each host by its name, in the order of ranks; hosts that only their number tells have none.
     slots: dict[str, int] = field(default_factory=dict)
+    # Parameters of each model-parallel part, by its name.
     model_parallel_params: dict[str, int] = field(default_factory=dict)
-    params_rounded: int | None = None
+    params_rounded: int | None = None  # Parameters of the model, rounded by DeepSpeed
+    # Parameters of each (parameter group, subgroup), by the rank that printed them.
     subgroups: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
     deepspeed: str | None = None
     torch: str | None = None

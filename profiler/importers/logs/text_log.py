@@ -33,16 +33,11 @@ _ZONES = (*range(-48, 57, 4), -38, -14, -10, 14, 18, 22, 23, 26, 35, 38, 42, 51,
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a log.
-
-    Attributes:
-        t_ns: Its time as if the log's clock were UTC; None if the line has no time.
-        unix_ns: Its Unix time; None if the line does not state a time zone.
-    """
+    """One line of a log."""
 
     text: str
-    t_ns: int | None
-    unix_ns: int | None = None
+    t_ns: int | None  # Its time as if the log's clock were UTC; None if the line has no time
+    unix_ns: int | None = None  # Its Unix time; None if the line does not state a time zone
 
 
 def read_lines(source: Source) -> Iterator[LogLine]:
@@ -117,8 +112,7 @@ def zone_ns(lines: Iterable[LogLine]) -> int | None:
 def zone_by_overlap(span: tuple[int, int], reference: tuple[int, int]) -> tuple[int, bool] | None:
     """Find the time zone in which a span on a clock of unknown zone overlaps a reference in Unix ns.
 
-    Returns:
-        The offset of the clock from UTC in ns, and whether it is the only one that fits; None if no time zone does.
+    Return the offset of the clock from UTC in ns, and whether it is the only one that fits; None if no time zone does.
     """
     shares = {quarter: overlap(span, reference, quarter * _QUARTER_NS) for quarter in _ZONES}
     best = max(shares.values())

@@ -243,17 +243,12 @@ def _add_op(entry: RankBuilder, name: str, starts: np.ndarray, ends: np.ndarray,
 
 @dataclass
 class LoggedInterval:
-    """The iterations since the line before, of which the log has means.
+    """The iterations since the line before, of which the log has means."""
 
-    Attributes:
-        last_iteration: Number of the last of them, from 1.
-        t_ns: Time of the line as if the log's clock were UTC; None if the line has no time.
-        timers: Mean ms per iteration, by name and rank. The rank is None for the maximum over ranks.
-    """
-
-    last_iteration: int
+    last_iteration: int  # Number of the last of them, from 1
     iteration_ms: float
-    t_ns: int | None
+    t_ns: int | None  # Time of the line as if the log's clock were UTC; None if the line has no time
+    # Mean ms per iteration, by name and rank. The rank is None for the maximum over ranks.
     timers: dict[str, dict[int | None, float]] = field(default_factory=dict)
     count: int = 1
 

@@ -61,31 +61,26 @@ class Capture:
     """Contents of one or more files of Nsight Systems. Times are ns after the start of the session.
 
     A process is a serialized id (`globalPid`). Negative ids are those of processes that are not known.
-
-    Attributes:
-        names: Texts that the columns `name` refer to by position.
-        work: Kernels, copies and memsets: WORK_COLUMNS; `kind` is a position in `gpu_activities.KINDS`, or
-            TRANSFER. Copies have the names that torch's profiler gives them: `Memcpy HtoD (Pinned -> Device)`.
-        ranges: NVTX ranges: RANGE_COLUMNS; also gpu_start and gpu_end, the span of the work launched in a range, in
-            reports that have it (MISSING where a range launched none).
-        memory: Allocations and releases of device memory: MEMORY_COLUMNS; None where they were not recorded.
-        devices: Entries of devices in the trace's metadata, by process id and number of the device; the process id is
-            MISSING in entries that hold for all processes.
-        session_ns: Unix time of the start of the session; None where the file does not state it.
-        notes: Lines about what is missing or unusual.
     """
 
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # Texts that the columns `name` refer to by position
+    # Kernels, copies and memsets: WORK_COLUMNS; `kind` is a position in `gpu_activities.KINDS`, or TRANSFER. Copies
+    # have the names that torch's profiler gives them: `Memcpy HtoD (Pinned -> Device)`.
     work: pd.DataFrame = field(default_factory=lambda: integer_frame(WORK_COLUMNS))
     launches: pd.DataFrame = field(default_factory=lambda: integer_frame(LAUNCH_COLUMNS))
+    # NVTX ranges: RANGE_COLUMNS; also gpu_start and gpu_end, the span of the work launched in a range, in reports that
+    # have it (MISSING where a range launched none).
     ranges: pd.DataFrame = field(default_factory=lambda: integer_frame(RANGE_COLUMNS))
+    # Allocations and releases of device memory: MEMORY_COLUMNS; None where they were not recorded.
     memory: pd.DataFrame | None = None
+    # Entries of devices in the trace's metadata, by process id and number of the device; the process id is MISSING in
+    # entries that hold for all processes.
     devices: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
     memory_remedy: str = "nsys profile --cuda-memory-usage=true"
     ranges_remedy: str = "nsys profile --trace=cuda,nvtx"
-    session_ns: int | None = None
-    notes: list[str] = field(default_factory=list)
+    session_ns: int | None = None  # Unix time of the start of the session; None where the file does not state it
+    notes: list[str] = field(default_factory=list)  # Lines about what is missing or unusual
 
 
 def are_spans(rows: pd.DataFrame) -> pd.Series[bool]:

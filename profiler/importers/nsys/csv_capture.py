@@ -54,16 +54,11 @@ class ReportKind(Enum):
 
 @dataclass(frozen=True)
 class Report:
-    """One report of a file.
-
-    Attributes:
-        rows: Its columns by their names in lower case and without unit. Values are as in the file.
-        units: The factor to ns or bytes of each column that states a unit.
-    """
+    """One report of a file."""
 
     kind: ReportKind
-    rows: pd.DataFrame
-    units: dict[str, int]
+    rows: pd.DataFrame  # Its columns by their names in lower case and without unit. Values are as in the file
+    units: dict[str, int]  # The factor to ns or bytes of each column that states a unit
 
     def integers(self, column: str) -> pd.Series:
         """Return a column in ns, bytes or without unit; MISSING where it has no number."""

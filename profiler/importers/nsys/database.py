@@ -31,7 +31,9 @@ def open_database(source: Source) -> Iterator[Database]:
     """Open a database for reading, unpacked if needed. Raises SourceError if it is damaged, also from the body."""
     with ExitStack() as stack:
         try:
-            path = source.path if _is_plain(source.path) else _unpack(source, stack)
+            with source.path.open("rb") as file:
+                is_plain = file.read(len(MAGIC)) == MAGIC
+            path = source.path if is_plain else _unpack(source, stack)
             size = path.stat().st_size
             _check_complete(source, size)
             uri = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
@@ -43,11 +45,6 @@ def open_database(source: Source) -> Iterator[Database]:
             raise source.damaged(error) from None
         except OSError as error:
             raise SourceError(f"{source} cannot be read: {error.strerror or error}") from None
-
-
-def _is_plain(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def _unpack(source: Source, stack: ExitStack) -> Path:
@@ -69,11 +66,9 @@ def _check_complete(source: Source, size: int) -> None:
 
 
 class Database:
-    """Tables of a database.
+    """Tables of a database, read-only.
 
     Only stored tables are read: a view, a virtual table or a computed column would execute what the file says.
-
-    `connection`: the connection, read-only.
     """
 
     def __init__(self, connection: sqlite3.Connection, source: Source, size: int) -> None:

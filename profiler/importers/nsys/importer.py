@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
@@ -188,7 +187,7 @@ class _Rank:
             return
         earlier = 0
         for number, rows in recorded[recorded["process"] == self._process].groupby("device"):
-            sizes, before = held_bytes(rows, int(min(rows["t"].min(), self._first_time())))
+            sizes, before = held_bytes(rows, int(min(rows["t"].min(), self._work["start"].min())))
             earlier += before
             columns = {"t_ns": sizes["t"] + self._base_ns, "bytes": sizes["bytes"]}
             self._entry.extend("memory", **columns, device=f"cuda:{number}", pool=POOL)
@@ -197,9 +196,6 @@ class _Rank:
                 f"{bytes_text(earlier)} of GPU memory were allocated before the recording and released in it: they "
                 "count from its start; what was allocated before and never released is not known"
             )
-
-    def _first_time(self) -> int:
-        return int(self._work["start"].min()) if len(self._work) else int(np.iinfo(np.int64).max)
 
     def _add_phases(self) -> None:
         if not self._entry.frame("phases").empty:

@@ -46,7 +46,8 @@ class RangeNames:
     """Determines the meaning of ranges by name; those `stated` by the user come first, with `*` for any text."""
 
     def __init__(self, stated: Mapping[str, str]) -> None:
-        self._stated = [(name, _pattern(name), RangeMeaning(meaning)) for name, meaning in stated.items()]
+        patterns = [re.compile(".*".join(map(re.escape, name.split("*")))) for name in stated]
+        self._stated = [*zip(stated, patterns, map(RangeMeaning, stated.values()), strict=True)]
         self.unused = set(stated)
 
     def meaning(self, name: str) -> RangeMeaning:
@@ -63,10 +64,6 @@ class RangeNames:
         if any(pattern.fullmatch(name) for _, pattern, _ in self._stated):
             return False
         return not _words(name) & _OPTIMIZER
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, name.split("*"))))
 
 
 def _words(name: str) -> set[str]:

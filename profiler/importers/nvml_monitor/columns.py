@@ -69,16 +69,11 @@ _MIN_USED_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class RowTimes:
-    """Times of the rows of a monitor file.
+    """Times of the rows of a monitor file."""
 
-    Attributes:
-        ns: Int64; `<NA>` for a row without a valid time.
-        dated: Whether they are Unix times.
-        note: Assumption that was made about them, to follow the name of the file; None if none was made.
-    """
-
-    ns: pd.Series[Any]
-    dated: bool
+    ns: pd.Series[Any]  # Int64; `<NA>` for a row without a valid time
+    dated: bool  # Whether they are Unix times
+    # Assumption that was made about them, to follow the name of the file; None if none was made.
     note: str | None = None
 
 

@@ -43,10 +43,9 @@ def looks_like_dmon(source: Source) -> bool:
 
 
 def read_dmon(source: Source) -> MonitorTable:
-    """Read output of `nvidia-smi dmon` or `pmon`.
+    """Read output of `nvidia-smi dmon` or `pmon`, with values between spaces, or commas (`--format csv`).
 
-    Lines with `#` are headers, names above units, and recur every few rows. Values are separated by spaces, or by
-    commas with `--format csv`.
+    Lines with `#` are headers, names above units, and recur every few rows.
     """
     headers = [line.lstrip("# ").lower() for line in first_lines(source) if line.startswith("#")]
     comma = "," in headers[0]

@@ -134,21 +134,16 @@ def _spacing_ns(times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Monitor:
-    """Contents of one monitor file.
-
-    Attributes:
-        rows: Columns device (int), t_ns, and the figures in bytes, bytes/s, and the units of the table `gpu`; NaN for
-            a missing value.
-        dated: Whether times are Unix times.
-        notes: Assumptions and missing figures, one line each.
-    """
+    """Contents of one monitor file."""
 
     source: Source
+    # Columns device (int), t_ns, and the figures in bytes, bytes/s, and the units of the table `gpu`; NaN for a missing
+    # value.
     rows: pd.DataFrame
-    dated: bool
+    dated: bool  # Whether times are Unix times
     devices: dict[int, dict[str, Any]]
     tool: Tool
-    notes: list[str]
+    notes: list[str]  # Assumptions and missing figures, one line each
 
     @property
     def span_ns(self) -> tuple[int, int]:

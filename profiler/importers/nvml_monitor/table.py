@@ -20,15 +20,12 @@ _MAX_COMPARED = 8
 
 @dataclass(frozen=True)
 class Tool:
-    """The tool that wrote a monitor file.
+    """The tool that wrote a monitor file."""
 
-    Attributes:
-        link_source: The counter behind its link figures, as in the column `source` of the table `link`.
-        link_window_ns: Averaging time of the link figures; None: the time since the sample before.
-    """
-
+    # The counter behind its link figures, as in the column `source` of the table `link`.
     link_source: str = "nvml-throughput"
     # Averaging time of nvmlDeviceGetPcieThroughput, which is the source of the PCIe columns of nvidia-smi.
+    # Averaging time of the link figures; None: the time since the sample before.
     link_window_ns: int | None = 20_000_000
     time_hint: str = "dmon -o DT writes them"
     link_hint: str = "nvidia-smi dmon -s t records them"
@@ -36,20 +33,15 @@ class Tool:
 
 @dataclass(frozen=True)
 class MonitorTable:
-    """A monitor file as text.
-
-    Attributes:
-        units: Units of the columns, in lower case; "" if the file does not state one.
-        rows: Text; NaN for an empty field. Column n belongs to the n-th name. One more column holds the surplus field
-            of rows that have too many.
-        notes: Lines on what was left out, each to follow the name of the file.
-    """
+    """A monitor file as text."""
 
     names: list[str]
-    units: list[str]
+    units: list[str]  # Units of the columns, in lower case; "" if the file does not state one
+    # Text; NaN for an empty field. Column n belongs to the n-th name. One more column holds the surplus field of rows
+    # that have too many.
     rows: pd.DataFrame
     tool: Tool = Tool()
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # Lines on what was left out, each to follow the name of the file
 
     def column(self, names: tuple[str, ...]) -> int | None:
         """Return the index of the column with the first of these names that the file has."""
@@ -100,9 +92,7 @@ def ends_with_line_end(source: Source) -> bool:
 def is_cut(last: str, others: Sequence[str]) -> bool:
     """Return whether the last field of a file without a final line end looks cut off.
 
-    It does if it is shorter than the fields before it, or has lost the unit that they have.
-
-    `others`: the same field of the rows before, in order.
+    It does if it is shorter than `others`, the same field of the rows before, or has lost the unit that they have.
     """
     before = [text for text in (other.strip(' "') for other in others[-_MAX_COMPARED:]) if text]
     last = last.strip(' "')

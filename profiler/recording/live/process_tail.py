@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.recording.spools.records import RECORD, Records, is_header, is_valid, iteration_ends
+from ebbtide.profiler.recording.spools.records import RECORD, Records, is_header, is_valid, iteration_ends, stop_reason
 from ebbtide.profiler.trace.untrusted import open_regular
 
 _SEQUENCED = (kinds.PHASE, kinds.GPU_TIMES, kinds.OP)
@@ -35,18 +35,24 @@ def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
 
 
 class SpoolTail:
-    """Reads one spool in pieces. A record that is not complete yet is left for the next time."""
+    """Reads one spool in pieces. A record that is not complete yet is left for the next time.
 
-    def __init__(self, path: Path) -> None:
+    `last_bytes`: what is read of a longer file behind its header, at most; None: all of it.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
         self.header: Any = None  # Its first record; None until it was read.
         # False for a file that does not begin with the header of this version: nothing of it is read.
         self.is_readable = True
         self.behind = False  # Whether the file had more than the last call has read.
         self._offset = 0
+        if last_bytes is not None and (size := path.stat().st_size) > last_bytes:
+            self.read(RECORD.itemsize)
+            self._offset = max(self._offset, size - size % RECORD.itemsize - last_bytes)
 
-    def read(self, max_bytes: int) -> Records:
-        """Return the complete and valid records after those read so far; none where the file is gone."""
+    def read(self, max_bytes: int = -1) -> Records:
+        """Return the complete and valid records after those read so far (-1: all); none where it is gone."""
         self.behind = False
         if not self.is_readable:
             return _EMPTY
@@ -114,8 +120,7 @@ class ProcessTail:
     @property
     def stop_reason(self) -> str | None:
         """One of `spool.STOP_REASONS`, or None while more may be recorded."""
-        stopped = self._records[self._records["kind"] == kinds.STOPPED]
-        return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else None
+        return stop_reason(self._records)
 
     def poll(self, max_bytes: int) -> int:
         """Read new records; return their number. `max_bytes`: bytes to read at most."""

@@ -23,13 +23,10 @@ _PIECES = 8
 
 
 class RecordingTail:
-    """The last iterations of each process of a recording, and counts since its beginning.
+    """The last `iterations` of each process of a recording, and counts since its beginning.
 
     Nothing is locked or written, and no process is asked for anything: the spools are read as far as they were written.
-
-    `iterations`: how many iterations of each process to keep.
-
-    `behind`: whether there is more to read than the last call of `poll` has read.
+    `behind`: whether there is more than the last call of `poll` has read.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any], iterations: int) -> None:
@@ -40,18 +37,14 @@ class RecordingTail:
         self._iterations = iterations
         self._samplers: dict[str, SamplerTail] = {}
         gpus = meta["host"].get("gpus") or []
-        self._peaks = {
-            gpu["index"]: peak for gpu in gpus if "index" in gpu and (peak := _peak_bytes_per_s(gpu)) is not None
-        }
+        links = {gpu["index"]: link for gpu in gpus if "index" in gpu and isinstance(link := gpu.get("link"), dict)}
+        peaks = {index: link.get("peak_bytes_per_s") for index, link in links.items()}
+        self._peaks = {index: peak for index, peak in peaks.items() if peak is not None}
         # Of the training that `trace` returned last: rank -> its process and NVML's number of its device.
         self._ranks: dict[int, tuple[ProcessTail, int | None]] = {}
 
     def poll(self) -> bool:
-        """Read what the spools have gained; return whether that was anything.
-
-        At most 64 MiB are read of each spool, so that the first look at a long recording does not take long: see
-        `behind`.
-        """
+        """Read what the spools have gained, at most 64 MiB of each (see `behind`); return whether that was anything."""
         self._discover()
         changed = False
         tails: list[ProcessTail | SamplerTail] = [*self.processes.values(), *self._samplers.values()]
@@ -127,8 +120,3 @@ class RecordingTail:
                 self.processes[name] = ProcessTail(self.path / SPOOL / name, self._iterations)
             elif name.startswith("sampler-") and name not in self._samplers:
                 self._samplers[name] = SamplerTail(self.path / SPOOL / name, self._peaks)
-
-
-def _peak_bytes_per_s(gpu: dict[str, Any]) -> float | None:
-    link = gpu.get("link")
-    return link.get("peak_bytes_per_s") if isinstance(link, dict) else None

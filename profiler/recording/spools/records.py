@@ -61,6 +61,12 @@ def is_header(record: Any) -> bool:
     return has_magic(record) and bool(record["code"] == kinds.VERSION)
 
 
+def stop_reason(records: Records) -> str | None:
+    """Return one of `spool.STOP_REASONS`; None while more may be recorded, or where the process was killed."""
+    stopped = records[records["kind"] == kinds.STOPPED]
+    return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else None
+
+
 def is_valid(records: Records) -> npt.NDArray[np.bool_]:
     """Return which records have codes that exist: a full disk or a power cut may leave others behind."""
     valid = np.ones(len(records), bool)

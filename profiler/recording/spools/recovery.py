@@ -22,7 +22,14 @@ from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.recording.lock import wait_until_finished
 from ebbtide.profiler.recording.spools.devices import device_names, note_on_unused_gpus, notes_on_devices, nvml_info
-from ebbtide.profiler.recording.spools.records import RECORD, Records, detailed_slices, note_on_iterations, read_records
+from ebbtide.profiler.recording.spools.records import (
+    RECORD,
+    Records,
+    detailed_slices,
+    note_on_iterations,
+    read_records,
+    stop_reason,
+)
 from ebbtide.profiler.recording.spools.tables import (
     gpu_table,
     link_table,
@@ -74,11 +81,9 @@ def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
 def read_process(
     path: Path, records: Records, samples: Records, meta: dict[str, Any], with_files: bool = True
 ) -> RankData:
-    """Convert the records of one process into its tables.
+    """Convert the records of one process into its tables; `path`: its spool, beside its description.
 
-    Args:
-        path: Its spool. The description of its job is read from the file beside it.
-        with_files: Whether to read the copies and the allocations that the process wrote into further files.
+    `with_files`: whether to read the copies and the allocations that it wrote into further files.
     """
     header = records[0]
     host, options = meta["host"], meta.get("options", {})
@@ -89,7 +94,7 @@ def read_process(
     placement = _placement(placement_file(path.parent, pid))
     if placement is not None:
         entry["numa"] = placement
-    entry["stopped"] = _stop_reason(records)
+    entry["stopped"] = stop_reason(records) or "cut off"
     notes = list(job_info.get("notes", []))
     notes += [note for note in [note_on_iterations(records)] if note]
     phases = phases_table(records)
@@ -164,11 +169,6 @@ def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: li
         "devices": [{**device, **nvml_info(device, gpus)} for device in devices],
         "transfers_recorded": False,
     }
-
-
-def _stop_reason(records: Records) -> str:
-    stopped = records[records["kind"] == kinds.STOPPED]
-    return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else "cut off"
 
 
 def _job_info(path: Path) -> dict[str, Any]:

@@ -43,9 +43,8 @@ class Training:
 def group_trainings(processes: list[RankData]) -> list[Training]:
     """Group processes into trainings, in the order in which these began.
 
-    Processes with a world size above 1 that were launched together are ranks of one training. Two of them that say
-    the same rank belong to two trainings, for example before and after a restart. Every other process is a training of
-    its own: one that a script started, a forked child, or the program that a process executed in its place.
+    Processes with a world size above 1 that were launched together are ranks of one training; two that say the same
+    rank belong to two, for example after a restart. Every other process is a training of its own.
     """
     trainings: dict[tuple[Any, ...], list[RankData]] = {}
     processes = sorted(processes, key=lambda data: int(data.meta["started_ns"]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler import open_trace
-from ebbtide.profiler.agent import errors_only
+from ebbtide.profiler.agent import process_recorder
 from ebbtide.profiler.trace import schema
 from tests.conftest import Run, ebbtide_in_process, run_process
 from tests.profiler.agent.test_isolation import PROFILER
@@ -77,5 +77,5 @@ assert len(tracer.trace.phases(0)) == 3
 
 
 def test_errors_only__writes_the_format_of_traces() -> None:
-    assert {"format": schema.FORMAT, "schema": schema.SCHEMA} == errors_only.FORMAT
-    assert errors_only.SPOOL == schema.SPOOL
+    assert {"format": schema.FORMAT, "schema": schema.SCHEMA} == process_recorder.FORMAT
+    assert process_recorder.SPOOL == schema.SPOOL

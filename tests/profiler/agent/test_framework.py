@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ebbtide.profiler.agent.framework import describe_framework, first_dimension
+from ebbtide.profiler.agent.job_info import describe_framework, first_dimension
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide
 

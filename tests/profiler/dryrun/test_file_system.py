@@ -177,7 +177,7 @@ def test_databases__are_copied_to_be_changed(tmp_path: Path, monkeypatch: pytest
         connection.execute("CREATE TABLE trials (loss REAL)")
     before = database.read_bytes()
     patches, view = Patches(), FileView()
-    cancel = patch_writers(patches, view)
+    patch_writers(patches, view)
     try:
         with monkeypatch.context() as smaller:
             smaller.setattr(view_module, "_MAX_COPIED_BYTES", 3)
@@ -188,7 +188,6 @@ def test_databases__are_copied_to_be_changed(tmp_path: Path, monkeypatch: pytest
         assert sqlite3.connect(database).execute("SELECT COUNT(*) FROM trials").fetchone() == (1,)
     finally:
         patches.undo()
-        cancel()
         view.close()
     assert database.read_bytes() == before
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.profiler.dryrun.errors import DryRunError
-from ebbtide.profiler.dryrun.launch import split_command
-from ebbtide.profiler.dryrun.launchers import JobLaunched, launcher_followed, stated_ranks
+from ebbtide.profiler.dryrun.launch import JobLaunched, launcher_followed, split_command, stated_ranks
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide
 from tests.profiler.dryrun.forked import run_forked

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import UserError
-from ebbtide.profiler.dryrun.jobs import recipes, replacements
+from ebbtide.profiler.dryrun.jobs import models, recipes
 from ebbtide.profiler.dryrun.jobs.frameworks import FRAMEWORKS
 from ebbtide.profiler.dryrun.jobs.recipes import prepare_recipe
 from ebbtide.profiler.dryrun.jobs.settings import PreparedJob, require
@@ -70,7 +70,7 @@ output_dir: /tmp/tune
 def _preparation_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Prepare without the frameworks, whose programs are not started here, and without making a model."""
     monkeypatch.setattr(recipes, "require", lambda _package, _subject: None)
-    monkeypatch.setattr(replacements, "write_stand_in", lambda _model, folder: folder.mkdir())
+    monkeypatch.setattr(models, "write_stand_in", lambda _model, folder: folder.mkdir())
     monkeypatch.setenv("HF_DATASETS_CACHE", "")
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

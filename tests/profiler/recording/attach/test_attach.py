@@ -22,7 +22,7 @@ from ebbtide.analysis.timeline.axis import PICTURE, TimeAxis
 from ebbtide.analysis.timeline.memory import device_memory_panel
 from ebbtide.errors import TraceError
 from ebbtide.profiler import Trace, Tracer, open_trace
-from ebbtide.profiler.agent.slice_request import REQUEST, SliceRequest
+from ebbtide.profiler.agent.options import REQUEST, SliceRequest
 from ebbtide.profiler.recording.attach import AttachedSlice, SliceOptions, attach
 from ebbtide.profiler.trace.merge import merge
 from tests.conftest import ebbtide_in_process, torch_on_one_thread

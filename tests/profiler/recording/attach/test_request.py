@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.profiler.agent.slice_request import MAX_ITERATIONS, REQUEST, SliceRequest, parse_request, read_request
+from ebbtide.profiler.agent.options import MAX_ITERATIONS, REQUEST, SliceRequest, parse_request, read_request
 
 REQUESTS = st.builds(
     lambda number, first, count, poll_us, allocator, transfers: SliceRequest(

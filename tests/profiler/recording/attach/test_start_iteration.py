@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import TraceError
-from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.agent.slice_request import MAX_ITERATIONS, REQUEST, read_request
+from ebbtide.profiler.agent.options import MAX_ITERATIONS, REQUEST, Options, read_request
 from ebbtide.profiler.agent.spool import DETAIL_MARKS, DETAILS, ITERATION, STOPPED, Spool
 from ebbtide.profiler.recording.attach import SliceOptions, attach
 from ebbtide.profiler.recording.lifecycle import first_meta
