@@ -195,10 +195,8 @@ class AllocationCapture:
             self._recorder.fail(error)
 
     def stop(self) -> None:
-        """End the capture and write its files, if it runs.
-
-        Torch's profiler must be stopped by the thread that started it: another one leaves that to the end of the job.
-        """
+        """End the capture and write its files, if it runs. Torch's profiler must be stopped by the thread that started
+        it: another one leaves that to the end of the job."""
         source = self._source
         if source is None or self._pid != os.getpid() or (isinstance(source, _Profile) and not _on_main_thread()):
             return

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, Callable
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -81,10 +81,8 @@ def remove_hook_frames(traceback: TracebackType | None) -> None:
 
 
 def _without_hook(entry: TracebackType) -> TracebackType:
-    """Return an entry of a traceback at the call that the frame makes without hooks.
-
-    A module that is called has two ways to go on, and the hook is in the other one (`phase_hooks.OutermostCall`).
-    """
+    """Return an entry of a traceback at the call that the frame makes without hooks. A module that is called has two
+    ways to go on, and the hook is in the other one (`phase_hooks.OutermostCall`)."""
     frame = entry.tb_frame
     module = frame.f_locals.get("self")
     compiled = getattr(module, "__dict__", {}).get("_compiled_call_impl")
@@ -93,11 +91,8 @@ def _without_hook(entry: TracebackType) -> TracebackType:
     line_number = None
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.argval == "_call_impl":
-            line_number = _line_number(frame.f_code, instruction.offset)
+            starts = dis.findlinestarts(frame.f_code)
+            line_number = [number for start, number in starts if start <= instruction.offset][-1]
         if line_number is not None and instruction.opname.startswith("CALL"):
             return TracebackType(entry.tb_next, frame, instruction.offset, line_number)
     return entry
-
-
-def _line_number(code: CodeType, offset: int) -> int:
-    return [line_number for start, line_number in dis.findlinestarts(code) if start <= offset][-1]

@@ -104,10 +104,8 @@ class GpuClock:
             self._free_events[device] += (start.event, end.event)
 
     def drain(self, seconds: float) -> Iterator[DeviceSpan]:
-        """Poll `finished_spans` for at most `seconds`: yields the last phases of a job that ends.
-
-        Nothing on a thread without marks: CUDA would make it a context on device 0, and a capture elsewhere would fail.
-        """
+        """Poll `finished_spans` for at most `seconds`: yields the last phases of a job that ends. Nothing on a thread
+        without marks: CUDA would make it a context on device 0, and a capture elsewhere would fail."""
         if _thread.get_ident() not in self._threads:
             return
         deadline = time.monotonic() + seconds

@@ -33,17 +33,13 @@ def _data_address(storage: Any) -> int:
 def list_holders(
     modules: Iterable[Any], optimizers: Iterable[Any], failed_on: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the bytes that a model and its optimizers hold, the largest holders first.
+    """Return `device`, `category`, `module` (None: not known) and `bytes` of all holders, the largest first.
 
     Each storage counts once: with its own size, for the first tensor in the order of parameters, buffers, gradients and
-    optimizer state. If several tensors share a storage, each counts with its own part, and the rest
-    belongs to no module. Gradients and state belong to the module of their parameter.
-
-    Where a backward has just failed, on the device `failed_on`, autograd's threads of other devices may still replace
-    gradients: they are left out unless all parameters are on this device.
-
-    Returns:
-        Objects with the keys `device`, `category`, `module` (None: not known) and `bytes`.
+    optimizer state. If several tensors share a storage, each counts with its own part, and the rest belongs to no
+    module. Gradients and state belong to the module of their parameter. Where a backward has just failed, on the device
+    `failed_on`, autograd's threads of other devices may still replace gradients: they are left out unless all
+    parameters are on this device.
     """
     return _largest_first(_collect_storages(modules, optimizers, _data_address, failed_on).sizes())
 
@@ -62,14 +58,10 @@ def list_blocks(
 def _collect_storages(
     modules: Iterable[Any], optimizers: Iterable[Any], address_of: Callable[[Any], int], failed_on: str | None = None
 ) -> _Storages:
-    with _without_overrides():
-        return _collect_without_overrides(list(modules), list(optimizers), address_of, failed_on)
-
-
-def _without_overrides() -> Any:
-    """Return a context in which tensors do not notice uses, whose class waits in functions of torch."""
+    # Tensors must not notice uses: the class of some waits in functions of torch.
     disable = getattr(getattr(sys.modules.get("torch"), "_C", None), "DisableTorchFunctionSubclass", nullcontext)
-    return disable()
+    with disable():
+        return _collect_without_overrides(list(modules), list(optimizers), address_of, failed_on)
 
 
 def _collect_without_overrides(

@@ -49,13 +49,9 @@ class IterationRule:
         return live_keys(self._last_steps)
 
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
-        """Account for one update.
+        """Account for one update, after so many `backwards` that have begun in this process.
 
-        `backwards`: how many have begun so far in this process.
-
-        Returns:
-            The iteration that the update ends (the same number again while updates extend it), or None if the update
-            belongs to no training iteration.
+        Return the iteration that it ends (the same number again while updates extend it); None if it belongs to none.
         """
         index = self.index
         after_backward, begins = False, index < 0
@@ -162,11 +158,8 @@ class IterationFigures:
         self._begin_ns = 0
 
     def times(self) -> Iterator[IterationTimes]:
-        """Yield the times of the iterations that ended last, the newest first.
-
-        Iterations whose device times are not all known are left out, and the oldest one that is kept, whose start is
-        not known.
-        """
+        """Yield the times of the iterations that ended last, the newest first. Iterations whose device times are not
+        all known are left out, and the oldest one that is kept, whose start is not known."""
         spans = {span.sequence: (span.start_ns, span.end_ns) for span in list(self._spans)}
         later: tuple[_Iteration, list[tuple[int, int]]] | None = None
         for iteration in reversed(list(self._finished)):

@@ -81,10 +81,8 @@ class JobInfo:
         recomputes: bool = False,
         batch: int | None = None,
     ) -> None:
-        """Describe the model and the optimizers of an update that has ended, if an optimizer is new.
-
-        Optimizer state exists only after the first step, so an optimizer that has skipped its step waits for the next.
-        """
+        """Describe the model and the optimizers of an update that has ended, if an optimizer is new. Optimizer state
+        exists only after the first step, so an optimizer that has skipped its step waits for the next."""
         new = [
             o
             for o in optimizers
@@ -161,11 +159,8 @@ def _environment_number(variable: str, default: int) -> int:
 
 
 def describe_model(modules: list[Any], optimizers: list[Any], recomputes: bool) -> dict[str, Any]:
-    """Return the trace's `model` entry: of the outermost modules, which together are the model.
-
-    Its `params` counts the parameters whose optimizer state is on this rank. `recomputes`: whether modules were called
-    in the backward.
-    """
+    """Return the trace's `model` entry: of the outermost modules, which together are the model. Its `params` counts the
+    parameters whose optimizer state is on this rank. `recomputes`: whether modules were called in the backward."""
     modules = [m.module if is_deepspeed_object(m) and hasattr(m, "module") else m for m in modules]
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
     tensors = [local_tensor(p) for p in parameters]
@@ -277,10 +272,8 @@ def first_dimension(value: Any, tensor: type, depth: int = 4) -> int | None:
 
 
 def _stated_batch() -> int | None:
-    """Return the micro-batch of the arguments of transformers' Trainer, which those of others inherit.
-
-    A preference trainer joins two samples in one input of its model, and a packed one has a single row.
-    """
+    """Return the micro-batch of the arguments of transformers' Trainer, which those of others inherit. A preference
+    trainer joins two samples in one input of its model, and a packed one has a single row."""
     base = getattr(sys.modules.get(_TRAINING_ARGUMENTS), "TrainingArguments", None)
     if base is None:
         return None

@@ -13,7 +13,6 @@ from .spool import HOST, POOLS
 HEAP = POOLS.index("heap")
 RESERVED = POOLS.index("reserved")
 ALLOCATED = POOLS.index("allocated")
-REQUESTED = POOLS.index("requested")
 PINNED = POOLS.index("pinned")
 
 # A reading: (pool, device or HOST, bytes).
@@ -91,10 +90,8 @@ class MemoryReader:
         return self.read()
 
     def read(self, device: int | None = None) -> list[Reading]:
-        """Read every pool now, of a device of CUDA; return an empty list if none can be read.
-
-        CUDA's current device belongs to a thread and is 0 in a new one: None is the device of the last `read_here`.
-        """
+        """Read every pool now, of a device of CUDA; return an empty list if none can be read. CUDA's current device
+        belongs to a thread and is 0 in a new one: None is the device of the last `read_here`."""
         begun_ns = time.monotonic_ns()
         if self._cuda.is_initialized():
             if self._device is None:

@@ -6,7 +6,11 @@ import contextlib
 import functools
 import importlib.util
 import sys
+from collections.abc import Mapping
 from typing import Any, Callable
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrappers = Mapping[str, Mapping[str, Wrapper]]
 
 
 def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], None]:
@@ -81,6 +85,16 @@ class Patches:
     def when_imported(self, name: str, callback: Callable[[Any], Any]) -> None:
         """Do what `when_imported` does, until `undo`."""
         self.on_undo(when_imported(name, callback))
+
+    def wrap_when_imported(self, module: str, wrappers: Wrappers) -> None:
+        """Do what `wrap` does to functions by their class ("": none) and name, once their module is imported."""
+
+        def patch(imported: Any) -> None:
+            for owner, methods in wrappers.items():
+                for name, wrapper in methods.items():
+                    self.wrap(getattr(imported, owner, None) if owner else imported, name, wrapper)
+
+        self.when_imported(module, patch)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         """Replace an attribute by `wrapper(original)`; do nothing if `owner` itself does not have it."""

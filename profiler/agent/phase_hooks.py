@@ -90,10 +90,8 @@ class OutermostCall:
             recorded.end()
 
     def _forward_of_bystander(self, module: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a module in a thread that has had no phase, where other threads train.
-
-        It may load data, and must not hide the phases of the others: this becomes a phase once it is known to train.
-        """
+        """Call a module in a thread that has had no phase, where other threads train. It may load data, and must not
+        hide the phases of the others: this becomes a phase once it is known to train."""
         recorder = self._recorder
         if recorder.threads.in_forward:
             return call(*args, **kwargs)
@@ -271,14 +269,11 @@ class PipelineHooks:
         self._recorder = recorder
         self._patches = patches
         self._stages: WeakKeyDictionary[Any, _Stage] = WeakKeyDictionary()
-        patches.when_imported("torch.distributed.pipelining.stage", self._patch_torch)
+        backward = functools.partial(self._wrap, begins=False)
+        chunks = {"backward_one_chunk": backward, "backward_weight_one_chunk": backward}
+        chunks["forward_one_chunk"] = functools.partial(self._wrap, begins=True)
+        patches.wrap_when_imported("torch.distributed.pipelining.stage", {"_PipelineStageBase": chunks})
         patches.when_imported("deepspeed.runtime.pipe.engine", self._patch_deepspeed)
-
-    def _patch_torch(self, module: Any) -> None:
-        stage = module._PipelineStageBase
-        self._patches.wrap(stage, "forward_one_chunk", functools.partial(self._wrap, begins=True))
-        for name in ("backward_one_chunk", "backward_weight_one_chunk"):
-            self._patches.wrap(stage, name, functools.partial(self._wrap, begins=False))
 
     def _patch_deepspeed(self, module: Any) -> None:
         engine = module.PipelineEngine

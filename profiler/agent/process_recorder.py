@@ -27,11 +27,6 @@ _FLUSH_SECONDS = 0.25
 _POLL_SHARE = 500
 
 
-def start_background(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
-    """Start the recorder's thread, which is none of `threading`: the job neither lists it nor waits for it."""
-    _thread.start_new_thread(_run, (recorder, spool, memory))
-
-
 def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
     flushed_s = time.monotonic()
     while recorder.live and spool.is_open:
@@ -53,27 +48,18 @@ def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
 
 
 class ProcessRecorder:
-    """Records one process into one spool; `recorder.Recorder` adds its phases.
-
-    Nothing is written, and no thread is started, before `_open_files`.
-
-    Attributes:
-        on_error: Functions to call with an exception of the job.
-        on_flush: Functions that the background thread calls a few times a second.
-        poll_ms: Interval of the background thread's readings of memory, in ms; 0: it makes none.
-        wake: A lock that the background thread waits for between its turns; released to begin one at once.
-        on_restart: Functions to call in a forked child, which begins without any other function.
-    """
+    """Records one process into one spool; `recorder.Recorder` adds its phases. Nothing is written, and no thread is
+    started, before `_open_files`."""
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.live = True
         self.errors_only = options.errors_only
         self.on_iteration: list[Callable[[int], None]] = []
         self.on_update: list[Callable[[], None]] = []
-        self.on_error: list[Callable[[BaseException], None]] = []
+        self.on_error: list[Callable[[BaseException], None]] = []  # called with an exception of the job
         self.on_close: list[Callable[[], None]] = []
-        self.on_flush: list[Callable[[], None]] = []
-        self.on_restart: list[Callable[[], None]] = []
+        self.on_flush: list[Callable[[], None]] = []  # called by the background thread a few times a second
+        self.on_restart: list[Callable[[], None]] = []  # called in a forked child, which has no other function
         self._torch = torch
         self._directory = directory
         self._options = options
@@ -89,7 +75,9 @@ class ProcessRecorder:
         self._spool: Spool | None = None
         self._recording = self._options.first == 0
         self._memory.enabled = self._options.memory
+        # Interval of the background thread's readings of memory, in ms; 0: it makes none.
         self.poll_ms = self._options.poll_ms if self._options.memory else 0.0
+        # The background thread waits for it between its turns; it is released to begin one at once.
         self.wake = _thread.allocate_lock()
         self.wake.acquire()
         self._sequences = itertools.count(1)
@@ -101,23 +89,13 @@ class ProcessRecorder:
         return self.live and self._recording and self._spool is not None
 
     def next_sequence(self) -> int:
-        """Return the next number in the one sequence of phases and operations.
-
-        An operation belongs to an iteration if its number precedes that of the iteration's last phase.
-        """
+        """Return the next number in the one sequence of phases and operations. An operation belongs to an iteration if
+        its number precedes that of the iteration's last phase."""
         return next(self._sequences)
 
-    def record_op(
-        self,
-        name: str,
-        resource: str,
-        start_ns: int,
-        end_ns: int,
-        subgroup: int | None = None,
-        nbytes: int | None = None,
-    ) -> None:
+    def record_op(self, *op: Any, **fields: Any) -> None:
         """Add a row to the table `ops`, from any thread, as `Spool.put_op` documents it. Never raises."""
-        self.put_op(self.next_sequence(), name, resource, start_ns, end_ns, subgroup, nbytes)
+        self.put_op(self.next_sequence(), *op, **fields)
 
     def put_op(self, sequence: int, *op: Any, **fields: Any) -> None:
         """Add a row with a number of `next_sequence` and any arguments of `Spool.put_op`. Never raises."""
@@ -132,7 +110,8 @@ class ProcessRecorder:
         self._spool = self.files.open()
         for listener in self.on_iteration:
             listener(iteration)
-        start_background(self, self._spool, self._memory)
+        # Not a thread of `threading`: the job neither lists it nor waits for it.
+        _thread.start_new_thread(_run, (self, self._spool, self._memory))
 
     def mark_time(self) -> EventMark | None:
         """Mark the current time of the device. Never raises."""
@@ -196,10 +175,8 @@ class ProcessRecorder:
         self.files.close(reason)
 
     def fail(self, error: BaseException) -> None:
-        """Stop recording after a fault of the recorder, with a note in the trace; the job goes on.
-
-        An exception of the job's own signal handler, which ran meanwhile, is raised again.
-        """
+        """Stop recording after a fault of the recorder, with a note in the trace; the job goes on. An exception of the
+        job's own signal handler, which ran meanwhile, is raised again."""
         if self.live:
             self.live = False
             self.files.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
@@ -232,10 +209,8 @@ def _is_of_signal_handler(error: BaseException) -> bool:
 
 
 class ProcessFiles:
-    """The spool of this process image, the description of its job, and further files.
-
-    A program that this process executes, and a forked child, have files of their own.
-    """
+    """The spool of this process image, the description of its job, and further files. A program that this process
+    executes, and a forked child, have files of their own."""
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.job_info = JobInfo(torch, directory)

@@ -24,19 +24,9 @@ Tensors = TypeVar("Tensors")
 
 
 class Recorder(ProcessRecorder):
-    """Records the phases of one process, and all that `ProcessRecorder` records.
-
-    `enter` opens a phase and `leave` closes it. Only one phase is open at a time: whatever begins inside it, on this
-    thread or another (autograd's device threads, replicas), belongs to it, and `enter` returns False.
-
-    Attributes:
-        modules: The outermost modules that ran forward, with a number of each.
-        called: The outermost module of the open phase, if it is a forward.
-        micro_batch: Number of the micro-batch that a pipeline schedule works on, from 1; 0: not known.
-        source: Number of the outermost module of the open phase, if it is a forward; else 0.
-        without_gradients: Forwards outside of phases.
-        deferred: Phases that are not yet written, since the open update decides about them; None: none are held back.
-    """
+    """Records the phases of one process, and all that `ProcessRecorder` records. `enter` opens a phase and `leave`
+    closes it. Only one phase is open at a time: whatever begins inside it, on this thread or another (autograd's device
+    threads, replicas), belongs to it, and `enter` returns False."""
 
     def _reset(self) -> None:
         super()._reset()
@@ -44,13 +34,13 @@ class Recorder(ProcessRecorder):
         self.phase = self.started_ns = 0
         self.recomputes = False
         self.stepped: list[Any] = []
-        self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.called: Any = None
+        self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the outermost that ran forward -> number
+        self.called: Any = None  # the outermost module of the open forward; `source`: its number, or 0
         self.batch: int | None = None
         self.optimizers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self.micro_batch = self.source = 0
+        self.micro_batch = self.source = 0  # micro-batch that a pipeline schedule works on, from 1; 0: not known
         self.parts: Any = None
-        self.deferred: list[PhaseRecord] | None = None
+        self.deferred: list[PhaseRecord] | None = None  # phases that the open update decides about; None: none
         self.threads = TrainingThreads(self._torch)
         self.without_gradients = ForwardsWithoutGradients(self)
         self._cuda_in_use = self._torch.cuda.is_initialized
@@ -293,10 +283,8 @@ class Recorder(ProcessRecorder):
             listener(iteration + 1)
 
     def _count_boundaries(self, phase: int) -> None:
-        """Start to record where the first iteration to record begins, while no optimizer is known.
-
-        The reader of the spool counts the same boundaries, unless an optimizer steps later: they were micro-steps then.
-        """
+        """Start to record where the first iteration to record begins, while no optimizer is known. The reader of the
+        spool counts the same boundaries, unless an optimizer steps later: they were micro-steps then."""
         boundary = phase == FORWARD and self._after_backward
         self._after_backward = phase == BACKWARD or (self._after_backward and phase != FORWARD)
         self._boundaries += boundary

@@ -20,14 +20,11 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class CheckedFile:
-    """Appends to a new file, and never to another one.
+    """Appends to a new file, and never to another one. Raises OSError if it cannot be created, and nothing else.
 
     A job may close descriptors by their numbers, as daemons do, and open files of its own under the same numbers. So
     before each write and close the descriptor is compared with the file that was created. If it is another file's, it
-    is left alone, and the file is opened again by its path. Nothing here raises except the constructor.
-
-    Raises:
-        OSError: If the file cannot be created.
+    is left alone, and the file is opened again by its path.
     """
 
     def __init__(self, path: str) -> None:
@@ -165,12 +162,8 @@ class Spool:
     """Appends records to one new file, from any thread. After the first write that fails it drops every record.
 
     `put` collects records, and `flush` writes them. A forked child must call `detach`, because it shares the file with
-    its parent.
-
-    At `path`, which must not exist. `max_bytes`: size from which on `full` is set; None: no limit.
-
-    Raises:
-        OSError: If the file cannot be created.
+    its parent. `max_bytes`: size from which on `full` is set; None: no limit. Raises OSError if there is no new file at
+    `path`.
     """
 
     def __init__(self, path: str, max_bytes: int | None = None) -> None:
@@ -228,11 +221,8 @@ class Spool:
         parent: int | None = None,
         device: int = HOST,
     ) -> None:
-        """Append an operation.
-
-        Times are in ns of CLOCK_MONOTONIC. `parent`: number of the operation that contains it. `device`: the number of
-        the GPU that ran it, or of the path on storage.
-        """
+        """Append an operation. Times are in ns of CLOCK_MONOTONIC. `parent`: number of the operation that contains it.
+        `device`: the number of the GPU that ran it, or of the path on storage."""
         self.put(
             OP,
             _OP_CODES[name],

@@ -66,9 +66,8 @@ _MESSAGES = (
 def main(arguments: list[str]) -> int:
     """Run the job, write its trace, and return the exit status: 2 for what cannot be faked, else the job's own.
 
-    Args:
-        arguments: Path of the trace, settings as JSON, and the job: a script, `-m MODULE` or `-c CODE`, and its
-            arguments.
+    `arguments`: path of the trace, settings as JSON, and the job (a script, `-m MODULE` or `-c CODE`, and its
+    arguments).
     """
     try:
         from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions

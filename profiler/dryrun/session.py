@@ -231,7 +231,8 @@ class DryRun:
         modules, optimizers = list(self.tracker.modules), list(self.tracker.optimizers)
         with self.tracker.threads.quiet() as quiet:
             if quiet:
-                self.memory.set_categories(list_blocks(modules, optimizers, _storage_address))
+                blocks = list_blocks(modules, optimizers, lambda storage: int(storage._cdata))
+                self.memory.set_categories(blocks)
 
     def _end_iteration(self, finished: int) -> None:
         optimizers = self.tracker.rule.optimizers
@@ -259,7 +260,3 @@ class DryRun:
         self.clock.close()
         self.annotations.close()
         self.user_files.stop_listing()
-
-
-def _storage_address(storage: Any) -> int:
-    return int(storage._cdata)

@@ -73,21 +73,11 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
 
 
 def _add_phases(run: DryRun, rank: Any) -> None:
-    phases = pd.DataFrame(
-        [
-            (
-                phase.iteration,
-                phase.phase,
-                phase.start_ns,
-                phase.end_ns,
-                phase.gpu_start[TYPICAL],
-                phase.gpu_end[TYPICAL],
-            )
-            for phase in run.tracker.phases
-        ],
-        columns=["iteration", "phase", "start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns"],
-    )
+    rows = run.tracker.phases
+    phases = pd.DataFrame(_columns(rows, "iteration", "phase", "start_ns", "end_ns"))
     if len(phases):
+        phases["gpu_start_ns"] = [phase.gpu_start[TYPICAL] for phase in rows]
+        phases["gpu_end_ns"] = [phase.gpu_end[TYPICAL] for phase in rows]
         phases["iteration"] = phases["iteration"].astype("Int64")
         phases["micro_step"] = micro_steps(phases)
         rank.extend("phases", **{column: phases[column] for column in phases})
@@ -115,21 +105,16 @@ def _add_activity(run: DryRun, rank: Any) -> None:
             launch_ns=times.launch_ns,
         )
     if kernels := run.clock.kernels:
-        rank.extend(
-            "kernels",
-            start_ns=[kernel.start_ns for kernel in kernels],
-            end_ns=[kernel.end_ns for kernel in kernels],
-            device=_DEVICE,
-            stream=[kernel.stream for kernel in kernels],
-            kind=[kernel.work.kind for kernel in kernels],
-            name=[kernel.work.name for kernel in kernels],
-            launch_ns=[kernel.launch_ns for kernel in kernels],
-            group=[kernel.work.group for kernel in kernels],
-            flops=[kernel.work.flops for kernel in kernels],
-            bytes=[kernel.work.bytes for kernel in kernels],
-        )
-    for named in run.annotations.rows:
-        rank.add("annotations", start_ns=named.start_ns, end_ns=named.end_ns, name=named.name, thread=named.thread)
+        work = _columns([kernel.work for kernel in kernels], "kind", "name", "group", "flops", "bytes")
+        times = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
+        rank.extend("kernels", device=_DEVICE, **times, **work)
+    if named := run.annotations.rows:
+        rank.extend("annotations", **_columns(named, "start_ns", "end_ns", "name", "thread"))
+
+
+def _columns(rows: Sequence[Any], *names: str) -> dict[str, list[Any]]:
+    """Return attributes of objects as columns."""
+    return {name: [getattr(row, name) for row in rows] for name in names}
 
 
 def _add_memory(run: DryRun, rank: Any) -> None:
@@ -145,21 +130,17 @@ def _add_memory(run: DryRun, rank: Any) -> None:
     texts = run.stacks.texts
     rank.extend(
         "allocations",
-        start_ns=[block.start_ns for block in blocks],
         end_ns=pd.array([block.end_ns for block in blocks], dtype="Int64"),
         device=_DEVICE,
         bytes=[block.size for block in blocks],
-        category=[block.category for block in blocks],
-        module=[block.module for block in blocks],
         stack=[texts[block.stack] for block in blocks],
+        **_columns(blocks, "start_ns", "category", "module"),
     )
 
 
 def case_times_ns(phases: list[FakePhase], case: int) -> dict[int, dict[str, int]]:
-    """Return ns per iteration and part (`iteration`, phases, `other`) in a case, by the device's times.
-
-    An iteration begins where the one before ended, the first one at 0, and ends with its last phase.
-    """
+    """Return ns per iteration and part (`iteration`, phases, `other`) in a case, by the device's times. An iteration
+    begins where the one before ended, the first one at 0, and ends with its last phase."""
     spent: dict[int, dict[str, int]] = defaultdict(lambda: dict.fromkeys((ITERATION, *ITERATION_PARTS), 0))
     ends: dict[int, int] = {}
     for phase in phases:

@@ -66,17 +66,9 @@ class Importer(Protocol):
         ...
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        """Add the contents of files to a trace.
+        """Add the contents of files of this format, at least one, to a trace; return those whose times have no date.
 
-        Args:
-            builder: The trace so far.
-            sources: All files of this format, at least one.
-            options: Other files of the run, and figures that the user states.
-
-        Returns:
-            The files whose times have no date. Such files cannot be combined with others.
-
-        Raises:
-            SourceError: A file is damaged or empty, or does not fit the others.
+        Files without dates cannot be combined with others. `options`: other files of the run, and figures that the user
+        states. Raises SourceError if a file is damaged or empty, or does not fit the others.
         """
         ...

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from ebbtide.profiler.memory_limits.peaks import Peak
 from ebbtide.units import bytes_text, parse_bytes
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.memory_limits.peaks import CpuPeak, CudaPeak, Peak
 
 _MAX_LISTED = 10
 
@@ -37,25 +39,13 @@ class MemoryLimitExceeded(AssertionError):
         super().__init__("\n".join(lines))
 
 
-class PeakRecorder(Protocol):
-    """Records the memory of a device from `start` to `stop`. device: its name."""
-
-    device: str
-
-    def start(self) -> None:
-        """Begin to record."""
-
-    def stop(self, limit_bytes: int) -> Peak:
-        """End, and return the peak; its holders may be missing where it is within the limit."""
-
-
 class _MemoryLimit(ContextDecorator):
     def __init__(self, limit: str | int, device: str | None) -> None:
         self._limit_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
         if self._limit_bytes < 0:
             raise ValueError(f"a limit of {limit} bytes is below 0")
         self._device = device
-        self._recorder: PeakRecorder | None = None
+        self._recorder: CpuPeak | CudaPeak | None = None
 
     def _recreate_cm(self) -> _MemoryLimit:
         """Return an object for one call of a decorated function."""
@@ -95,7 +85,7 @@ def memory_limit(limit: str | int, device: str | None = None) -> _MemoryLimit:
     return _MemoryLimit(limit, device)
 
 
-def _recorder(device: str | None) -> PeakRecorder:
+def _recorder(device: str | None) -> CpuPeak | CudaPeak:
     import torch
 
     kind, _, number = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")

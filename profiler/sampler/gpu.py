@@ -33,15 +33,12 @@ class Gpu:
     A MIG device has a name, a UUID and memory of its own; everything else is that of its card.
 
     `mig_device`: the number of the MIG device on that card; None: the card as a whole.
-
-    Attributes:
-        index: The number of the card in traces, NVML's own; that of a MIG device is unique as well.
-        title: `GPU 0`, or `GPU 0 MIG device 1`.
     """
 
     def __init__(self, nvml: Nvml, card: int, mig_device: int | None = None) -> None:
         self._nvml = nvml
         self._card = self._handle = nvml.call("nvmlDeviceGetHandleByIndex", card)
+        # The number of the card in traces is NVML's own; that of a MIG device is unique as well.
         self.index, self.title = card, f"GPU {card}"
         self._is_mig_device = mig_device is not None
         if mig_device is not None:

@@ -290,10 +290,8 @@ def _search(path: str, pattern: str) -> str | None:
 
 
 class HostLimitWatch:
-    """Reads how much of its limit a job uses, and warns once per control group before the kernel ends the job.
-
-    `root` holds `sys` and `proc`; `description`: the limit for the trace's metadata, None before a process with one.
-    """
+    """Reads how much of its limit a job uses, and warns once per control group before the kernel ends the job. `root`
+    holds `sys` and `proc`; `description`: the limit for the trace's metadata, None before a process with one."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.description: dict[str, Any] | None = None

@@ -15,12 +15,12 @@ from typing import Any, Callable
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..iteration_figures import UPDATE
-from ..patches import Patches
+from ..patches import Patches, Wrapper, Wrappers
 from ..phase_hooks import wrap_backward
 from ..recorder import Recorder
 from ..zero_optimizer import swaps_to_disk
 from .settings import describe_engine
-from .storage import SWAP_METHODS, SWAP_MODULES, GradientReduction, StorageRecorder, Wrapper, has_lost_moments
+from .storage import SWAP_METHODS, SWAP_MODULES, GradientReduction, StorageRecorder, has_lost_moments
 from .zenflow import ZenFlowRecorder
 from .zero_substeps import STAGE_1_AND_2, STAGE_3, SUPER_OFFLOAD, ZENFLOW_STAGE_3, SubstepMethod, SubstepRecorder
 
@@ -44,18 +44,13 @@ class DeepSpeedHooks:
         self._described_engines: WeakSet[Any] = WeakSet()
         self._lost_moments: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         for name, wrappers in self._wrappers().items():
-            self._patches.when_imported(f"deepspeed.{name}", functools.partial(self._patch, wrappers=wrappers))
+            self._patches.wrap_when_imported(f"deepspeed.{name}", wrappers)
 
     def remove(self) -> None:
         """Restore DeepSpeed as it was, and wait for none of its imports any more."""
         self._patches.undo()
 
-    def _patch(self, module: Any, wrappers: dict[str, dict[str, Wrapper]]) -> None:
-        for owner, methods in wrappers.items():
-            for name, wrapper in methods.items():
-                self._patches.wrap(getattr(module, owner, None) if owner else module, name, wrapper)
-
-    def _wrappers(self) -> dict[str, dict[str, dict[str, Wrapper]]]:
+    def _wrappers(self) -> dict[str, Wrappers]:
         """Return the wrappers by module, class ("": functions of the module) and name."""
         partial, update, reduction = functools.partial, self._wrap_update, self._reduction
         storage = StorageRecorder(self._recorder, self._substeps, reduction, self._patches)
@@ -221,10 +216,8 @@ def _ends_zenflow_interval(engine: Any) -> bool:
 
 
 class SuperOffloadWorker:
-    """Records each update and rollback of the worker process as a row on the resource `worker`.
-
-    The agent in the worker adds the time of each task to its result. The job records it when it receives the result.
-    """
+    """Records each update and rollback of the worker process as a row on the resource `worker`. The agent in the worker
+    adds the time of each task to its result. The job records it when it receives the result."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

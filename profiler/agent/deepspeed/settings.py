@@ -59,10 +59,8 @@ def _pinned(tensors: Iterable[Any]) -> bool | None:
 
 
 def _checkpointing(engine: Any, recomputes: bool) -> bool | None:
-    """Return whether activations are checkpointed; None if it cannot be determined.
-
-    DeepSpeed's own checkpointing counts, Hugging Face's switch, and any recomputation that was seen to run.
-    """
+    """Return whether activations are checkpointed; None if it cannot be determined. DeepSpeed's own checkpointing
+    counts, Hugging Face's switch, and any recomputation that was seen to run."""
     configured = getattr(sys.modules.get(_CHECKPOINTING), "is_configured", None)
     if recomputes or (configured is not None and configured()):
         return True

@@ -7,7 +7,7 @@ import re
 import time
 from typing import Any, Callable, NamedTuple
 
-from ..patches import Patches
+from ..patches import Patches, Wrapper
 from ..recorder import Recorder
 from ..zero_optimizer import offloads_state
 from .zero_substeps import SubstepRecorder
@@ -15,15 +15,11 @@ from .zero_substeps import SubstepRecorder
 # The reduction of an empty bucket takes less.
 _SHORT_NS = 10_000
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 
 class GradientReduction:
-    """Records the operations `reduce` and, inside it, `gradient down`; inside a recorded update they are its sub-steps.
+    """Records `reduce` and, inside it, `gradient down`; inside a recorded update they are its sub-steps.
 
-    Attributes:
-        stage_3: Wrappers by the name of the method of the stage 3 optimizer that they wrap.
-        stage_1_and_2: The same for the optimizer of stages 1 and 2.
+    `stage_3`, `stage_1_and_2`: wrappers by the name of the method of these stages' optimizer that they wrap.
     """
 
     def __init__(self, recorder: Recorder, substeps: SubstepRecorder, torch: Any) -> None:
@@ -292,9 +288,7 @@ def largest_gradient_bytes(optimizer: Any) -> int | None:
 
 def has_lost_moments(engine: Any) -> bool:
     """Return whether an engine that has loaded a checkpoint of trained steps has no moments of a swapped subgroup.
-
-    DeepSpeed copies the files of the moments, but a new process does not know of them: it begins with zeros.
-    """
+    DeepSpeed copies the files of the moments, but a new process does not know of them: it begins with zeros."""
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     infos = getattr(swapper, "swap_params_info", {}).values()
     return int(engine.global_steps) > 0 and any(not info.has_state_tensors for info in infos)

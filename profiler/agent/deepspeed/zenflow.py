@@ -77,11 +77,8 @@ class ZenFlowRecorder:
     def wrap(
         self, original: Callable[..., Any], name: str, find_optimizer: Callable[[Any], Any] | None = None
     ) -> Callable[..., Any]:
-        """Wrap a function as a sub-step in an update, and as an operation of its own elsewhere.
-
-        `find_optimizer` returns from its first argument the optimizer whose parameters tell where it runs; None: on the
-        host.
-        """
+        """Wrap a function as a sub-step in an update, and as an operation of its own elsewhere. `find_optimizer`
+        returns from its first argument the optimizer whose parameters tell where it runs; None: on the host."""
         recorder, substeps = self._recorder, self._substeps
 
         @functools.wraps(original)

@@ -121,20 +121,30 @@ class SubstepRecorder:
 
 
 class SubstepMethod:
-    """A method that is one row of `ops`; `find_subgroup` gets the sub-steps so far and the method's arguments."""
+    """A method that is one row of `ops`; `find_subgroup` gets the sub-steps so far and the method's arguments.
+
+    `then`: the sub-step that begins when it has returned; None: its own goes on in the lines that follow the call.
+    `leaves_out`: whether the method, by its arguments, does nothing that is recorded.
+    """
 
     def __init__(
         self,
         name: str,
         find_subgroup: Callable[[SubstepRecorder, Any], int | None] = lambda substeps, args: None,
         find_resource: Callable[[Any, int], str] = lambda optimizer, subgroup: "host",
+        then: str | None = "rest",
+        leaves_out: Callable[[Any], bool] = lambda args: False,
     ) -> None:
         self.name = name
         self._find_subgroup = find_subgroup
         self._find_resource = find_resource
+        self._then = then
+        self._leaves_out = leaves_out
 
     def enter(self, substeps: SubstepRecorder, args: Any) -> int | None:
         """Begin the row, and return its subgroup (None: none, or not known). Never raises."""
+        if self._leaves_out(args):
+            return None
         subgroup, resource, nbytes = None, "host", None
         try:
             subgroup = self._find_subgroup(substeps, args)
@@ -148,34 +158,18 @@ class SubstepMethod:
 
     def leave(self, substeps: SubstepRecorder, args: Any, subgroup: int | None) -> None:
         """End the row, as the method has returned."""
-        substeps.switch("rest")
+        if self._then == "parameters":
+            SubstepMethod("parameters", lambda *_: subgroup).enter(substeps, args)
+        elif self._then is not None:
+            substeps.switch(self._then)
 
 
-class OpenEndedMethod(SubstepMethod):
-    """A method whose sub-step goes on in the lines that follow its call."""
-
-    def leave(self, substeps: SubstepRecorder, args: Any, subgroup: int | None) -> None:
-        """Keep the row open."""
-
-
-class ResidentUpdateMethod(SubstepMethod):
-    """SuperOffload's update of a subgroup, which updates only subgroups whose state is not on the CPU."""
-
-    def enter(self, substeps: SubstepRecorder, args: Any) -> int | None:
-        """Begin the row, if the method updates the subgroup."""
-        try:
-            on_cpu = args[0].subgroup_to_device[args[1]] == "cpu"
-        except Exception:
-            on_cpu = False
-        return None if on_cpu else super().enter(substeps, args)
-
-
-class UpdateMethod(SubstepMethod):
-    """The update of stages 1 and 2, which copy a subgroup's parameters back in the lines that follow it."""
-
-    def leave(self, substeps: SubstepRecorder, args: Any, subgroup: int | None) -> None:
-        """End the row, and begin that of the parameters."""
-        SubstepMethod("parameters", lambda substeps, args: subgroup).enter(substeps, args)
+def _is_on_cpu(args: Any) -> bool:
+    """Return whether SuperOffload's update leaves out a subgroup, whose state is on the CPU."""
+    try:
+        return bool(args[0].subgroup_to_device[args[1]] == "cpu")
+    except Exception:
+        return False
 
 
 def _argument(substeps: SubstepRecorder, args: Any) -> int:
@@ -232,16 +226,17 @@ STAGE_3 = {
 STAGE_1_AND_2 = {
     "check_overflow": SubstepMethod("overflow check"),
     "scaled_global_norm": SubstepMethod("gradient norm"),
-    "free_grad_in_param_list": OpenEndedMethod("prepare", _next_in_order),
+    "free_grad_in_param_list": SubstepMethod("prepare", _next_in_order, then=None),
     "unscale_and_clip_grads": SubstepMethod("unscale", _owner_of_gradient, _gradient_resource),
-    "_optimizer_step": UpdateMethod("update", _argument, _master_resource),
+    # Its parameters are copied back in the lines that follow it.
+    "_optimizer_step": SubstepMethod("update", _argument, _master_resource, then="parameters"),
     "reset_cpu_buffers": SubstepMethod("rest"),
     "_update_model_bit16_weights": SubstepMethod("gather"),
 }
 
 # What SuperOffload's subclass of stage 3 replaces and adds.
 SUPER_OFFLOAD = {
-    "_optimizer_step": ResidentUpdateMethod("update", _argument, _master_resource),
+    "_optimizer_step": SubstepMethod("update", _argument, _master_resource, leaves_out=_is_on_cpu),
     "_reassign_or_swap_out_partitioned_parameters": STAGE_3["_reassign_or_swap_out_partitioned_parameters"],
     "_wait_for_async_operations": SubstepMethod("wait"),
     "_sync_cpu_optimizer_step": SubstepMethod("wait", _second_argument),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import errno
+import functools
 import io
 import os
 import posix
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ebbtide.profiler.agent.patches import Patches
@@ -51,20 +53,14 @@ class ViewEntry:
         return self.stat(follow_symlinks=False).st_ino
 
 
-class ViewEntries:
+class ViewEntries(Iterator[ViewEntry], AbstractContextManager["ViewEntries"]):
     """Iterator and context manager as `os.scandir` returns it."""
 
     def __init__(self, folder: str, names: list[str]) -> None:
-        self._entries: Iterator[ViewEntry] = iter([ViewEntry(folder, name) for name in names])
-
-    def __iter__(self) -> ViewEntries:
-        return self
+        self._entries = iter([ViewEntry(folder, name) for name in names])
 
     def __next__(self) -> ViewEntry:
         return next(self._entries)
-
-    def __enter__(self) -> ViewEntries:
-        return self
 
     def __exit__(self, *_error: object) -> None: ...
 
@@ -95,22 +91,21 @@ class FileFunctions:
             "open": self.open_descriptor,
             "listdir": self._list,
             "scandir": self._scan,
-            "mkdir": self._with_path(posix.mkdir, self._make_folder),
-            "rmdir": self._with_path(posix.rmdir, lambda path: self._view.remove(path, posix.rmdir, True)),
-            "truncate": self._with_path(posix.truncate, self._truncate),
-            "mkfifo": self._with_path(posix.mkfifo, self._make_fifo),
+            "symlink": self._symlink,
+            "mkdir": self._with_path("mkdir", self._make_folder),
+            "rmdir": self._with_path("rmdir", lambda path: self._view.remove(path, posix.rmdir, True)),
+            "truncate": self._with_path("truncate", self._truncate),
+            "mkfifo": self._with_path("mkfifo", self._make_fifo),
+            "link": self._with_two_paths("link", self._link),
         }
         for name in ("remove", "unlink"):
-            original = getattr(posix, name)
-            functions[name] = self._with_path(original, lambda path: self._view.remove(path, posix.unlink, False))
+            functions[name] = self._with_path(name, lambda path: self._view.remove(path, posix.unlink, False))
         for name in _READERS:
             functions[name] = self._reader(getattr(posix, name))
         for name in _ATTRIBUTE_CHANGES:
-            functions[name] = self._attribute_change(getattr(posix, name))
+            functions[name] = self._with_path(name, functools.partial(self._change_attribute, getattr(posix, name)))
         for name in ("rename", "replace"):
-            functions[name] = self._with_two_paths(getattr(posix, name), self._rename)
-        functions["link"] = self._with_two_paths(posix.link, self._link)
-        functions["symlink"] = self._symlink
+            functions[name] = self._with_two_paths(name, lambda old, new: self._view.rename(old, new, posix.replace))
         for name, function in functions.items():
             patches.set(os, name, function)
         # By paths, which the view knows, in place of descriptors of folders.
@@ -154,8 +149,9 @@ class FileFunctions:
             self._view.note_made(location)
         return result
 
-    def _with_path(self, original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of one path: `function` gets it where it is protected, else `original`."""
+    def _with_path(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of one path: `function` gets it where it is protected, else the original one."""
+        original = getattr(posix, name)
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             name = absolute(path) if kwargs.get("dir_fd") is None else None
@@ -181,17 +177,14 @@ class FileFunctions:
 
         return read
 
-    def _attribute_change(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def change(path: Any, *args: Any, **kwargs: Any) -> None:
-            name = absolute(path) if kwargs.get("dir_fd") is None else None
-            if name is None or not self._view.is_protected(name):
-                original(path, *args, **kwargs)
-            elif self._view.owns(os.path.realpath(self._view.existing(name))) or not os.path.lexists(name):
-                original(self._view.existing(name), *args, **kwargs)
+    def _change_attribute(self, original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> None:
+        location = self._view.existing(path)
+        if self._view.owns(os.path.realpath(location)) or not os.path.lexists(path):
+            original(location, *args, **kwargs)
 
-        return change
+    def _with_two_paths(self, name: str, function: Callable[[str, str], None]) -> Callable[..., Any]:
+        original = getattr(posix, name)
 
-    def _with_two_paths(self, original: Callable[..., Any], function: Callable[[str, str], None]) -> Callable[..., Any]:
         def call(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
             names = absolute(source), absolute(target)
             if None in names or any(kwargs.get(key) is not None for key in ("src_dir_fd", "dst_dir_fd")):
@@ -201,9 +194,6 @@ class FileFunctions:
                 function(str(names[0]), str(names[1]))
 
         return call
-
-    def _rename(self, source: str, target: str) -> None:
-        self._view.rename(source, target, posix.replace)
 
     def _link(self, source: str, target: str) -> None:
         if os.path.lexists(target):

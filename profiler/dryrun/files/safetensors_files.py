@@ -99,9 +99,7 @@ def header_of(tensors: dict[str, Any], metadata: dict[str, str] | None) -> bytes
 
 def patch_safetensors(patches: Patches, save_tensors: Callable[[dict[str, Any], Any, bytes], None]) -> None:
     """Replace what reads and writes safetensors files until `patches.undo()`; nothing where it is not installed.
-
-    `save_tensors`: gets the tensors that would have been saved, the file or None, and the header of the file.
-    """
+    `save_tensors`: gets the tensors that would have been saved, the file or None, and the header of the file."""
     try:
         import safetensors
         import safetensors.torch as library

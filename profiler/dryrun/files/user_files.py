@@ -47,7 +47,7 @@ class UserFiles:
         """Replace what saves, loads and changes files until `patches.undo()` and `close()`."""
         self._view = FileView()
         FileFunctions(self._view, self._note_opened).install(patches)
-        leave_out_programs(patches, self._note_program)
+        leave_out_programs(patches, lambda name: self._programs.setdefault(name))
         guard.start(self._view)
         patches.set(torch, "save", self._save)
         patches.set(torch, "load", self._wrap_load(torch.load))
@@ -82,9 +82,6 @@ class UserFiles:
             lines.append(f"programs that the job called to change files were not run: {', '.join(self._programs)}")
         return lines
 
-    def _note_program(self, name: str) -> None:
-        self._programs[name] = None
-
     def _note_opened(self, path: str) -> None:
         if self._listing:
             self.opened[path] = None
@@ -112,7 +109,7 @@ class UserFiles:
     def _wrap_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             head = _read_head(f)
-            if is_mark(head):
+            if head.startswith(_MARK):
                 return self._saved.restore(head, _device_of(map_location))
             locations: dict[int, str] = {}
 
@@ -255,11 +252,6 @@ class SavedContents:
                     "state_dict()"
                 )
         return tree_map_only(SavedTensor, lambda tensor: tensor.restore(device), content)
-
-
-def is_mark(head: bytes) -> bool:
-    """Return whether a file begins with a number of saved content."""
-    return head.startswith(_MARK)
 
 
 def leave_out_programs(patches: Patches, on_left_out: Callable[[str], None]) -> None:

@@ -47,18 +47,12 @@ _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
 
 
 class FileView:
-    """Maps paths of the job to paths on the disk, and never lets it change a file that it has not made.
-
-    A file of the user that the job overwrites is replaced by a copy in a temporary folder; one that it removes or
-    renames stays, and is missing or renamed for the job alone. What the job makes itself is made as ever, and removed
-    by `close`.
-
-    Attributes:
-        made: Files and folders that the job has made: path -> device and inode.
-        preserved: Files and folders of the user that the job has changed, removed or renamed for itself.
-    """
+    """Maps paths of the job to paths on the disk, and never lets it change a file that it has not made. A file of the
+    user that the job overwrites is replaced by a copy in a temporary folder; one that it removes or renames stays, and
+    is missing or renamed for the job alone. What the job makes itself is made as ever, and removed by `close`."""
 
     def __init__(self) -> None:
+        # Files and folders that the job has made -> device and inode; those of the user that it has changed for itself.
         self.made: dict[str, tuple[int, int]] = {}
         self.preserved: dict[str, None] = {}
         self.folder = os.path.realpath(tempfile.mkdtemp(prefix="ebbtide-dry-run-"))
@@ -71,7 +65,9 @@ class FileView:
 
     def is_protected(self, path: str) -> bool:
         """Return whether an absolute path is below the rules of the view."""
-        return not is_inside(path, self.folder) and not is_passed_through(path, self._caches)
+        # Devices, caches and compiled modules are the job's to change.
+        free = "/__pycache__/" in path or any(is_inside(path, folder) for folder in (*_SYSTEM_FOLDERS, *self._caches))
+        return not free and not is_inside(path, self.folder)
 
     def owns(self, path: str) -> bool:
         """Return whether the job has made a path on the disk, which has no symbolic links."""
@@ -165,7 +161,9 @@ class FileView:
         own = self._may_change(old_real) and not is_inside(old_real, self.folder)
         if own and new == target and (status_of(new, follow=False) is None or self._may_change(real_entry(new))):
             function(old, new)
-            self._move_made(old_real, real_entry(new))
+            new_real = real_entry(new)
+            for key in [key for key in self.made if is_inside(key, old_real)]:
+                self.made[new_real + key[len(old_real) :]] = self.made.pop(key)
             self._move_entries(source, target)
             return
         if new is None or status_of(new, follow=False) is None:
@@ -257,10 +255,6 @@ class FileView:
         self._forget(source)
         self._entries.update({target + key[len(source) :]: value for key, value in moved.items()})
 
-    def _move_made(self, source: str, target: str) -> None:
-        for key in [key for key in self.made if is_inside(key, source)]:
-            self.made[target + key[len(source) :]] = self.made.pop(key)
-
 
 def cache_folders() -> tuple[str, ...]:
     """Return the folders whose files any job may change: `~/.cache`, and those that environment variables name."""
@@ -271,11 +265,6 @@ def cache_folders() -> tuple[str, ...]:
 def is_inside(path: str, folder: str) -> bool:
     """Return whether an absolute path is a folder or below it."""
     return path == folder or path.startswith(folder + "/")
-
-
-def is_passed_through(path: str, caches: tuple[str, ...]) -> bool:
-    """Return whether a dry run lets the job do as it likes at an absolute path: devices, caches, compiled modules."""
-    return "/__pycache__/" in path or any(is_inside(path, folder) for folder in (*_SYSTEM_FOLDERS, *caches))
 
 
 def parents(path: str) -> Iterator[str]:

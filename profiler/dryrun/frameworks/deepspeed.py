@@ -106,19 +106,33 @@ class DeepSpeedPatches:
         self.description: dict[str, Any] | None = None
         self._patches, self._tracker, self._clock, self._groups = patches, tracker, clock, groups
         self._cpu_rate = _cpu_update_params_per_s(machine, groups.ranks_per_node)
-        zero = "deepspeed.runtime.zero."
         for name, callback in (
-            ("deepspeed.accelerator.real_accelerator", lambda module: patches.set(module, "ds_accelerator", None)),
-            ("deepspeed.comm.comm", self._patch_communication),
-            ("deepspeed.utils.groups", self._patch_groups),
-            ("deepspeed.ops.op_builder.builder", self._patch_extensions),
-            ("deepspeed.runtime.engine", self._patch_engine),
-            ("deepspeed.runtime.utils", self._patch_overflow_check),
-            (zero + "partitioned_param_coordinator", self._patch_coordinator),
-            (zero + "stage3", lambda module: self._patch_optimizer(module.DeepSpeedZeroOptimizer_Stage3)),
-            (zero + "stage_1_and_2", lambda module: self._patch_optimizer(module.DeepSpeedZeroOptimizer)),
+            ("accelerator.real_accelerator", lambda module: patches.set(module, "ds_accelerator", None)),
+            ("comm.comm", self._patch_communication),
+            ("utils.groups", self._patch_groups),
+            ("ops.op_builder.builder", self._patch_extensions),
         ):
-            patches.when_imported(name, callback)
+            patches.when_imported(f"deepspeed.{name}", callback)
+        part, overflow, hook = self._wrap_part_of_update, _wrap_overflow_check, self._wrap_module_hook
+        optimizer = {"finalize_gradient_accumulation_boundary": part, "has_overflow": overflow}
+        wrappers: dict[str, dict[str, dict[str, Any]]] = {
+            "runtime.engine": {
+                "DeepSpeedEngine": {
+                    "backward": functools.partial(wrap_backward, tracker, torch.compiler.is_compiling),
+                    "_take_model_step": self._wrap_step,
+                    # Without managed accumulation, gradients are reduced and copied when the update begins.
+                    "allreduce_gradients": part,
+                }
+            },
+            "runtime.utils": {"CheckOverflow": {"has_overflow": overflow, "check_using_norm": overflow}},
+            "runtime.zero.partitioned_param_coordinator": {
+                "PartitionedParameterCoordinator": {"fetch_sub_module": hook, "release_sub_module": hook}
+            },
+            "runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": optimizer},
+            "runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": optimizer},
+        }
+        for name, functions in wrappers.items():
+            patches.wrap_when_imported(f"deepspeed.{name}", functions)
 
     def _patch_communication(self, module: Any) -> None:
         self._patches.set(module, "cdb", None)
@@ -134,20 +148,6 @@ class DeepSpeedPatches:
         clock, rate = self._clock, self._cpu_rate
         self._patches.set(module.OpBuilder, "load", lambda builder, **_options: extension(builder.name, clock, rate))
 
-    def _patch_engine(self, module: Any) -> None:
-        engine = module.DeepSpeedEngine
-        self._patches.wrap(engine, "backward", self._wrap_backward)
-        self._patches.wrap(engine, "_take_model_step", self._wrap_step)
-        # Without managed accumulation, gradients are reduced and copied when the update begins.
-        self._patches.wrap(engine, "allreduce_gradients", self._wrap_part_of_update)
-
-    def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return wrap_backward(self._tracker, torch.compiler.is_compiling, original)  # type: ignore[arg-type]
-
-    def _patch_coordinator(self, module: Any) -> None:
-        for name in ("fetch_sub_module", "release_sub_module"):
-            self._patches.wrap(module.PartitionedParameterCoordinator, name, self._wrap_module_hook)
-
     def _wrap_module_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -155,14 +155,6 @@ class DeepSpeedPatches:
             return original(*args, **kwargs)
 
         return run
-
-    def _patch_optimizer(self, optimizer: Any) -> None:
-        self._patches.wrap(optimizer, "finalize_gradient_accumulation_boundary", self._wrap_part_of_update)
-        self._patches.wrap(optimizer, "has_overflow", _wrap_overflow_check)
-
-    def _patch_overflow_check(self, module: Any) -> None:
-        for name in ("has_overflow", "check_using_norm"):
-            self._patches.wrap(module.CheckOverflow, name, _wrap_overflow_check)
 
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         step = self._tracker.wrap_update(original, lambda engine, *_: engine.optimizer)

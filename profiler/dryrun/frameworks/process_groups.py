@@ -27,11 +27,7 @@ class ProcessGroups:
     """Makes every process group a fake one, whose collectives return at once, until `remove`.
 
     Groups keep the name of the backend that the job asked for. The values that other ranks would send are this rank's
-    own, or not known.
-
-    Args:
-        ranks: The number of ranks of the job; None: not stated, and the job has one.
-        ranks_per_node: Ranks on one host; None: all of them.
+    own, or not known. `ranks`: None where not stated, and the job has one; `ranks_per_node`: None for all of them.
     """
 
     def __init__(self, ranks: int | None = None, ranks_per_node: int | None = None) -> None:

@@ -117,12 +117,9 @@ def write_stand_in(model: Model, folder: Path) -> None:
 
 
 def complete_stand_ins(folder: Path) -> list[str]:
-    """Write what models in a folder lack: the header of a file of weights, and a tokenizer with few words.
+    """Write what models in a folder lack, the header of weights and a tokenizer; return a line for each.
 
-    They load in a dry run only. The process of the dry run calls it, so that transformers is imported once.
-
-    Returns:
-        A line for each model: its number of parameters.
+    They load in a dry run only, whose process calls this, so that transformers is imported once.
     """
     return [_complete(file.parent) for file in sorted(folder.glob(f"*/{_STAND_IN}"))]
 

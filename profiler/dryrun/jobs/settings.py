@@ -23,11 +23,7 @@ ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 3}
 
 @dataclass(frozen=True)
 class ModelJob:
-    """A job that trains a language model.
-
-    Raises:
-        UserError: The settings make no sense together.
-    """
+    """A job that trains a language model. Raises UserError if the settings make no sense together."""
 
     model: str  # A folder, a configuration file, or a name on the hub
     method: Method = "full"

@@ -217,10 +217,8 @@ def _of_step(micro_steps: list[MicroStep], step_ms: dict[str, float]) -> list[Mi
 def steps_of_micro_steps(
     micro_steps: Sequence[MicroStep], marks: list[MemoryMark], accumulation: int | None
 ) -> list[StepTimers]:
-    """Group all micro-steps into complete steps, and number the boundaries of the marks by step.
-
-    `marks`: their boundaries count micro-steps from 0; they are replaced. `accumulation`: None if not known.
-    """
+    """Group all micro-steps into complete steps, and number the boundaries of the marks by step. `marks`: their
+    boundaries count micro-steps from 0; they are replaced. `accumulation`: None if not known."""
     updates_ms = [micro_step.ms.get(UPDATE, 0.0) for micro_step in micro_steps]
     longest_ms = max(updates_ms, default=0.0)
     steps: list[StepTimers] = []

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.importers.deepspeed.durations import (
@@ -164,12 +164,8 @@ class TimedPhase:
     end_ns: int
 
 
-class PhaseKey(NamedTuple):
-    """Identity of a phase in a log."""
-
-    iteration: int
-    micro_step: int
-    phase: str
+# Identity of a phase in a log: iteration, micro-step, phase.
+PhaseKey = tuple[int, int, str]
 
 
 def has_times(steps: list[StepTimers], marks: list[MemoryMark]) -> bool:
@@ -207,12 +203,12 @@ def boundary_time_ns(boundary: PhaseBoundary | None, phases: dict[PhaseKey, Time
     """Return the time of a boundary (None: no such phase); without an update it is the end of the backward."""
     if boundary is None:
         return None
-    phase = phases.get(PhaseKey(boundary.iteration, boundary.micro_step, boundary.phase))
+    phase = phases.get((boundary.iteration, boundary.micro_step, boundary.phase))
     if phase is not None:
         return phase.start_ns if boundary.begins else phase.end_ns
     if boundary.phase != UPDATE:
         return None
-    backward = phases.get(PhaseKey(boundary.iteration, boundary.micro_step, BACKWARD))
+    backward = phases.get((boundary.iteration, boundary.micro_step, BACKWARD))
     return None if backward is None else backward.end_ns
 
 
@@ -238,11 +234,8 @@ def _latest_starts(step: StepTimers, next_start_ns: int | None) -> list[int | No
 
 
 def _lengths_ns(step: StepTimers) -> list[int]:
-    """Return the length of each phase of a step.
-
-    The sums over micro-steps are the figures of the step, which are exact: the last micro-step absorbs the rounding of
-    the others.
-    """
+    """Return the length of each phase of a step. The sums over micro-steps are the figures of the step, which are
+    exact: the last micro-step absorbs the rounding of the others."""
     by_phase = []
     for phase in (FORWARD, BACKWARD):
         lengths = [round(micro_step.ms[phase] * 1e6) for micro_step in step.micro_steps]
@@ -287,7 +280,7 @@ def add_memory(
 ) -> int:
     """Add the memory of the marks, at boundaries of phases unless `timed`; return how many have no time."""
     device = entry.meta["devices"][0]["device"]
-    by_key = {PhaseKey(phase.iteration, phase.micro_step, phase.phase): phase for phase in phases}
+    by_key = {(phase.iteration, phase.micro_step, phase.phase): phase for phase in phases}
     previous: MemoryMark | None = None
     previous_ns = peak_allocated = peak_reserved = skipped = 0
     for mark in marks:

@@ -110,10 +110,8 @@ def zone_ns(lines: Iterable[LogLine]) -> int | None:
 
 
 def zone_by_overlap(span: tuple[int, int], reference: tuple[int, int]) -> tuple[int, bool] | None:
-    """Find the time zone in which a span on a clock of unknown zone overlaps a reference in Unix ns.
-
-    Return the offset of the clock from UTC in ns, and whether it is the only one that fits; None if no time zone does.
-    """
+    """Find the time zone in which a span on a clock of unknown zone overlaps a reference in Unix ns. Return the offset
+    of the clock from UTC in ns, and whether it is the only one that fits; None if no time zone does."""
     shares = {quarter: overlap(span, reference, quarter * _QUARTER_NS) for quarter in _ZONES}
     best = max(shares.values())
     if best <= 0:

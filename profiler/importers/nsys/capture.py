@@ -58,10 +58,8 @@ def integer_frame(columns: tuple[str, ...]) -> pd.DataFrame:
 
 @dataclass
 class Capture:
-    """Contents of one or more files of Nsight Systems. Times are ns after the start of the session.
-
-    A process is a serialized id (`globalPid`). Negative ids are those of processes that are not known.
-    """
+    """Contents of one or more files of Nsight Systems. Times are ns after the start of the session. A process is a
+    serialized id (`globalPid`). Negative ids are those of processes that are not known."""
 
     names: list[str] = field(default_factory=list)  # Texts that the columns `name` refer to by position
     # Kernels, copies and memsets: WORK_COLUMNS; `kind` is a position in `gpu_activities.KINDS`, or TRANSFER. Copies

@@ -66,10 +66,8 @@ def _check_complete(source: Source, size: int) -> None:
 
 
 class Database:
-    """Tables of a database, read-only.
-
-    Only stored tables are read: a view, a virtual table or a computed column would execute what the file says.
-    """
+    """Tables of a database, read-only. Only stored tables are read: a view, a virtual table or a computed column would
+    execute what the file says."""
 
     def __init__(self, connection: sqlite3.Connection, source: Source, size: int) -> None:
         self._connection = connection
@@ -91,10 +89,8 @@ class Database:
         return self._columns[table]
 
     def integers(self, table: str, required: Sequence[str], optional: Mapping[str, int]) -> pd.DataFrame:
-        """Read integer columns of a table, in the order of its rows; none if there is no such table.
-
-        `required` columns have a value in every row; `optional` ones may be missing or null, and then have their value.
-        """
+        """Read integer columns of a table, in the order of its rows; none if there is no such table. `required` columns
+        have a value in every row; `optional` ones may be missing or null, and then have their value."""
         names = [*required, *optional]
         if table not in self.tables:
             return pd.DataFrame(np.empty((0, len(names)), np.int64), columns=names)

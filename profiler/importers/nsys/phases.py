@@ -132,10 +132,8 @@ def _marks(ranges: pd.DataFrame, texts: list[str]) -> Marks:
 
 
 def _iterations(candidates: pd.DataFrame, updates: pd.DataFrame) -> pd.DataFrame:
-    """Return the ranges that mark iterations: those of the name with the most ranges.
-
-    Where there are updates, most ranges of the name must have one inside: others mark micro-steps.
-    """
+    """Return the ranges that mark iterations: those of the name with the most ranges. Where there are updates, most
+    ranges of the name must have one inside: others mark micro-steps."""
     has_update = _with_starts_inside(candidates, updates)
     groups = candidates.assign(updated=has_update).groupby("kind", sort=False)["updated"]
     counts = groups.agg(["size", "sum"])

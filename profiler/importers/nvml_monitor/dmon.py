@@ -43,10 +43,8 @@ def looks_like_dmon(source: Source) -> bool:
 
 
 def read_dmon(source: Source) -> MonitorTable:
-    """Read output of `nvidia-smi dmon` or `pmon`, with values between spaces, or commas (`--format csv`).
-
-    Lines with `#` are headers, names above units, and recur every few rows.
-    """
+    """Read output of `nvidia-smi dmon` or `pmon`, with values between spaces, or commas (`--format csv`). Lines with
+    `#` are headers, names above units, and recur every few rows."""
     headers = [line.lstrip("# ").lower() for line in first_lines(source) if line.startswith("#")]
     comma = "," in headers[0]
     names, *below = ([field.strip() for field in (line.split(",") if comma else line.split())] for line in headers[:2])
@@ -125,10 +123,8 @@ def _number(text: str) -> float | None:
 
 
 def header_names(source: Source) -> list[set[str]]:
-    """Return the names in each of the first lines, read as a header.
-
-    A line that begins with a time is a row of a file without a header. It gets the names that the header would have.
-    """
+    """Return the names in each of the first lines, read as a header. A line that begins with a time is a row of a file
+    without a header. It gets the names that the header would have."""
     return [
         {*TIME, "memory.used"} if _BARE.match(line) else {_plain_name(f) for f in line.split(",")}
         for line in first_lines(source)

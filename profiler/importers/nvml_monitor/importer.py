@@ -30,6 +30,11 @@ from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 FORMAT = "nvml-monitor"
 
+_READERS = (
+    (dcgm.looks_like_exporter, dcgm.read_exporter),
+    (dcgm.looks_like_dcgmi, dcgm.read_dcgmi),
+    (looks_like_dmon, read_dmon),
+)
 # Figures of GPUs by which a file is not recognized: files about other things have such columns, too.
 _OF_ANYTHING = {"power", "temp", "temperature"}
 
@@ -42,7 +47,7 @@ class MonitorImporter:
     stage = Stage.DEVICES
 
     def matches(self, source: Source) -> bool:
-        if dcgm.looks_like_exporter(source) or dcgm.looks_like_dcgmi(source) or looks_like_dmon(source):
+        if any(looks_like(source) for looks_like, _ in _READERS):
             return True
         names_of_gpus = {name for figure in SAMPLED for name in FIGURES[figure]} - _OF_ANYTHING
         return any(names & set(TIME) and names & names_of_gpus for names in header_names(source))
@@ -204,11 +209,7 @@ def parse_monitor(source: Source) -> Monitor:
 def read_table(source: Source) -> MonitorTable:
     """Read a monitor file. Raise SourceError if it has no header, no rows, or is not text."""
     check_text(source)
-    if dcgm.looks_like_exporter(source):
-        return dcgm.read_exporter(source)
-    if dcgm.looks_like_dcgmi(source):
-        return dcgm.read_dcgmi(source)
-    return read_dmon(source) if looks_like_dmon(source) else read_query(source)
+    return next((read for looks_like, read in _READERS if looks_like(source)), read_query)(source)
 
 
 def read_coverage(sources: Sequence[Source]) -> Coverage | None:

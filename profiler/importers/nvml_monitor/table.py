@@ -90,10 +90,8 @@ def ends_with_line_end(source: Source) -> bool:
 
 
 def is_cut(last: str, others: Sequence[str]) -> bool:
-    """Return whether the last field of a file without a final line end looks cut off.
-
-    It does if it is shorter than `others`, the same field of the rows before, or has lost the unit that they have.
-    """
+    """Return whether the last field of a file without a final line end looks cut off. It does if it is shorter than
+    `others`, the same field of the rows before, or has lost the unit that they have."""
     before = [text for text in (other.strip(' "') for other in others[-_MAX_COMPARED:]) if text]
     last = last.strip(' "')
     lost_unit = last[-1:].isdigit() and not any(text[-1].isdigit() for text in before)

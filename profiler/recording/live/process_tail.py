@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,8 @@ def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
 
 
 class SpoolTail:
-    """Reads one spool in pieces. A record that is not complete yet is left for the next time.
-
-    `last_bytes`: what is read of a longer file behind its header, at most; None: all of it.
-    """
+    """Reads one spool in pieces. A record that is not complete yet is left for the next time. `last_bytes`: what is
+    read of a longer file behind its header, at most; None: all of it."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
@@ -84,10 +82,30 @@ _MAX_PENDING_ITERATIONS = 4
 class PhaseCounts:
     """Time and number of the finished iterations of a process since its recording began."""
 
-    iterations: int
-    iteration_ns: int  # Time from the start of the first to the end of the last of them, by the host's clock.
-    phase_ns: dict[str, int]  # Phase -> its time, summed over iterations: by the device's clock, where it was recorded.
-    phase_iterations: dict[str, int]  # Phase -> the number of iterations that had it.
+    iterations: int = 0
+    iteration_ns: int = 0  # Time from the start of the first to the end of the last of them, by the host's clock.
+    # Phase -> its time, summed over iterations: by the device's clock, where it was recorded.
+    phase_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    # Phase -> the number of iterations that had it.
+    phase_iterations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+
+    def plus(self, records: Records, ends: dict[int, int]) -> PhaseCounts:
+        """Add iterations: `ends` is the sequence number of the last phase of each, `records` contain all of them."""
+        if not ends:
+            return self
+        lasts = np.maximum.accumulate(np.array([*ends.values()], np.int64))
+        phases = records[(records["kind"] == kinds.PHASE) & (records["a"] <= lasts[-1])]
+        lengths = _lengths_ns(records, phases)
+        iteration = np.searchsorted(lasts, phases["a"], side="left")
+        rows = {phase: phases["code"] == code for code, phase in enumerate(PHASES)}
+        return PhaseCounts(
+            self.iterations + len(ends),
+            phase_ns={phase: ns + int(lengths[rows[phase]].sum()) for phase, ns in self.phase_ns.items()},
+            phase_iterations={
+                phase: number + len(np.unique(iteration[rows[phase]]))
+                for phase, number in self.phase_iterations.items()
+            },
+        )
 
 
 class ProcessTail:
@@ -99,7 +117,7 @@ class ProcessTail:
         self._keep = iterations
         self._records: Records = np.empty(0, RECORD)
         self._dropped_sequence = -1
-        self._dropped = _Counts()
+        self._dropped = PhaseCounts()
         self._begin_ns: int | None = None
         self._counts: PhaseCounts | None = None
 
@@ -140,10 +158,8 @@ class ProcessTail:
         return len(records)
 
     def window(self) -> Records:
-        """Return the header and the records of the last iterations.
-
-        Phases after the last one whose device times are there, and iterations that they belong to, are left out.
-        """
+        """Return the header and the records of the last iterations. Phases after the last one whose device times are
+        there, and iterations that they belong to, are left out."""
         records = self._records
         ready = self._ready_sequence()
         if ready is None:
@@ -158,7 +174,9 @@ class ProcessTail:
         if self._counts is None:
             window = self.window()
             ends = iteration_ends(window)
-            self._counts = self._dropped.plus(window, ends).frozen(self._begin_ns, _end_ns(window, ends))
+            end_ns = _end_ns(window, ends)
+            length_ns = 0 if self._begin_ns is None or end_ns is None else end_ns - self._begin_ns
+            self._counts = replace(self._dropped.plus(window, ends), iteration_ns=length_ns)
         return self._counts
 
     def _ready_sequence(self) -> int | None:
@@ -216,39 +234,6 @@ class ProcessTail:
         start["kind"], start["a"], start["x"] = kinds.START, last + 1, end_ns
         kept = records[~old]
         self._records = np.concatenate([kept[:1], start, kept[1:]])
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """Sums over finished iterations, as in `PhaseCounts`, by the code of the phase."""
-
-    iterations: int = 0
-    phase_ns: tuple[int, ...] = (0,) * len(PHASES)
-    phase_iterations: tuple[int, ...] = (0,) * len(PHASES)
-
-    def plus(self, records: Records, ends: dict[int, int]) -> _Counts:
-        """Add iterations: `ends` is the sequence number of the last phase of each, `records` contain all of them."""
-        if not ends:
-            return self
-        lasts = np.maximum.accumulate(np.array([*ends.values()], np.int64))
-        phases = records[(records["kind"] == kinds.PHASE) & (records["a"] <= lasts[-1])]
-        lengths = _lengths_ns(records, phases)
-        iteration = np.searchsorted(lasts, phases["a"], side="left")
-        of_code = [phases["code"] == code for code in range(len(PHASES))]
-        return _Counts(
-            self.iterations + len(ends),
-            tuple(ns + int(lengths[rows].sum()) for ns, rows in zip(self.phase_ns, of_code, strict=True)),
-            tuple(n + len(np.unique(iteration[rows])) for n, rows in zip(self.phase_iterations, of_code, strict=True)),
-        )
-
-    def frozen(self, begin_ns: int | None, end_ns: int | None) -> PhaseCounts:
-        """Return the counts, of iterations between two times."""
-        return PhaseCounts(
-            iterations=self.iterations,
-            iteration_ns=0 if begin_ns is None or end_ns is None else end_ns - begin_ns,
-            phase_ns=dict(zip(PHASES, self.phase_ns, strict=True)),
-            phase_iterations=dict(zip(PHASES, self.phase_iterations, strict=True)),
-        )
 
 
 def _lengths_ns(records: Records, phases: Records) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

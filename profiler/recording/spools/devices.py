@@ -11,10 +11,8 @@ _NVML_KEYS = ("pci_bus_id", "link", "driver", "parent_uuid", "link_missing", "nu
 
 
 def sampled_gpu(device: dict[str, Any], gpus: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the sampler's description of a rank's device; None if it has none.
-
-    CUDA may give a MIG device the UUID of its card. That is enough where the sampler sees one MIG device of the card.
-    """
+    """Return the sampler's description of a rank's device; None if it has none. CUDA may give a MIG device the UUID of
+    its card. That is enough where the sampler sees one MIG device of the card."""
     uuid = device.get("uuid")
     if uuid is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,18 +81,16 @@ def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
 def read_process(
     path: Path, records: Records, samples: Records, meta: dict[str, Any], with_files: bool = True
 ) -> RankData:
-    """Convert the records of one process into its tables; `path`: its spool, beside its description.
-
-    `with_files`: whether to read the copies and the allocations that it wrote into further files.
-    """
+    """Convert the records of one process into its tables; `path`: its spool, beside its description. `with_files`:
+    whether to read the copies and the allocations that it wrote into further files."""
     header = records[0]
     host, options = meta["host"], meta.get("options", {})
     gpus = host.get("gpus") or []
-    job_info = _job_info(path.with_name(path.name.replace("agent-", "facts-").replace(".spool", ".json")))
+    facts = path.with_name(path.name.replace("agent-", "facts-").replace(".spool", ".json"))
+    job_info = _described(facts, _check_job_info)
     entry = _entry(header, job_info, host, gpus)
     pid = entry["pid"]
-    placement = _placement(placement_file(path.parent, pid))
-    if placement is not None:
+    if placement := _described(placement_file(path.parent, pid), lambda read: msgspec.convert(read, NumaPlacement)):
         entry["numa"] = placement
     entry["stopped"] = stop_reason(records) or "cut off"
     notes = list(job_info.get("notes", []))
@@ -171,26 +169,19 @@ def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: li
     }
 
 
-def _job_info(path: Path) -> dict[str, Any]:
-    """Return the agent's description of its process; empty where it is missing or damaged."""
+def _described(path: Path, check: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Return what the agent or the sampler describes in a file; empty where it is missing or damaged."""
     try:
-        job_info: dict[str, Any] = json.loads(read_regular(path, MAX_META_BYTES))
-        # The header has the rank.
-        msgspec.convert(without_nulls({**job_info, "rank": 0}), RankInfo)
-        msgspec.convert(job_info.get("notes", []), list[str])
+        description: dict[str, Any] = json.loads(read_regular(path, MAX_META_BYTES))
+        check(description)
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
-    return job_info
+    return description
 
 
-def _placement(path: Path) -> dict[str, Any] | None:
-    """Return the NUMA nodes of a process as the sampler read them; None where it did not, or the file is damaged."""
-    try:
-        placement: dict[str, Any] = json.loads(read_regular(path, MAX_META_BYTES))
-        msgspec.convert(placement, NumaPlacement)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return placement
+def _check_job_info(job_info: dict[str, Any]) -> None:
+    msgspec.convert(without_nulls({**job_info, "rank": 0}), RankInfo)  # the header has the rank
+    msgspec.convert(job_info.get("notes", []), list[str])
 
 
 def _trim(data: RankData, first: int, end: int | None) -> None:
@@ -290,9 +281,7 @@ def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> SliceTables
 
 def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:
     """Return the spans of time, in ns, ascending and disjoint, that the slices cover, from the names of their files.
-
-    The agent starts a slice just after an iteration ends: it covers the time from that end on.
-    """
+    The agent starts a slice just after an iteration ends: it covers the time from that end on."""
     phase_ends = np.sort(phases["end_ns"].to_numpy(np.int64))
     slices = sorted((int(match[1]), int(match[2])) for path in paths if (match := _SLICE.search(path.name)))
     spans: list[tuple[int, int]] = []
