@@ -18,9 +18,8 @@ from ..iteration_figures import UPDATE
 from ..patches import Patches, Wrapper, Wrappers
 from ..phase_hooks import wrap_backward
 from ..recorder import Recorder
-from ..zero_optimizer import swaps_to_disk
-from .settings import describe_engine
-from .storage import SWAP_METHODS, SWAP_MODULES, GradientReduction, StorageRecorder, has_lost_moments
+from ..zero_optimizer import describe_engine, has_lost_moments, swaps_to_disk
+from .storage import SWAP_METHODS, SWAP_MODULES, GradientReduction, StorageRecorder
 from .zenflow import ZenFlowRecorder
 from .zero_substeps import STAGE_1_AND_2, STAGE_3, SUPER_OFFLOAD, ZENFLOW_STAGE_3, SubstepMethod, SubstepRecorder
 

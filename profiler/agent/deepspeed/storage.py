@@ -276,19 +276,3 @@ class StorageRecorder:
                     recorder.put_op(sequence, "wait", "host", start_ns, end_ns, subgroup, parent=parent)
 
         return wait
-
-
-def largest_gradient_bytes(optimizer: Any) -> int | None:
-    """Return the bytes of the largest piece of a gradient that is swapped to storage; None if there is none."""
-    swapper = getattr(optimizer, "optimizer_swapper", None)
-    infos = getattr(swapper, "swap_params_info", {}).values()
-    lengths = [int(gradient.length) for info in infos for gradient in info.swapped_gradients.values()]
-    return max(lengths) * int(swapper.swap_element_size) if swapper is not None and lengths else None
-
-
-def has_lost_moments(engine: Any) -> bool:
-    """Return whether an engine that has loaded a checkpoint of trained steps has no moments of a swapped subgroup.
-    DeepSpeed copies the files of the moments, but a new process does not know of them: it begins with zeros."""
-    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
-    infos = getattr(swapper, "swap_params_info", {}).values()
-    return int(engine.global_steps) > 0 and any(not info.has_state_tensors for info in infos)

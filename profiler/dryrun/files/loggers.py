@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import os
 import sys
@@ -134,7 +135,8 @@ def disable_loggers(patches: Patches) -> None:
                     patches.set(owner, name, lambda *_args, **_kwargs: Inert())
 
     def restore() -> None:
-        sys.meta_path.remove(finder)
+        with contextlib.suppress(ValueError):  # of a job that has replaced the list
+            sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, InertModule)]:
             del sys.modules[name]
         for name, value in saved.items():

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ebbtide.machines.machine import Machine
-from ebbtide.profiler.agent.deepspeed.settings import describe_engine
 from ebbtide.profiler.agent.iteration_figures import UPDATE
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.agent.phase_hooks import wrap_backward
+from ebbtide.profiler.agent.zero_optimizer import describe_engine
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
 from ebbtide.profiler.dryrun.time import time_priors as priors

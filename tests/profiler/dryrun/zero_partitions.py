@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from ebbtide.profiler.agent.deepspeed.settings import describe_engine
 from ebbtide.profiler.agent.job_info import describe_model
-from ebbtide.profiler.agent.zero_optimizer import torch_optimizers
+from ebbtide.profiler.agent.zero_optimizer import describe_engine, torch_optimizers
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from tests.profiler.dryrun.forked import run_forked
 
