@@ -106,8 +106,8 @@ def _add_activity(run: DryRun, rank: Any) -> None:
         )
     if kernels := run.clock.kernels:
         work = _columns([kernel.work for kernel in kernels], "kind", "name", "group", "flops", "bytes")
-        times = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
-        rank.extend("kernels", device=_DEVICE, **times, **work)
+        launched = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
+        rank.extend("kernels", device=_DEVICE, **launched, **work)
     if named := run.annotations.rows:
         rank.extend("annotations", **_columns(named, "start_ns", "end_ns", "name", "thread"))
 

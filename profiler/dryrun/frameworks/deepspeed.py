@@ -115,10 +115,11 @@ class DeepSpeedPatches:
             patches.when_imported(f"deepspeed.{name}", callback)
         part, overflow, hook = self._wrap_part_of_update, _wrap_overflow_check, self._wrap_module_hook
         optimizer = {"finalize_gradient_accumulation_boundary": part, "has_overflow": overflow}
+        backward = functools.partial(wrap_backward, tracker, torch.compiler.is_compiling)  # type: ignore[arg-type]
         wrappers: dict[str, dict[str, dict[str, Any]]] = {
             "runtime.engine": {
                 "DeepSpeedEngine": {
-                    "backward": functools.partial(wrap_backward, tracker, torch.compiler.is_compiling),
+                    "backward": backward,
                     "_take_model_step": self._wrap_step,
                     # Without managed accumulation, gradients are reduced and copied when the update begins.
                     "allreduce_gradients": part,
