@@ -18,7 +18,7 @@ from ebbtide.profiler.importers.deepspeed.durations import (
     TimerReader,
 )
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
-from ebbtide.profiler.importers.logs.settings import JobSettings, SettingsReader, add_ranks, add_report, monitored_ranks
+from ebbtide.profiler.importers.logs.settings import JobSettings, SettingsReader, add_peaks, add_ranks, monitored_ranks
 from ebbtide.profiler.importers.logs.text_log import clock_offset_ns, feed_lines, first_log_lines, only_log
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
 from ebbtide.profiler.importers.nvml_monitor.importer import Coverage, read_coverage
@@ -79,9 +79,7 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
     skipped = add_memory(ranks[0], timers.marks, phases, timed, offset_ns)
     if phases and timers.reports and not timers.marks:
         builder.note("memory of Megatron's report is the peak since the job's start: it stands for all iterations")
-        for report in timers.reports.values():
-            if report.rank in ranks:
-                add_report(ranks[report.rank], report, phases[0].start_ns - offset_ns)
+        add_peaks(ranks, timers.reports, phases[0].start_ns - offset_ns)
     if skipped:
         builder.note(f"memory marks without a time or a phase are left out: {skipped}")
     if phases:

@@ -275,8 +275,10 @@ def read_reports(text: str) -> Iterator[MemoryReport]:
             yield MemoryReport(int(rank), round(float(allocated) * 2**20), round(float(reserved) * 2**20))
 
 
-def add_report(entry: RankBuilder, report: MemoryReport, start_ns: int) -> None:
-    """Add the peaks that Megatron reported of a rank, from the start of the first iteration on."""
-    device = entry.meta["devices"][0]["device"]
-    entry.memory(start_ns, report.peak_allocated, "allocated", device)
-    entry.memory(start_ns, report.peak_reserved, "reserved", device)
+def add_peaks(ranks: dict[int, RankBuilder], reports: dict[int, MemoryReport], start_ns: int) -> None:
+    """Add the peaks that Megatron reported of ranks, from the start of the first iteration on."""
+    for rank in reports.keys() & ranks.keys():
+        entry, report = ranks[rank], reports[rank]
+        device = entry.meta["devices"][0]["device"]
+        entry.memory(start_ns, report.peak_allocated, "allocated", device)
+        entry.memory(start_ns, report.peak_reserved, "reserved", device)

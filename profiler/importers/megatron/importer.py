@@ -18,8 +18,8 @@ from ebbtide.profiler.importers.logs.settings import (
     JobSettings,
     MemoryReport,
     SettingsReader,
+    add_peaks,
     add_ranks,
-    add_report,
     monitored_ranks,
     read_reports,
 )
@@ -96,9 +96,7 @@ class MegatronLogImporter:
         shortened = False
         for rank in sorted({0, *monitored_ranks(ranks, monitors), *log.reports, *timed_ranks} & ranks.keys()):
             shortened |= add_iterations(ranks[rank], rank, placed, offset_ns)
-        for report in log.reports.values():
-            if report.rank in ranks:
-                add_report(ranks[report.rank], report, first_ns - offset_ns)
+        add_peaks(ranks, log.reports, first_ns - offset_ns)
         for entry in ranks.values():
             entry.meta["first_iteration_start_ns"] = first_ns - offset_ns
         for note in _notes(log, dated, shortened, len(ranks)):
