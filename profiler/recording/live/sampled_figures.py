@@ -68,24 +68,16 @@ class SamplerTail:
             for direction, column in zip(DIRECTIONS, "yz", strict=True):
                 rows = of_device[of_device[column] != MISSING]
                 if len(rows):
-                    self._add(device, direction, rows["x"], rows["w"], rows[column].astype(np.float64))
+                    self._add(device, direction, rows, rows[column].astype(np.float64))
 
-    def _add(
-        self,
-        device: int,
-        direction: str,
-        ends: npt.NDArray[np.int64],
-        windows: npt.NDArray[np.int64],
-        rates: npt.NDArray[np.float64],
-    ) -> None:
+    def _add(self, device: int, direction: str, samples: Records, rates: npt.NDArray[np.float64]) -> None:
         before = self._ends.get((device, direction), np.empty(0, np.int64))
-        count = len(before)
-        all_ends = np.concatenate([before, ends])
+        ends = np.concatenate([before, samples["x"]])
         # Only those of the new samples are used; the others make the spacings.
-        starts = sample_starts(all_ends, np.concatenate([np.zeros(count, np.int64), windows]))[count:]
+        starts = sample_starts(ends, np.concatenate([np.zeros_like(before), samples["w"]]))[len(before) :]
         valid = valid_rates(rates, self._peaks.get(device))
-        self._bytes[device, direction] += float((rates * (ends - starts) / 1e9)[valid].sum())
-        self._ends[device, direction] = all_ends[-_SPACINGS:]
+        self._bytes[device, direction] += float((rates * (samples["x"] - starts) / 1e9)[valid].sum())
+        self._ends[device, direction] = ends[-_SPACINGS:]
 
 
 _DEVICE = kinds.POOLS.index("device")
