@@ -75,11 +75,7 @@ class JobInfo:
         self.write()
 
     def add_training(
-        self,
-        modules: Iterable[Any],
-        optimizers: Iterable[Any],
-        recomputes: bool = False,
-        batch: int | None = None,
+        self, modules: Iterable[Any], optimizers: Iterable[Any], recomputes: bool = False, batch: int | None = None
     ) -> None:
         """Describe the model and the optimizers of an update that has ended, if an optimizer is new. Optimizer state
         exists only after the first step, so an optimizer that has skipped its step waits for the next."""

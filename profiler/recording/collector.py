@@ -64,6 +64,9 @@ class JobService(Protocol):
     def start(self, trace: Path) -> None:
         """Answer from now on, from threads. trace: the trace, which exists."""
 
+    def close(self) -> None:
+        """Listen no more in this process."""
+
 
 class Collector:
     """The starting process's end of the connection to its collector."""

@@ -7,14 +7,13 @@ import errno
 import os
 import shutil
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.recording.collector import JobService, RecordedCommand, start_collector
+from ebbtide.profiler.recording.collector import RecordedCommand, start_collector
 from ebbtide.profiler.recording.lifecycle import require_linux, spool_folder, write_nested_marker
 
 # Python ignores these, and a program inherits what is ignored.
@@ -23,25 +22,19 @@ _DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
 _FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def profile(
-    command: Sequence[str],
-    output: Path,
-    options: Options,
-    force: bool = False,
-    output_to: int | None = None,
-    service: JobService | None = None,
-) -> NoReturn:
+def profile(job: RecordedCommand, output_to: int | None = None) -> NoReturn:
     """Become the job, whose training processes are recorded into a trace.
 
     The job keeps this process's id, standard streams (unless it gets `output_to` as stdout and stderr), terminal and
     signals, and its exit status is its own. A collector finishes the trace when the job has ended, and prints where it
-    is to stderr; `service` answers beside it. Raises TraceError, and leaves nothing behind, if the command cannot be
-    executed or the trace cannot be created.
+    is to stderr. Raises TraceError, and leaves nothing behind, if the command cannot be executed or the trace cannot be
+    created.
     """
     require_linux()
-    if shutil.which(command[0]) is None:
-        raise TraceError(f"cannot run {command[0]}: {_why_not(command[0])}")
-    collector = start_collector(RecordedCommand(command, output, options, force, service))
+    program = job.words[0]
+    if shutil.which(program) is None:
+        raise TraceError(f"cannot run {program}: {_why_not(program)}")
+    collector = start_collector(job)
     write_nested_marker()
     for number in _DEFAULT:
         signal.signal(number, signal.SIG_DFL)
@@ -49,9 +42,9 @@ def profile(
         os.dup2(output_to, 1)
         os.dup2(output_to, 2)
     try:
-        os.execvpe(command[0], list(command), job_environment(options, spool_folder(output)))
+        os.execvpe(program, list(job.words), job_environment(job.options, spool_folder(job.output)))
     except OSError as error:
-        reason = f"cannot run {command[0]}: {error.strerror or error}"
+        reason = f"cannot run {program}: {error.strerror or error}"
         collector.cancel(reason)
         raise TraceError(reason) from None
 
@@ -76,20 +69,13 @@ def job_environment(options: Options, spools: Path) -> dict[str, str]:
 class BackgroundJob:
     """A recorded job in a process group of its own, without the terminal's keys; signals are passed on to it.
 
-    Its stdout and stderr are in `log`, RUN.log beside RUN.ebb; `force` replaces it, too. `service` answers beside the
-    job. Raises TraceError, and leaves nothing behind, if the command cannot be executed or a file cannot be created.
+    Its stdout and stderr are in `log`, RUN.log beside RUN.ebb; `force` replaces it, too. Raises TraceError, and leaves
+    nothing behind, if the command cannot be executed or a file cannot be created.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        output: Path,
-        options: Options,
-        force: bool = False,
-        service: JobService | None = None,
-    ) -> None:
-        self.log = output.with_suffix(".log")
-        log = _create(self.log, force)
+    def __init__(self, job: RecordedCommand) -> None:
+        self.log = job.output.with_suffix(".log")
+        log = _create(self.log, job.force)
         # The collector writes its lines into the first pipe, and closes it when the trace is finished. The second one
         # closes when the job is executed.
         self._messages, messages_write = os.pipe()
@@ -99,7 +85,7 @@ class BackgroundJob:
         self._is_finished = False
         self.pid = os.fork()
         if self.pid == 0:
-            _become_job(RecordedCommand(command, output, options, force, service), log, messages_write, error_write)
+            _become_job(job, log, messages_write, error_write)
         for descriptor in (log, messages_write, error_write):
             os.close(descriptor)
         error = b""
@@ -175,7 +161,7 @@ def _become_job(job: RecordedCommand, log: int, messages: int, error_write: int)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         # Of the collector, which is started next; the job has `log`.
         os.dup2(messages, 2)
-        profile(job.words, job.output, job.options, job.force, output_to=log, service=job.service)
+        profile(job, output_to=log)
     except BaseException as error:
         os.write(error_write, str(error).encode() or repr(error).encode())
     finally:

@@ -95,6 +95,7 @@ def profile(
     the name of this host.
     """
     from ebbtide.profiler.agent.options import Options
+    from ebbtide.profiler.recording.collector import RecordedCommand
     from ebbtide.profiler.recording.launch import profile as profile_job
 
     if attach is not None:
@@ -128,11 +129,12 @@ def profile(
     )
     path = Path(_fill_placeholders(output) if output else trace_name(command))
     service = metrics_server(metrics) if metrics is not None else None
+    job = RecordedCommand(command, path, options, force, service)
     if watch:
         from ebbtide.cli.live_view.profiled import profile_and_show
 
-        return profile_and_show(command, path, options, force, service)
-    return profile_job(command, path, options, force, service=service)
+        return profile_and_show(job)
+    return profile_job(job)
 
 
 def _fill_placeholders(output: str) -> str:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 import typer
 
-from ebbtide.analysis.export.prometheus.server import MetricsServer
 from ebbtide.cli.live_view.terminal import require_terminal, show
 from ebbtide.cli.live_view.watched import tail
 from ebbtide.cli.printing import echo_error
 from ebbtide.errors import UserError
-from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.recording.collector import RecordedCommand
 from ebbtide.profiler.recording.launch import BackgroundJob
 
 _PERIOD_S = 0.2
@@ -22,9 +19,7 @@ _PERIOD_S = 0.2
 _LAST_LINES = 15
 
 
-def profile_and_show(
-    command: Sequence[str], output: Path, options: Options, force: bool, service: MetricsServer | None = None
-) -> int:
+def profile_and_show(command: RecordedCommand) -> int:
     """Record a job until it ends, and show its recording; if the user leaves the view, its output. Returns the exit
     code of the job; of one that a signal has ended 128 plus its number.
 
@@ -32,14 +27,14 @@ def profile_and_show(
         UserError: There is no terminal, or the recording cannot begin; the job has not been started then.
     """
     require_terminal(
-        "--watch", f"`ebbtide profile` without it records, and `ebbtide watch {output}` shows it elsewhere"
+        "--watch", f"`ebbtide profile` without it records, and `ebbtide watch {command.output}` shows it elsewhere"
     )
-    job = BackgroundJob(command, output, options, force, service)
-    if service is not None:
+    job = BackgroundJob(command)
+    if command.service is not None:
         # It must not listen any more when the collector has ended.
-        service.close()
+        command.service.close()
     try:
-        show(output, job)
+        show(command.output, job)
     except UserError as error:
         echo_error(f"the view has ended ({error}); the job goes on")
     _follow_output(job)

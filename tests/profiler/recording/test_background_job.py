@@ -13,6 +13,7 @@ import pytest
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.recording.collector import RecordedCommand
 from ebbtide.profiler.recording.launch import BackgroundJob
 from tests.conftest import PROCESS_TIMEOUT_S
 
@@ -29,7 +30,7 @@ def _handlers() -> Iterator[None]:
 
 def run(output: Path, program: str, while_running: Callable[[BackgroundJob], None] = lambda _: None) -> BackgroundJob:
     """Run a Python program as a job until it is finished."""
-    job = BackgroundJob([sys.executable, "-c", program], output, Options())
+    job = BackgroundJob(RecordedCommand([sys.executable, "-c", program], output, Options()))
     while_running(job)
     wait_for(job.is_finished)
     return job
@@ -87,19 +88,19 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 def test_background_job__leaves_nothing_of_a_job_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot run no-such-program"):
-        BackgroundJob(["no-such-program"], tmp_path / "run.ebb", Options())
+        BackgroundJob(RecordedCommand(["no-such-program"], tmp_path / "run.ebb", Options()))
     (tmp_path / "file").write_text("x")
     with pytest.raises(TraceError, match="cannot write"):
-        BackgroundJob(["true"], tmp_path / "file" / "run.ebb", Options())
+        BackgroundJob(RecordedCommand(["true"], tmp_path / "file" / "run.ebb", Options()))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_background_job__replaces_output_only_if_forced(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_text("mine")
     with pytest.raises(TraceError, match=r"run\.log exists already"):
-        BackgroundJob(["true"], tmp_path / "run.ebb", Options())
+        BackgroundJob(RecordedCommand(["true"], tmp_path / "run.ebb", Options()))
     assert (tmp_path / "run.log").read_text() == "mine"
-    job = BackgroundJob(["echo", "new"], tmp_path / "run.ebb", Options(), force=True)
+    job = BackgroundJob(RecordedCommand(["echo", "new"], tmp_path / "run.ebb", Options(), force=True))
     wait_for(job.is_finished)
     assert job.exit_code() == 0
     assert job.log.read_text() == "new\n"

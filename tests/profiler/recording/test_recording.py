@@ -11,6 +11,7 @@ from ebbtide.errors import TraceError
 from ebbtide.profiler import Tracer
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.recording import lifecycle
+from ebbtide.profiler.recording.collector import RecordedCommand
 from ebbtide.profiler.recording.launch import profile
 
 
@@ -22,7 +23,7 @@ def another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_profile__requires_linux(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="records on Linux only, and this is darwin"):
-        profile(["true"], tmp_path / "run.ebb", Options())
+        profile(RecordedCommand(["true"], tmp_path / "run.ebb", Options()))
     assert list(tmp_path.iterdir()) == []
 
 
