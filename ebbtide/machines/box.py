@@ -17,21 +17,13 @@ TotalRate = Annotated[float, number_range(1e6, 1e15)]
 
 @dataclass(frozen=True)
 class Box:
-    """Rates of a host with all its ranks busy; None is not known.
+    """Rates of a host with all its ranks busy; None is not known."""
 
-    Attributes:
-        ranks: Ranks that were busy.
-        cpu_update_params_per_s: Parameters that all of them together update on the CPU.
-        host_memory_bytes_per_s: Traffic of all of them together with host memory.
-        one_rank_cpu_update_params_per_s: The rate of one rank while the others are idle.
-        one_rank_host_memory_bytes_per_s: The same of host memory.
-    """
-
-    ranks: Ranks
-    cpu_update_params_per_s: TotalRate | None = None
-    host_memory_bytes_per_s: TotalRate | None = None
-    one_rank_cpu_update_params_per_s: TotalRate | None = None
-    one_rank_host_memory_bytes_per_s: TotalRate | None = None
+    ranks: Ranks  # Ranks that were busy.
+    cpu_update_params_per_s: TotalRate | None = None  # Parameters that all of them together update on the CPU.
+    host_memory_bytes_per_s: TotalRate | None = None  # Traffic of all of them together with host memory.
+    one_rank_cpu_update_params_per_s: TotalRate | None = None  # The rate of one rank while the others are idle.
+    one_rank_host_memory_bytes_per_s: TotalRate | None = None  # The same of host memory.
 
 
 def box_from(values: Any, where: str) -> Box:

@@ -18,23 +18,15 @@ StorageBytes = Annotated[float, number_range(1e6, 1e18)]
 
 @dataclass(frozen=True)
 class StoragePath:
-    """Rates of one path (a drive, an array, a parallel file system) for one rank while all ranks of its box use it.
+    """Rates of one path (a drive, an array, a parallel file system) for one rank while all ranks of its box use it."""
 
-    Attributes:
-        read_bytes_per_s: Sequential reads, with no writes at the same time.
-        write_bytes_per_s: Sequential writes, with no reads at the same time.
-        bytes: Free space for the rank; None: not known, taken as enough.
-        duplex_bytes_per_s: Reads and writes together; None: no limit beyond that of each.
-        rated_write_bytes: Bytes that may be written in the drive's rated life (its TBW); None: not known.
-        path: The folder that was measured, for people.
-    """
-
-    read_bytes_per_s: StorageRate
-    write_bytes_per_s: StorageRate
-    bytes: StorageBytes | None = None
-    duplex_bytes_per_s: StorageBothRate | None = None
+    read_bytes_per_s: StorageRate  # Sequential reads, with no writes at the same time.
+    write_bytes_per_s: StorageRate  # Sequential writes, with no reads at the same time.
+    bytes: StorageBytes | None = None  # Free space for the rank; None: not known, taken as enough.
+    duplex_bytes_per_s: StorageBothRate | None = None  # Reads and writes together; None: no limit beyond that of each.
+    # Bytes that may be written in the drive's rated life (its TBW); None: not known.
     rated_write_bytes: StorageBytes | None = None
-    path: Annotated[str, Meta(description="a text")] | None = None
+    path: Annotated[str, Meta(description="a text")] | None = None  # The folder that was measured, for people.
 
     @property
     def s_per_byte(self) -> float:

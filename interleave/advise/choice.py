@@ -75,25 +75,16 @@ class OverlapChoice:
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """The policies of a workload on a machine, of which all advice is made.
+    """The policies of a workload on a machine, of which all advice is made."""
 
-    Attributes:
-        best: The chosen policy, without overlap.
-        excess: What memory is too small for it, in words; None if it suffices or is not known.
-        split: The best static split, which DeepSpeed has by itself; None if none fits, or nothing is offloaded.
-        others: The best variant of each other policy that fits, or may fit, fastest first.
-        left_out: Policies that there is too little memory for, and why.
-        overlap: The widest overlap that the job can run; None if that gains little.
-        deepspeed_overlap: The widest one that `enable` takes; None likewise.
-    """
-
-    best: Steps
-    excess: str | None = None
+    best: Steps  # The chosen policy, without overlap.
+    excess: str | None = None  # What memory is too small for it, in words; None if it suffices or is not known.
+    # The best static split, which DeepSpeed has by itself; None if none fits, or nothing is offloaded.
     split: Steps | None = None
-    others: tuple[Steps, ...] = ()
-    left_out: dict[str, str] = field(default_factory=dict)
-    overlap: OverlapChoice | None = None
-    deepspeed_overlap: OverlapChoice | None = None
+    others: tuple[Steps, ...] = ()  # The best variant of each other policy that fits, or may fit, fastest first.
+    left_out: dict[str, str] = field(default_factory=dict)  # Policies that there is too little memory for, and why.
+    overlap: OverlapChoice | None = None  # The widest overlap that the job can run; None if that gains little.
+    deepspeed_overlap: OverlapChoice | None = None  # The widest one that `enable` takes; None likewise.
 
     @property
     def steps(self) -> Steps:

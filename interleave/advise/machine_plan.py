@@ -136,30 +136,19 @@ class PolicyTime:
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """The plan of a job for one machine. Bytes are per rank; figures are with the change, None where nothing fits.
-
-    Attributes:
-        fits: Whether the job fits as it is.
-        change: The least change that makes it fit, by setting; None where it fits, or no change helps.
-        device_bytes: Largest device memory at any time, of the job and its optimizer state.
-        iteration_low_ms: Low end of the range that has it with a probability of 80 %.
-        code: Lines of Python for the script.
-        policies: The best variant of each policy that fits, fastest first.
-        needed_bytes: Largest device memory of the job as it is, all state on the device; None where it fits.
-        cheapest: The cheapest changes in the framework's own settings that make it fit; None where it fits or none do.
-        alone: What each of these changes does alone, the cheapest first; none where it fits.
-    """
+    """The plan of a job for one machine. Bytes are per rank; figures are with the change, None where nothing fits."""
 
     machine: str
-    fits: bool
+    fits: bool  # Whether the job fits as it is.
+    # The least change that makes it fit, by setting; None where it fits, or no change helps.
     change: dict[str, Any] | None
     policy: str | None = None
-    device_bytes: float | None = None
+    device_bytes: float | None = None  # Largest device memory at any time, of the job and its optimizer state.
     device_capacity_bytes: float | None = None
     host_bytes: float | None = None
     host_capacity_bytes: float | None = None
     iteration_ms: float | None = None
-    iteration_low_ms: float | None = None
+    iteration_low_ms: float | None = None  # Low end of the range that has it with a probability of 80 %.
     iteration_high_ms: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_low: float | None = None
@@ -168,17 +157,19 @@ class MachinePlan:
     cost_low: float | None = None
     cost_high: float | None = None
     limited_by: str | None = None
-    code: str | None = None
+    code: str | None = None  # Lines of Python for the script.
     lines: LinesToPaste | None = None
     settings: TunableSettings | None = None
     ranks_per_host: int | None = None
     hosts: int | None = None
-    policies: tuple[PolicyTime, ...] = ()
+    policies: tuple[PolicyTime, ...] = ()  # The best variant of each policy that fits, fastest first.
     accuracy: str = ""
     notes: tuple[str, ...] = ()
+    # Largest device memory of the job as it is, all state on the device; None where it fits.
     needed_bytes: float | None = None
+    # The cheapest changes in the framework's own settings that make it fit; None where it fits or none do.
     cheapest: JobChange | None = None
-    alone: tuple[JobChange, ...] = ()
+    alone: tuple[JobChange, ...] = ()  # What each of these changes does alone, the cheapest first; none where it fits.
 
     def changes_text(self) -> list[str]:
         """Return the changes that make it fit, in few words; the offload of state is the first."""
@@ -191,16 +182,11 @@ class MachinePlan:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The request for a plan, beside the job and the machine.
-
-    Attributes:
-        policies: Policies to choose from; empty: all.
-        ranks_per_host: Ranks on a host; None: as many as the box of the machine has.
-    """
+    """The request for a plan, beside the job and the machine."""
 
     machine_source: str | None = None
-    policies: Sequence[str] = ()
-    ranks_per_host: int | None = None
+    policies: Sequence[str] = ()  # Policies to choose from; empty: all.
+    ranks_per_host: int | None = None  # Ranks on a host; None: as many as the box of the machine has.
     price_per_hour: float | None = None
 
 

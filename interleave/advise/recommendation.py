@@ -27,36 +27,26 @@ _MIN_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended setup.
-
-    Attributes:
-        code: Lines of Python that make a DeepSpeed job use the policy; None if nothing should be offloaded.
-        setups: The lines to paste for each policy that fits: the recommended one, then the others, fastest first.
-        placeholders: Keys of the configurations whose values stand for values of the job that are not known.
-        alternatives: Changes to the job after which nothing would have to be offloaded.
-        overlap: What updates beside the step win; None if it is little.
-        warnings: What keeps the job from using the policy as it is: memory, other settings.
-        split: The best static split, which DeepSpeed has by itself; None if none fits.
-        action: The setting to change, as in findings.
-        is_as_today: Whether the job has the recommended setup already: all state is on the device, and fits.
-    """
+    """The recommended setup."""
 
     policy: str
     line: str
-    code: str | None
+    code: str | None  # Lines of Python that make a DeepSpeed job use the policy; None if nothing should be offloaded.
     deepspeed_config: dict[str, Any]
     optimizer_code: str | None
+    # The lines to paste for each policy that fits: the recommended one, then the others, fastest first.
     setups: tuple[PolicySetup, ...]
+    # Keys of the configurations whose values stand for values of the job that are not known.
     placeholders: tuple[str, ...]
-    alternatives: tuple[str, ...]
+    alternatives: tuple[str, ...]  # Changes to the job after which nothing would have to be offloaded.
     uncertainty: str
     left_out: dict[str, str]
     systems: tuple[SystemSetup, ...] = ()
-    overlap: dict[str, Any] | None = None
-    warnings: tuple[str, ...] = ()
-    split: PolicySetup | None = None
-    action: dict[str, Any] | None = None
-    is_as_today: bool = False
+    overlap: dict[str, Any] | None = None  # What updates beside the step win; None if it is little.
+    warnings: tuple[str, ...] = ()  # What keeps the job from using the policy as it is: memory, other settings.
+    split: PolicySetup | None = None  # The best static split, which DeepSpeed has by itself; None if none fits.
+    action: dict[str, Any] | None = None  # The setting to change, as in findings.
+    is_as_today: bool = False  # Whether the job has the recommended setup already: all state is on the device, and fits
 
     @property
     def deepspeed(self) -> dict[str, Any] | None:

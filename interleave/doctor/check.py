@@ -16,18 +16,12 @@ State = Literal["ok", "warning", "unknown"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        name: Name of the check.
-        state: `warning`: it slows a job down; `unknown`: the host does not tell.
-        detail: The figures that were found, and with a warning why they matter.
-        remedy: Words to change it, as they are to be typed where possible; None where there is nothing to do.
-    """
-
-    name: str
-    state: State
-    detail: str
+    name: str  # Name of the check.
+    state: State  # `warning`: it slows a job down; `unknown`: the host does not tell.
+    detail: str  # The figures that were found, and with a warning why they matter.
+    # Words to change it, as they are to be typed where possible; None where there is nothing to do.
     remedy: str | None = None
 
 

@@ -19,23 +19,14 @@ _SHEBANG_BYTES = 256
 
 @dataclass(frozen=True)
 class JobCommand:
-    """The command of a job.
+    """The command of a job."""
 
-    Attributes:
-        words: Its words, without assignments of variables before them; empty: no command was named.
-        variables: These assignments.
-        environment: Its environment, with them.
-        launcher: `torchrun`, `accelerate` or `deepspeed`; None: another command.
-        ranks: Ranks on this host, as the command or the environment states; None: neither does.
-        python: The interpreter that runs it; None: not known.
-    """
-
-    words: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...]
-    environment: Mapping[str, str]
-    launcher: str | None
-    ranks: int | None
-    python: str | None
+    words: tuple[str, ...]  # Its words, without assignments of variables before them; empty: no command was named.
+    variables: tuple[tuple[str, str], ...]  # These assignments.
+    environment: Mapping[str, str]  # Its environment, with them.
+    launcher: str | None  # `torchrun`, `accelerate` or `deepspeed`; None: another command.
+    ranks: int | None  # Ranks on this host, as the command or the environment states; None: neither does.
+    python: str | None  # The interpreter that runs it; None: not known.
 
     @property
     def binds_ranks(self) -> bool:

@@ -13,21 +13,13 @@ _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher that gives each rank LOCAL_RANK; options are written with `-` or `_`.
+    """A launcher that gives each rank LOCAL_RANK; options are written with `-` or `_`."""
 
-    Attributes:
-        rank_option: The option for the ranks on a host.
-        own_words: Number of words before its options.
-        flags: Options without a value.
-        added: Options with which it starts any program, with the words that follow alone.
-        last_argument: Further argument of the program, as a shell writes it: one that these options leave out.
-    """
-
-    rank_option: str
-    own_words: int
-    flags: frozenset[str]
-    added: tuple[str, ...]
-    last_argument: str = ""
+    rank_option: str  # The option for the ranks on a host.
+    own_words: int  # Number of words before its options.
+    flags: frozenset[str]  # Options without a value.
+    added: tuple[str, ...]  # Options with which it starts any program, with the words that follow alone.
+    last_argument: str = ""  # Further argument of the program, as a shell writes it: one that these options leave out.
 
     def ranks(self, words: Sequence[str]) -> int | None:
         """Return the ranks on this host that a command states as a number; None where it does not."""

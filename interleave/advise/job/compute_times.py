@@ -117,21 +117,15 @@ class TransformerCompute:
 
 @dataclass(frozen=True)
 class RecordedCompute:
-    """The compute of a recorded or described job: its times, on the GPU that they are of.
-
-    Attributes:
-        gpu: The GPU of these times; None: not known.
-        gpu_name: Its name, for people; None: not known, the times count as those of every machine.
-        factor: The factor within which the times themselves are known.
-    """
+    """The compute of a recorded or described job: its times, on the GPU that they are of."""
 
     forward_s: float
     backward_s: float
     other_s: float
-    gpu: GpuCompute | None
-    gpu_name: str | None
+    gpu: GpuCompute | None  # The GPU of these times; None: not known.
+    gpu_name: str | None  # Its name, for people; None: not known, the times count as those of every machine.
     work: RecordedKernels | None
-    factor: float
+    factor: float  # The factor within which the times themselves are known.
     settings: TunableSettings
     param_bytes: float
     params: float

@@ -210,14 +210,10 @@ def load_policies(path: Path) -> None:
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """A machine to plan for.
-
-    Attributes:
-        source: Its preset or file; None: that of the trace, or in another host.
-    """
+    """A machine to plan for."""
 
     machine: Machine
-    source: str | None
+    source: str | None  # Its preset or file; None: that of the trace, or in another host.
     price_per_hour: float | None
 
 

@@ -35,15 +35,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Lever:
-    """A change of settings.
-
-    Attributes:
-        cost: What it costs beside memory, in words.
-        apply: Returns the changed variants, the least change first; none where the change is not possible.
-    """
+    """A change of settings."""
 
     name: str
-    cost: str
+    cost: str  # What it costs beside memory, in words.
+    # Returns the changed variants, the least change first; none where the change is not possible.
     apply: Callable[[Variant], Iterable[Variant]]
 
 

@@ -22,22 +22,14 @@ _RANKS = "ranks"
 
 @dataclass(frozen=True)
 class JobChange:
-    """Changes of a job's settings, from the cheapest to the dearest, and what they do.
+    """Changes of a job's settings, from the cheapest to the dearest, and what they do."""
 
-    Attributes:
-        levers: Names of the changes.
-        action: Settings to apply: `kind` is the framework, `settings` are its keys.
-        device_bytes: Largest device memory of a rank with them.
-        costs: What each costs beside memory, in words.
-        ranks: Ranks of the changed job.
-    """
-
-    levers: tuple[str, ...]
-    action: dict[str, Any]
-    device_bytes: float
+    levers: tuple[str, ...]  # Names of the changes.
+    action: dict[str, Any]  # Settings to apply: `kind` is the framework, `settings` are its keys.
+    device_bytes: float  # Largest device memory of a rank with them.
     fits: bool
-    costs: tuple[str, ...]
-    ranks: int
+    costs: tuple[str, ...]  # What each costs beside memory, in words.
+    ranks: int  # Ranks of the changed job.
 
     @property
     def text(self) -> str:

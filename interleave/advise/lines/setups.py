@@ -233,43 +233,31 @@ fully_shard(model, mp_policy=precision)"""
 
 @dataclass(frozen=True)
 class PolicySetup:
-    """The lines to paste for one policy.
-
-    Attributes:
-        deepspeed_config: A configuration that `deepspeed.initialize` accepts.
-        code: Lines of Python to run before `deepspeed.initialize`; None if the configuration suffices.
-        optimizer_code: Lines of Python for a job without DeepSpeed; None for a policy that DeepSpeed has by itself.
-        uses_storage: Whether state is in storage. Then the configuration of DeepSpeed does not do without `code`.
-    """
+    """The lines to paste for one policy."""
 
     policy: str
     iteration_ms: float
-    deepspeed_config: dict[str, Any]
-    code: str | None
+    deepspeed_config: dict[str, Any]  # A configuration that `deepspeed.initialize` accepts.
+    code: str | None  # Lines of Python to run before `deepspeed.initialize`; None if the configuration suffices.
+    # Lines of Python for a job without DeepSpeed; None for a policy that DeepSpeed has by itself.
     optimizer_code: str | None
+    # Whether state is in storage. Then the configuration of DeepSpeed does not do without `code`.
     uses_storage: bool = False
 
 
 @dataclass(frozen=True)
 class LinesToPaste:
-    """The lines to paste for a plan.
+    """The lines to paste for a plan."""
 
-    Attributes:
-        python: Lines of Python for the framework of the job: for DeepSpeed those before `deepspeed.initialize`, else
-            those that make the optimizer, with FSDP2 if there are several ranks.
-        deepspeed_config: A configuration that `deepspeed.initialize` accepts.
-        deepspeed_code: Lines for a job of DeepSpeed, before `deepspeed.initialize`; None if the configuration suffices.
-        checkpointing: Lines that switch on activation checkpointing; None without it.
-        fsdp2: Lines that shard the model; None with one rank.
-        optimizer: Lines that make the optimizer of a job without DeepSpeed.
-    """
-
+    # Lines of Python for the framework of the job: for DeepSpeed those before `deepspeed.initialize`, else those that
+    # make the optimizer, with FSDP2 if there are several ranks.
     python: str
-    deepspeed_config: dict[str, Any]
+    deepspeed_config: dict[str, Any]  # A configuration that `deepspeed.initialize` accepts.
+    # Lines for a job of DeepSpeed, before `deepspeed.initialize`; None if the configuration suffices.
     deepspeed_code: str | None
-    checkpointing: str | None
-    fsdp2: str | None
-    optimizer: str
+    checkpointing: str | None  # Lines that switch on activation checkpointing; None without it.
+    fsdp2: str | None  # Lines that shard the model; None with one rank.
+    optimizer: str  # Lines that make the optimizer of a job without DeepSpeed.
 
 
 def setup_of(steps: Steps, context: PasteContext) -> PolicySetup:

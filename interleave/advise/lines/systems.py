@@ -30,18 +30,13 @@ _FRACTIONS = tuple(step / 20 for step in range(20, 0, -1))
 
 @dataclass(frozen=True)
 class SystemSetup:
-    """Another system, and the lines that make a job use it.
-
-    Attributes:
-        is_faster: Whether it is faster than the recommended policy, or fits where that does not.
-        note: How the results differ where they are not exact; None where they are.
-    """
+    """Another system, and the lines that make a job use it."""
 
     policy: str
     iteration_ms: float
-    is_faster: bool
+    is_faster: bool  # Whether it is faster than the recommended policy, or fits where that does not.
     exact: bool
-    note: str | None
+    note: str | None  # How the results differ where they are not exact; None where they are.
     place: str
     lines: str
 

@@ -45,23 +45,17 @@ _FONT = 8.5
 
 @dataclass(frozen=True)
 class PolicyBar:
-    """An iteration under a policy, simulated or measured.
-
-    Attributes:
-        phases_ms: Length of each phase; empty if there is no result.
-        remark: What does not hold for the policy, or why it has no result; empty if there is nothing to say.
-        is_faint: Whether it is drawn lighter: a prediction beside a measurement.
-        median_ms: Length of the iteration if the phases are medians, which do not add up to it; None if they do.
-    """
+    """An iteration under a policy, simulated or measured."""
 
     name: str
-    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    phases_ms: Mapping[str, float] = field(default_factory=dict)  # Length of each phase; empty if there is no result.
     device_bytes: float = 0.0
     host_bytes: float = 0.0
     storage_bytes: float = 0.0
-    remark: str = ""
-    is_faint: bool = False
+    remark: str = ""  # What does not hold for the policy, or why it has no result; empty if there is nothing to say.
+    is_faint: bool = False  # Whether it is drawn lighter: a prediction beside a measurement.
     position: float = 0.0
+    # Length of the iteration if the phases are medians, which do not add up to it; None if they do.
     median_ms: float | None = None
 
     @property

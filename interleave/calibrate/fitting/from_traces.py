@@ -165,14 +165,10 @@ def _host_memory(traces: Sequence[Trace]) -> float | None:
 
 
 class Prior(NamedTuple):
-    """A prior of a quantity, normal in the logarithm.
-
-    Attributes:
-        factor: The factor within which it is with a probability of two in three.
-    """
+    """A prior of a quantity, normal in the logarithm."""
 
     value: float
-    factor: float
+    factor: float  # The factor within which it is with a probability of two in three.
 
 
 # Priors of a rank's rates. They are wide, so that data outweigh them, and settle only what data cannot.
@@ -197,19 +193,14 @@ MEMORY_SHARE_PRIOR = Prior(0.85, 1.2)
 
 @dataclass(frozen=True)
 class MachineFit:
-    """A fitted machine, and how well it explains the traces.
-
-    Attributes:
-        residuals: Predicted over measured update, minus 1, by trace.
-        uncertainty: The factor within which each rate is known (one standard error). `box.one_rank_...` are the rates
-            of a rank while the others are idle.
-        unidentified: Rates that these traces do not determine; their values are those of the priors.
-    """
+    """A fitted machine, and how well it explains the traces."""
 
     machine: Machine
-    residuals: dict[str, float]
+    residuals: dict[str, float]  # Predicted over measured update, minus 1, by trace.
+    # The factor within which each rate is known (one standard error). `box.one_rank_...` are the rates of a rank while
+    # the others are idle.
     uncertainty: dict[str, float]
-    unidentified: tuple[str, ...]
+    unidentified: tuple[str, ...]  # Rates that these traces do not determine; their values are those of the priors.
 
 
 def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str = "fitted") -> MachineFit:

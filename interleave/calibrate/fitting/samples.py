@@ -21,22 +21,16 @@ from ebbtide.profiler.trace import Trace
 
 @dataclass(frozen=True)
 class FitSample:
-    """The measurements of one trace for a fit.
-
-    Attributes:
-        backward_s: Measured backward, seconds, if it waited for gradients; otherwise None.
-        link_peak: Peak rate of the link, bytes/s, None if not recorded.
-        ranks: Ranks that shared the host; None: not known.
-        overhead_s: The part of the update outside of DeepSpeed's loop over subgroups, seconds; None: not recorded.
-    """
+    """The measurements of one trace for a fit."""
 
     name: str
     workload: Workload
     policy: str
     update_s: float
-    backward_s: float | None
-    link_peak: float | None = None
-    ranks: int | None = 1
+    backward_s: float | None  # Measured backward, seconds, if it waited for gradients; otherwise None.
+    link_peak: float | None = None  # Peak rate of the link, bytes/s, None if not recorded.
+    ranks: int | None = 1  # Ranks that shared the host; None: not known.
+    # The part of the update outside of DeepSpeed's loop over subgroups, seconds; None: not recorded.
     overhead_s: float | None = None
 
     def simulate(self, machine: Machine) -> Schedule:
@@ -91,15 +85,11 @@ _NOT_IN_PLANS = ("prepare", "unscale", "release")
 
 @dataclass(frozen=True)
 class StepRates:
-    """Rates from sub-steps.
-
-    Attributes:
-        not_in_plans_s: Seconds per step on the host in passes that no plan has.
-    """
+    """Rates from sub-steps."""
 
     rates: dict[str, float]
     how: dict[str, str]
-    not_in_plans_s: float
+    not_in_plans_s: float  # Seconds per step on the host in passes that no plan has.
 
 
 def step_rates(trace: Trace) -> StepRates | None:
