@@ -3,8 +3,6 @@
 Affinity, control groups of both versions and CPU quotas count, so that the figures are right in containers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

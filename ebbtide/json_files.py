@@ -1,7 +1,5 @@
 """Reads JSON files that people write, and converts them to constrained types with one-line errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import reprlib

@@ -1,7 +1,5 @@
 """Writes output files and folders completely or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

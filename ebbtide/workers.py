@@ -1,7 +1,5 @@
 """Runs tasks in processes of this machine, or on a Dask cluster, and yields each outcome as it is finished."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import multiprocessing

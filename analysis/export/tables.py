@@ -1,7 +1,5 @@
 """Writes a trace as tables for pandas, R and spreadsheets."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

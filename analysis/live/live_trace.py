@@ -1,7 +1,5 @@
 """Follows a trace while it is recorded, until it is finished; opens a finished one in the same way."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of one or more traces: a stack of panels for each, all on the same scales."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The panels of a figure, the interval of a trace that they show, and the scale that panels of one name share."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The styles of a timeline as Matplotlib takes them, on a light background."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ebbtide.analysis.timeline.styles import COLORS, AreaStyle, BoxStyle, LineStyle

@@ -1,7 +1,5 @@
 """Fits text into the room that a figure has for it. All functions but `plain_text` need the final layout."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The description of a job for a report: the command, the hardware, the model, the software."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The key figures of a report: where the time and the memory of an iteration go, and what could be gained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

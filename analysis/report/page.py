@@ -1,7 +1,5 @@
 """Collects the content of the page, and renders it as one HTML file with all in it: styles, scripts, data, Bokeh."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -4,8 +4,6 @@ Glyphs have no colours of their own: the tags of a renderer are the CSS variable
 with, first for the fill, second (if any) for the outline. So a dark page has a dark timeline.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

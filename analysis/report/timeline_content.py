@@ -1,7 +1,5 @@
 """Collects the content of a rank's timeline: strips of boxes, panels of lines, windows, and notes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The tables of the differences of two traces."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace

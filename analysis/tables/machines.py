@@ -1,7 +1,5 @@
 """The table of machines that come with ebbtide."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 

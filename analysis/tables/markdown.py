@@ -1,7 +1,5 @@
 """Prints lines and tables of results as Markdown, for comments of pull requests."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

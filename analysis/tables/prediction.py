@@ -1,7 +1,5 @@
 """The end of a dry run as text: does the job fit, what holds the memory, and how long does an iteration take?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ebbtide.analysis.metrics.job import JobMetrics

@@ -1,7 +1,5 @@
 """Prints tables and lines of results as plain text of a given width."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Lanes of a GPU's activity: in each step, the share of the time that it computes, communicates, copies and is idle."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ebbtide.analysis.metrics.activity.busy_time import busy_time

@@ -1,7 +1,5 @@
 """The time axis of a timeline, and the limits on its detail: steps of lines and numbers of boxes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

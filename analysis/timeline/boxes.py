@@ -1,7 +1,5 @@
 """Boxes of a timeline: phases, sub-steps and windows of free memory, each a table with a row per box."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Heat maps of ranks by iterations, by how much each rank is behind the median one: cells, levels and colours."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

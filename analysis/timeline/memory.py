@@ -1,7 +1,5 @@
 """Memory panels of a timeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

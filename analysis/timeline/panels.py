@@ -1,7 +1,5 @@
 """Panels of a timeline: lines and stacks of areas of one quantity, and the scale of their values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

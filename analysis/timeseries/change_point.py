@@ -1,7 +1,5 @@
 """Finds where the level of a series changes for good."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Exact step functions over time, in which a sample holds until the next one, and operations on unions of intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """The known accuracy of predictions that use a machine: what its rates come from, and how well they explained runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The totals of a box: rates that its ranks share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The machines that come with ebbtide, and the lookup of a machine by name or file."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable, Sequence

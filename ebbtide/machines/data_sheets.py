@@ -1,7 +1,5 @@
 """Machines from data sheets: a GPU, a host, and the shares of their peaks that jobs reach."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

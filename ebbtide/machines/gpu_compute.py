@@ -1,7 +1,5 @@
 """The rates at which a GPU computes: peaks of its data sheet, for the times of a dry run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Figures of GPUs and hosts, the shares of their peaks that jobs reach, and the source of each: `sheets.toml`."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from importlib import resources

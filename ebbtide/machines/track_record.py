@@ -1,7 +1,5 @@
 """The share of measured runs that predicted ranges held, as docs/accuracy.md has it."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 Binding never fails: where the host refuses it, the memory or thread stays as it was, and one log line says so.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Reads from /proc on which NUMA nodes a process may run, and has its memory."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

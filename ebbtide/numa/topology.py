@@ -1,7 +1,5 @@
 """Reads the NUMA nodes of the host, and the node of a PCI device, from /sys."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

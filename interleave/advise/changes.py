@@ -1,7 +1,5 @@
 """Changes to a job: the least one that makes it fit, and those after which nothing has to be offloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

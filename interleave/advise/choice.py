@@ -1,7 +1,5 @@
 """The choice of a policy: the best one that a machine has memory for, with updates beside the step, and the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

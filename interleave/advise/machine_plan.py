@@ -1,7 +1,5 @@
 """The plan of a job for one machine: what fits, under which policy, how fast (as a range), and at which cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The remedy of offload for a job that ran out of memory, with the iteration time of a replayed plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.analysis.metrics.out_of_memory import OFFLOAD, OutOfMemory, make_remedy

@@ -1,7 +1,5 @@
 """The recommended setup: the best policy, and what to paste for each policy that fits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf

@@ -1,7 +1,5 @@
 """Converts a schedule to a trace, which can be plotted, reported and exported like a recorded one."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ebbtide.interleave.model.schedule import Schedule

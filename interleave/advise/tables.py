@@ -1,7 +1,5 @@
 """The tables of replays and plans."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import inf
 from operator import itemgetter

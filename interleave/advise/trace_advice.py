@@ -1,7 +1,5 @@
 """Advice for the job of a trace on its own machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Measures a GPU: updates, casts, the fixed cost of a step, arithmetic and memory. Needs a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Measures the bandwidth of host memory, and of each NUMA node."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor

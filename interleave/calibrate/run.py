@@ -1,7 +1,5 @@
 """Runs a calibration, from the first measurement to the machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence

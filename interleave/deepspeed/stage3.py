@@ -1,7 +1,5 @@
 """The optimizer of ZeRO stage 3 with a step that runs a plan on the engine. Importing it needs DeepSpeed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

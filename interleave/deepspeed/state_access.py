@@ -1,7 +1,5 @@
 """The state and the parameters of ZeRO stage 3 as DeepSpeed and the job read them. Importing it needs DeepSpeed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Slices of DeepSpeed's subgroups, which the engine moves and updates, and the gradients of slices."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence

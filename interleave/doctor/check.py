@@ -1,7 +1,5 @@
 """Checks: functions of a host that say whether something would slow a job down."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache

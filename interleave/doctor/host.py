@@ -1,7 +1,5 @@
 """The host that checks look at: its cards, its limits, and the environment of a job."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

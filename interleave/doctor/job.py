@@ -1,7 +1,5 @@
 """Reads the command of a job: its environment, launcher, ranks and program."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ Python, a shell that looks up the rank's cores and binds itself by `numactl`, or
 memory is then that of the node that it runs on.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Launchers of several ranks: their options for ranks, and for a program that is not Python."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

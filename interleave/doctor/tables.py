@@ -1,7 +1,5 @@
 """The text of a diagnosis."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.tables.table import Gain, Misfit, View
 from ebbtide.interleave.doctor.check import CheckResult, Diagnosis
 from ebbtide.units import counted

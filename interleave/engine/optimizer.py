@@ -1,7 +1,5 @@
 """AdamW with an fp32 master and state where a policy puts it, with the same bits under every policy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Turns a recording into metrics at each scrape."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

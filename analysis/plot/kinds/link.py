@@ -1,7 +1,5 @@
 """Use of the link."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

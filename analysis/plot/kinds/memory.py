@@ -1,7 +1,5 @@
 """Memory of the device, and of the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

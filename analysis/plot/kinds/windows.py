@@ -1,7 +1,5 @@
 """Windows of free memory, and how idle the link is in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

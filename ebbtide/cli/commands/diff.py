@@ -1,7 +1,5 @@
 """`ebbtide diff`: compare two runs."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ebbtide doctor`: what makes a host slow, before a job runs on it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from typing import Annotated

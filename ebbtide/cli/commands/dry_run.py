@@ -1,7 +1,5 @@
 """`ebbtide dry-run`: predict the memory of a training job that has never run, without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`ebbtide export`: write a trace for ui.perfetto.dev, or as tables for pandas, R and spreadsheets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

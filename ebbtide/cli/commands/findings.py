@@ -1,7 +1,5 @@
 """`ebbtide findings`: what slows a job down."""
 
-from __future__ import annotations
-
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Jobs, Json, Scheduler, TraceFile, Verbose
 from ebbtide.cli.reading import read_ranks, show_result

@@ -1,7 +1,5 @@
 """`ebbtide import`: convert files of other tools into a trace, or merge traces."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated

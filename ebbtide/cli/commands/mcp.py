@@ -1,7 +1,5 @@
 """`ebbtide mcp`: a server of the Model Context Protocol, for assistants."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

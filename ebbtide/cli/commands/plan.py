@@ -1,7 +1,5 @@
 """`ebbtide plan`: choose a machine for a job."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Literal

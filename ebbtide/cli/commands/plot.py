@@ -1,7 +1,5 @@
 """`ebbtide plot`: draw memory, link and windows over time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`ebbtide profile`: record a training job."""
 
-from __future__ import annotations
-
 import re
 import socket
 import time

@@ -1,7 +1,5 @@
 """`ebbtide watch`: a view of a recording while it runs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The terminal app: panels of one rank, kept up to date by a thread that reads snapshots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Event
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The panels of the view: charts of phases, memory and link by letters and blocks; text on windows, ranks, findings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Records a job and shows the recording in the terminal meanwhile."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

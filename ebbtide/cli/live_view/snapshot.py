@@ -1,7 +1,5 @@
 """Reads what the view shows: one snapshot of a recording after the other."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The job that a view belongs to, the end of its output, and the trace that a view without a name shows."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Protocol

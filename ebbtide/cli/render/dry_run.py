@@ -1,7 +1,5 @@
 """Prints the end of a dry run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ebbtide.cli.printing import echo_line, on_stderr, print_view

@@ -1,7 +1,5 @@
 """The times of forward and backward on a machine: by arithmetic, or scaled from the machine they were recorded on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The kernels of a decoder: what a forward and a backward compute, timed as a dry run times them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

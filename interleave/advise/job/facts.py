@@ -1,7 +1,5 @@
 """Facts of a recorded job that decide which of its settings can be changed."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

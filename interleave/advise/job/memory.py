@@ -1,7 +1,5 @@
 """The memory of a job: taken apart from a trace, and what it leaves free on a machine with other settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Jobs to find a machine for: of a trace, of a workload file, or of a number of parameters."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import dataclass, replace

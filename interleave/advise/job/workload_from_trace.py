@@ -1,7 +1,5 @@
 """The workload of a recorded job."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.metrics.deepspeed import DEFAULT_SWAP_BUFFERS
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics

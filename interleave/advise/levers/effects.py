@@ -1,7 +1,5 @@
 """Changes of a job's settings, and their effects on its memory by the figures of its trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The settings of each framework for each change of a job, as they are documented there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 TITLES = {

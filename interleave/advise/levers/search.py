@@ -1,7 +1,5 @@
 """The cheapest changes of a job's settings with which it fits a machine, and what each of them does alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import compress

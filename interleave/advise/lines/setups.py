@@ -1,7 +1,5 @@
 """The lines to paste for a policy: a configuration of DeepSpeed, FSDP2 calls, and the optimizer."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, replace

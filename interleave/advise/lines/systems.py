@@ -1,7 +1,5 @@
 """Other systems in a recommendation: those that beat the recommended policy, and Megatron-LM's best fraction."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

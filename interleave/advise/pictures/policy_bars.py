@@ -3,8 +3,6 @@
 `ebbtide replay` and `compare` draw their results with it. Colours only repeat what hatches and texts show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

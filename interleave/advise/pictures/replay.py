@@ -1,8 +1,6 @@
 """A picture of a replay: the iteration of each policy, phase by phase, when the optimizer works, the bound,
 and the memory that it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of cores, threads, NUMA nodes and the instruction set."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checks of the GPUs and of their links to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ebbtide.interleave.doctor.check import Answer, check

@@ -1,7 +1,5 @@
 """Checks of the driver, of torch and of DeepSpeed."""
 
-from __future__ import annotations
-
 import ctypes.util
 import re
 import shutil

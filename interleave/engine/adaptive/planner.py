@@ -1,7 +1,5 @@
 """Makes plans from the rates and phases that the steps of a job show, and decides when a new plan is due."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

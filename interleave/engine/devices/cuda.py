@@ -1,7 +1,5 @@
 """A CUDA GPU as device of the engine."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

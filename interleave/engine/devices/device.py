@@ -1,7 +1,5 @@
 """The device protocol: the operations that the engine needs; `EmulatedDevice` and `CudaDevice` implement it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol

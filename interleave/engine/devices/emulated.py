@@ -1,7 +1,5 @@
 """Emulated device (host memory with a hard limit, streams with throttled copies) to run the engine without a GPU."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """Host memory of exactly the requested size that the GPU copies to and from directly (pinned memory)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

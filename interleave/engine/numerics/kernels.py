@@ -1,7 +1,5 @@
 """The update on the CPU: one pass over memory, by serial loops without the GIL, on slices, in a pool of threads."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

@@ -1,7 +1,5 @@
 """Hooks before everything in a model that uses parameters, so that it waits for updates which have not ended yet."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The parameters of an optimizer on an engine, which is opened at the first use and follows what the job changes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Parameters that a step may still write after it has returned: waits for them, and finds gradients of old values."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

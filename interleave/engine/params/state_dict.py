@@ -1,7 +1,5 @@
 """State dicts: converts between the state of subgroups and the state per parameter of torch.optim.AdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

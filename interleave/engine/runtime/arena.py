@@ -1,7 +1,5 @@
 """Device memory for state: allocated when a plan is set, and handed out to the operations of the plan."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The engine: state, executor and plan together, for one step after the other."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence

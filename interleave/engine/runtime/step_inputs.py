@@ -1,7 +1,5 @@
 """The tensors and factors that a step works with, and updates that run before the factors are known."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Performs the operations of a plan on the optimizer state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs a comparison: trains under every policy, then predicts every plan that ran."""
 
-from __future__ import annotations
-
 import importlib
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Draws a comparison: the figures of each policy, and below them each operation on the lane of its resource."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

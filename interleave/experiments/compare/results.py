@@ -1,7 +1,5 @@
 """Results of a comparison, measured figures and their predictions, and the traces of both."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Trains the job, and measures each phase of each iteration."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager

@@ -1,7 +1,5 @@
 """The device and machine that policies run on: this machine's GPU, or an emulated device and this machine's CPU."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Draws a sweep: one panel per machine and workload, and per scenario beyond the axis."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard

@@ -1,7 +1,5 @@
 """A file that is read and written without the page cache, in large blocks by several threads; its file system."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -9,8 +9,6 @@ The commit before the last one can be read until the first of its regions is ove
 made void, so that no checkpoint is loaded with state that is not its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import struct
