@@ -66,38 +66,18 @@ def dry_run(
         Path | None,
         valued("FILE", f"Script of the job, to read, edit and run{_OF_MODEL}.", "RUN-job.py beside the trace"),
     ] = None,
-    output: Annotated[
-        Path | None,
-        output_option("RUN.ebb", "SCRIPT-TIME.ebb"),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu", metavar="NAME", help="GPU that the job sees, by the name of a preset.", show_default="none"
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option("RUN.ebb", "SCRIPT-TIME.ebb")] = None,
+    gpu: Annotated[str | None, valued("NAME", "GPU that the job sees, by the name of a preset.", "none")] = None,
     machine: Annotated[str | None, machine_option("none")] = None,
     host: Host = None,
     capacity: Annotated[
-        str | None,
-        typer.Option(
-            "--capacity",
-            metavar="SIZE",
-            help="Memory of the GPU in bytes, e.g. 80GB.",
-            show_default="that of the GPU, if named",
-        ),
+        str | None, valued("SIZE", "Memory of the GPU in bytes, e.g. 80GB.", "that of the GPU, if named")
     ] = None,
     steps: Annotated[int, STEPS] = 2,
     iterations: FormerSteps = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "--ranks",
-            metavar="N",
-            help="Ranks of the job; rank 0 is run with process groups of N ranks.",
-            min=1,
-            show_default="those of torchrun",
-        ),
+        valued("N", "Ranks of the job; rank 0 is run with process groups of N ranks.", "those of torchrun", min=1),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="End with exit code 3 if the job does not fit the memory of the GPU.")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, MinBytes, TraceFile, output_option, refuse_options, size
+from ebbtide.cli.options import Force, MinBytes, TraceFile, output_option, refuse_options, size, valued
 from ebbtide.cli.printing import echo_error
 
 ENDINGS = (".json", ".json.gz")
@@ -19,11 +19,7 @@ def export(
     output: Annotated[Path, output_option("FILE.json[.gz]|FOLDER")],
     format: Annotated[
         Literal["perfetto", "csv", "parquet"],
-        typer.Option(
-            "--format",
-            metavar="F",
-            help="Format: perfetto (trace events), or tables as csv or parquet files.",
-        ),
+        valued("F", "Format: perfetto (trace events), or tables as csv or parquet files."),
     ] = "perfetto",
     min_bytes: MinBytes = "1GiB",
     force: Force = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, output_option, refuse_options, size
+from ebbtide.cli.options import Force, output_option, refuse_options, size, valued
 from ebbtide.cli.printing import echo_error
 from ebbtide.phases import ITERATION_PARTS
 
@@ -37,18 +37,10 @@ def import_(
         ),
     ] = None,
     capacity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory of the GPU in bytes, e.g. 80GB.", show_default="as stated by the files"
-        ),
+        str | None, valued("SIZE", "Memory of the GPU in bytes, e.g. 80GB.", "as stated by the files")
     ] = None,
     link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GENxLANES",
-            help="PCIe link of the GPU, e.g. 5x16, for its peak rate.",
-            show_default="as stated by the files",
-        ),
+        str | None, valued("GENxLANES", "PCIe link of the GPU, e.g. 5x16, for its peak rate.", "as stated by the files")
     ] = None,
     align: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Json, Rank, TraceFile, Verbose
+from ebbtide.cli.options import Json, Rank, TraceFile, Verbose, valued
 from ebbtide.cli.printing import print_view
 from ebbtide.cli.reading import choose_ranks, print_json, print_next, print_prediction, print_rank, show_result
 
@@ -25,17 +25,13 @@ def memory(
     rank: Rank = None,
     at: Annotated[
         str | None,
-        typer.Option(
-            "--at",
-            metavar="peak|oom|TIME",
-            help="Print what holds the memory at the peak, when it ran out, or at a time from the trace's start, e.g. "
+        valued(
+            "peak|oom|TIME",
+            "Print what holds the memory at the peak, when it ran out, or at a time from the trace's start, e.g. "
             "350ms or 12.5s.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", help="Device (only with --at), e.g. cuda:1.", show_default="the rank's first"),
-    ] = None,
+    device: Annotated[str | None, valued("DEVICE", "Device (only with --at), e.g. cuda:1.", "the rank's first")] = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import STEPS, Force, Iterations, Metrics, count, metrics_server, output_option, size
+from ebbtide.cli.options import STEPS, Force, Iterations, Metrics, count, metrics_server, output_option, size, valued
 from ebbtide.cli.options import iterations as parse_iterations
 
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
@@ -26,20 +26,13 @@ def profile(
         list[str] | None,
         typer.Argument(metavar="-- CMD...", help="Command that starts the job: python, torchrun, deepspeed, ..."),
     ] = None,
-    output: Annotated[
-        str | None,
-        output_option("RUN.ebb", "SCRIPT-TIME.ebb"),
-    ] = None,
+    output: Annotated[str | None, output_option("RUN.ebb", "SCRIPT-TIME.ebb")] = None,
     force: Force = False,
     iterations: Iterations = None,
     steps: Annotated[int | None, STEPS] = None,
     max_size: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Size of the trace at which recording stops, e.g. 2GiB; the job continues.",
-            show_default="no limit",
-        ),
+        valued("SIZE", "Size of the trace at which recording stops, e.g. 2GiB; the job continues.", "no limit"),
     ] = None,
     allocator_iterations: Annotated[
         int,
@@ -54,10 +47,7 @@ def profile(
         typer.Option("--transfers", help="Record copies and kernels of the GPU with CUPTI; slows the job slightly."),
     ] = False,
     poll: Annotated[
-        float,
-        typer.Option(
-            metavar="MS", help="Interval of memory readings during phases in ms; 0 for none.", min=0, max=60_000
-        ),
+        float, valued("MS", "Interval of memory readings during phases in ms; 0 for none.", min=0, max=60_000)
     ] = 25.0,
     record: Annotated[
         Literal["all", "phases"],
