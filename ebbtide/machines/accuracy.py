@@ -97,11 +97,9 @@ def accuracy_of(machine: Machine) -> Accuracy:
             ranks=ranks,
             uncertainty=uncertainty_of(machine),
         )
-    if fit:
-        return Accuracy("fitted", ranks=ranks, uncertainty=uncertainty_of(machine))
-    if source.get("kind") == DATA_SHEETS:
-        return Accuracy("data sheets", ranks=ranks, uncertainty=uncertainty_of(machine))
     basis: Basis = "measured" if _object(machine.extra, "measured") else "unknown"
+    if fit or source.get("kind") == DATA_SHEETS:
+        basis = "fitted" if fit else "data sheets"
     return Accuracy(basis, ranks=ranks, uncertainty=uncertainty_of(machine))
 
 

@@ -25,11 +25,7 @@ class Box:
 
 
 def box_from(values: Any, where: str) -> Box:
-    """Convert the object `box` of a machine file.
-
-    Raises:
-        MachineError: It is not an object, or a value has the wrong type or is out of range.
-    """
+    """Convert the object `box` of a machine file. Raises MachineError where a value is wrong or out of range."""
     name = f"{where}: box"
     totals = require_object(values, name, "ranks and the totals of the box", MachineError)
     ranks = totals.get("ranks")
@@ -38,11 +34,5 @@ def box_from(values: Any, where: str) -> Box:
 
 
 def rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:
-    """Return the rate of one of several ranks: the smaller of its own rate and its part of the total.
-
-    Args:
-        rate: The rank's own rate; None: not known.
-        total: The total of the box; None: not known, so the ranks share nothing.
-        ranks: Ranks that share the box.
-    """
+    """Return the rate of one of several ranks: its own, or its part of the total where that is known and smaller."""
     return rate if rate is None or total is None else min(rate, total / ranks)

@@ -23,11 +23,7 @@ _PROVENANCE = ("fit", "measured", "source", "uncertainty", "notes", "contention"
 
 
 def data_sheet_machine(name: str) -> Machine:
-    """Return the machine of a GPU by its name in `GPU_SHEETS`, in its default host.
-
-    Raises:
-        KeyError: There is no such GPU.
-    """
+    """Return the machine of a GPU by its name in `GPU_SHEETS`, in its default host."""
     gpu, gpu_pass = GPU_SHEETS[name], SHARES["gpu_pass"]
     memory = gpu.sources["gpu.memory_bytes_per_s"]
     pass_bytes_per_s = gpu_pass.value * (gpu.compute.memory_bytes_per_s or 0.0)
@@ -51,15 +47,11 @@ def data_sheet_machine(name: str) -> Machine:
 
 
 def with_host(machine: Machine, spec: str) -> Machine:
-    """Return a machine with its GPU in another host.
+    """Return a machine with its GPU in another host, such as `ddr5-2ch,16-cores,pcie4x16,256GB`.
 
     Rates of the host and of the link are those of data sheets; those of the GPU stay. Parts that the host does not
-    state are those of the machine's own host, where its file has one (`host`). `spec` is the host, such as
-    `ddr5-2ch,16-cores,pcie4x16,256GB`.
-
-    Raises:
-        MachineError: The host cannot be parsed, the GPU does not have its link, or a part is not stated anywhere.
-    """
+    state are those of the machine's own host, where its file has one (`host`). Raises MachineError where the host
+    cannot be parsed, the GPU does not have its link, or a part is not stated anywhere."""
     own = machine.extra.get("host")
     own_spec = own.get("spec") if isinstance(own, dict) else None
     base = parse_host(own_spec) if isinstance(own_spec, str) else Host()

@@ -168,7 +168,7 @@ class Machine:
         """Return the object of a machine file."""
         values = {key: getattr(self, key) for key in _KEYS}
         objects = {key: asdict(part) if part else None for key, part in (("box", self.box), ("gpu", self.gpu))}
-        return {**values, **objects, "storage": [path.as_json() for path in self.storage], **self.extra}
+        return {**values, **objects, "storage": [asdict(path) for path in self.storage], **self.extra}
 
     def save(self, path: Path) -> None:
         """Write a machine file. Raises MachineError where that fails."""

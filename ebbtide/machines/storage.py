@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -49,17 +49,9 @@ class StoragePath:
             rated_write_bytes=scaled(self.rated_write_bytes),
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry of a machine file."""
-        return asdict(self)
-
 
 def storage_from(values: Any, where: str) -> tuple[StoragePath, ...]:
-    """Convert the list `storage` of a machine file.
-
-    Raises:
-        MachineError: It is not a list of objects, or a value is missing, has the wrong type or is out of range.
-    """
+    """Convert the list `storage` of a machine file. Raises MachineError where a value is wrong or missing."""
     if not isinstance(values, list) or len(values) > MAX_PATHS:
         raise MachineError(
             f"{where}: storage is {values!r:.40}; it must be a list of at most {MAX_PATHS} objects with "

@@ -13,32 +13,20 @@ _FILE = re.compile(r"\bfile=(\S+)")
 
 
 def read_allowed_cpus(pid: int | str, root: Path = Path("/")) -> frozenset[int] | None:
-    """Return the logical cores that the main thread of a process may use; None if the process has ended.
-
-    Args:
-        pid: The process, or `self`.
-        root: The folder that holds `proc`.
-    """
+    """Return the logical cores that the main thread of a process (or `self`) may use; None if it has ended."""
     status = read_text(root / f"proc/{pid}/status") or ""
     match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
     return parse_cpus(match[1]) if match else None
 
 
 def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | None:
-    """Return the resident bytes of a process by NUMA node, from its `numa_maps`.
+    """Return the resident bytes of a process by NUMA node; None if it has ended or is another user's, or without NUMA.
 
     Pages of files that are only read (libraries, data sets) are left out. Memory that a driver maps into the process is
     not in `numa_maps`: that of `cudaHostAlloc` may be missing, that of `cudaHostRegister` is counted.
 
     The kernel walks the page tables of the process for this, during which the process cannot map memory: about a second
-    per TB in pages of 4 KiB. Read it rarely.
-
-    Args:
-        root: The folder that holds `proc`.
-
-    Returns:
-        Bytes by node; None if the process has ended, belongs to another user, or the kernel has no NUMA.
-    """
+    per TB in pages of 4 KiB. Read it rarely."""
     sizes: dict[int, int] = {}
     try:
         with open(root / f"proc/{pid}/numa_maps", encoding="utf-8", errors="replace") as maps:

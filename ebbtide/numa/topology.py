@@ -17,11 +17,7 @@ class NumaNode:
 
 
 def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """Return the NUMA nodes of the host, by number; an empty tuple if it does not report them.
-
-    Args:
-        root: The folder that holds `sys`.
-    """
+    """Return the NUMA nodes of the host, by number; none if it does not report them. `root` is the folder of `sys`."""
     nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = read_text(folder / "cpulist")
@@ -33,16 +29,10 @@ def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
 
 
 def pci_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node that a PCI device is attached to.
+    """Return the NUMA node of a PCI device by its address as in NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`).
 
-    Args:
-        pci_bus_id: The address of the device, as NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`) writes it.
-        root: The folder that holds `sys`.
-
-    Returns:
-        The number of the node. None if the firmware does not give it, and the device's list of local cores does not
-        tell it either. On a host with one node it is that node.
-    """
+    None if the firmware does not give it, and the device's list of local cores does not tell it either. On a host with
+    one node it is that node."""
     nodes = [node for node in read_nodes(root) if node.cpus]
     if len(nodes) == 1:
         return nodes[0].number

@@ -30,13 +30,9 @@ class _PeerLostError(MachineError):
 
 
 class Ranks:
-    """This process as one of several ranks; a single rank by default.
+    """This process as one of several ranks that share a store of torch.distributed; a single rank by default.
 
-    Args:
-        rank: Number of this rank, from 0.
-        store: Store of torch.distributed that all ranks share; None for a single rank.
-        helpers: Processes of other ranks that this process has started.
-    """
+    `helpers` are processes of other ranks that this process has started."""
 
     def __init__(
         self,
@@ -84,12 +80,9 @@ class Ranks:
         with self._peers():
             self._wait_for_start()
             with _stdout_to_stderr():
+                timeout = timedelta(seconds=_TIMEOUT_S)
                 distributed.init_process_group(
-                    "gloo",
-                    store=self._store,
-                    rank=self.rank,
-                    world_size=self.count,
-                    timeout=timedelta(seconds=_TIMEOUT_S),
+                    "gloo", store=self._store, rank=self.rank, world_size=self.count, timeout=timeout
                 )
         try:
             yield self
@@ -154,10 +147,9 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 @contextlib.contextmanager
 def join_ranks(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """Join the ranks of a launcher, or start `count - 1` further processes on this host that call `work`.
+    """Join the ranks of a launcher, or start `count - 1` further processes here that call `work`, a picklable function.
 
-    `count` None: a single rank, or those of the launcher. `work` must be picklable.
-    """
+    `count` None: a single rank, or those of the launcher."""
     launched = all(name in os.environ for name in _LAUNCHER_VARIABLES) and os.environ["WORLD_SIZE"] != "1"
     if launched and count is not None:
         raise MachineError("--ranks starts ranks, but a launcher has started some already: use only one of them")

@@ -34,8 +34,7 @@ class Timing:
 def measure_time(run: Callable[[], object], window_s: float, ranks: Ranks) -> Timing:
     """Call `run` once unmeasured, wait for the other ranks, then call it for `window_s` seconds, at least three times.
 
-    `run` must return only when its work has ended.
-    """
+    `run` must return only when its work has ended."""
     return measure_times([run], window_s, ranks)[0]
 
 

@@ -113,13 +113,9 @@ class JobHost:
 
 
 def this_host(command: Sequence[str] = (), root: Path = Path("/"), library: Any = None) -> JobHost:
-    """Return this host, with the job that a command starts.
+    """Return this host, with the job that a command starts, if one is named.
 
-    Args:
-        command: The words of the job; empty: none is named.
-        root: The folder that holds `sys` and `proc`.
-        library: The module `pynvml`, or a replacement.
-    """
+    `root` is the folder that holds `sys` and `proc`, `library` the module `pynvml` or a replacement."""
     job = read_job(command, os.environ)
     try:
         nvml = Nvml(library)

@@ -15,7 +15,7 @@ class Launcher:
 
     rank_option: str  # The option for the ranks on a host.
     own_words: int  # Number of words before its options.
-    flags: frozenset[str]  # Options without a value.
+    flags: str  # Options without a value, beside those of all launchers.
     added: tuple[str, ...]  # Options with which it starts any program, with the words that follow alone.
     last_argument: str = ""  # Further argument of the program, as a shell writes it: one that these options leave out.
 
@@ -37,7 +37,7 @@ class Launcher:
         options, start = list(words[:number]), ["python"]
         while number < len(words) and words[number].startswith("-"):
             name = _plain(words[number].partition("=")[0])
-            width = 1 if "=" in words[number] or name in self.flags else 2
+            width = 1 if "=" in words[number] or name in (*_COMMON_FLAGS, *self.flags.split()) else 2
             if name in ("m", "module"):
                 start = ["python", "-m"]
             elif name == "no_python":
@@ -54,46 +54,21 @@ def _plain(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
-_COMMON_FLAGS = frozenset({"m", "module", "no_python"})
+_COMMON_FLAGS = ("m", "module", "no_python")
 LAUNCHERS = {
-    "torchrun": Launcher(
-        "nproc_per_node",
-        1,
-        _COMMON_FLAGS | {"standalone", "run_path", "virtual_local_rank", "use_env"},
-        ("--no-python",),
-    ),
+    "torchrun": Launcher("nproc_per_node", 1, "standalone run_path virtual_local_rank use_env", ("--no-python",)),
     "accelerate": Launcher(
         "num_processes",
         2,
-        _COMMON_FLAGS
-        | {
-            "multi_gpu",
-            "cpu",
-            "tpu",
-            "quiet",
-            "q",
-            "debug",
-            "same_network",
-            "use_deepspeed",
-            "use_fsdp",
-            "use_megatron_lm",
-        }
-        | {
-            "use_xpu",
-            "ipex",
-            "enable_cpu_affinity",
-            "use_parallelism_config",
-            "dynamo_use_fullgraph",
-            "dynamo_use_dynamic",
-        },
+        "multi_gpu cpu tpu quiet q debug same_network use_deepspeed use_fsdp use_megatron_lm use_xpu ipex "
+        "enable_cpu_affinity use_parallelism_config dynamo_use_fullgraph dynamo_use_dynamic",
         ("--no_python",),
     ),
     # It would put --local_rank between the shell and its script.
     "deepspeed": Launcher(
         "num_gpus",
         1,
-        _COMMON_FLAGS
-        | {"no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid", "bind_cores_to_rank", "q"},
+        "no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank q",
         ("--no_python", "--no_local_rank"),
         ' --local_rank="$LOCAL_RANK"',
     ),

@@ -290,11 +290,7 @@ def _ranks_of(samples: Sequence[FitSample]) -> tuple[int, bool]:
 
 
 def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box | None:
-    """Return the totals of a box from the rates of one of its ranks; None if it has only one.
-
-    `machine` has the rates of one rank while all update, `alone` those while the others are idle, by their keys in
-    `box`.
-    """
+    """Return the totals of a box from the rates of one rank while all update, and of one alone; None for one rank."""
     if ranks == 1:
         return None
     totals = {key: None if (rate := getattr(machine, key)) is None else ranks * rate for key in _SHARED}

@@ -43,10 +43,7 @@ class FitSample:
 
 
 def sample_of(trace: Trace) -> FitSample:
-    """Return the measurements of a trace.
-
-    Raises MachineError where the policy is not known, or its plan depends on the machine.
-    """
+    """Return the measurements of a trace. Raises MachineError where its policy is not known or follows the machine."""
     policy = recorded_policy(trace)
     if policy is None:
         raise MachineError(

@@ -72,10 +72,7 @@ class _Wait(torch.autograd.Function):  # type: ignore[misc]
 
 
 class GPT(nn.Module):  # type: ignore[misc]
-    """Maps tokens (batch, length) to the logits of the next tokens (batch, length, vocabulary).
-
-    Each layer has its part of the waits by its parameters.
-    """
+    """Maps tokens (batch, length) to the logits of the next ones; each layer waits in proportion to its parameters."""
 
     def __init__(self, shape: Shape, waits: PhaseWaits | None = None) -> None:
         super().__init__()
@@ -109,10 +106,7 @@ class GPT(nn.Module):  # type: ignore[misc]
 
 
 class Job:
-    """A model and its tokens. Jobs with the same shape and seed are equal, bit for bit.
-
-    With waits it has fewer tokens, so that the phases are little more than their waits.
-    """
+    """A model and its tokens, equal bit for bit for the same shape and seed; with waits of few tokens."""
 
     def __init__(self, shape: Shape, seed: int, device: torch.device, waits: PhaseWaits | None = None) -> None:
         with torch.random.fork_rng():

@@ -124,10 +124,7 @@ def find_testbed(
 
 
 def _measure_overhead(testbed: Testbed, subgroups: int) -> float:
-    """Return the time of a step with so many subgroups, each so small that its rates do not count, the median of some.
-
-    Threads that wake for each operation take as long whatever an operation moves.
-    """
+    """Return the median time of a step with so many subgroups, each so small that its rates do not count."""
     param = torch.nn.Parameter(torch.zeros(subgroups * _SMALL_PARAMS))
     optimizer = InterleavedAdamW(
         [param],

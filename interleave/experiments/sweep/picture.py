@@ -101,10 +101,7 @@ def byte_quantities(rows: Iterable[Row]) -> list[Quantity]:
 
 
 def draw_lines(axes: Axes, grid: Grid, points: Points, quantity: Quantity) -> None:
-    """Draw a line per policy over the values of the swept axis, which are drawn at equal distances.
-
-    Behind the iterations are the time without the optimizer, and the bound.
-    """
+    """Draw a line per policy over the values of the swept axis, and behind iterations other time and the bound."""
     assert grid.axis is not None
     positions = np.arange(len(grid.ticks))
     if quantity is ITERATION:
@@ -128,10 +125,7 @@ def draw_lines(axes: Axes, grid: Grid, points: Points, quantity: Quantity) -> No
 
 
 def scale_lines(row_axes: Sequence[Axes], axis: Axis, quantity: Quantity) -> None:
-    """Give the panels of a row the same vertical axis, from 0.
-
-    Times over the number of parameters have a logarithmic one, so that policies are as far apart at each size.
-    """
+    """Give the panels of a row the same vertical axis from 0; that of times over the parameters is logarithmic."""
     low, high = min(axes.dataLim.minposy for axes in row_axes), max(axes.dataLim.y1 for axes in row_axes)
     for axes in row_axes:
         is_time = quantity is ITERATION
@@ -184,10 +178,7 @@ _LEGEND_LINE = 0.18
 
 
 def draw_sweep(rows: Sequence[Row]) -> Figure:
-    """Draw the iteration, device and host memory and traffic of storage of each policy.
-
-    They are lines over the swept column with most values, or bars if none was swept.
-    """
+    """Draw iterations and bytes of each policy: as lines over the swept column with most values, or as bars without."""
     grid = Grid.of(rows)
     figure = draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis)
     figure.set_label(
@@ -268,26 +259,14 @@ def _column_count(names: Sequence[str], characters: float) -> int:
     return 1
 
 
-def _write_message(axes: Axes, text: str) -> None:
+def _write_message(axes: Axes, text: str, x: float = 0.5, align: str = "center") -> None:
     """Write into a panel that has nothing to draw why that is so."""
-    style: dict[str, Any] = {
-        "ha": "center",
-        "va": "center",
-        "transform": axes.transAxes,
-        "fontsize": 8,
-        "color": "#444444",
-    }
-    axes.text(0.5, 0.5, plain_text(text), wrap=True, parse_math=False, **style)
-
-
-_REASON: dict[str, Any] = {"fontsize": 8, "color": "#444444", "wrap": True, "parse_math": False, "va": "center"}
+    place: dict[str, Any] = {"ha": align, "va": "center", "transform": axes.transAxes}
+    axes.text(x, 0.5, plain_text(text), wrap=True, parse_math=False, fontsize=8, color="#444444", **place)
 
 
 def draw_bars(grid: Grid) -> Figure:
-    """Draw a row of panels per workload and machine, and in it a bar per policy.
-
-    All machines of a workload have the same scale.
-    """
+    """Draw a row of panels per workload and machine, of one scale per workload, and in it a bar per policy."""
     groups = [
         [(machine, grid.points(panel_row, machine)) for machine in grid.machines] for panel_row in grid.panel_rows
     ]
@@ -320,8 +299,9 @@ def draw_bars(grid: Grid) -> Figure:
                 draw_bytes(panel, column, bars, max(map(column.bytes_of, flat)))
                 panel.set_ylim(axes.get_ylim())
             if not any(bar.phases_ms for bar in bars):
-                reason = next((str(row["error"]) for row in points.values()), "not in the sweep")
-                axes.text(0.02, 0.5, plain_text(reason), transform=axes.transAxes, **_REASON)
+                _write_message(
+                    axes, next((str(row["error"]) for row in points.values()), "not in the sweep"), 0.02, "left"
+                )
     all_axes[-1][0].set_xlabel("time of an iteration (ms), simulated")
     lines: Sequence[Artist] = next((list(axes.lines) for axes in all_axes[:, 0] if axes.lines), [])
     handles = [*legend_patches([bar for group in all_bars for bars in group for bar in bars]), *lines]

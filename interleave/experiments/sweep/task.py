@@ -115,21 +115,17 @@ def find_pairs(
     workloads = _distinct_names(
         [(resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
     )
+    each: list[list[Machine]]
     if machines:
-        named = _distinct_names([(find_machine(text), text) for text in machines])
-        pairs = [
-            (workload, trace, machine)
-            for workload, (trace, _) in zip(workloads, sources, strict=True)
-            for machine in named
-        ]
+        each = [_distinct_names([(find_machine(text), text) for text in machines])] * len(sources)
     else:
-        own = _distinct_names(
-            [(resolve_machine(own_preset(trace), trace), f"the machine of {path}") for trace, path in sources]
-        )
-        pairs = [
-            (workload, trace, machine) for workload, (trace, _), machine in zip(workloads, sources, own, strict=True)
-        ]
-    shared = ((workload, trace, share_box(machine, ranks_per_host, trace)) for workload, trace, machine in pairs)
+        own = [(resolve_machine(own_preset(trace), trace), f"the machine of {path}") for trace, path in sources]
+        each = [[machine] for machine in _distinct_names(own)]
+    shared = (
+        (workload, trace, share_box(machine, ranks_per_host, trace))
+        for workload, (trace, _), own_machines in zip(workloads, sources, each, strict=True)
+        for machine in own_machines
+    )
     return [(note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
 
 
