@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client import core
 from prometheus_client.registry import Collector
 
 import ebbtide
@@ -108,18 +102,18 @@ class LiveTraceCollector(Collector):
         # Several scrapes may come at once.
         self._lock = threading.Lock()
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[core.Metric]:
         """Return all metrics without values, so that a scrape can ask for some of them (`?name[]=...`)."""
-        return [Metric(family.name, family.text, family.kind) for family in FAMILIES.values()]
+        return [core.Metric(family.name, family.text, family.kind) for family in FAMILIES.values()]
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         """Yield the metrics that have values. A trace that cannot be read has only its name."""
         with self._lock:
             samples = list(self._samples())
         by_family: dict[str, list[_Sample]] = defaultdict(list)
         for sample in samples:
             by_family[sample.family].append(sample)
-        yield InfoMetricFamily(
+        yield core.InfoMetricFamily(
             "ebbtide_recording",
             FAMILIES["ebbtide_recording"].text,
             {"trace": self._live.path.name, "host": socket.gethostname(), "version": ebbtide.__version__},
@@ -189,22 +183,22 @@ class LiveTraceCollector(Collector):
                 yield _Sample("ebbtide_phase_free_bytes", (*device, phase), memory.min_free_bytes[phase])
 
 
-def _metric(family: Family, samples: list[_Sample]) -> Metric:
+def _metric(family: Family, samples: list[_Sample]) -> core.Metric:
     """Return a metric of prometheus_client with its samples."""
     if family.kind == "counter":
-        counter = CounterMetricFamily(family.name, family.text, labels=family.labels)
+        counter = core.CounterMetricFamily(family.name, family.text, labels=family.labels)
         for sample in samples:
             counter.add_metric(sample.labels, sample.value)
         return counter
     if family.kind == "summary":
-        summary = SummaryMetricFamily(family.name, family.text, labels=family.labels)
+        summary = core.SummaryMetricFamily(family.name, family.text, labels=family.labels)
         for sample in samples:
             if sample.median is not None:
                 labels = dict(zip(family.labels, sample.labels, strict=True))
                 summary.add_sample(family.name, {**labels, "quantile": "0.5"}, sample.median)
             summary.add_metric(sample.labels, sample.observations, sample.value)
         return summary
-    gauge = GaugeMetricFamily(family.name, family.text, labels=family.labels)
+    gauge = core.GaugeMetricFamily(family.name, family.text, labels=family.labels)
     for sample in samples:
         gauge.add_metric(sample.labels, sample.value)
     return gauge

@@ -9,16 +9,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch, Rectangle
 
 from ebbtide.analysis.plot import PHASE_COLORS
-from ebbtide.interleave.advise.pictures.policy_bars import (
-    FONT_SIZE,
-    PolicyBar,
-    byte_columns,
-    draw_bytes,
-    draw_iterations,
-    legend_patches,
-    time_limit_ms,
-    width_ratios,
-)
+from ebbtide.interleave.advise.pictures import policy_bars
 from ebbtide.interleave.advise.pictures.replay import OPERATION_EDGE, OPERATION_LOOKS, resource_lanes
 from ebbtide.interleave.experiments.compare.results import ComparedBytes, ComparedPolicy, Comparison
 from ebbtide.interleave.model.schedule import Schedule
@@ -162,24 +153,26 @@ POLICY_HEIGHT = 0.5
 def draw_summary(figure: SubFigure, results: list[ComparedPolicy]) -> None:
     """Draw two bars per policy in each panel, and a legend below them."""
     bars = [bar for number, result in enumerate(results) for bar in _pair(result, number * _POLICY_STEP)]
-    columns = byte_columns(bars)
+    columns = policy_bars.byte_columns(bars)
     axes, *byte_axes = figure.subplots(
-        1, 1 + len(columns), squeeze=False, sharey=True, width_ratios=width_ratios(columns)
+        1, 1 + len(columns), squeeze=False, sharey=True, width_ratios=policy_bars.width_ratios(columns)
     )[0]
-    draw_iterations(axes, bars)
-    axes.set_xlim(0, time_limit_ms(bars))
+    policy_bars.draw_iterations(axes, bars)
+    axes.set_xlim(0, policy_bars.time_limit_ms(bars))
     axes.set_xlabel("median time of an iteration (ms)")
-    axes.tick_params(axis="y", labelsize=FONT_SIZE, length=0)
+    axes.tick_params(axis="y", labelsize=policy_bars.FONT_SIZE, length=0)
     for panel, column in zip(byte_axes, columns, strict=True):
-        draw_bytes(panel, column, bars)
-    handles = legend_patches(bars)
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
+        policy_bars.draw_bytes(panel, column, bars)
+    handles = policy_bars.legend_patches(bars)
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=policy_bars.FONT_SIZE
+    )
 
 
-def _pair(result: ComparedPolicy, position: float) -> list[PolicyBar]:
+def _pair(result: ComparedPolicy, position: float) -> list[policy_bars.PolicyBar]:
     remark = "" if result.is_exact else "LOSSES DIFFER"
     return [
-        PolicyBar(
+        policy_bars.PolicyBar(
             name=f"{result.policy}  measured" if half == "measured" else "predicted",
             phases_ms={phase: getattr(result.times[phase], half) for phase in PHASES},
             **_bytes(result.memory, half),

@@ -14,14 +14,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 import ebbtide
 from ebbtide.errors import UserError, WorkloadError
-from ebbtide.interleave.advise.job.inputs import (
-    note_other_machine,
-    own_preset,
-    resolve_machine,
-    resolve_workload,
-    share_box,
-    with_min_free,
-)
+from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
@@ -54,7 +47,7 @@ class Scenario:
         if self.scale_params != 1:
             workload = _scaled(workload, self.scale_params, shrink_free=self.free_bytes is None)
         if self.free_bytes is not None:
-            workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, self.free_bytes))
+            workload = replace(workload, gpu_free=inputs.with_min_free(workload.gpu_free, self.free_bytes))
         if self.subgroup_params is not None:
             workload = replace(workload, sizes=None, subgroup_params=min(self.subgroup_params, workload.params))
         if self.host_free_bytes is not None:
@@ -113,20 +106,23 @@ def find_pairs(
         *((None, path) for path in files),
     ]
     workloads = _distinct_names(
-        [(resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
+        [(inputs.resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
     )
     each: list[list[Machine]]
     if machines:
         each = [_distinct_names([(find_machine(text), text) for text in machines])] * len(sources)
     else:
-        own = [(resolve_machine(own_preset(trace), trace), f"the machine of {path}") for trace, path in sources]
+        own = [
+            (inputs.resolve_machine(inputs.own_preset(trace), trace), f"the machine of {path}")
+            for trace, path in sources
+        ]
         each = [[machine] for machine in _distinct_names(own)]
     shared = (
-        (workload, trace, share_box(machine, ranks_per_host, trace))
+        (workload, trace, inputs.share_box(machine, ranks_per_host, trace))
         for workload, (trace, _), own_machines in zip(workloads, sources, each, strict=True)
         for machine in own_machines
     )
-    return [(note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
+    return [(inputs.note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
 
 
 def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
