@@ -33,10 +33,7 @@ def meminfo_bytes(key: str, root: Path = Path("/")) -> int | None:
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory in bytes that this process may use; None where the host does not report it.
-
-    The least of the host's memory and of the limits of the process's control groups.
-    """
+    """Return the memory in bytes that host and control groups leave to this process; None where it is not reported."""
     total = meminfo_bytes("MemTotal", root)
     limits = [total] if total is not None else []
     limits += [
@@ -48,10 +45,7 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory in bytes that this process may still allocate; None where the host does not report it.
-
-    The least of what the host has available and of what is left in the nearest control group with a limit.
-    """
+    """Return the memory in bytes that host and nearest control group have left for this process; None: not reported."""
     available = meminfo_bytes("MemAvailable", root)
     limits = [available] if available is not None else []
     group = memory_group(os.getpid(), root)
@@ -110,10 +104,7 @@ def stated_local_ranks(environment: Mapping[str, str]) -> int | None:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return how many logical cores this process may use, at least 1.
-
-    The least of its CPU affinity and of the whole cores in the quotas of its control groups.
-    """
+    """Return how many logical cores affinity and quotas of control groups leave to this process, at least 1."""
     return within_quotas(len(os.sched_getaffinity(0)), root)
 
 

@@ -155,18 +155,13 @@ _LINK_NOTE = (
 
 
 def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
-    """Write a trace in the Trace Event Format (JSON), complete or not at all.
+    """Write a trace in the Trace Event Format (JSON), complete or not at all. Raises UserError and TraceError.
 
     The file has a process per rank, with tracks for iterations, phases, named ranges, kernels and copies by stream,
     launches and ops, flows from launches to kernels and copies, and counters for memory (bytes), link (bytes/s) and the
     state of the GPUs. Times are microseconds, exact to the nanosecond, after the first time of the trace, which is in
     `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Events are written one by one;
-    gzip-compressed if the name of the file ends in .gz.
-
-    Raises:
-        UserError: The file cannot be written.
-        TraceError: The trace cannot be read.
-    """
+    gzip-compressed if the name of the file ends in .gz."""
     with (
         new_output(path, force, Path.is_file, "a file") as temporary,
         ExitStack() as stack,

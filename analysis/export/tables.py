@@ -59,15 +59,11 @@ def _iterations(trace: Trace, rank: int, pool: str | None) -> pd.DataFrame:
 
 
 def write_tables(trace: Trace, folder: Path, format: str, min_bytes: int, force: bool = False) -> list[str]:
-    """Write every table of a trace as a file into a new folder, complete or not at all.
+    """Write every table of a trace as a file into a new folder, complete or not at all. Raises UserError.
 
     The tables are those of the trace with a column `rank`, `iterations` and `windows`. Missing values are empty cells
     in CSV and nulls in Parquet. `tables.json` lists the files, and names the pool that free memory is computed from:
-    free memory is capacity minus this pool. Returns a line on the table of windows for each thing that it lacks.
-
-    Raises:
-        UserError: The folder exists (without `force`) or cannot be written.
-    """
+    free memory is capacity minus this pool. Returns a line on the table of windows for each thing that it lacks."""
     notes = []
     with new_output(folder, force, _is_table_folder, "a folder of tables, or contains other files") as temporary:
         temporary.mkdir()

@@ -44,10 +44,7 @@ class View:
         return _select(intervals(self.trace, self.rank, on_gpu).spans, self.iterations)
 
     def phases(self, on_gpu: bool) -> pd.DataFrame:
-        """Return the boxes of phases in the view, also of an unfinished iteration.
-
-        Times of the GPU are used only where every phase has them.
-        """
+        """Return the boxes of phases in the view, also of an unfinished iteration; by times of the GPU if all have them."""
         return clip_boxes(phase_boxes(self.trace, self.rank, on_gpu and self.has_gpu_times), self.axis)
 
     @cached_property
@@ -85,10 +82,7 @@ def _rank(trace: Trace, rank: int | None) -> int:
 
 
 def _bounds(trace: Trace, rank: int, iterations: IterationRange) -> tuple[int, int]:
-    """Return (start ns, end ns) of the iterations; of all of them, with a little of what followed.
-
-    Without iterations it is everything that was recorded.
-    """
+    """Return (start ns, end ns) of iterations; of all, with a little of what followed; without any, of everything."""
     if iterations != _ALL:
         return _iteration_bounds(trace, rank, iterations)
     recorded = recorded_interval(trace, rank)

@@ -51,10 +51,7 @@ def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Fl
 
 
 def merge_times(first: npt.NDArray[Number], second: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """Return the sorted different values of two sorted arrays.
-
-    The same as `np.union1d`, which does not use that they are sorted and takes up to 90 times as long.
-    """
+    """Return the sorted different values of two sorted arrays, as `np.union1d` does up to 90 times as slowly."""
     merged = np.concatenate([first, second])
     merged.sort(kind="stable")
     return merged[np.append(True, merged[1:] != merged[:-1])] if len(merged) else merged

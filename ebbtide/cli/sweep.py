@@ -126,11 +126,7 @@ def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler
 
 
 def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinished: Path) -> list[Row]:
-    """Compute all rows and write the outputs. Raises UserError if no combination can be replayed.
-
-    Args:
-        unfinished: The path that the file of finished rows is next to.
-    """
+    """Compute all rows, kept in a file beside `unfinished`, and write the outputs. Raises UserError without any row."""
     from ebbtide.errors import UserError
     from ebbtide.interleave.experiments.sweep.best import Grid, write_rows
     from ebbtide.interleave.experiments.sweep.picture import draw_sweep

@@ -191,15 +191,9 @@ _KEYS = tuple(item.name for item in fields(Machine) if item.name != "extra")
 
 
 def machine_from(values: dict[str, Any], where: str) -> Machine:
-    """Convert the object of a machine file.
+    """Convert the object of a machine file (null: not known); `where` names it in messages, and where it has no name.
 
-    Args:
-        values: The object; null is not known.
-        where: The source, for messages; it names a machine without a name.
-
-    Raises:
-        MachineError: A value has the wrong type or is out of range.
-    """
+    Raises MachineError where a value has the wrong type or is out of range."""
     extra = {key: value for key, value in values.items() if key not in _KEYS}
     rates = {"name": where, **{key: values[key] for key in _KEYS if values.get(key) is not None}}
     box, gpu, storage = (rates.pop(key, None) for key in ("box", "gpu", "storage"))

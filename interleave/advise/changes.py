@@ -43,12 +43,9 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
 
 def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
-    """Return the machine with the rates of one of the ranks of a job (see `ranks_on_a_host`).
+    """Return the machine with the rates of one of the ranks of a job, without what stays to the system of host memory.
 
-    A share of the host's memory stays for the system.
-
-    Raises MachineError if the machine has no box, and several ranks on a host are requested.
-    """
+    Raises MachineError if the machine has no box, and several ranks on a host are requested."""
     shared = machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
     host = shared.host_memory_bytes
     return shared if host is None else replace(shared, host_memory_bytes=(1 - SYSTEM_SHARE) * host)
@@ -107,10 +104,7 @@ def changed(before: TunableSettings, after: TunableSettings, policy: str) -> dic
 
 
 def _exceeds_both(workload: Workload, machine: Machine) -> bool:
-    """Return whether the state is more than the device's free memory and the host together can hold.
-
-    It is a bound that needs no plan: what the device cannot hold at all times is in host memory.
-    """
+    """Return whether device and host together cannot hold the state at all times: a bound that needs no plan."""
     if machine.host_memory_bytes is None or workload.min_free_bytes is None:
         return False
     on_host = workload.params - workload.min_free_bytes / workload.state_bytes

@@ -23,10 +23,7 @@ _MAX_STRIDE = 10
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """A policy with updates beside the step, compared with the same policy without.
-
-    `policy` is the string without overlap, `option` the value of its option `overlap`.
-    """
+    """A policy (its string without overlap) with updates beside the step, compared with the same policy without."""
 
     policy: str
     option: str
@@ -195,10 +192,7 @@ def unified_memory_text(machine: Machine) -> str | None:
 
 
 def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
-    """Return the fastest static split without storage that fits the device; None if none does.
-
-    Of ratios that DeepSpeed rounds to the same subgroups it is the largest.
-    """
+    """Return the fastest static split without storage that fits the device, the largest of equals; None without."""
     # If the free memory is not known, only a plan that needs no device memory is sure to fit.
     fitting = [
         steps for steps in _static_splits(workload, machine) if steps.valid.fits_device(machine.gpu_memory_bytes)
@@ -243,10 +237,7 @@ def fits_memory(steps: Steps, machine: Machine) -> bool:
 
 
 def memory_excess(schedule: Schedule, machine: Machine) -> str | None:
-    """Return in words by how much memory is too small; None if it suffices or is not known.
-
-    The device is too small for some jobs whatever the policy.
-    """
+    """Return in words by how much memory is too small; None if it suffices or is not known."""
     if schedule.workload.missing_bytes:
         return f"without any optimizer state {bytes_text(schedule.workload.missing_bytes)} of device memory are missing"
     if schedule.fits_device(machine.gpu_memory_bytes) is False:

@@ -60,10 +60,7 @@ def iteration_range(steps: Steps, machine: Machine, compute_factor: float) -> It
 
 
 def residual_factor(policy: str, machine: Machine) -> float | None:
-    """Return the factor within which the fit of a machine explains updates under a policy: root mean square.
-
-    None if the machine was not fitted to runs of a policy with the same operations.
-    """
+    """Return the factor (root mean square) within which a fit to such updates explains them; None without one."""
     about = machine.extra.get("fit")
     policies, residuals = (about.get(key) if isinstance(about, dict) else None for key in ("policies", "residuals"))
     if not isinstance(policies, dict) or not isinstance(residuals, dict):
@@ -191,10 +188,7 @@ class PlanRequest:
 def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> MachinePlan:
     """Return the plan of a job for a machine, with the rates of its file.
 
-    Raises:
-        MachineError: The machine lacks a rate.
-        PolicyError: A requested policy does not exist.
-    """
+    Raises MachineError for a missing rate, and PolicyError for a requested policy that does not exist."""
     asked = request or PlanRequest()
     for policy in asked.policies:
         # Policies that cannot plan a job are skipped below; those that do not exist are an error.
@@ -306,9 +300,7 @@ def _limiting_part(schedule: Schedule, machine: Machine, times: ComputeTimes) ->
     """Return what limits an iteration.
 
     It is `compute` or `collectives`, the longer one, if nothing is offloaded or the optimizer adds less than a tenth of
-    the iteration; else what limits the update: `cpu update`, `gpu update`, `h2d`, `d2h`, `host memory` or
-    `dependencies`.
-    """
+    the iteration; else what limits the update."""
     if schedule.plan.policy == "gpu-only" or schedule.exposed_s < _SMALL_SHARE * schedule.iteration_s:
         compute_s = times.forward_s + times.backward_s + times.other_s - times.collectives_s
         return "collectives" if times.collectives_s > max(compute_s, 0.0) else "compute"

@@ -59,15 +59,9 @@ class Recommendation:
 def recommend(
     workload: Workload, machine: Machine, job: RecordedJob | None = None, machine_source: str | None = None
 ) -> Recommendation:
-    """Recommend the best policy that fits, and what DeepSpeed can do of it today.
+    """Recommend the best policy that fits, with lines that repeat the settings of the job and the file of its machine.
 
-    Args:
-        job: Settings of the job that the lines repeat.
-        machine_source: The file or preset of the machine, for the lines of Python.
-
-    Raises:
-        MachineError: The machine lacks a rate that the best policy needs.
-    """
+    Raises MachineError if the machine lacks a rate that the best policy needs."""
     context = PasteContext(job or RecordedJob(), machine, machine_source)
     choice = choose_policy(workload, machine, context.job)
     best, overlap = best_setup(choice, context), choice.overlap
@@ -114,11 +108,7 @@ def recommend(
 
 
 def policy_of_action(action: Mapping[str, Any]) -> str:
-    """Return the policy with which `ebbtide replay` simulates the `action` of a finding or recommendation.
-
-    Raises:
-        PolicyError: The action is none on offload.
-    """
+    """Return the policy that simulates the `action` of a finding or recommendation. Raises PolicyError without one."""
     settings = action["settings"]
     if action["kind"] == "policy":
         overlap = settings.get("overlap", "none")

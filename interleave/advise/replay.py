@@ -128,17 +128,11 @@ class Replay(TabularResult):
 def replay(
     workload: Workload, machine: Machine, policies: Sequence[str] | None = None, job: RecordedJob | None = None
 ) -> Replay:
-    """Simulate a workload on a machine under some policies.
+    """Simulate a workload on a machine under some policies, of which `systems` stands for all other systems.
 
-    Args:
-        policies: Policies' strings; `systems` for those of all other systems that can plan the workload. None for all
-            built-in policies that the machine's rates suffice for.
-        job: The job of the workload, whose own state `gpu-only` has where that is on the device.
-
-    Raises:
-        PolicyError: A policy does not exist or cannot plan this workload.
-        MachineError: The machine lacks a rate that is needed.
-    """
+    Without policies these are all built-in ones that the machine's rates suffice for. `gpu-only` has the job's own
+    state where that is on the device. Raises PolicyError for a policy that does not exist or cannot plan this workload,
+    and MachineError for a missing rate."""
     results, schedules = [], []
     skipped = {}
     for text in with_systems(policies or BUILT_IN):

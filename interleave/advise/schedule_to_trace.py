@@ -85,10 +85,7 @@ def _ns(seconds: float) -> int:
 
 
 def device_memory(schedule: Schedule, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times s, bytes) of the device's memory over one iteration, of the job and the plan.
-
-    If the free memory or the memory of the device is not known, it is that of the plan only.
-    """
+    """Return (times s, bytes) of the device's memory over an iteration, of the job (if that is known) and the plan."""
     times, used = schedule.device_memory_line()
     free_line = schedule.free_memory_line()
     if free_line is None or not machine.gpu_memory_bytes:

@@ -26,17 +26,10 @@ from ebbtide.units import ms_text
 
 
 def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[str] | None = None) -> Replay:
-    """Replay the job of a trace under some policies, as `ebbtide replay` does.
+    """Replay the job of a trace under some policies, as `ebbtide replay` does; by default on its own card's machine.
 
-    Args:
-        machine: File or preset; None: the recorded machine, else the preset of the trace's card.
-        policies: As for `replay`.
-
-    Raises:
-        WorkloadError: The trace does not tell the parameters of the job, or no iteration.
-        MachineError: There is no such machine, or it lacks a rate that is needed.
-        PolicyError: A policy does not exist or cannot plan this job.
-    """
+    Raises WorkloadError where the trace does not tell the parameters or no iteration, MachineError and PolicyError as
+    `replay`."""
     rates = share_box(resolve_machine(machine or own_preset(trace), trace), None, trace)
     return replay(note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
 
@@ -55,10 +48,7 @@ class TraceAdviser:
         self._trace = trace
 
     def deepspeed_setting(self) -> Setting | None:
-        """Return the best setting of what DeepSpeed has by itself: no offload, or the fastest static split that fits.
-
-        None where the job cannot be simulated, or no split fits.
-        """
+        """Return the best setting of DeepSpeed itself: no offload, or the fastest split that fits; None: not known."""
         if self._job is None:
             return None
         workload, context = self._job

@@ -81,17 +81,14 @@ class OnePassAdamW:
         self._kernel.update(self.gradient, master, exp_avg, exp_avg_sq, self.half, scalars)
 
     def update_beside(self) -> None:
-        """Make the next step out of place: write the new state, for which the first call allocates memory.
-
-        The state stays as it is, so that the next step stays the same."""
+        """Write the state after the next step to other memory (allocated at first), so that the step stays the same."""
         if self.new_state is None:
             self.new_state = torch.empty((3, row_stride(len(self.half))))[:, : len(self.half)].fill_(0.0)
         ranges = [(0, len(self.half), _HYPER.scalars(self._steps + 1))]
         self._kernel.update_beside(self.gradient, self.state, self.new_state, self.half, ranges)
 
     def update_remainders(self) -> None:
-        """Make a step whose masters are remainders, for which the first call allocates memory. The step is another one
-        each time, of the same moments and parameters."""
+        """Make a step whose masters are remainders, in memory that the first call allocates: another step each time."""
         self._steps += 1
         if self._remainders is None:
             self._remainders = torch.zeros(len(self.half), dtype=torch.int16)

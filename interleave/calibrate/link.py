@@ -189,10 +189,7 @@ def _find_gpu(nvml: Nvml, device: int) -> Gpu:
 
 
 def check_sources(gpu: Gpu, copy: Callable[[str, float], ReferenceCopies], seconds: float) -> dict[str, Any]:
-    """Check each source of link traffic that a GPU has.
-
-    The result has, by the name of each source, that of `compare_samples` per direction, or {"refused": reason}.
-    """
+    """Check each source of link traffic of a GPU: `compare_samples` by direction and name, or {"refused": reason}."""
     results: dict[str, Any] = {}
     for source in (CounterSource(gpu), GpmSource(gpu), ThroughputSource(gpu)):
         if isinstance(source, GpmSource) and not gpu.supports_gpm():

@@ -37,11 +37,7 @@ def tail(log: Path) -> str:
 
 
 def newest_recording(folder: Path) -> Path:
-    """Return the trace of a folder whose recording runs and began last.
-
-    Raises:
-        UserError: No recording runs there.
-    """
+    """Return the trace of a folder whose recording runs and began last. Raises UserError where none runs."""
     began: list[tuple[int, Path]] = []
     for path in sorted(folder.glob(f"*/{META}")):
         try:

@@ -7,10 +7,7 @@ from ebbtide.cli.reading import print_next
 
 
 def print_dry_run(path: Path) -> bool:
-    """Print on stderr whether the job fits, the holders of memory, the time of an iteration, and the next commands.
-
-    Returns whether it fits, as far as that is known.
-    """
+    """Print on stderr whether the job fits, its memory and time, and what is next; return whether it may fit."""
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.tables.prediction import MISFIT, prediction_view, verdict
     from ebbtide.profiler.trace import open_trace

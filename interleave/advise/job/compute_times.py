@@ -37,11 +37,7 @@ _TYPES_BY_BYTES = {2.0: _HALF_TYPES, 4.0: _FULL_TYPES}
 
 @dataclass(frozen=True)
 class RecordedKernels:
-    """The kernels of a job.
-
-    They have operations, and bytes of device memory that they read and write. By the bytes per parameter the type of
-    matrix products is chosen.
-    """
+    """The kernels of a job: operations, and bytes of device memory read and written; and the bytes of a parameter."""
 
     flops: npt.NDArray[np.float64]
     bytes: npt.NDArray[np.float64]

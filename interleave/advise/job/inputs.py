@@ -30,10 +30,7 @@ NETWORK_NOTE = "the network between hosts is not known: ranks exchange as fast a
 
 @dataclass(frozen=True)
 class JobSize:
-    """A job of which only the size is known.
-
-    The parameters are those of the whole model, whose state the ranks share.
-    """
+    """A job of which only the size is known: the parameters of the whole model, whose state the ranks share."""
 
     params: int
     ranks: int = 1
@@ -113,9 +110,7 @@ def resolve_machine(name_or_path: str | None, trace: Trace | None) -> Machine:
 
 
 def own_preset(trace: Trace | None) -> str | None:
-    """Return the name of the preset with the card of a trace, a fitted one before data sheets.
-
-    None where the trace has a machine of its own, and where the card is not known."""
+    """Return the preset with the card of a trace, fitted ones first; None for an own machine, or a card not known."""
     if trace is None or trace.meta.machine is not None:
         return None
     machine = own_machine(trace)

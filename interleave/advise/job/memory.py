@@ -29,10 +29,7 @@ _TENSOR_POOLS = ("requested", "allocated")
 
 
 class PlacedWorkload(NamedTuple):
-    """A workload on a machine.
-
-    Its free memory is never negative.
-    """
+    """A workload on a machine. Its free memory is never negative."""
 
     workload: Workload
     times: ComputeTimes
@@ -41,8 +38,7 @@ class PlacedWorkload(NamedTuple):
 def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> PlacedWorkload:
     """Return the workload of one rank with some settings on a machine, which has the rates of one of its ranks.
 
-    Raises MachineError if the machine does not state a rate of its GPU that is needed.
-    """
+    Raises MachineError if the machine does not state a rate of its GPU that is needed."""
     micro_steps = job.micro_steps_of(settings)
     times = job.compute.times(machine, settings, micro_steps)
     base = job.workload

@@ -48,10 +48,7 @@ _WAIT_ERROR = 0.1
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """Settings of the batch and of the ranks that the user states; None is not stated.
-
-    Tokens are those of an iteration, of all ranks; the micro-batch has samples of a rank.
-    """
+    """Settings of the batch (samples of a rank, tokens of all ranks) that the user states; None is not stated."""
 
     ranks: int | None = None
     micro_batch: int | None = None

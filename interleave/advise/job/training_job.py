@@ -140,10 +140,7 @@ class Compute(Protocol):
     """The compute of a job: its times on a machine."""
 
     def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
-        """Return the times of an iteration of `micro_steps` micro-steps.
-
-        Raises MachineError where rates of the GPU are needed and not known.
-        """
+        """Return the times of an iteration. Raises MachineError where rates of the GPU are needed and not known."""
         ...
 
 

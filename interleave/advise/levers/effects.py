@@ -49,9 +49,7 @@ def _smaller_micro_batch(one: Variant) -> Iterable[Variant]:
 
 
 def _streamed(one: Variant) -> Iterable[Variant]:
-    """Each gradient is used and freed in the backward; the largest tensor's remains.
-
-    With several micro-steps gradients have to stay."""
+    """Each gradient is used and freed in the backward, but for several micro-steps; the largest tensor's remains."""
     job, memory = one.job, one.job.memory
     accumulates = job.micro_steps_of(one.settings) > 1
     if memory is None or accumulates or not job.workload.gradients_held_until_step:

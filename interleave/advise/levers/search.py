@@ -67,9 +67,7 @@ def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | Non
 
 
 def smallest_machine(job: TrainingJob, machines: Iterable[Machine]) -> Machine | None:
-    """Return the machine with the least device memory that a job fits as it is; None if none does.
-
-    A job that offloads fits as `fits` says."""
+    """Return the machine with the least device memory that a job fits, offloaded if it offloads; None if none does."""
     if job.memory is None:
         return None
     one = Variant(job, job.settings, "offloaded" if job.settings.offload else "device")

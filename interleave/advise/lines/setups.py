@@ -176,10 +176,7 @@ def placeholders(workload: Workload, job: RecordedJob) -> list[str]:
 
 
 def max_grad_norm(workload: Workload, job: RecordedJob) -> float | None:
-    """Return the maximum norm of the gradients; None if they are not clipped.
-
-    If the workload clips and the norm is not known, MAX_GRAD_NORM stands for it.
-    """
+    """Return the maximum norm of the gradients, MAX_GRAD_NORM where it is not known; None if they are not clipped."""
     if not job.config:
         return MAX_GRAD_NORM if workload.clipping else None
     norm = job.config.get("gradient_clipping")

@@ -40,10 +40,7 @@ class SystemSetup:
 
 
 def other_systems(workload: Workload, context: PasteContext, best_s: float) -> tuple[SystemSetup, ...]:
-    """Return the systems that fit and are faster than `best_s`, and the best fraction of Megatron-LM.
-
-    Exact ones come first, each kind fastest first.
-    """
+    """Return the systems that fit and beat `best_s`, and Megatron-LM's best fraction; exact and fast ones first."""
     limit_s = (1 - _MIN_GAIN) * best_s
     fitting = [steps for text in ADVISED_SYSTEMS if (steps := _fitting(text, workload, context.machine)) is not None]
     faster = [steps for steps in fitting if steps.iteration_s < limit_s]

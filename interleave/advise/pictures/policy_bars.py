@@ -120,10 +120,7 @@ def draw_iterations(axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | Non
 
 
 def draw_bytes(axes: Axes, column: ByteColumn, bars: Sequence[PolicyBar], largest: float | None = None) -> None:
-    """Draw the bytes of each bar, and the figure behind it.
-
-    `largest` are the most bytes of any bar that is drawn at this scale; None: of these bars.
-    """
+    """Draw the bytes of each bar, and the figure behind it, at the scale of the `largest` (None: of these bars)."""
     largest = max(map(column.bytes_of, bars)) if largest is None else largest
     unit_bytes, unit = bytes_unit(largest)
     for bar in bars:

@@ -209,14 +209,8 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     Minimises the squared relative errors of the updates (and of backwards that waited for gradients), over 2 %, plus
     the squared distances from the priors, over their widths. The covariance is the inverse of J'J. Samples may be of
     several models and of several numbers of ranks on a host; the rates are those with the largest number of them, and
-    with several numbers the rates of a rank alone are fitted too.
-
-    Args:
-        measured: Rates that were measured otherwise and are not fitted.
-
-    Raises:
-        MachineError: There is no sample, or of some but not of all is known how many ranks shared the host.
-    """
+    with several numbers the rates of a rank alone are fitted too. `measured` rates are not fitted. Raises MachineError
+    without a sample, or if of some samples alone is known how many ranks shared the host."""
     if not samples:
         raise MachineError("a machine cannot be fitted from no trace")
     base = measured or Machine()

@@ -352,10 +352,7 @@ def _scenario_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def write_rows(rows: Sequence[Row], tasks: Sequence[Task], path: Path) -> None:
-    """Write a table with a row per combination.
-
-    Its metadata `ebbtide` contains all workloads and machines as JSON, so that it can be read without their files.
-    """
+    """Write a table with a row per combination, with all workloads and machines as JSON in its metadata `ebbtide`."""
     metadata = {
         "version": ebbtide.__version__,
         "workloads": _distinct(tasks, "workload"),
