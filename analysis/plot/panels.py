@@ -44,7 +44,7 @@ class View:
         return _select(intervals(self.trace, self.rank, on_gpu).spans, self.iterations)
 
     def phases(self, on_gpu: bool) -> pd.DataFrame:
-        """Return the boxes of phases in the view, also of an unfinished iteration; by times of the GPU if all have them."""
+        """Return the boxes of phases in the view, also of an unfinished iteration; of the GPU if all have its times."""
         return clip_boxes(phase_boxes(self.trace, self.rank, on_gpu and self.has_gpu_times), self.axis)
 
     @cached_property
