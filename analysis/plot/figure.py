@@ -17,8 +17,7 @@ from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.plot.kinds import Layout, find_kind
 from ebbtide.analysis.plot.kinds.ranks import RanksPanel
 from ebbtide.analysis.plot.kinds.windows import IdlePanel, WindowsPanel
-from ebbtide.analysis.plot.panels import IterationRange, PlotPanel, draw_phases, make_views, shared_scale
-from ebbtide.analysis.plot.styles import NOTE_COLOR
+from ebbtide.analysis.plot.panels import NOTE_COLOR, IterationRange, PlotPanel, draw_phases, make_views, shared_scale
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.profiler.trace import Trace

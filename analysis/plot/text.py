@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
-from ebbtide.analysis.plot.styles import NOTE_COLOR, TEXT_COLOR
+from ebbtide.analysis.plot.panels import NOTE_COLOR, TEXT_COLOR
 from ebbtide.analysis.timeseries.step_functions import Floats
 
 # Points between texts, and between a text and the edge of its box.

@@ -12,8 +12,7 @@ from typing import Any
 
 from ebbtide import host_limits
 from ebbtide.interleave.doctor.job import JobCommand, read_job
-from ebbtide.numa.processes import read_allowed_cpus
-from ebbtide.numa.topology import NumaNode, pci_node, read_nodes, read_text
+from ebbtide.numa.topology import NumaNode, pci_node, read_allowed_cpus, read_nodes, read_text
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.nvml import Nvml, NvmlError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ebbtide import host_limits
 from ebbtide.errors import UserError
 from ebbtide.interleave.doctor.host import JobHost
-from ebbtide.interleave.doctor.launchers import LAUNCHERS
+from ebbtide.interleave.doctor.job import LAUNCHERS
 from ebbtide.numa.topology import cpus_text, node_cpus, parse_cpus, read_text
 
 

@@ -51,7 +51,7 @@ def diff(
         failures = [entry.as_json() for entry in checked if entry.fails]
         echo(json.dumps({**result.as_json(), "failures": failures if limits else None}))
     elif markdown:
-        from ebbtide.analysis.tables.markdown import markdown_lines
+        from ebbtide.analysis.tables.text import markdown_lines
 
         for line in markdown_lines(diff_view(result, results=checked)):
             echo(line)

@@ -94,7 +94,7 @@ def _print_out_of_memory(trace: Trace, first: int, rank: int | None, verbose: bo
     """Print the error of the rank; if none is named, of the first rank that has one."""
     from ebbtide.analysis.metrics.out_of_memory import out_of_memory
     from ebbtide.analysis.tables.memory import out_of_memory_view
-    from ebbtide.interleave.advise.offload_remedy import with_replayed_offload
+    from ebbtide.interleave.advise.trace_advice import with_replayed_offload
 
     ranks = [first] if rank is not None else trace.ranks
     error = next((error for number in ranks if (error := out_of_memory(trace, number)) is not None), None)
