@@ -162,10 +162,7 @@ def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
     state of the GPUs. Times are microseconds, exact to the nanosecond, after the first time of the trace, which is in
     `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Events are written one by one;
     gzip-compressed if the name of the file ends in .gz."""
-    with (
-        new_output(path, force, Path.is_file, "a file") as temporary,
-        ExitStack() as stack,
-    ):
+    with new_output(path, force, Path.is_file, "a file") as temporary, ExitStack() as stack:
         binary: Any = stack.enter_context(open(temporary, "wb"))
         if path.suffix.lower() == ".gz":
             binary = stack.enter_context(gzip.GzipFile("", "wb", 6, binary, mtime=0))

@@ -7,11 +7,7 @@ from typing import Any
 
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.advise.changes import alternatives
-from ebbtide.interleave.advise.choice import (
-    PolicyChoice,
-    choose_policy,
-    unified_memory_text,
-)
+from ebbtide.interleave.advise.choice import PolicyChoice, choose_policy, unified_memory_text
 from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.lines.setups import PasteContext, PolicySetup, best_setup, placeholders, setup_of
 from ebbtide.interleave.advise.lines.systems import SystemSetup, other_systems

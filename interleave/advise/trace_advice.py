@@ -16,14 +16,7 @@ from ebbtide.interleave.advise.choice import (
     fits_memory,
     unified_memory_text,
 )
-from ebbtide.interleave.advise.job.inputs import (
-    is_same_capacity,
-    note_other_machine,
-    own_machine,
-    own_preset,
-    resolve_machine,
-    share_box,
-)
+from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.job.training_job import recorded_job
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.advise.lines.setups import PasteContext, setup_of
@@ -42,8 +35,8 @@ def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[st
 
     Raises WorkloadError where the trace does not tell the parameters or no iteration, MachineError and PolicyError as
     `replay`."""
-    rates = share_box(resolve_machine(machine or own_preset(trace), trace), None, trace)
-    return replay(note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
+    rates = inputs.share_box(inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace)
+    return replay(inputs.note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
 
 
 class _Job(NamedTuple):
@@ -96,11 +89,11 @@ class TraceAdviser:
 
     @cached_property
     def _job(self) -> _Job | None:
-        machine = own_machine(self._trace)
+        machine = inputs.own_machine(self._trace)
         if machine is None:
             return None
         try:
-            context = PasteContext(recorded_job(self._trace), share_box(machine, None, self._trace))
+            context = PasteContext(recorded_job(self._trace), inputs.share_box(machine, None, self._trace))
             return _Job(workload_of(self._trace), context)
         except (MachineError, WorkloadError):
             return None
@@ -149,5 +142,5 @@ def _machine(trace: Trace, capacity: int | None) -> Machine | None:
     if not capacity:
         return None
     machines = [preset(name) for name in presets()]
-    same = [m for m in machines if m.gpu_memory_bytes and is_same_capacity(capacity, m.gpu_memory_bytes)]
+    same = [m for m in machines if m.gpu_memory_bytes and inputs.is_same_capacity(capacity, m.gpu_memory_bytes)]
     return min(same, key=lambda m: abs(capacity - (m.gpu_memory_bytes or 0)), default=None)

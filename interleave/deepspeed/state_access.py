@@ -8,13 +8,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ebbtide.interleave.deepspeed.subgroup_slices import (
-    HeldMasters,
-    SliceGradients,
-    StoredMasters,
-    SubgroupSlice,
-    engine_subgroups,
-)
+from ebbtide.interleave.deepspeed import subgroup_slices
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
@@ -90,10 +84,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     persistent_parameters: list[Any]
     _runner: AdaptiveRunner | None = None
     _gates: Sequence[MethodGate] = ()
-    _gradients: SliceGradients
+    _gradients: subgroup_slices.SliceGradients
     _masters: list[torch.Tensor]
-    _slices: Sequence[SubgroupSlice]
-    _views: HeldMasters | StoredMasters
+    _slices: Sequence[subgroup_slices.SubgroupSlice]
+    _views: subgroup_slices.HeldMasters | subgroup_slices.StoredMasters
     _cpu_adam: CpuAdamScalars | None
     _is_open = False
 
@@ -119,7 +113,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     @property
     def _subgroups(self) -> list[Subgroup]:
         dtype = self.fp16_partitioned_groups_flat[0].dtype
-        return engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype)
+        return subgroup_slices.engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype)
 
     def _values(self) -> list[torch.Tensor]:
         """Return the parameters of each slice, flat."""

@@ -7,11 +7,7 @@ from ebbtide.cli.reading import read_ranks, show_result
 
 @command("Start", 4, examples=("findings run.ebb", "findings run.ebb -v"))
 def findings(
-    trace: TraceFile,
-    jobs: Jobs = None,
-    scheduler: Scheduler = None,
-    verbose: Verbose = False,
-    as_json: Json = False,
+    trace: TraceFile, jobs: Jobs = None, scheduler: Scheduler = None, verbose: Verbose = False, as_json: Json = False
 ) -> None:
     """Print what slows the job down, with evidence and the estimated gain per iteration."""
     from ebbtide.analysis.findings import find

@@ -63,8 +63,7 @@ def profile(
     ] = False,
     metrics: Metrics = None,
     on_demand: Annotated[
-        bool,
-        typer.Option("--on-demand", help="Record phases alone, and details when --attach asks for them."),
+        bool, typer.Option("--on-demand", help="Record phases alone, and details when --attach asks for them.")
     ] = False,
     attach: Annotated[
         Path | None,

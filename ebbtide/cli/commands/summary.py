@@ -125,8 +125,7 @@ def summary(
         ),
     ] = "phase",
     rank: Annotated[
-        int | None,
-        rank_option("by phase all, with the times of the slowest one; else the first one, all with --json"),
+        int | None, rank_option("by phase all, with the times of the slowest one; else the first one, all with --json")
     ] = None,
     by_rank: Annotated[bool, typer.Option("--by-rank", hidden=True)] = False,
     subgroups: Annotated[bool, typer.Option("--subgroups", hidden=True)] = False,

@@ -58,10 +58,7 @@ class BatchSettings:
 
 
 def job_of_size(
-    shape: TransformerShape,
-    batch: BatchSettings,
-    checkpointing: bool,
-    implementation: Implementation = NOT_STATED,
+    shape: TransformerShape, batch: BatchSettings, checkpointing: bool, implementation: Implementation = NOT_STATED
 ) -> TrainingJob:
     """Return a job of a decoder in bf16 with Adam, whose parameters, gradients and state all ranks share."""
     ranks, micro_batch = batch.ranks or 1, batch.micro_batch or 1

@@ -97,11 +97,7 @@ def _adapters(one: Variant) -> Iterable[Variant]:
     memory = replace(memory, fixed_bytes=memory.fixed_bytes + _ADAPTER_OWN_BYTES * adapters, gradient_share=0.0)
     workload = replace(job.workload, params=adapters, sizes=None, subgroup_params=adapters)
     job = replace(
-        job,
-        workload=workload,
-        memory=memory,
-        state_bytes=_ADAPTER_STATE_BYTES,
-        facts=replace(facts, has_adapters=True),
+        job, workload=workload, memory=memory, state_bytes=_ADAPTER_STATE_BYTES, facts=replace(facts, has_adapters=True)
     )
     yield replace(one, job=job)
 
