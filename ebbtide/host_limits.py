@@ -112,8 +112,7 @@ def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
     """Return how many logical cores each rank on this host may use, at least 1.
 
     They (`local_ranks` by default) share those of their launcher, the parent of this process, which may have bound this
-    rank to fewer of them.
-    """
+    rank to fewer of them."""
     own = launcher = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = max(own, len(os.sched_getaffinity(os.getppid())))
@@ -159,8 +158,7 @@ def _control_group_values(root: Path, controller: str, unified: str, legacy: str
 def _control_groups(root: Path, controller: str, process: str) -> Iterator[tuple[Path, bool]]:
     """Yield the folder of each control group above a process, the nearest first, and whether it is of version 2.
 
-    Inside a container the group's own path may not be mounted, so the root of the mount is among them in any case.
-    """
+    Inside a container the group's own path may not be mounted, so the root of the mount is among them in any case."""
     for group_line in (_text(root / "proc" / process / "cgroup") or "").splitlines():
         _, names, path = group_line.split(":", 2)
         if names and controller not in names.split(","):

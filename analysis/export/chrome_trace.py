@@ -44,8 +44,7 @@ def device_events(process: Process, trace: Trace, rank: int, first_correlation: 
     Kernels are on a track per device and stream, and so are copies in a trace with kernels. Without kernels, copies are
     on a track per device and direction, or per stream where copies of one direction overlap. A flow leads from each
     launch to what it launched. `first_correlation` is the number of the first flow, as `count_launches` of the ranks
-    before add up to.
-    """
+    before add up to."""
     kernels = checked(trace, trace.kernels(rank), "a kernel")
     copies = checked(trace, trace.transfers(rank), "a copy")
     kernels, copies = (

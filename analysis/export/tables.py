@@ -36,8 +36,7 @@ def iterations_table(trace: Trace) -> pd.DataFrame:
     Columns: rank, iteration, start_ns, end_ns; iteration_ms and PHASE_ms; pool, and PHASE_peak_bytes of this pool;
     PHASE_h2d_bytes and PHASE_d2h_bytes. Phases are forward, backward, update, other. Times are those of the device if
     every phase has them; peaks are between host times. Values that were not recorded, and phases that did not run, are
-    missing.
-    """
+    missing."""
     pool = peak_pool(trace)
     parts = [_iterations(trace, rank, pool) for rank in trace.ranks]
     columns = {"rank": "int64", "iteration": "int64", "start_ns": "int64", "end_ns": "int64"}

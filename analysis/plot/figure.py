@@ -95,8 +95,7 @@ def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
     """Write a figure to a file, with its title in the file's metadata; `format` is `png`, `svg` or `pdf`.
 
     Raises:
-        OSError: The file cannot be written.
-    """
+        OSError: The file cannot be written."""
     figure.savefig(file, format=format, metadata={"Title": figure.get_label()})
 
 

@@ -117,8 +117,7 @@ def _add_renderer(
 ) -> models.GlyphRenderer:
     """Add a renderer to a plot.
 
-    `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows and which take time.
-    """
+    `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows and which take time."""
     renderer = models.GlyphRenderer(data_source=source, glyph=glyph, hover_glyph=hover, name=name, tags=colors)
     plot.renderers.append(renderer)
     return renderer

@@ -26,8 +26,7 @@ _UNKNOWN_SIZE = -(2**62)
 def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel:
     """Return the panel of a rank's device; empty where no memory was recorded in the interval.
 
-    Pools of the host are in it where the device is the CPU. Memory by category is a stack behind the lines.
-    """
+    Pools of the host are in it where the device is the CPU. Memory by category is a stack behind the lines."""
     capacity = devices.capacity_bytes(trace, rank)
     stack = _category_stack(trace, rank, axis, resolution)
     excluded = _host_pools(trace, rank) | _category_pools(trace, rank)

@@ -32,8 +32,7 @@ def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Fl
     """Return a function from times (ns) to the total of amounts that has passed by each time; its differences are
     exact.
 
-    Each amount passes evenly between its start and end. Amounts may overlap in time.
-    """
+    Each amount passes evenly between its start and end. Amounts may overlap in time."""
     if not len(starts):
         return lambda times: np.zeros(len(times))
     # An amount that takes no time passes in the nanosecond before its end.

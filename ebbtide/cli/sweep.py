@@ -105,8 +105,7 @@ class SweepOutputs:
 def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: str | None) -> None:
     """Replay every job on every machine under every policy at every size, and print the best ones.
 
-    With a table to write, finished rows are kept in a file next to it, so that a stopped sweep can be continued.
-    """
+    With a table to write, finished rows are kept in a file next to it, so that a stopped sweep can be continued."""
     scenarios = sweep.scenarios()
     if not (sweep.traces or sweep.workloads):
         raise typer.BadParameter("nothing to replay: give traces, or workload files with --workload")

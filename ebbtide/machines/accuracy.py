@@ -113,8 +113,7 @@ def uncertainty_of(machine: Machine) -> dict[str, float]:
     known as well as its runs agree, and no better than within 5 %.
 
     Returns:
-        Factors of at least 1 by the key of the rate; rates without a known uncertainty are missing.
-    """
+        Factors of at least 1 by the key of the rate; rates without a known uncertainty are missing."""
     factors = {key: _measured_factor(entry) for key, entry in _object(machine.extra, "measured").items()}
     for stated in (_object(_object(machine.extra, "fit"), "uncertainty"), _object(machine.extra, "uncertainty")):
         factors |= {key: float(value) for key, value in stated.items() if isinstance(value, (int, float))}

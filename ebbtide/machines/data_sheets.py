@@ -163,8 +163,7 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
 def _link_rates(machine: Machine, link: str, memory_peak: float, host: FigureSource) -> tuple[Share, Share]:
     """Return the rates of pinned copies to the device and to the host: measured ones of the GPU, or a share of a peak.
 
-    `memory_peak` is that of a rank, bytes/s: where GPU and CPU share the memory, a copy reads and writes it.
-    """
+    `memory_peak` is that of a rank, bytes/s: where GPU and CPU share the memory, a copy reads and writes it."""
     name = machine.gpu.name if machine.gpu is not None else None
     measured = next((sheet.c2c for sheet in GPU_SHEETS.values() if sheet.compute.name == name), None)
     if link == UNIFIED:

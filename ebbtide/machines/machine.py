@@ -68,8 +68,7 @@ class Machine:
         box: Totals of the box; None: measured with one rank, or not known with how many.
         gpu: Peak rates of the GPU's arithmetic; None: not known.
         storage: Paths for state that host memory does not hold; empty: none.
-        extra: Further keys of the file, which are kept.
-    """
+        extra: Further keys of the file, which are kept."""
 
     name: Annotated[str, Meta(description="a text")] = "unnamed"
     gpu_memory_bytes: DeviceBytes | None = None
@@ -124,8 +123,7 @@ class Machine:
         The box's memory and storage are divided by the ranks. Each rank has a GPU and link of its own.
 
         Raises:
-            MachineError: The totals of the box are not known, and `ranks` is not 1.
-        """
+            MachineError: The totals of the box are not known, and `ranks` is not 1."""
         if (box := self.box) is None:
             if ranks == 1:
                 return self

@@ -32,8 +32,7 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
     More ranks are the greatest change, since they cost hardware; then a smaller micro-batch with more micro-steps, then
     activation checkpointing, which costs a forward; the offload of optimizer state is the least. Ranks are doubled,
-    micro-batches are divisors of that of the job.
-    """
+    micro-batches are divisors of that of the job."""
     own = job.settings
     for ranks in _doubled(own.ranks):
         for micro_batch in _divisors(own.micro_batch):
@@ -63,8 +62,7 @@ def least_settings(
 ) -> tuple[TunableSettings, PlacedWorkload, Machine] | None:
     """Return the least change with which a job fits a machine, its workload, and the machine's rates for one rank.
 
-    `policies` are those to choose from; empty: all. None if the job fits with none of the changes.
-    """
+    `policies` are those to choose from; empty: all. None if the job fits with none of the changes."""
     for settings in settings_in_order(job):
         shared = share_host(machine, settings.ranks, ranks_per_host)
         placed = place(job, settings, shared)

@@ -34,8 +34,7 @@ class OverlapChoice:
     def most_clipped(self) -> float | None:
         """The share of clipped steps up to which the plan is no slower than without overlap; None: whatever it is.
 
-        A plan that is made for another share speculates as much as pays there.
-        """
+        A plan that is made for another share speculates as much as pays there."""
         valid_s = self.steps.valid.iteration_s
         redone_s = self.steps.redone.iteration_s if self.steps.redone is not None else valid_s
         return None if redone_s <= self.without_s else max(0.0, (self.without_s - valid_s) / (redone_s - valid_s))
@@ -98,8 +97,7 @@ def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None 
     """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`.
 
     It is `interleaved:2` in place of `adaptive` if the free memory is unknown. `job` tells whether DeepSpeed runs it,
-    which takes less overlap. Raises MachineError if the machine lacks a rate that the best policy needs.
-    """
+    which takes less overlap. Raises MachineError if the machine lacks a rate that the best policy needs."""
     on_gpu = all_on_device(own_workload(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))

@@ -46,8 +46,7 @@ def iteration_range(steps: Steps, machine: Machine, compute_factor: float) -> It
     which are known within `compute_factor`, and the same plan is simulated again. Changes of the logarithm of the
     iteration are summed as squares, longer and shorter ones apart, and extended to the 10th and the 90th percentile. If
     the machine was fitted to runs of the same policy, its rates together are known better than each of them: the
-    residuals of the fit count instead.
-    """
+    residuals of the fit count instead."""
     likely = steps.iteration_s
     if likely <= 0:
         return IterationRange(likely, likely, likely)

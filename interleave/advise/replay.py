@@ -239,8 +239,7 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
     """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap.
 
     Mechanisms that need a rate or a property of the workload that is not known are left out. Where state is in storage
-    the last step is what enough host memory would gain.
-    """
+    the last step is what enough host memory would gain."""
     steps: list[AblationStep] = []
     plan: Plan | None = None
 

@@ -17,8 +17,7 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
     iteration, and those of the last one are left out, or cut off, where the trace ends.
 
     The pool `device` has the memory of the job and of the plan. If the free memory or the memory of the device is not
-    known, the pool is `planned` and has the memory of the plan only.
-    """
+    known, the pool is `planned` and has the memory of the plan only."""
     workload = schedule.workload
     builder = TraceBuilder("simulated", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
     builder.meta["warmup_iterations"] = 0

@@ -73,8 +73,7 @@ class TraceAdviser:
     def policy_setting(self) -> Setting | None:
         """Return the best policy of ebbtide; None where nothing should be offloaded, or the job cannot be simulated.
 
-        It takes seconds: the policy `adaptive` searches for its plan.
-        """
+        It takes seconds: the policy `adaptive` searches for its plan."""
         if self._job is None:
             return None
         workload, context = self._job
@@ -113,8 +112,7 @@ def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
 
     The plan is that of the policy `pipelined`, which updates on the CPU, on the recorded machine or on the preset with
     as much device memory. What it uses on the device is subtracted. The remedy stays as it is where the trace cannot be
-    replayed, for example since no iteration was finished.
-    """
+    replayed, for example since no iteration was finished."""
     bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
     machine = _machine(trace, error.record.capacity_bytes)
     if bound is None or machine is None:

@@ -144,8 +144,7 @@ def _measure_variant(
 ) -> tuple[float, str, Timing]:
     """Measure the engine's kernel and a variant of it, in turns; record both rates under `key` and their names.
 
-    Return (rate of the variant / rate of the kernel, threads and parameters in words, times of the variant).
-    """
+    Return (rate of the variant / rate of the kernel, threads and parameters in words, times of the variant)."""
     params = setup.working_set // KERNEL_BYTES
     update = OnePassAdamW(params, setup.threads)
     usual, varied = measure_times([update, lambda: variant(update)], 2 * setup.window_s, setup.ranks)

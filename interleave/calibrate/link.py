@@ -224,8 +224,7 @@ def compare_samples(samples: Sequence[RateSample], copies: ReferenceCopies) -> d
         lag_ms: Time from the start of the copies to the middle of the first window with half of the median rate; its
             resolution is that of the samples.
         dropouts: Share of the samples below half of the actual rate.
-        samples: Number of samples during the copies; if it is 0, all others are None.
-    """
+        samples: Number of samples during the copies; if it is 0, all others are None."""
     rates = [sample.bytes_per_s for sample in samples if copies.start_ns + _SETTLE_NS <= sample.end_ns <= copies.end_ns]
     if not rates:
         return {"scale": None, "lag_ms": None, "dropouts": None, "samples": 0}

@@ -73,8 +73,7 @@ class Ranks:
     def joined(self) -> Iterator[Ranks]:
         """Connect to the other ranks by gloo for the block; report an error of the block to them.
 
-        Like `wait` and `gather` it raises MachineError where another rank failed, was killed, or does not answer.
-        """
+        Like `wait` and `gather` it raises MachineError where another rank failed, was killed, or does not answer."""
         from torch import distributed
 
         with self._peers():

@@ -137,8 +137,7 @@ def calibrate(
 ) -> Machine:
     """Measure the rates of this machine while all ranks measure; every rank must call this.
 
-    The rate of the slowest rank counts. `storage` are folders for state that host memory does not hold.
-    """
+    The rate of the slowest rank counts. `storage` are folders for state that host memory does not hold."""
     record = _measure(ranks, seconds, progress, storage)
     rates_by_rank = ranks.gather(record.rates)
     extra: dict[str, Any] = {"measured": record.measured, **record.extra}

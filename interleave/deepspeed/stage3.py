@@ -22,8 +22,7 @@ class InterleavedStage3(StateAccess):
 
     DeepSpeed reduces and partitions gradients, computes their norm, scales the loss, gathers parameters and writes
     checkpoints, as always. This class replaces the copies of gradients to the host, and the loop over subgroups in
-    `step`.
-    """
+    `step`."""
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         check_optimizer(init_optimizer)

@@ -58,8 +58,7 @@ def calibrate(
 ) -> None:
     """Measure the rates that `replay` needs (memory, updates, copies), or fit them from traces of the machine.
 
-    All rates are of one rank while all ranks of its host update and no copies run.
-    """
+    All rates are of one rank while all ranks of its host update and no copies run."""
     for option, value in (("--ranks", ranks), ("--storage", storage)):
         if from_trace and value:
             raise typer.BadParameter(f"{option} is for measuring; with --from-trace nothing is measured")

@@ -92,8 +92,7 @@ def compare(
 
     Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan runs as predicted.
     Losses must be equal under all policies, bit for bit; otherwise the exit status is 1. Medians leave the first two
-    steps of each out.
-    """
+    steps of each out."""
     check_outputs(plot, save)
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params must be at least 1")

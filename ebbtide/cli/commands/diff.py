@@ -34,8 +34,7 @@ def diff(
 ) -> None:
     """Compare time, memory, link use and setup of two runs, and fail if the second one is above limits.
 
-    Traces, those of dry runs and stored files of `summary --json` can be compared.
-    """
+    Traces, those of dry runs and stored files of `summary --json` can be compared."""
     from ebbtide.analysis.diff import compare
     from ebbtide.analysis.diff.gate import Limit, results
     from ebbtide.analysis.diff.runs import open_run

@@ -82,8 +82,7 @@ def dry_run(
     """Predict the device memory and the copies of a training job, without a GPU.
 
     The unmodified script runs on this host with a faked CUDA device: tensors on it have shapes and no values, so that
-    they take no memory and no time. The result is a trace like a recorded one. What the job saves is not written.
-    """
+    they take no memory and no time. The result is a trace like a recorded one. What the job saves is not written."""
     from ebbtide.cli.commands.profile import trace_name
     from ebbtide.cli.printing import echo_line, on_stderr
     from ebbtide.errors import UserError

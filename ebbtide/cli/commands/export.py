@@ -27,8 +27,7 @@ def export(
     """Write a trace as trace-event JSON, which ui.perfetto.dev and chrome://tracing open, or as tables.
 
     Tables are a folder of files: phases, memory, link, gpu, transfers, ops, iterations, windows. --force replaces it
-    only if it contains nothing but tables.
-    """
+    only if it contains nothing but tables."""
     if format == "perfetto":
         refuse_options(
             context, {"trace", "output", "format", "force"}, "is for tables: --format csv or --format parquet"

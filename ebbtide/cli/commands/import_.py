@@ -64,8 +64,7 @@ def import_(
 ) -> None:
     """Convert files of other tools into a trace, or merge the traces that the hosts of one job recorded.
 
-    Give all files of a run together, e.g. a log and its monitor CSV.
-    """
+    Give all files of a run together, e.g. a log and its monitor CSV."""
     from ebbtide.profiler.trace.files import is_trace
 
     if all(map(is_trace, sources)):

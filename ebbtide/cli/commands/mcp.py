@@ -17,8 +17,7 @@ def mcp(
 ) -> None:
     """Serve summary, findings, windows, replay, plan and dry-run to an assistant, on standard input and output.
 
-    Needs the package mcp: pip install 'ebbtide[mcp]'. Each answer is the screen of a command, under 2,000 tokens.
-    """
+    Needs the package mcp: pip install 'ebbtide[mcp]'. Each answer is the screen of a command, under 2,000 tokens."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
     try:

@@ -37,8 +37,7 @@ def memory(
 ) -> None:
     """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory.
 
-    With --at, print what holds the memory at one time instead.
-    """
+    With --at, print what holds the memory at one time instead."""
     from ebbtide.profiler.trace import open_trace
 
     if at is None:

@@ -94,8 +94,7 @@ def plan(
 ) -> None:
     """Choose a machine for a job: does it fit, which change makes it fit, which policy, how fast, at which cost?
 
-    Figures are per rank, times are ranges that hold with a probability of 80 %.
-    """
+    Figures are per rank, times are ranges that hold with a probability of 80 %."""
     plot = plot or output
     check_outputs(plot, None)
     traces = [name for name in names or () if _is_trace(name)]

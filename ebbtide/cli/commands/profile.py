@@ -79,8 +79,7 @@ def profile(
 
     The job takes the place of this command: it runs unchanged, with its own process id, output, signals and exit
     status. The trace is finished when it has ended. With --watch it is a child of this command. In its name {host} is
-    the name of this host.
-    """
+    the name of this host."""
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.recording.launch import profile as profile_job
 

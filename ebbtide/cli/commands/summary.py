@@ -136,8 +136,7 @@ def summary(
 ) -> None:
     """Print time, memory and link use per phase: medians over the iterations of a trace.
 
-    --by prints another table of the same trace.
-    """
+    --by prints another table of the same trace."""
     refuse_options(context, _ALWAYS | _OPTIONS[by], f"does not go with --by {by}")
     if by_rank:
         by = "rank"

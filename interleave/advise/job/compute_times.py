@@ -47,8 +47,7 @@ class RecordedKernels:
         """Return the time of all kernels on one GPU over that on another; None if a rate is not known.
 
         A kernel takes the longer of its operations, at the rate of large products on the GPU, and its bytes at the peak
-        of memory (Williams et al. 2009, "Roofline").
-        """
+        of memory (Williams et al. 2009, "Roofline")."""
         times = [self._seconds(gpu) for gpu in (before, after)]
         if times[0] is None or times[1] is None or not times[0]:
             return None
@@ -164,8 +163,7 @@ def with_collectives(
 
     Exposed ones add their time. Else how far compute hides them is not known: between the longer of the two and their
     sum. The time is the geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %.
-    `gathered_bytes` are those of all parameters, times the micro-steps.
-    """
+    `gathered_bytes` are those of all parameters, times the micro-steps."""
     rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
         return times

@@ -120,8 +120,7 @@ class TransformerShape:
     def forward_flops(self, tokens: float) -> float:
         """Return the operations of a forward; a backward has twice as many.
 
-        2 per weight and token, and for causal attention 2 layers x hidden x sequence per token.
-        """
+        2 per weight and token, and for causal attention 2 layers x hidden x sequence per token."""
         weights = self.layers * self.layer_weights + self.vocabulary * self.hidden
         return tokens * 2.0 * (weights + self.layers * self.hidden * self.sequence)
 
@@ -173,8 +172,7 @@ def compute_span(
     """Return the times of a forward and of a backward of `tokens` tokens without recomputation, s.
 
     Where the implementation is not known, the ends are those of all that are likely, and the typical time is their
-    geometric mean.
-    """
+    geometric mean."""
     rates = GpuRates(machine)
     kinds = [implementation.attention] if implementation.attention else rates.fused_attention
     choices = list(product(implementation.runtimes, kinds))

@@ -47,8 +47,7 @@ def resolve_workload(
 ) -> Workload:
     """Return the workload of a trace, a workload file or a size: exactly one of them.
 
-    The least free device memory, and host memory that the optimizer may use, take the place of what the source has.
-    """
+    The least free device memory, and host memory that the optimizer may use, take the place of what the source has."""
     workload = _workload(trace, file, size)
     if free_bytes is not None:
         workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, float(free_bytes)))
@@ -59,8 +58,7 @@ def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemoryS
     """Return a step function of free memory whose lowest value is `min_bytes`.
 
     The highest value stays: it is the memory that the job never uses. The memory in use beyond that is scaled. A
-    function that is None, or never higher than `min_bytes`, becomes constant.
-    """
+    function that is None, or never higher than `min_bytes`, becomes constant."""
     sizes = [size for _, size in free or ()]
     low, high = min(sizes, default=min_bytes), max(sizes, default=min_bytes)
     if free is None or min_bytes >= high or low == high:
@@ -128,8 +126,7 @@ def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None)
 
     Without `ranks_per_host` they are as many as the trace had, if the machine has a `box`, else the rates stay; on
     another machine than that of the trace no more than it has GPUs. A simulated trace is of a single rank whose machine
-    is scaled already.
-    """
+    is scaled already."""
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":
@@ -152,8 +149,7 @@ def note_other_machine(
     """Return the workload of a trace on a machine, with a note if the machine is not the one of the trace.
 
     Times of forward and backward are those of the recording on any machine. On a GPU with less memory so much less is
-    free, unless it is stated what is.
-    """
+    free, unless it is stated what is."""
     if trace is None:
         return workload
     other, lacking = _other_machine(machine, trace)

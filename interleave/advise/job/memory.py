@@ -67,8 +67,7 @@ def own_bytes(
     """Return (point, bytes) of the job's own device memory with some settings.
 
     `share` is a rank's share of the parameters, as a share of what it had; `grad_bytes` are those of gradients that
-    stay on the device for all of the iteration, since micro-steps were added.
-    """
+    stay on the device for all of the iteration, since micro-steps were added."""
     batch = 1.0
     if settings.micro_batch is not None and job.settings.micro_batch is not None:
         batch = settings.micro_batch / job.settings.micro_batch
@@ -154,8 +153,7 @@ def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> t
 
     What every moment of the iteration has is fixed, but for the parameters. Of the rest, gradients that stay on the
     device until the step (`gradients_held`) are counted as they are computed in the backward; all else counts as
-    activations. None where the memory of the device is not known, and where the state is not known to be there.
-    """
+    activations. None where the memory of the device is not known, and where the state is not known to be there."""
     metrics = JobMetrics(trace)
     capacity = capacity_bytes(trace, trace.ranks[0])
     if workload.gpu_free is None or capacity is None:

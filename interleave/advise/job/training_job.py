@@ -21,8 +21,7 @@ _ASYNC_GRADIENTS = (0, 19, 5)
 class RecordedJob:
     """The settings of a job, as far as they are known. Without DeepSpeed it has no configuration and no stage.
 
-    `state_bytes`: bytes of optimizer state per parameter where the job keeps it on the device; None elsewhere.
-    """
+    `state_bytes`: bytes of optimizer state per parameter where the job keeps it on the device; None elsewhere."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
@@ -87,8 +86,7 @@ def recorded_policy(trace: Trace) -> str | None:
 
     It is the policy of ebbtide's engine if that ran the job's updates; otherwise it follows from the configuration.
     `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are the keys of the published implementation
-    of interleaving. None if it is not known.
-    """
+    of interleaving. None if it is not known."""
     from ebbtide.analysis.metrics.deepspeed import deepspeed_of, version_numbers
 
     job = deepspeed_of(trace)

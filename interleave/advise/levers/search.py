@@ -39,8 +39,7 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
     """Return the cheapest changes with which a job fits a machine; None if none helps, or its memory is not known.
 
     Sets of changes are compared by the number of GPUs, then by their dearest one, then by the next: no part of the
-    result fits by itself.
-    """
+    result fits by itself."""
     own, levers = Variant(job, job.settings), [lever for lever in _possible(job, machine) if lever.name != _RANKS]
     by_ranks = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
     for ranks in [job.settings.ranks, *(one.settings.ranks for lever in by_ranks for one in lever.apply(own))]:

@@ -88,8 +88,7 @@ def memory_budget(schedule: Schedule) -> Budget | None:
 
     For `adaptive` it is what each phase leaves free. For other policies it is one number: what is free from the
     backward on, or what the plan needs if that is more. None if the free memory is not known, or the plan of a policy
-    other than `adaptive` uses no device memory.
-    """
+    other than `adaptive` uses no device memory."""
     workload = schedule.workload
     if workload.gpu_free is None:
         return None
@@ -149,8 +148,7 @@ def _call(function: str, arguments: list[str]) -> list[str]:
 def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, stage: int = 3) -> dict[str, Any]:
     """Return a configuration that `deepspeed.initialize` accepts, with the settings of the job.
 
-    `ratio` is the share of the state that is offloaded to the CPU; None: nothing is. One below 1 needs stage 3.
-    """
+    `ratio` is the share of the state that is offloaded to the CPU; None: nothing is. One below 1 needs stage 3."""
     offload: dict[str, Any] = {"device": "none"}
     if ratio is not None:
         offload = {"device": "cpu", "pin_memory": True, "ratio": ratio}

@@ -47,8 +47,7 @@ def chart(replay: Replay) -> Figure:
 
     Policies that do not fit, or are not known to fit, and those that are not exact, are labelled. A strip below each
     bar shows when updates, or copies of state and parameters, run; what is right of the bar runs under the next
-    forward. The bound is that with the overlap of all policies.
-    """
+    forward. The bound is that with the overlap of all policies."""
     bars = [
         policy_bars.PolicyBar(
             name=result.policy,
@@ -114,8 +113,7 @@ matplotlib.use("Agg")
 def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
     """Draw the lanes of all resources for each policy, under the phases of the iteration.
 
-    Operations that end in the next iteration continue at the left. All policies have the same scale.
-    """
+    Operations that end in the next iteration continue at the left. All policies have the same scale."""
     lanes = [["phase", *resource_lanes(schedule)] for schedule in schedules]
     height = 1.1 + sum(0.45 + 0.22 * len(names) for names in lanes)
     figure = Figure(figsize=(9.5, height), layout="constrained", dpi=130)

@@ -48,8 +48,7 @@ def machine_of(paths: Sequence[Path], name: str) -> Machine:
 
     Rates that follow from the sub-steps of recorded jobs are taken from them and not fitted. The key `fit` of the
     machine file says how good the fit is (see `MachineFit`), and which policies the traces ran under. Raises
-    MachineError where a trace does not record how it was offloaded, or the traces are of different GPUs.
-    """
+    MachineError where a trace does not record how it was offloaded, or the traces are of different GPUs."""
     traces = [open_trace(path) for path in paths]
     steps_of_traces = [step_rates(trace) for trace in traces]
     if any(_on_cpu(trace) for trace in traces):

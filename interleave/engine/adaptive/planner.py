@@ -112,8 +112,7 @@ class Planner:
     """Makes plans for a running job; new ones only for policies that depend on rates.
 
     `machine` has the first rates, then those corrected by the steps so far. Plans have no other overlaps than supported
-    ones.
-    """
+    ones."""
 
     def __init__(
         self,

@@ -52,8 +52,7 @@ class Arena:
 
     A block that comes back is handed out again at once: the next stream waits for the mark of its last use. So
     operations allocate nothing, except in memory that is free for a part of an iteration only: that is allocated when
-    an operation needs it, and released to the job after its last use.
-    """
+    an operation needs it, and released to the job after its last use."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -68,8 +68,7 @@ class TransferBuffers:
 class ReturnedGradients:
     """The gradients of a step that are on the device again, each until its update.
 
-    They are in the memory of their parameters, or in blocks of their own (see `gradient_elements`).
-    """
+    They are in the memory of their parameters, or in blocks of their own (see `gradient_elements`)."""
 
     def __init__(self, subgroups: Sequence[Subgroup], device: Device, arena: Arena) -> None:
         self._subgroups = subgroups

@@ -133,8 +133,7 @@ def _waits(
     """Return how long forward and backward wait.
 
     Updates beside the step need phases to run in, which take no core of the CPU that runs updates: by default, on an
-    emulated device, a forward as long as all updates on the CPU take, and a backward twice as long.
-    """
+    emulated device, a forward as long as all updates on the CPU take, and a backward twice as long."""
     if config.waits is not None:
         if any(config.waits) and not testbed.emulated:
             raise UserError("--forward-ms and --backward-ms are for an emulated device: add --emulate-link, e.g. 1GB")

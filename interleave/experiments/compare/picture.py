@@ -38,8 +38,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
 
     Figures are the median iteration by phase, device and host memory, and the traffic of storage. The axis of the lanes
     is the time in ms from the start of the update; earlier operations are left of 0, and those that end in the next
-    iteration right of the end of the update. Backward and next forward are shaded. All policies have the same scale.
-    """
+    iteration right of the end of the update. Backward and next forward are shaded. All policies have the same scale."""
     results = comparison.results
     lanes = [resource_lanes(result.measured) for result in results]
     heights = [_TITLE_HEIGHT + _LANE_HEIGHT * (2 * len(names) + _HALF_DISTANCE) for names in lanes]

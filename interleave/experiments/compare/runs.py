@@ -270,8 +270,7 @@ def _with_phases(schedule: Schedule, times: PhaseTimes) -> Schedule:
     """Return the schedule with the phases of the training loop.
 
     The update begins where the backward has returned, also where the optimizer first does other work than that of its
-    plan, such as a norm. The workload's forward has no waits for late updates.
-    """
+    plan, such as a norm. The workload's forward has no waits for late updates."""
     forward, backward = times.forward_s, times.backward_s
     waited_s = max(0.0, schedule.forward_s - schedule.workload.forward_s)
     return replace(
@@ -293,8 +292,7 @@ def _synchronize(job: Job) -> None:
 def _deterministic_algorithms() -> Iterator[None]:
     """Make the backward on a GPU give the same bits in each run.
 
-    Matrix products there also need CUBLAS_WORKSPACE_CONFIG, which has to be set before the process uses CUDA.
-    """
+    Matrix products there also need CUBLAS_WORKSPACE_CONFIG, which has to be set before the process uses CUDA."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     # Filling would be part of the measured time of each allocation.

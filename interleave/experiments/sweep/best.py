@@ -138,8 +138,7 @@ def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
     """Return the best combination of each workload, machine, size, and free memory of device and host, in order.
 
     Combinations that are exact come before those that are not, and those that fit before those for which that is not
-    known; those that do not fit are left out.
-    """
+    known; those that do not fit are left out."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in _GROUP), []).append(row)

@@ -99,8 +99,7 @@ def find_pairs(
 
     Without machines each trace goes with its recorded one, else with the preset of its card. Rates are those of one of
     `ranks_per_host` ranks on a host (None: as many as the trace has). Different workloads or machines with the same
-    name are named by their paths instead.
-    """
+    name are named by their paths instead."""
     sources: list[tuple[Trace | None, Path]] = [
         *((open_trace(path), path) for path in traces),
         *((None, path) for path in files),
@@ -148,8 +147,7 @@ class Journal:
     """A file of JSON lines, one per finished row with the key of its task.
 
     It is next to the output until all rows are finished. A row survives the end of this process as soon as `add`
-    returns. An incomplete line is ignored.
-    """
+    returns. An incomplete line is ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -274,8 +272,7 @@ def compute_rows(
     """Compute the rows of all tasks that are not in the journal, and add them to it.
 
     Rows are in the order of the tasks. `progress` is called with the numbers of finished and of all rows, at the start
-    and after each row.
-    """
+    and after each row."""
     keys = [task_key(task) for task in tasks]
     finished = journal.rows()
     rows = {key: finished[key] for key in keys if key in finished}
