@@ -7,6 +7,8 @@ import typer
 
 from ebbtide.cli import options
 from ebbtide.cli.command import command
+from ebbtide.cli.printing import echo_line, on_stderr, print_view
+from ebbtide.cli.reading import print_next
 from ebbtide.profiler.dryrun.jobs.settings import Method, ModelJob, Optimizer, Precision, PreparedJob, Strategy
 
 # Options of `--model` alone.
@@ -84,7 +86,6 @@ def dry_run(
     The unmodified script runs on this host with a faked CUDA device: tensors on it have shapes and no values, so that
     they take no memory and no time. The result is a trace like a recorded one. What the job saves is not written."""
     from ebbtide.cli.commands.profile import trace_name
-    from ebbtide.cli.printing import echo_line, on_stderr
     from ebbtide.errors import UserError
     from ebbtide.machines.catalog import find_machine
     from ebbtide.profiler.dryrun.jobs.model_job import prepare_model_job
@@ -124,7 +125,22 @@ def dry_run(
         machine=chosen,
         force=force,
         ranks=ranks,
-        printer="ebbtide.cli.render.dry_run:print_dry_run",
+        printer="ebbtide.cli.commands.dry_run:print_dry_run",
         check=check,
         scratch=job.scratch,
     )
+
+
+def print_dry_run(path: Path) -> bool:
+    """Print on stderr whether the job fits, its memory and time, and what is next; return whether it may fit."""
+    from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.analysis.tables.prediction import MISFIT, prediction_view, verdict
+    from ebbtide.profiler.trace import open_trace
+
+    trace = open_trace(path)
+    with on_stderr():
+        print_view(prediction_view(trace))
+        echo_line("figures that the script itself printed mean nothing: nothing was computed")
+        for follow_up in ("memory {} --at peak", "plan {}"):
+            print_next(trace, follow_up)
+    return verdict(JobMetrics(trace)) != MISFIT

@@ -103,7 +103,7 @@ def plan(
     if params is None and (layers or hidden or heads or runtime or attention or checkpointing):
         raise typer.BadParameter("--layers, --hidden, --heads, --runtime, --attention, --checkpointing need --params")
 
-    from ebbtide.cli.render.advice import print_code, print_plans
+    from ebbtide.cli.advice import print_code, print_plans
     from ebbtide.interleave.advise.job.decoder import Implementation, shape_of
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload

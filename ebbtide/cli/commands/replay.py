@@ -15,7 +15,7 @@ from ebbtide.cli.printing import echo, echo_line, print_view
 from ebbtide.cli.sweep import Sweep, SweepOutputs, replay_many
 
 if TYPE_CHECKING:
-    from ebbtide.cli.render.advice import Before
+    from ebbtide.cli.advice import Before
     from ebbtide.interleave.advise.job import inputs
     from ebbtide.interleave.advise.replay import Replay
     from ebbtide.profiler.trace import Trace
@@ -145,7 +145,7 @@ def replay(
     if plot is not None and plot_schedules is not None and plot.resolve() == plot_schedules.resolve():
         raise typer.BadParameter(f"{plot} cannot be both pictures: choose two paths")
 
-    from ebbtide.cli.render.advice import print_recommendation, print_setups
+    from ebbtide.cli.advice import print_recommendation, print_setups
     from ebbtide.errors import PlanError, PolicyError
     from ebbtide.interleave.advise.job import inputs
     from ebbtide.interleave.advise.job.training_job import recorded_job
@@ -235,7 +235,7 @@ def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: fl
 def _before(replayed: Replay, recording: Trace | None, baseline: str) -> Before:
     """Return the recorded iteration; without one, the simulated iteration of the baseline."""
     from ebbtide.analysis.metrics.iterations import median_ms
-    from ebbtide.cli.render.advice import Before
+    from ebbtide.cli.advice import Before
 
     recorded_ms = median_ms(recording, "iteration") if recording is not None else None
     if recorded_ms is not None:
