@@ -137,6 +137,7 @@ RanksPerHost = Annotated[
     ),
 ]
 Plot = Annotated[Path | None, valued("FILE", "Also write a picture to this .png, .svg or .pdf file.")]
+Save = Annotated[Path | None, valued("FOLDER", "Also write the traces of each policy into this folder.")]
 Metrics = Annotated[
     str | None,
     valued(

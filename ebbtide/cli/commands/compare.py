@@ -81,9 +81,7 @@ def compare(
     ] = None,
     seed: Annotated[int, options.valued("N", "Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
     plot: options.Plot = None,
-    save: Annotated[
-        Path | None, options.valued("FOLDER", "Also write the traces of each policy into this folder.")
-    ] = None,
+    save: options.Save = None,
     force: options.Force = False,
     verbose: options.Verbose = False,
     as_json: options.Json = False,

@@ -107,9 +107,7 @@ def replay(
     plot_schedules: Annotated[
         Path | None, options.valued("FILE", "Also draw each policy's operations by resource into this file.")
     ] = None,
-    save: Annotated[
-        Path | None, options.valued("FOLDER", "Also write the traces of each policy into this folder.")
-    ] = None,
+    save: options.Save = None,
     jobs: Annotated[int | None, options.jobs_option("one per core")] = None,
     scheduler: options.Scheduler = None,
     force: options.Force = False,
