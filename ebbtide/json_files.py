@@ -3,6 +3,7 @@
 import json
 import re
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -86,3 +87,9 @@ def validation_problem(error: msgspec.ValidationError) -> ValidationProblem:
     reason, _, location = str(error).partition(" - at `$")
     reason = reason.replace("`", "")
     return ValidationProblem(location.rstrip("`").lstrip("."), reason[:1].lower() + reason[1:])
+
+
+def section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an object in an object of a file; an empty one where the file has another value, or none."""
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}

@@ -10,6 +10,7 @@ from statistics import NormalDist
 from typing import Any, Literal, TypeVar
 
 from ebbtide.errors import MachineError
+from ebbtide.json_files import section
 from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
 
@@ -85,8 +86,8 @@ _NOT_VALIDATED: dict[Basis, str] = {
 def accuracy_of(machine: Machine) -> Accuracy:
     """Return the accuracy that the further keys of a machine file state (`fit`, `measured`, `source`)."""
     ranks = machine.box.ranks if machine.box is not None else None
-    fit, source = _object(machine.extra, "fit"), _object(machine.extra, "source")
-    errors = [abs(error) for error in _object(fit, "residuals").values() if isinstance(error, (int, float))]
+    fit, source = section(machine.extra, "fit"), section(machine.extra, "source")
+    errors = [abs(error) for error in section(fit, "residuals").values() if isinstance(error, (int, float))]
     if errors:
         undetermined = fit.get("unidentified")
         return Accuracy(
@@ -95,12 +96,12 @@ def accuracy_of(machine: Machine) -> Accuracy:
             largest_error=max(errors),
             undetermined=tuple(map(str, undetermined)) if isinstance(undetermined, list) else (),
             fitted_ranks=tuple(
-                sorted({number for number in _object(fit, "ranks").values() if isinstance(number, int)})
+                sorted({number for number in section(fit, "ranks").values() if isinstance(number, int)})
             ),
             ranks=ranks,
             uncertainty=uncertainty_of(machine),
         )
-    basis: Basis = "measured" if _object(machine.extra, "measured") else "unknown"
+    basis: Basis = "measured" if section(machine.extra, "measured") else "unknown"
     if fit or source.get("kind") == DATA_SHEETS:
         basis = "fitted" if fit else "data sheets"
     return Accuracy(basis, ranks=ranks, uncertainty=uncertainty_of(machine))
@@ -114,8 +115,11 @@ def uncertainty_of(machine: Machine) -> dict[str, float]:
 
     Returns:
         Factors of at least 1 by the key of the rate; rates without a known uncertainty are missing."""
-    factors = {key: _measured_factor(entry) for key, entry in _object(machine.extra, "measured").items()}
-    for stated in (_object(_object(machine.extra, "fit"), "uncertainty"), _object(machine.extra, "uncertainty")):
+    factors = {key: _measured_factor(entry) for key, entry in section(machine.extra, "measured").items()}
+    for stated in (
+        section(section(machine.extra, "fit"), "uncertainty"),
+        section(machine.extra, "uncertainty"),
+    ):
         factors |= {key: float(value) for key, value in stated.items() if isinstance(value, (int, float))}
     return {key: value for key, value in factors.items() if math.isfinite(value) and value >= 1}
 
@@ -169,11 +173,6 @@ def _scaled(values: _Rates, factors: dict[str, float]) -> _Rates:
     """Return an object with its known values multiplied by the factors of their keys."""
     changed = {key: getattr(values, key, None) for key in factors}
     return replace(values, **{key: value * factors[key] for key, value in changed.items() if value is not None})
-
-
-def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, dict) else {}
 
 
 @cache

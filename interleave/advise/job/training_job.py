@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.json_files import section
 from ebbtide.machines.machine import Machine
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class RecordedJob:
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section of the configuration; empty if there is none."""
-        section = self.config.get(name)
-        return section if isinstance(section, dict) else {}
+        return section(self.config, name)
 
     def settings(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Return the configured values of some keys, without those that DeepSpeed's caller fills in (`auto`)."""
