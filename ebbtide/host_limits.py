@@ -3,8 +3,6 @@
 Affinity, control groups of both versions and CPU quotas count, so that the figures are right in containers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -35,10 +33,7 @@ def meminfo_bytes(key: str, root: Path = Path("/")) -> int | None:
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory in bytes that this process may use; None where the host does not report it.
-
-    The least of the host's memory and of the limits of the process's control groups.
-    """
+    """Return the memory in bytes that host and control groups leave to this process; None where it is not reported."""
     total = meminfo_bytes("MemTotal", root)
     limits = [total] if total is not None else []
     limits += [
@@ -50,10 +45,7 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory in bytes that this process may still allocate; None where the host does not report it.
-
-    The least of what the host has available and of what is left in the nearest control group with a limit.
-    """
+    """Return the memory in bytes that host and nearest control group have left for this process; None: not reported."""
     available = meminfo_bytes("MemAvailable", root)
     limits = [available] if available is not None else []
     group = memory_group(os.getpid(), root)
@@ -112,10 +104,7 @@ def stated_local_ranks(environment: Mapping[str, str]) -> int | None:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return how many logical cores this process may use, at least 1.
-
-    The least of its CPU affinity and of the whole cores in the quotas of its control groups.
-    """
+    """Return how many logical cores affinity and quotas of control groups leave to this process, at least 1."""
     return within_quotas(len(os.sched_getaffinity(0)), root)
 
 
@@ -123,8 +112,7 @@ def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
     """Return how many logical cores each rank on this host may use, at least 1.
 
     They (`local_ranks` by default) share those of their launcher, the parent of this process, which may have bound this
-    rank to fewer of them.
-    """
+    rank to fewer of them."""
     own = launcher = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = max(own, len(os.sched_getaffinity(os.getppid())))
@@ -170,8 +158,7 @@ def _control_group_values(root: Path, controller: str, unified: str, legacy: str
 def _control_groups(root: Path, controller: str, process: str) -> Iterator[tuple[Path, bool]]:
     """Yield the folder of each control group above a process, the nearest first, and whether it is of version 2.
 
-    Inside a container the group's own path may not be mounted, so the root of the mount is among them in any case.
-    """
+    Inside a container the group's own path may not be mounted, so the root of the mount is among them in any case."""
     for group_line in (_text(root / "proc" / process / "cgroup") or "").splitlines():
         _, names, path = group_line.split(":", 2)
         if names and controller not in names.split(","):

@@ -1,10 +1,9 @@
 """Reads JSON files that people write, and converts them to constrained types with one-line errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -19,11 +18,7 @@ _MAX_BYTES = 16 << 20
 
 
 def read_object(path: Path, kind: str, error: type[UserError]) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-        UserError: As `error`, where the file cannot be read or is not a JSON object.
-    """
+    """Read the JSON object in a file. Raises `error` where that is not possible."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise error(f"{path} is too large for a {kind} file")
@@ -50,12 +45,8 @@ def number_range(minimum: float, maximum: float) -> msgspec.Meta:
 def convert_object(values: dict[str, Any], kind: type[T], name: str, error: type[UserError]) -> T:
     """Convert a JSON object to a dataclass or struct whose fields are constrained with msgspec.
 
-    null counts as missing; keys that are not fields are ignored.
-
-    Raises:
-        UserError: As `error`, where a value is missing or does not fit; the message names its key, the value and what
-            is allowed.
-    """
+    null counts as missing; keys that are not fields are ignored. Raises `error` where a value is missing or does not
+    fit, with its key, the value and what is allowed."""
     hints = get_type_hints(kind, include_extras=True)
     try:
         return msgspec.convert({key: values[key] for key in hints if values.get(key) is not None}, kind)
@@ -78,11 +69,7 @@ def _short(value: Any) -> str:
 
 
 def require_object(values: Any, name: str, contents: str, error: type[UserError]) -> dict[str, Any]:
-    """Return a JSON value that must be an object.
-
-    Raises:
-        UserError: As `error`, where it is not an object.
-    """
+    """Return a JSON value that must be an object. Raises `error` where it is not."""
     if not isinstance(values, dict):
         raise error(f"{name} is {values!r:.40}; it must be an object with {contents}")
     return values
@@ -100,3 +87,9 @@ def validation_problem(error: msgspec.ValidationError) -> ValidationProblem:
     reason, _, location = str(error).partition(" - at `$")
     reason = reason.replace("`", "")
     return ValidationProblem(location.rstrip("`").lstrip("."), reason[:1].lower() + reason[1:])
+
+
+def section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an object in an object of a file; an empty one where the file has another value, or none."""
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}

@@ -1,7 +1,5 @@
 """Writes output files and folders completely or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -16,14 +14,8 @@ from ebbtide.errors import UserError
 def new_output(path: Path, force: bool, ours: Callable[[Path], bool], kind: str) -> Iterator[Path]:
     """Yield a temporary path for the block to write a file or a folder to, and then move that to `path`.
 
-    If the block raises, the file system is as before.
-
-    Args:
-        force: Replace existing output at `path`.
-
-    Raises:
-        UserError: Something else exists at `path`, or nothing can be written.
-    """
+    If the block raises, the file system is as before. Raises UserError where something exists at `path` (with `force`:
+    that is not ours), or nothing can be written."""
     if os.path.lexists(path):
         if not force:
             raise UserError(f"{path} exists already: choose another path, or replace it with --force")

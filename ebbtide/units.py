@@ -1,7 +1,5 @@
 """Formats quantities for people. GB is 1e9, GiB is 2**30; a quantity that is not known is a dash."""
 
-from __future__ import annotations
-
 import re
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -1,7 +1,5 @@
 """Runs tasks in processes of this machine, or on a Dask cluster, and yields each outcome as it is finished."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import multiprocessing
@@ -10,15 +8,7 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    wait,
-)
+from concurrent import futures
 from typing import TypeVar
 
 from ebbtide.errors import UserError
@@ -50,7 +40,7 @@ def run_locally(
     while waiting or to_repeat:
         queue, processes = (waiting, jobs) if waiting else (deque([to_repeat.popleft()]), 1)
         for key, future in _run_in_pool(work, tasks, queue, processes):
-            if not isinstance(future.exception(), BrokenExecutor):
+            if not isinstance(future.exception(), futures.BrokenExecutor):
                 yield key, future.result()
                 continue
             deaths[key] += 1
@@ -95,18 +85,18 @@ def run_on_cluster(
                 yield key, future.result()
             except KilledWorker as error:
                 yield key, WorkerDied(f"its workers died: {error}")
-            except CancelledError:
+            except futures.CancelledError:
                 raise UserError(f"the cluster at {address} has ended: run the same command again to continue") from None
 
 
 def _run_in_pool(
     work: Callable[[Task], Outcome], tasks: Mapping[str, Task], waiting: deque[str], jobs: int
-) -> Iterator[tuple[str, Future[Outcome]]]:
+) -> Iterator[tuple[str, futures.Future[Outcome]]]:
     """Run tasks until none is waiting or the pool is broken; yield (key, future) of each."""
     others = set(multiprocessing.active_children())
     # Not forked: threads of numpy and pyarrow do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(waiting)), context, initializer=_end_with_parent)
+    pool = futures.ProcessPoolExecutor(min(jobs, len(waiting)), context, initializer=_end_with_parent)
     try:
         yield from _completed(pool, work, tasks, waiting, jobs + 1)
     except BaseException:
@@ -119,10 +109,14 @@ def _run_in_pool(
 
 
 def _completed(
-    pool: Executor, work: Callable[[Task], Outcome], tasks: Mapping[str, Task], waiting: deque[str], max_running: int
-) -> Iterator[tuple[str, Future[Outcome]]]:
+    pool: futures.Executor,
+    work: Callable[[Task], Outcome],
+    tasks: Mapping[str, Task],
+    waiting: deque[str],
+    max_running: int,
+) -> Iterator[tuple[str, futures.Future[Outcome]]]:
     """Keep up to `max_running` tasks running; tasks that a broken pool does not take stay in `waiting`."""
-    running: dict[Future[Outcome], str] = {}
+    running: dict[futures.Future[Outcome], str] = {}
     broken = False
     # Ctrl-C at a terminal reaches workers, too. They inherit blocked signals, so that only this process reacts to it.
     while running or (waiting and not broken):
@@ -131,11 +125,11 @@ def _completed(
             try:
                 running[pool.submit(work, tasks[waiting[0]])] = waiting[0]
                 waiting.popleft()
-            except BrokenExecutor:
+            except futures.BrokenExecutor:
                 broken = True
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
+        for future in futures.wait(running, return_when=futures.FIRST_COMPLETED).done:
             yield running.pop(future), future
 
 

@@ -15,8 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.numa import binding, topology
-from ebbtide.numa.processes import read_allowed_cpus, read_memory_by_node
-from ebbtide.numa.topology import NumaNode, binding_node, cpus_text, nodes_of, parse_cpus, pci_node, read_nodes
+from ebbtide.numa.topology import (
+    NumaNode,
+    binding_node,
+    cpus_text,
+    nodes_of,
+    parse_cpus,
+    pci_node,
+    read_allowed_cpus,
+    read_memory_by_node,
+    read_nodes,
+)
 from tests.numa_hosts import GIB, numa_host, write_process
 from tests.test_host_limits import host
 

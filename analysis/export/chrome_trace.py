@@ -44,8 +44,7 @@ def device_events(process: Process, trace: Trace, rank: int, first_correlation: 
     Kernels are on a track per device and stream, and so are copies in a trace with kernels. Without kernels, copies are
     on a track per device and direction, or per stream where copies of one direction overlap. A flow leads from each
     launch to what it launched. `first_correlation` is the number of the first flow, as `count_launches` of the ranks
-    before add up to.
-    """
+    before add up to."""
     kernels = checked(trace, trace.kernels(rank), "a kernel")
     copies = checked(trace, trace.transfers(rank), "a copy")
     kernels, copies = (
@@ -155,22 +154,14 @@ _LINK_NOTE = (
 
 
 def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
-    """Write a trace in the Trace Event Format (JSON), complete or not at all.
+    """Write a trace in the Trace Event Format (JSON), complete or not at all. Raises UserError and TraceError.
 
     The file has a process per rank, with tracks for iterations, phases, named ranges, kernels and copies by stream,
     launches and ops, flows from launches to kernels and copies, and counters for memory (bytes), link (bytes/s) and the
     state of the GPUs. Times are microseconds, exact to the nanosecond, after the first time of the trace, which is in
     `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Events are written one by one;
-    gzip-compressed if the name of the file ends in .gz.
-
-    Raises:
-        UserError: The file cannot be written.
-        TraceError: The trace cannot be read.
-    """
-    with (
-        new_output(path, force, Path.is_file, "a file") as temporary,
-        ExitStack() as stack,
-    ):
+    gzip-compressed if the name of the file ends in .gz."""
+    with new_output(path, force, Path.is_file, "a file") as temporary, ExitStack() as stack:
         binary: Any = stack.enter_context(open(temporary, "wb"))
         if path.suffix.lower() == ".gz":
             binary = stack.enter_context(gzip.GzipFile("", "wb", 6, binary, mtime=0))

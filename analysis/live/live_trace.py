@@ -1,7 +1,5 @@
 """Follows a trace while it is recorded, until it is finished; opens a finished one in the same way."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path
@@ -48,8 +46,7 @@ class LiveTrace:
 
     A recording is read as far as it was written, and only what it has gained since the last `poll`; memory is bounded
     by the number of iterations. Nothing is locked or written, and the job is not touched. When the recording has been
-    finished, the tables are read instead.
-    """
+    finished, the tables are read instead."""
 
     def __init__(self, path: str | Path, iterations: int = 50) -> None:
         self.path = Path(path)  # The trace.
@@ -201,8 +198,7 @@ def last_iterations(trace: Trace, count: int) -> Trace:
     """Return the last iterations of a trace, and one before them.
 
     The one before is warm-up: its start is known by the host's clock alone. So is what is left of the trace's warm-up.
-    The same trace where it has not so many iterations, or none at all.
-    """
+    The same trace where it has not so many iterations, or none at all."""
     spans = {rank: intervals(trace, rank, device_times=False).spans for rank in trace.ranks}
     newest = max((int(rows["iteration"].max()) for rows in spans.values() if len(rows)), default=-1)
     first = newest - count

@@ -1,7 +1,5 @@
 """Figures of one rank over the last iterations, and its counters since the recording began."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

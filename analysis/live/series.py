@@ -1,7 +1,5 @@
 """Time series of one rank, cut into the columns of a narrow chart, and the phases of its iterations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Draws traces as pictures with Matplotlib: memory, link and windows of free memory over time."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """Figures of one or more traces: a stack of panels for each, all on the same scales."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +17,7 @@ from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.plot.kinds import Layout, find_kind
 from ebbtide.analysis.plot.kinds.ranks import RanksPanel
 from ebbtide.analysis.plot.kinds.windows import IdlePanel, WindowsPanel
-from ebbtide.analysis.plot.panels import IterationRange, PlotPanel, draw_phases, make_views, shared_scale
-from ebbtide.analysis.plot.styles import NOTE_COLOR
+from ebbtide.analysis.plot.panels import NOTE_COLOR, IterationRange, PlotPanel, draw_phases, make_views, shared_scale
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.profiler.trace import Trace
@@ -98,8 +95,7 @@ def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
     """Write a figure to a file, with its title in the file's metadata; `format` is `png`, `svg` or `pdf`.
 
     Raises:
-        OSError: The file cannot be written.
-    """
+        OSError: The file cannot be written."""
     figure.savefig(file, format=format, metadata={"Title": figure.get_label()})
 
 

@@ -1,7 +1,5 @@
 """The panels of a figure, the interval of a trace that they show, and the scale that panels of one name share."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,13 +13,35 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.plot.styles import BORDER_COLOR, area_properties, line_properties
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import clip_boxes, has_gpu_times, phase_boxes
 from ebbtide.analysis.timeline.panels import Scale, TimelinePanel, TimelineStack, value_scale
-from ebbtide.analysis.timeline.styles import LEVEL, PHASE_COLORS, PHASE_OPACITY
+from ebbtide.analysis.timeline.styles import COLORS, LEVEL, PHASE_COLORS, PHASE_OPACITY, AreaStyle, BoxStyle, LineStyle
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
+
+# Text and borders between iterations.
+TEXT_COLOR, NOTE_COLOR, BORDER_COLOR, OUTLINE_COLOR = "#222222", "#444444", "#999999", "#777777"
+
+_HATCHES = {"rising": "////", "falling": "\\\\\\\\", "dots": "....", "cross": "xxxx", "horizontal": "----"}
+_HATCH_COLOR, _HATCH_OPACITY = "#ffffff", 0.55
+
+
+def line_properties(style: LineStyle, width_factor: float = 1.0) -> dict[str, Any]:
+    """Return the properties of a line; Matplotlib counts dashes in line widths too."""
+    dash: Any = (0, style.dash) if style.dash else "solid"
+    return {"color": COLORS[style.color].light, "lw": style.width * width_factor, "ls": dash}
+
+
+def box_properties(style: BoxStyle) -> dict[str, Any]:
+    return {"fc": COLORS[style.fill].light, "ec": COLORS[style.edge].light, "lw": style.edge_width}
+
+
+def area_properties(style: AreaStyle) -> dict[str, Any]:
+    """Return the properties of an area of a stack, behind lines and in front of phases."""
+    hatch = {"hatch": _HATCHES[style.hatch], "ec": (_HATCH_COLOR, _HATCH_OPACITY)} if style.hatch else {}
+    return {"fc": COLORS[style.color].light, "lw": 0, "zorder": 0.8, **hatch}
+
 
 # The phases of an iteration that is a smaller share of the time axis cannot be told apart.
 _MIN_ITERATION_SHARE = 1 / 90
@@ -46,10 +66,7 @@ class View:
         return _select(intervals(self.trace, self.rank, on_gpu).spans, self.iterations)
 
     def phases(self, on_gpu: bool) -> pd.DataFrame:
-        """Return the boxes of phases in the view, also of an unfinished iteration.
-
-        Times of the GPU are used only where every phase has them.
-        """
+        """Return the boxes of phases in the view, also of an unfinished iteration; of the GPU if all have its times."""
         return clip_boxes(phase_boxes(self.trace, self.rank, on_gpu and self.has_gpu_times), self.axis)
 
     @cached_property
@@ -87,10 +104,7 @@ def _rank(trace: Trace, rank: int | None) -> int:
 
 
 def _bounds(trace: Trace, rank: int, iterations: IterationRange) -> tuple[int, int]:
-    """Return (start ns, end ns) of the iterations; of all of them, with a little of what followed.
-
-    Without iterations it is everything that was recorded.
-    """
+    """Return (start ns, end ns) of iterations; of all, with a little of what followed; without any, of everything."""
     if iterations != _ALL:
         return _iteration_bounds(trace, rank, iterations)
     recorded = recorded_interval(trace, rank)

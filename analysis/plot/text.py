@@ -1,7 +1,5 @@
 """Fits text into the room that a figure has for it. All functions but `plain_text` need the final layout."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, cast
@@ -11,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
-from ebbtide.analysis.plot.styles import NOTE_COLOR, TEXT_COLOR
+from ebbtide.analysis.plot.panels import NOTE_COLOR, TEXT_COLOR
 from ebbtide.analysis.timeseries.step_functions import Floats
 
 # Points between texts, and between a text and the edge of its box.

@@ -1,7 +1,5 @@
 """The panels of a timeline in the units of their axes, as the page draws them and lists their lines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Builds the heat maps of ranks by iterations that the page shows."""
 
-from __future__ import annotations
-
 import base64
 import io
 from dataclasses import dataclass

@@ -1,23 +1,12 @@
 """The description of a job for a report: the command, the hardware, the model, the software."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ebbtide.analysis.metrics.deepspeed import deepspeed_of
-from ebbtide.profiler.trace import Trace
-from ebbtide.profiler.trace.metadata import (
-    ClockInfo,
-    DeviceInfo,
-    HostInfo,
-    ModelInfo,
-    OptimizerInfo,
-    RankInfo,
-    TraceMeta,
-)
+from ebbtide.profiler.trace import Trace, metadata
 from ebbtide.units import bytes_text, count_text, rate_text
 
 # Lines that the head of the page has: model, cards, settings, date.
@@ -40,7 +29,7 @@ class JobDescription(NamedTuple):
 
 def describe_job(trace: Trace) -> JobDescription:
     meta = trace.meta
-    first = meta.ranks[0] if meta.ranks else RankInfo(rank=0)
+    first = meta.ranks[0] if meta.ranks else metadata.RankInfo(rank=0)
     lines = [
         JobDetail("command", shlex.join(meta.command)),
         JobDetail("started", _time(meta.started_wall_ns)),
@@ -62,7 +51,7 @@ def describe_job(trace: Trace) -> JobDescription:
     return JobDescription(head, [line for line in recorded if line not in head])
 
 
-def _devices(meta: TraceMeta) -> Iterator[JobDetail]:
+def _devices(meta: metadata.TraceMeta) -> Iterator[JobDetail]:
     """Yield a line per kind of device: devices with the same description are counted."""
     counts: dict[str, int] = {}
     for entry in meta.ranks:
@@ -73,7 +62,7 @@ def _devices(meta: TraceMeta) -> Iterator[JobDetail]:
         yield JobDetail("device", text if count == 1 else f"{count} × {text}")
 
 
-def _device(device: DeviceInfo) -> str:
+def _device(device: metadata.DeviceInfo) -> str:
     link = device.link
     parts = [device.name or device.kind or device.device or "unnamed"]
     if device.capacity_bytes is not None:
@@ -85,14 +74,14 @@ def _device(device: DeviceInfo) -> str:
     return ", ".join(parts)
 
 
-def _source(meta: TraceMeta) -> str:
+def _source(meta: metadata.TraceMeta) -> str:
     if meta.source == "recorded":
         return f"recorded by ebbtide {meta.ebbtide or ''}".strip()
     files = ", ".join(f"{file.file} ({file.format})" for file in meta.imported)
     return (meta.source or "unknown") + (f" from {files}" if files else "")
 
 
-def _first_iteration(meta: TraceMeta, first: RankInfo) -> str:
+def _first_iteration(meta: metadata.TraceMeta, first: metadata.RankInfo) -> str:
     """Return the date of an imported job, whose start its files do not tell."""
     offset_ns, start_ns = meta.clock.wall_offset_ns, first.first_iteration_start_ns
     if meta.source != "imported" or meta.started_wall_ns is not None or offset_ns is None or start_ns is None:
@@ -100,7 +89,7 @@ def _first_iteration(meta: TraceMeta, first: RankInfo) -> str:
     return _time(start_ns + offset_ns)
 
 
-def _ended(meta: TraceMeta) -> str:
+def _ended(meta: metadata.TraceMeta) -> str:
     if meta.state == "recording":
         return "not finished: the recording was cut off, or is still running"
     status = ""
@@ -111,14 +100,14 @@ def _ended(meta: TraceMeta) -> str:
     return ", ".join(part for part in (_time(meta.ended_wall_ns), status) if part)
 
 
-def _host(host: HostInfo) -> str:
+def _host(host: metadata.HostInfo) -> str:
     cpu = host.cpu
     cores = f"{cpu.cores} cores" if cpu.cores else ""
     memory = f"{bytes_text(cpu.capacity_bytes)} memory" if cpu.capacity_bytes is not None else ""
     return ", ".join(part for part in (host.name, cpu.name, cores, memory, host.kernel) if part)
 
 
-def _model(model: ModelInfo) -> str:
+def _model(model: metadata.ModelInfo) -> str:
     if model.params is None:
         return ""
     total = f" of {count_text(model.total_params)}" if model.total_params is not None else ""
@@ -127,7 +116,7 @@ def _model(model: ModelInfo) -> str:
     return f"{', '.join(model.classes)}: {text}" if model.classes else text
 
 
-def _optimizer(optimizer: OptimizerInfo) -> str:
+def _optimizer(optimizer: metadata.OptimizerInfo) -> str:
     parts = [optimizer.class_name or "unknown"]
     if optimizer.params is not None:
         parts.append(f"{count_text(optimizer.params)} parameters")
@@ -162,7 +151,7 @@ def _deepspeed(trace: Trace) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _software(meta: TraceMeta, first: RankInfo) -> str:
+def _software(meta: metadata.TraceMeta, first: metadata.RankInfo) -> str:
     versions = [("torch", first.torch), ("cuda", first.cuda), ("python", first.python)]
     if meta.deepspeed is not None:
         versions.append(("DeepSpeed", meta.deepspeed.version))
@@ -172,7 +161,7 @@ def _software(meta: TraceMeta, first: RankInfo) -> str:
     return ", ".join(parts)
 
 
-def _clock(clock: ClockInfo) -> str:
+def _clock(clock: metadata.ClockInfo) -> str:
     host = f" of {clock.host}" if clock.host else ""
     return f"{clock.name}{host}" if clock.name else ""
 

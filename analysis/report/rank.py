@@ -178,8 +178,7 @@ def shown_ranks(trace: Trace, asked: Sequence[int] = ()) -> list[ShownRank]:
 
     Of a job with up to 8 ranks these are the ranks asked for, or all. Of a larger one: the ranks asked for; the
     slowest, the median and the fastest one, by the time of all phases; and ranks that differ from the others, one of
-    each cause.
-    """
+    each cause."""
     for rank in asked:
         trace.rank(rank)
     if len(trace.ranks) <= MAX_RANKS:

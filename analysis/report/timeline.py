@@ -4,33 +4,15 @@ Glyphs have no colours of their own: the tags of a renderer are the CSS variable
 with, first for the fill, second (if any) for the outline. So a dark page has a dark timeline.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from bokeh import __version__ as bokeh_version
+from bokeh import models
 from bokeh.document import Document
 from bokeh.layouts import column
-from bokeh.models import (
-    BoxZoomTool,
-    ColumnDataSource,
-    CrosshairTool,
-    FixedTicker,
-    GlyphRenderer,
-    HoverTool,
-    LinearAxis,
-    NoOverlap,
-    PanTool,
-    Quad,
-    Range1d,
-    Scatter,
-    Step,
-    VAreaStep,
-    WheelZoomTool,
-)
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
@@ -77,27 +59,27 @@ def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
     area = None
     if line.lowest is not None:
         columns["lowest"] = line.lowest.astype(np.float32)
-        area = VAreaStep(x="x", y1="lowest", y2="y", step_mode="after", fill_alpha=_BAND_OPACITY)
+        area = models.VAreaStep(x="x", y1="lowest", y2="y", step_mode="after", fill_alpha=_BAND_OPACITY)
     elif line.style.fill is not None:
         # Areas have no gaps: an unknown rate is an area without height.
         columns["filled"] = np.nan_to_num(y)
-        area = VAreaStep(x="x", y1=0, y2="filled", step_mode="after")
-    source = ColumnDataSource(columns)
+        area = models.VAreaStep(x="x", y1=0, y2="filled", step_mode="after")
+    source = models.ColumnDataSource(columns)
     if area is not None:
         _add_renderer(plot, f"{line.key}/area", [line.style.fill or line.style.color], source, area)
-    step = Step(x="x", y="y", mode="after", line_width=line.width, line_dash=line.dash)
+    step = models.Step(x="x", y="y", mode="after", line_width=line.width, line_dash=line.dash)
     _add_renderer(plot, line.key, [line.style.color], source, step)
     if len(line.above_peak):
-        marks = ColumnDataSource({"x": line.above_peak, "y": np.full(len(line.above_peak), line.sign * edge)})
-        marker = Scatter(x="x", y="y", size=7, marker="triangle" if line.sign > 0 else "inverted_triangle")
+        marks = models.ColumnDataSource({"x": line.above_peak, "y": np.full(len(line.above_peak), line.sign * edge)})
+        marker = models.Scatter(x="x", y="y", size=7, marker="triangle" if line.sign > 0 else "inverted_triangle")
         _add_renderer(plot, f"{line.key}/above peak", [line.style.color], marks, marker)
 
 
 def draw_stack(plot: Any, stack: ChartStack, y_range: str = "default") -> None:
     tops = {f"top {number}": area.top.astype(np.float32) for number, area in enumerate(stack.areas)}
-    source = ColumnDataSource({"x": stack.x, "bottom": np.zeros(len(stack.x), np.float32), **tops})
+    source = models.ColumnDataSource({"x": stack.x, "bottom": np.zeros(len(stack.x), np.float32), **tops})
     for area, low, high in zip(stack.areas, ["bottom", *tops], tops, strict=False):
-        glyph = VAreaStep(x="x", y1=low, y2=high, step_mode="after", fill_alpha=1)
+        glyph = models.VAreaStep(x="x", y1=low, y2=high, step_mode="after", fill_alpha=1)
         if area.style.hatch is not None:
             glyph.update(
                 hatch_pattern=_HATCHES[area.style.hatch], hatch_scale=_HATCH_SCALE, hatch_color="white", hatch_alpha=0.6
@@ -106,8 +88,8 @@ def draw_stack(plot: Any, stack: ChartStack, y_range: str = "default") -> None:
         renderer.y_range_name = y_range
 
 
-def draw_boxes(plot: Any, color: str, boxes: ChartBoxes, bottom: float | str, top: float) -> GlyphRenderer:
-    source = ColumnDataSource({"left": boxes.left, "right": boxes.right, **boxes.columns})
+def draw_boxes(plot: Any, color: str, boxes: ChartBoxes, bottom: float | str, top: float) -> models.GlyphRenderer:
+    source = models.ColumnDataSource({"left": boxes.left, "right": boxes.right, **boxes.columns})
     sides = {"left": "left", "right": "right", "bottom": bottom, "top": top}
     style = _OUTLINED.get(color)
     opacity = STRIP_OPACITY.get(color, 1.0)
@@ -118,24 +100,25 @@ def draw_boxes(plot: Any, color: str, boxes: ChartBoxes, bottom: float | str, to
         color,
         [color, style.edge] if style is not None else [color],
         source,
-        Quad(**sides, fill_alpha=opacity, **outline),
-        Quad(**sides, fill_alpha=min(2 * opacity, 1.0), line_alpha=1, line_width=1.5),
+        models.Quad(**sides, fill_alpha=opacity, **outline),
+        models.Quad(**sides, fill_alpha=min(2 * opacity, 1.0), line_alpha=1, line_width=1.5),
     )
 
 
-def add_tooltip(plot: Any, renderers: list[GlyphRenderer], template: str) -> None:
+def add_tooltip(plot: Any, renderers: list[models.GlyphRenderer], template: str) -> None:
     """Show a tooltip while the pointer is on one of the renderers' boxes."""
-    plot.add_tools(HoverTool(renderers=renderers, tooltips=template, point_policy="follow_mouse", show_arrow=False))
+    plot.add_tools(
+        models.HoverTool(renderers=renderers, tooltips=template, point_policy="follow_mouse", show_arrow=False)
+    )
 
 
 def _add_renderer(
-    plot: Any, name: str, colors: list[str], source: ColumnDataSource, glyph: Any, hover: Any = None
-) -> GlyphRenderer:
+    plot: Any, name: str, colors: list[str], source: models.ColumnDataSource, glyph: Any, hover: Any = None
+) -> models.GlyphRenderer:
     """Add a renderer to a plot.
 
-    `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows and which take time.
-    """
-    renderer = GlyphRenderer(data_source=source, glyph=glyph, hover_glyph=hover, name=name, tags=colors)
+    `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows and which take time."""
+    renderer = models.GlyphRenderer(data_source=source, glyph=glyph, hover_glyph=hover, name=name, tags=colors)
     plot.renderers.append(renderer)
     return renderer
 
@@ -156,7 +139,9 @@ def timeline_json(content: TimelineContent) -> dict[str, Any]:
     axis = content.axis
     first, last, start, end = axis.x(np.array([axis.start_ns, axis.end_ns, *content.initial], np.int64))
     margin = (last - first) / 100
-    x_range = Range1d(start=start, end=end, bounds=(first - margin, last + margin), min_interval=(last - first) / 1e6)
+    x_range = models.Range1d(
+        start=start, end=end, bounds=(first - margin, last + margin), min_interval=(last - first) / 1e6
+    )
     crosshair = Span(dimension="height", line_width=1, line_dash="dotted", tags=["muted"])
     plots = [_strips_plot(content, x_range)] if content.strips else []
     plots += [_lanes_plot(content.lanes, x_range)] if content.lanes else []
@@ -165,10 +150,10 @@ def timeline_json(content: TimelineContent) -> dict[str, Any]:
     for plot in plots:
         if 0 < len(borders) <= _MAX_BORDERS:
             plot.vspan(borders, line_width=1, tags=["rule"], level="underlay")
-        pan, zoom = PanTool(dimensions="width"), WheelZoomTool(dimensions="width", maintain_focus=False)
+        pan, zoom = models.PanTool(dimensions="width"), models.WheelZoomTool(dimensions="width", maintain_focus=False)
         # Strips and lanes have rows, not values.
-        box = BoxZoomTool(dimensions="both" if plot.yaxis.axis_label else "width")
-        plot.add_tools(pan, zoom, box, CrosshairTool(overlay=crosshair))
+        box = models.BoxZoomTool(dimensions="both" if plot.yaxis.axis_label else "width")
+        plot.add_tools(pan, zoom, box, models.CrosshairTool(overlay=crosshair))
         plot.toolbar.active_drag, plot.toolbar.active_scroll = pan, zoom
     since = "since the start of the first iteration " if content.iterations else ""
     time_axis = plots[-1].below[0]
@@ -183,7 +168,7 @@ def timeline_json(content: TimelineContent) -> dict[str, Any]:
     return {"target_id": None, "root_id": root_id, "doc": dict(content_json), "version": bokeh_version}
 
 
-def _figure(name: str, height: int, x_range: Range1d, y_range: Range1d) -> Any:
+def _figure(name: str, height: int, x_range: models.Range1d, y_range: models.Range1d) -> Any:
     plot = figure(
         name=name,
         height=height,
@@ -205,7 +190,7 @@ def _figure(name: str, height: int, x_range: Range1d, y_range: Range1d) -> Any:
     return plot
 
 
-def _strips_plot(content: TimelineContent, x_range: Range1d) -> Any:
+def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
     """Draw a row for each strip, and above them the numbers of iterations that have room."""
     rows = len(content.strips)
     stride = next(s for s in _round_numbers() if len(content.iterations) <= s * _MAX_BORDERS)
@@ -213,9 +198,9 @@ def _strips_plot(content: TimelineContent, x_range: Range1d) -> Any:
     names = {rows - row - 0.5: strip.name for row, strip in enumerate(content.strips)}
     if labels:
         names[rows + 0.4] = "iteration"
-    plot = _figure("strips", _STRIP_HEIGHT * len(names) + 16, x_range, Range1d(start=0, end=len(names)))
+    plot = _figure("strips", _STRIP_HEIGHT * len(names) + 16, x_range, models.Range1d(start=0, end=len(names)))
     plot.ygrid.visible = False
-    plot.yaxis.ticker = FixedTicker(ticks=list(names))
+    plot.yaxis.ticker = models.FixedTicker(ticks=list(names))
     plot.yaxis.major_label_overrides = names
     plot.yaxis.axis_line_alpha = plot.yaxis.major_tick_line_alpha = 0
     for row, strip in enumerate(content.strips):
@@ -224,27 +209,27 @@ def _strips_plot(content: TimelineContent, x_range: Range1d) -> Any:
         add_tooltip(plot, renderers, strip.tooltip)
     if labels:
         middles = {(label.start + label.end) / 2: str(label.number) for label in labels}
-        plot.add_layout(LinearAxis(fixed_location=rows, axis_line_alpha=0, major_tick_line_alpha=0), "above")
+        plot.add_layout(models.LinearAxis(fixed_location=rows, axis_line_alpha=0, major_tick_line_alpha=0), "above")
         (axis,) = plot.above
-        axis.ticker = FixedTicker(ticks=list(middles))
+        axis.ticker = models.FixedTicker(ticks=list(middles))
         axis.major_label_overrides = middles
-        axis.major_label_policy = NoOverlap(min_distance=6)
+        axis.major_label_policy = models.NoOverlap(min_distance=6)
         axis.major_label_standoff = 0
     return plot
 
 
-def _lanes_plot(lanes: ChartLanes, x_range: Range1d) -> Any:
+def _lanes_plot(lanes: ChartLanes, x_range: models.Range1d) -> Any:
     """Draw a lane for each kind of activity; the values of each are percent, on a range of its own."""
     rows, full = len(lanes), 100 / _LANE_FILL
-    plot = _figure("activity", _LANE_HEIGHT * rows + 16, x_range, Range1d(start=0, end=rows))
+    plot = _figure("activity", _LANE_HEIGHT * rows + 16, x_range, models.Range1d(start=0, end=rows))
     plot.ygrid.visible = False
     names = {rows - row - 1 + _LANE_FILL / 2: name for row, name in enumerate(lanes)}
-    plot.yaxis.ticker = FixedTicker(ticks=list(names))
+    plot.yaxis.ticker = models.FixedTicker(ticks=list(names))
     plot.yaxis.major_label_overrides = names
     plot.yaxis.axis_line_alpha = plot.yaxis.major_tick_line_alpha = 0
     for row, (name, stack) in enumerate(lanes.items()):
         below = rows - row - 1
-        plot.extra_y_ranges[name] = Range1d(start=-below * full, end=(rows - below) * full)
+        plot.extra_y_ranges[name] = models.Range1d(start=-below * full, end=(rows - below) * full)
         draw_stack(plot, stack, name)
         plot.add_layout(Span(location=below, dimension="width", line_width=1, tags=["rule"]))
     return plot
@@ -255,8 +240,8 @@ def _round_numbers() -> Iterator[int]:
     return (first * 10**power for power in itertools.count() for first in (1, 2, 5))
 
 
-def _panel_plot(panel: ChartPanel, content: TimelineContent, x_range: Range1d) -> Any:
-    y_range = Range1d(start=panel.bottom, end=panel.top, bounds=(panel.bottom, None))
+def _panel_plot(panel: ChartPanel, content: TimelineContent, x_range: models.Range1d) -> Any:
+    y_range = models.Range1d(start=panel.bottom, end=panel.top, bounds=(panel.bottom, None))
     # Host memory is the main panel of a job without a GPU.
     kind = "memory" if panel is content.panels[0] and panel.name == "host memory" else panel.name
     plot = _figure(panel.name, _HEIGHTS[kind], x_range, y_range)

@@ -1,7 +1,5 @@
 """Collects the content of a rank's timeline: strips of boxes, panels of lines, windows, and notes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -82,10 +80,7 @@ def window_chart_boxes(rows: pd.DataFrame, axis: TimeAxis, level: float, size: f
 
 def recurring_chart_boxes(rows: pd.DataFrame, axis: TimeAxis) -> ChartBoxes:
     """Return boxes of windows that every iteration has (`recurring_boxes`)."""
-    columns = {
-        "phase": list(rows["phase"]),
-        "free": [bytes_text(int(free_bytes)) for free_bytes in rows["free_bytes"]],
-    }
+    columns = {"phase": list(rows["phase"]), "free": [bytes_text(int(free_bytes)) for free_bytes in rows["free_bytes"]]}
     return _chart_boxes(rows, axis, columns)
 
 
@@ -194,11 +189,7 @@ def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: D
         panels=panels,
         iterations=[IterationLabel(*label) for label in labels],
         windows=builder.windows(panels[0]) if panels else None,
-        notes=[
-            *lane_notes,
-            *(note for panel in panels for note in panel.notes),
-            *builder.notes(),
-        ],
+        notes=[*lane_notes, *(note for panel in panels for note in panel.notes), *builder.notes()],
     )
 
 

@@ -1,7 +1,5 @@
 """The tables of the activity of a GPU."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """The tables of the differences of two traces."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -99,8 +97,7 @@ def headline(diff: Diff) -> str:
     """Return the largest change in one sentence.
 
     It is the iteration, else the largest of the times, that can be told apart from noise. If there is none, it is the
-    largest of the sizes, as a share of the peak or of all bytes copied in that direction.
-    """
+    largest of the sizes, as a share of the peak or of all bytes copied in that direction."""
     iteration, *phases = diff.median_ms
     if iteration.is_distinguishable:
         return _sentence("an iteration takes", iteration, ms_text).replace("Largest change: an", "An")

@@ -1,7 +1,5 @@
 """The text of findings."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.findings.finding import Finding, Findings
 from ebbtide.analysis.metrics.missing import on_demand_remarks
 from ebbtide.analysis.tables.table import Gain, View

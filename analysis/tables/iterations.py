@@ -1,7 +1,5 @@
 """The tables of iterations: how their times vary, and all of them."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.tables.table import Column, Table, View, ms, number, text

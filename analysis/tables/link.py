@@ -1,7 +1,5 @@
 """The tables of the use of the link."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.metrics.link import LinkUse
 from ebbtide.analysis.metrics.missing import no_iterations, no_link_use
 from ebbtide.analysis.tables.table import Table, View, ms, number, rate, share, size, text

@@ -1,14 +1,11 @@
 """The table of machines that come with ebbtide."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from ebbtide.analysis.tables.table import Column, Table, View, number, params_rate, rate, size, text
-from ebbtide.machines.accuracy import accuracy_of
+from ebbtide.machines.accuracy import accuracy_of, ranges_text
 from ebbtide.machines.machine import Machine
-from ebbtide.machines.track_record import ranges_text
 
 # Rates in which machines of one card differ, by their heading in the table.
 _RATES = {

@@ -1,7 +1,5 @@
 """The tables of memory: pools per phase, what holds it at a time, and an out-of-memory error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

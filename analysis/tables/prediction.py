@@ -1,13 +1,11 @@
 """The end of a dry run as text: does the job fit, what holds the memory, and how long does an iteration take?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
-from ebbtide.machines.track_record import ranges_text
+from ebbtide.machines.accuracy import ranges_text
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, bytes_unit, ms_text, range_text
 

@@ -1,7 +1,5 @@
 """The tables of the sub-steps of an update."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.metrics.missing import NO_SUB_STEPS
 from ebbtide.analysis.metrics.substeps.breakdown import SubStep, SubSteps
 from ebbtide.analysis.tables.summary import storage_table

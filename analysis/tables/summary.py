@@ -1,7 +1,5 @@
 """The tables of a summary: phases, memory, copies, storage, state of the GPUs, figures of a whole trace."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 

@@ -1,7 +1,5 @@
 """The tables of windows of free memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ebbtide.analysis.metrics.devices import free_memory_text

@@ -1,7 +1,5 @@
 """Lanes of a GPU's activity: in each step, the share of the time that it computes, communicates, copies and is idle."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
@@ -28,8 +26,7 @@ def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resoluti
 
     Values are shares of the time. Where there are more changes than the resolution allows, a step is a slot of the
     axis, and a share is that of the slot. Otherwise shares are 0 or 1. Idle time is split by its cause; with it are the
-    pauses of a recording. There are no lanes where kernels were not recorded.
-    """
+    pauses of a recording. There are no lanes where kernels were not recorded."""
     busy = busy_time(trace, rank)
     if busy is None:
         return {}

@@ -1,7 +1,5 @@
 """The time axis of a timeline, and the limits on its detail: steps of lines and numbers of boxes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,8 +67,7 @@ class Resolution(NamedTuple):
 
     A line with more than `steps_per_slot` steps per slot is reduced to one value per slot: memory to a band from the
     smallest to the largest size, since as a line it would be a surface that hides others; rates of the link to means,
-    which keep the bytes as area.
-    """
+    which keep the bytes as area."""
 
     slots: int  # Number of slots of the whole time axis.
     steps_per_slot: int  # Most steps per slot that are drawn exactly.

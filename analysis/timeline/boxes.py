@@ -1,7 +1,5 @@
 """Boxes of a timeline: phases, sub-steps and windows of free memory, each a table with a row per box."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -39,8 +37,7 @@ def substep_lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]
     """Yield (name, rows of `named_ops`) of each lane of sub-steps.
 
     Sub-steps of DeepSpeed follow each other and share one lane; those of another process have their own, and so have
-    reads and writes. Those of a schedule have a lane per resource.
-    """
+    reads and writes. Those of a schedule have a lane per resource."""
     rows = named_ops(trace, rank)
     if run_in_sequence(rows):
         beside = rows["resource"].eq("worker") | rows["resource"].str.startswith(STORAGE)

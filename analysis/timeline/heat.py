@@ -1,7 +1,5 @@
 """Heat maps of ranks by iterations, by how much each rank is behind the median one: cells, levels and colours."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -58,8 +56,7 @@ def heat_levels(values: list[Floats]) -> Floats:
     largest values.
 
     Values are milliseconds, NaN where not recorded. There is one level fewer than LEVEL_COLORS, ascending: 1, 2 or 5
-    times a power of ten, times 1, 2, 4, 8.
-    """
+    times a power of ten, times 1, 2, 4, 8."""
     recorded = np.concatenate([rows[~np.isnan(rows)] for rows in values])
     top = float(np.percentile(recorded, _TOP_PERCENTILE)) if len(recorded) else 0.0
     count = len(LEVEL_COLORS) - 1

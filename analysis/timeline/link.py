@@ -1,7 +1,5 @@
 """The link panel of a timeline: rates of copies, or of sampled counters, as step functions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

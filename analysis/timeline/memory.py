@@ -1,21 +1,11 @@
 """Memory panels of a timeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.analysis.metrics.devices import (
-    capacity_bytes,
-    capacity_name,
-    free_pool,
-    main_device,
-    memory_timeline,
-    peak_pool,
-    ran_on_cpu,
-)
+from ebbtide.analysis.metrics import devices
 from ebbtide.analysis.metrics.holders.holders import memory_by_category, recorded_span
 from ebbtide.analysis.metrics.memory_spans import memory_with_gaps
 from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
@@ -36,9 +26,8 @@ _UNKNOWN_SIZE = -(2**62)
 def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel:
     """Return the panel of a rank's device; empty where no memory was recorded in the interval.
 
-    Pools of the host are in it where the device is the CPU. Memory by category is a stack behind the lines.
-    """
-    capacity = capacity_bytes(trace, rank)
+    Pools of the host are in it where the device is the CPU. Memory by category is a stack behind the lines."""
+    capacity = devices.capacity_bytes(trace, rank)
     stack = _category_stack(trace, rank, axis, resolution)
     excluded = _host_pools(trace, rank) | _category_pools(trace, rank)
     if stack is not None and trace.meta.source == "recorded":
@@ -49,11 +38,11 @@ def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Res
     if stack is not None:
         lines = tuple(replace(line, style=STACK_TOP) if line.name == _WHOLE else line for line in lines)
     return TimelinePanel(
-        "host memory" if ran_on_cpu(trace) else "memory",
+        "host memory" if devices.ran_on_cpu(trace) else "memory",
         lines,
         capacity,
-        "" if capacity is None else f"{capacity_name(trace)} {bytes_text(capacity)}",
-        None if capacity is None else free_pool(trace),
+        "" if capacity is None else f"{devices.capacity_name(trace)} {bytes_text(capacity)}",
+        None if capacity is None else devices.free_pool(trace),
         stack,
     )
 
@@ -80,7 +69,7 @@ def _pools(trace: Trace, rank: int) -> list[str]:
 
 def _host_pools(trace: Trace, rank: int) -> set[str]:
     rows = trace.memory(rank)
-    on_device = set(rows.loc[rows["device"] == main_device(trace, rank), "pool"].unique())
+    on_device = set(rows.loc[rows["device"] == devices.main_device(trace, rank), "pool"].unique())
     return set(rows.loc[rows["device"] == "cpu", "pool"].unique()) - on_device
 
 
@@ -90,14 +79,14 @@ def _category_pools(trace: Trace, rank: int) -> set[str]:
 
 def _category_stack(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelineStack | None:
     """Return memory by category: from recorded allocations, else from an imported memory timeline."""
-    device = main_device(trace, rank)
+    device = devices.main_device(trace, rank)
     if device is not None and (by_category := memory_by_category(trace, rank, device)):
         end_ns = recorded_span(trace, rank, device)[1]
         return stack_categories(
             {name or _UNKNOWN: _until(sizes, end_ns) for name, sizes in by_category.items()}, axis, resolution
         )
     pools = sorted(_category_pools(trace, rank))
-    sizes = {pool.removeprefix(_CATEGORY_PREFIX): memory_timeline(trace, rank, pool) for pool in pools}
+    sizes = {pool.removeprefix(_CATEGORY_PREFIX): devices.memory_timeline(trace, rank, pool) for pool in pools}
     return stack_categories(sizes, axis, resolution)
 
 
@@ -117,7 +106,7 @@ def _lines(
         if (line := pool_line(trace, rank, pool, style, axis, resolution)) is not None
     ]
     # An empty pool carries no information, except those that other figures are computed from.
-    main_pools = (free_pool(trace), peak_pool(trace))
+    main_pools = (devices.free_pool(trace), devices.peak_pool(trace))
     return tuple(line for line in lines if line.name in main_pools or (line.values > 0).any())
 
 

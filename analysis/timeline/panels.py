@@ -1,7 +1,5 @@
 """Panels of a timeline: lines and stacks of areas of one quantity, and the scale of their values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -49,8 +47,7 @@ def stack_categories(
 
     A stack with too many steps is reduced to one per slot: the categories at the moment of the slot at which their sum
     is largest, so that no peak is lost and the layers still add up to it. Categories for which there is no style are
-    one layer, REST. The result is None where no category has a value above 0.
-    """
+    one layer, REST. The result is None where no category has a value above 0."""
     times, total = _sum(functions)
     first = max(int(np.searchsorted(times, axis.start_ns, side="right")) - 1, 0)
     times, total = times[first:], total[first:]

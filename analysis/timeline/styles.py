@@ -4,8 +4,6 @@ The set is safe for colour-blind readers and readable in grey: what can be confu
 outline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

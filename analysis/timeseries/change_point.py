@@ -1,7 +1,5 @@
 """Finds where the level of a series changes for good."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -42,8 +40,7 @@ def find_change(values: Floats, sign: int, min_share: float, scale: float | None
     finds the change and how likely noise alone has one as large: p = exp(-6 K^2 / (n^3 + n^2)), which must be below
     0.001. Besides, the last third must differ from the part before the change by four standard errors of their medians
     (McGill, Tukey and Larsen, 1978), and by `min_share` of `scale` (None: of the median before the change). Neither
-    outliers nor the shape of the noise matter to ranks and medians.
-    """
+    outliers nor the shape of the noise matter to ranks and medians."""
     if len(values) < MIN_VALUES:
         return None
     block = -(-len(values) // _MAX_BLOCKS)

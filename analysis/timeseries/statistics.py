@@ -28,8 +28,7 @@ def scaled_mad(values: pd.Series[float]) -> float:
     """Return the scaled median absolute deviation; for normal noise it is the standard deviation.
 
     Equals `scipy.stats.median_abs_deviation(values, scale="normal")`. Importing scipy.stats takes a second, as long as
-    the commands that need this figure run.
-    """
+    the commands that need this figure run."""
     return DEVIATIONS_PER_MAD * float((values - values.median()).abs().median())
 
 
@@ -38,8 +37,7 @@ def median_error(values: Floats | pd.Series[float]) -> float:
 
     It is taken as 1.25 IQR / (1.35 sqrt(n)): McGill, Tukey and Larsen, "Variations of Box Plots", The American
     Statistician 32 (1978), who draw notches by it. It holds for normal values and nearly so for others, and a single
-    outlier hardly changes it. Quartiles are at p (n + 1) (Weibull), which makes them wide for few values.
-    """
+    outlier hardly changes it. Quartiles are at p (n + 1) (Weibull), which makes them wide for few values."""
     low, high = np.percentile(values, [25, 75], method="weibull")
     return float(1.25 * (high - low) / (1.35 * np.sqrt(len(values))))
 
@@ -61,8 +59,7 @@ def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDA
     A value stands out if it exceeds the median by `min_difference`, by 5 of its standard errors, and by 5 scaled median
     absolute deviations of all values. Of two values the larger one is compared with the smaller one, without the
     scatter, which two values do not show. There is a value per member of a group, NaN where missing. `min_difference`
-    is the smallest difference that matters, in the unit of the values.
-    """
+    is the smallest difference that matters, in the unit of the values."""
     recorded = ~np.isnan(values) & ~np.isnan(errors)
     count = int(recorded.sum())
     if count < 2:

@@ -1,7 +1,5 @@
 """Exact step functions over time, in which a sample holds until the next one, and operations on unions of intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -34,8 +32,7 @@ def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Fl
     """Return a function from times (ns) to the total of amounts that has passed by each time; its differences are
     exact.
 
-    Each amount passes evenly between its start and end. Amounts may overlap in time.
-    """
+    Each amount passes evenly between its start and end. Amounts may overlap in time."""
     if not len(starts):
         return lambda times: np.zeros(len(times))
     # An amount that takes no time passes in the nanosecond before its end.
@@ -53,10 +50,7 @@ def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Fl
 
 
 def merge_times(first: npt.NDArray[Number], second: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """Return the sorted different values of two sorted arrays.
-
-    The same as `np.union1d`, which does not use that they are sorted and takes up to 90 times as long.
-    """
+    """Return the sorted different values of two sorted arrays, as `np.union1d` does up to 90 times as slowly."""
     merged = np.concatenate([first, second])
     merged.sort(kind="stable")
     return merged[np.append(True, merged[1:] != merged[:-1])] if len(merged) else merged

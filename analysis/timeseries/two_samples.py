@@ -37,8 +37,7 @@ def difference_interval(
     all pairs without as many at both ends as chance explains (Hollander and Wolfe, "Nonparametric Statistical Methods",
     section 4.3). It assumes that both samples have the same shape, and nothing about that shape. Of three values
     against three it is from the smallest to the largest difference, which holds in 90 % of cases. None with fewer than
-    three values in one of the samples.
-    """
+    three values in one of the samples."""
     if min(len(a), len(b)) < _MIN_VALUES:
         return None
     first, second = _block_medians(a.to_numpy(np.float64)), _block_medians(b.to_numpy(np.float64))
@@ -75,8 +74,7 @@ def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
 
     The standard errors are those of `median_error`. Of samples of 3 to 200 values from one distribution, normal,
     log-normal or with a tenth of outliers, less than 1 % differ by this rule. Iterations that resemble the ones before
-    them (correlation 0.5) make that 5 %. None with fewer than three values in one of the samples.
-    """
+    them (correlation 0.5) make that 5 %. None with fewer than three values in one of the samples."""
     if min(len(a), len(b)) < _MIN_VALUES:
         return None
     return bool(abs(b.median() - a.median()) > _STANDARD_ERRORS * np.hypot(median_error(a), median_error(b)))

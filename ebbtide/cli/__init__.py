@@ -1,7 +1,5 @@
 """The command line."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -37,11 +35,9 @@ def make_app(command: str | None = None) -> typer.Typer:
         run_command = entry.run if entry.shares_stdout else own_stdout()(entry.run)
         settings = {"allow_interspersed_args": False} if entry.runs_a_job else {}
         lines = "\n".join(f"  ebbtide {example}" for example in entry.examples)
-        app.command(
-            entry.name,
-            context_settings=settings,
-            epilog=f"\b\nExamples:\n{lines}" if lines else None,
-        )(run_command)
+        app.command(entry.name, context_settings=settings, epilog=f"\b\nExamples:\n{lines}" if lines else None)(
+            run_command
+        )
     return app
 
 

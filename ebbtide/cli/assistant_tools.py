@@ -1,7 +1,5 @@
 """The commands that an assistant may call through the Model Context Protocol, as tools with bounded answers."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

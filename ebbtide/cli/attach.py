@@ -24,13 +24,7 @@ _CLEAR = "\r\033[K"
 def attach_to(
     path: Path, iterations: str | None, poll_ms: float, allocator_iterations: int, transfers: bool, wait: bool
 ) -> None:
-    """Ask a running job for a detailed slice, and wait for its end.
-
-    Args:
-        iterations: The number of iterations, or `FROM:TO`.
-        poll_ms: Interval of memory readings in ms.
-        allocator_iterations: Number of iterations in which every allocation is recorded.
-    """
+    """Ask a running job for a detailed slice of some iterations (a number, or `FROM:TO`), and wait for its end."""
     from ebbtide.profiler.recording.attach import SliceOptions, attach
 
     first, number = _range(iterations)

@@ -92,45 +92,36 @@ def output_option(metavar: str, default: str | bool = True) -> Any:
 
 
 def machine_option(default: str) -> Any:
-    text = "Machine file, or name of a preset (ebbtide machines); M@SPEC is its GPU in another host."
-    return typer.Option("--machine", metavar="M", help=text, show_default=default)
+    return valued(
+        "M", "Machine file, or name of a preset (ebbtide machines); M@SPEC is its GPU in another host.", default
+    )
 
 
 def jobs_option(default: str) -> Any:
-    return typer.Option("--jobs", metavar="N", help="Number of processes.", parser=count, show_default=default)
+    return valued("N", "Number of processes.", default, parser=count)
 
 
 def rank_option(default: str) -> Any:
-    return typer.Option("--rank", help="Rank to show.", parser=count, metavar="N", show_default=default)
+    return valued("N", "Rank to show.", default, parser=count)
 
 
 def policy_option(default: str) -> Any:
-    text = "Offload policy, e.g. twin-flow:0.4. Repeatable."
-    return typer.Option("--policy", metavar="P", help=text, show_default=default)
+    return valued("P", "Offload policy, e.g. twin-flow:0.4. Repeatable.", default)
 
 
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
 Rank = Annotated[int | None, rank_option("the first one; all with --json")]
-Iterations = Annotated[
-    str | None,
-    typer.Option(
-        "--iterations", metavar="FROM:TO", help="Only these iterations, e.g. 3:6 for 3, 4 and 5.", show_default="all"
-    ),
-]
+Iterations = Annotated[str | None, valued("FROM:TO", "Only these iterations, e.g. 3:6 for 3, 4 and 5.", "all")]
 STEPS = valued("N", "Number of iterations, which end with a step of the optimizer.", parser=count)
 # Their number, as `--iterations N`, from before the option had one meaning.
 FormerSteps = Annotated[int | None, typer.Option("--iterations", parser=count, hidden=True)]
-MinBytes = Annotated[
-    str,
-    typer.Option("--min-bytes", metavar="SIZE", help="Minimum free memory of a window in bytes, e.g. 500MB or 2GiB."),
-]
+MinBytes = Annotated[str, valued("SIZE", "Minimum free memory of a window in bytes, e.g. 500MB or 2GiB.")]
 Host = Annotated[
     str | None,
-    typer.Option(
-        "--host",
-        metavar="SPEC",
-        help="Another host for the machine's GPU, e.g. ddr5-2ch,16-cores,pcie4x16,256GB; the same as --machine M@SPEC.",
-        show_default="that of the machine",
+    valued(
+        "SPEC",
+        "Another host for the machine's GPU, e.g. ddr5-2ch,16-cores,pcie4x16,256GB; the same as --machine M@SPEC.",
+        "that of the machine",
     ),
 ]
 WORKLOAD = valued("W.json", "Workload file, instead of a trace.")
@@ -145,27 +136,19 @@ RanksPerHost = Annotated[
         max=MAX_RANKS,
     ),
 ]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Also write a picture to this .png, .svg or .pdf file.")
-]
+Plot = Annotated[Path | None, valued("FILE", "Also write a picture to this .png, .svg or .pdf file.")]
+Save = Annotated[Path | None, valued("FOLDER", "Also write the traces of each policy into this folder.")]
 Metrics = Annotated[
     str | None,
-    typer.Option(
-        "--metrics",
-        metavar="[HOST:]PORT",
-        help="Serve figures for Prometheus on this port of 127.0.0.1 or HOST; 0 for a free port.",
-        show_default="not served",
+    valued(
+        "[HOST:]PORT",
+        "Serve figures for Prometheus on this port of 127.0.0.1 or HOST; 0 for a free port.",
+        "not served",
     ),
 ]
 Jobs = Annotated[int | None, jobs_option("one per core for a large trace, else none beside this one")]
 Scheduler = Annotated[
-    str | None,
-    typer.Option(
-        "--scheduler",
-        metavar="ADDRESS",
-        help="Address of the scheduler of a Dask cluster to run on.",
-        show_default="this machine",
-    ),
+    str | None, valued("ADDRESS", "Address of the scheduler of a Dask cluster to run on.", "this machine")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print all that is known, in more lines.")]

@@ -99,8 +99,7 @@ def own_stdout() -> Iterator[None]:
     """Keep standard output for `echo`: what anything else prints goes to stderr meanwhile.
 
     Libraries in C write to descriptor 1, some of them when the process ends, and child processes inherit it. In a
-    process of its own a command therefore leaves descriptor 1 to stderr for good, and prints to a copy of it.
-    """
+    process of its own a command therefore leaves descriptor 1 to stderr for good, and prints to a copy of it."""
     global _output
     if sys.stdout is None:
         # The caller has closed it.

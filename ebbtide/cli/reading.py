@@ -91,11 +91,7 @@ def print_json(trace: Trace, printed: dict[str, Any]) -> None:
 
 
 def choose_ranks(trace: Trace, rank: int | None, as_json: bool) -> list[int]:
-    """Return the ranks to print: `rank` if given, else the first one, or all of them as JSON.
-
-    Raises:
-        TraceError: The trace does not have the rank.
-    """
+    """Return the ranks to print: `rank` (TraceError without such a one), else the first one, or all as JSON."""
     if rank is not None:
         trace.rank(rank)
         return [rank]
@@ -104,11 +100,7 @@ def choose_ranks(trace: Trace, rank: int | None, as_json: bool) -> list[int]:
 
 def read_ranks(trace: Trace, read: Callable[[Trace], object], jobs: int | None, scheduler: str | None = None) -> None:
     """Compute a result part by part where processes or a cluster are asked for, or the trace is large; `jobs` None: as
-    many processes as cores for a large trace.
-
-    Raises:
-        UserError: No cluster answers, or a worker died.
-    """
+    many processes as cores for a large trace. Raises UserError where no cluster answers, or a worker died."""
     check_options(jobs, scheduler)
     from ebbtide.host_limits import cores
 

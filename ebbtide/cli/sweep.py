@@ -1,11 +1,12 @@
-"""Replays of several jobs, machines or sizes by `ebbtide replay`."""
+"""Replays of several jobs, machines or sizes by `ebbtide replay`, with their progress and results."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ebbtide.cli.options import count, size
-from ebbtide.cli.outputs import picture_format, save_picture
+from ebbtide.cli.outputs import picture_format, print_outputs, save_picture
+from ebbtide.cli.printing import echo, echo_error, echo_line, print_view, progress_bar
 from ebbtide.cli.reading import check_options
-from ebbtide.cli.render.sweep import print_sweep, sweep_progress
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.sweep.task import Row, Scenario, Task, TaskRunner
@@ -104,8 +105,7 @@ class SweepOutputs:
 def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: str | None) -> None:
     """Replay every job on every machine under every policy at every size, and print the best ones.
 
-    With a table to write, finished rows are kept in a file next to it, so that a stopped sweep can be continued.
-    """
+    With a table to write, finished rows are kept in a file next to it, so that a stopped sweep can be continued."""
     scenarios = sweep.scenarios()
     if not (sweep.traces or sweep.workloads):
         raise typer.BadParameter("nothing to replay: give traces, or workload files with --workload")
@@ -116,23 +116,16 @@ def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler
     from ebbtide.workers import run_locally, run_on_cluster
 
     tasks = sweep.tasks(scenarios)
-    runner = (
-        partial(run_on_cluster, address=scheduler)
-        if scheduler
-        else partial(run_locally, jobs=jobs or host_limits.cores())
-    )
+    processes = jobs or host_limits.cores()
+    runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=processes)
     with nullcontext() if outputs.table else TemporaryDirectory() as folder:
         rows = _run(tasks, runner, outputs, outputs.table or Path(folder or "", "rows"))
     notes = _distinct(note for task in tasks for note in task["workload"]["notes"])
-    print_sweep(rows, notes, outputs.table, outputs.as_json, outputs.print_all)
+    _print(rows, notes, outputs)
 
 
 def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinished: Path) -> list[Row]:
-    """Compute all rows and write the outputs. Raises UserError if no combination can be replayed.
-
-    Args:
-        unfinished: The path that the file of finished rows is next to.
-    """
+    """Compute all rows, kept in a file beside `unfinished`, and write the outputs. Raises UserError without any row."""
     from ebbtide.errors import UserError
     from ebbtide.interleave.experiments.sweep.best import Grid, write_rows
     from ebbtide.interleave.experiments.sweep.picture import draw_sweep
@@ -143,7 +136,7 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinishe
         # Raises UserError for more panels or policies than anybody can read.
         Grid.of([scenario_columns(task) for task in tasks])
     with Journal(journal_path(unfinished)) as journal:
-        with sweep_progress(outputs.table is not None) as progress:
+        with _progress_bar(outputs.table is not None) as progress:
             rows = compute_rows(tasks, journal, runner, progress)
         if all(row["error"] for row in rows):
             journal.delete()
@@ -157,6 +150,52 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinishe
                 save_picture(draw_sweep(rows), picture, outputs.plot)
         journal.delete()
     return rows
+
+
+@contextmanager
+def _progress_bar(can_continue: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar for the block, and say on stderr when a sweep is resumed, or stopped and can be continued."""
+    finished = total = 0
+    started = False
+
+    with progress_bar() as update:
+
+        def progress(finished_rows: int, all_rows: int) -> None:
+            nonlocal finished, total, started
+            if not started and finished_rows:
+                echo_error(f"resuming: {finished_rows} of {all_rows} combinations are already finished")
+            finished, total, started = finished_rows, all_rows, True
+            update(f"{finished} of {total} combinations", finished, total)
+
+        try:
+            yield progress
+        except KeyboardInterrupt:
+            remedy = "run the same command again to continue" if can_continue else "with -o they would be kept"
+            echo_error(f"stopped: {finished} of {total} combinations are finished; {remedy}")
+            raise
+
+
+def _print(rows: list[Row], notes: list[str], outputs: SweepOutputs) -> None:
+    """Print the tables of a sweep and notes on its workloads, or one JSON object; the path of its file on stderr."""
+    from ebbtide.interleave.experiments.sweep.best import BASELINE, find_best, sweep_view
+
+    best = find_best(rows)
+    if outputs.as_json:
+        summary = {
+            "output": str(outputs.table) if outputs.table is not None else None,
+            "rows": len(rows),
+            "errors": sum(bool(row["error"]) for row in rows),
+            "baseline": BASELINE,
+            "best": [item.as_json() for item in best],
+        }
+        echo(json.dumps(summary))
+        return
+    print_view(sweep_view(rows, outputs.table, outputs.print_all))
+    if notes:
+        echo_line(f"note: {notes[0]}{f' (and {len(notes) - 1} more)' if len(notes) > 1 else ''}")
+    options = [f"--all (all {len(rows):,} combinations)"] if len(rows) > len(best) and not outputs.print_all else []
+    echo_line(f"next: {', '.join([*options, '--recommend for one of them (what to paste)'])}")
+    print_outputs(outputs.table)
 
 
 def _values(option: str, texts: list[str], read: Callable[[str], Value]) -> list[Value]:

@@ -1,14 +1,16 @@
 """The known accuracy of predictions that use a machine: what its rates come from, and how well they explained runs."""
 
-from __future__ import annotations
-
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal, TypeVar
 
 from ebbtide.errors import MachineError
+from ebbtide.json_files import section
 from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
 
@@ -84,8 +86,8 @@ _NOT_VALIDATED: dict[Basis, str] = {
 def accuracy_of(machine: Machine) -> Accuracy:
     """Return the accuracy that the further keys of a machine file state (`fit`, `measured`, `source`)."""
     ranks = machine.box.ranks if machine.box is not None else None
-    fit, source = _object(machine.extra, "fit"), _object(machine.extra, "source")
-    errors = [abs(error) for error in _object(fit, "residuals").values() if isinstance(error, (int, float))]
+    fit, source = section(machine.extra, "fit"), section(machine.extra, "source")
+    errors = [abs(error) for error in section(fit, "residuals").values() if isinstance(error, (int, float))]
     if errors:
         undetermined = fit.get("unidentified")
         return Accuracy(
@@ -94,16 +96,14 @@ def accuracy_of(machine: Machine) -> Accuracy:
             largest_error=max(errors),
             undetermined=tuple(map(str, undetermined)) if isinstance(undetermined, list) else (),
             fitted_ranks=tuple(
-                sorted({number for number in _object(fit, "ranks").values() if isinstance(number, int)})
+                sorted({number for number in section(fit, "ranks").values() if isinstance(number, int)})
             ),
             ranks=ranks,
             uncertainty=uncertainty_of(machine),
         )
-    if fit:
-        return Accuracy("fitted", ranks=ranks, uncertainty=uncertainty_of(machine))
-    if source.get("kind") == DATA_SHEETS:
-        return Accuracy("data sheets", ranks=ranks, uncertainty=uncertainty_of(machine))
-    basis: Basis = "measured" if _object(machine.extra, "measured") else "unknown"
+    basis: Basis = "measured" if section(machine.extra, "measured") else "unknown"
+    if fit or source.get("kind") == DATA_SHEETS:
+        basis = "fitted" if fit else "data sheets"
     return Accuracy(basis, ranks=ranks, uncertainty=uncertainty_of(machine))
 
 
@@ -114,10 +114,12 @@ def uncertainty_of(machine: Machine) -> dict[str, float]:
     known as well as its runs agree, and no better than within 5 %.
 
     Returns:
-        Factors of at least 1 by the key of the rate; rates without a known uncertainty are missing.
-    """
-    factors = {key: _measured_factor(entry) for key, entry in _object(machine.extra, "measured").items()}
-    for stated in (_object(_object(machine.extra, "fit"), "uncertainty"), _object(machine.extra, "uncertainty")):
+        Factors of at least 1 by the key of the rate; rates without a known uncertainty are missing."""
+    factors = {key: _measured_factor(entry) for key, entry in section(machine.extra, "measured").items()}
+    for stated in (
+        section(section(machine.extra, "fit"), "uncertainty"),
+        section(machine.extra, "uncertainty"),
+    ):
         factors |= {key: float(value) for key, value in stated.items() if isinstance(value, (int, float))}
     return {key: value for key, value in factors.items() if math.isfinite(value) and value >= 1}
 
@@ -173,6 +175,21 @@ def _scaled(values: _Rates, factors: dict[str, float]) -> _Rates:
     return replace(values, **{key: value * factors[key] for key, value in changed.items() if value is not None})
 
 
-def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, dict) else {}
+@cache
+def track_record() -> dict[str, Any]:
+    """Return `iterations` by GPU (a part of its name, or `all`): `runs`, the share `held`; and errors of `updates`."""
+    return json.loads(Path(__file__).with_name("track_record.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def ranges_text(gpu_name: str = "all") -> str | None:
+    """Return in few words how far ranges of iterations can be trusted; None where no run on such a GPU was compared."""
+    for name, record in track_record()["iterations"].items():
+        if name in gpu_name:
+            return f"80 % range; held {100 * record['held']:.0f} % of {record['runs']:,} runs predicted blind"
+    return None
+
+
+def updates_text() -> str:
+    """Return in few words how well updates of published runs were predicted by fits to the others."""
+    record = track_record()["updates"]
+    return f"held-out runs: {100 * record['mean_error']:.1f} % mean, {100 * record['largest_error']:.1f} % at most"

@@ -1,7 +1,5 @@
 """The totals of a box: rates that its ranks share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,29 +15,17 @@ TotalRate = Annotated[float, number_range(1e6, 1e15)]
 
 @dataclass(frozen=True)
 class Box:
-    """Rates of a host with all its ranks busy; None is not known.
+    """Rates of a host with all its ranks busy; None is not known."""
 
-    Attributes:
-        ranks: Ranks that were busy.
-        cpu_update_params_per_s: Parameters that all of them together update on the CPU.
-        host_memory_bytes_per_s: Traffic of all of them together with host memory.
-        one_rank_cpu_update_params_per_s: The rate of one rank while the others are idle.
-        one_rank_host_memory_bytes_per_s: The same of host memory.
-    """
-
-    ranks: Ranks
-    cpu_update_params_per_s: TotalRate | None = None
-    host_memory_bytes_per_s: TotalRate | None = None
-    one_rank_cpu_update_params_per_s: TotalRate | None = None
-    one_rank_host_memory_bytes_per_s: TotalRate | None = None
+    ranks: Ranks  # Ranks that were busy.
+    cpu_update_params_per_s: TotalRate | None = None  # Parameters that all of them together update on the CPU.
+    host_memory_bytes_per_s: TotalRate | None = None  # Traffic of all of them together with host memory.
+    one_rank_cpu_update_params_per_s: TotalRate | None = None  # The rate of one rank while the others are idle.
+    one_rank_host_memory_bytes_per_s: TotalRate | None = None  # The same of host memory.
 
 
 def box_from(values: Any, where: str) -> Box:
-    """Convert the object `box` of a machine file.
-
-    Raises:
-        MachineError: It is not an object, or a value has the wrong type or is out of range.
-    """
+    """Convert the object `box` of a machine file. Raises MachineError where a value is wrong or out of range."""
     name = f"{where}: box"
     totals = require_object(values, name, "ranks and the totals of the box", MachineError)
     ranks = totals.get("ranks")
@@ -48,11 +34,5 @@ def box_from(values: Any, where: str) -> Box:
 
 
 def rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:
-    """Return the rate of one of several ranks: the smaller of its own rate and its part of the total.
-
-    Args:
-        rate: The rank's own rate; None: not known.
-        total: The total of the box; None: not known, so the ranks share nothing.
-        ranks: Ranks that share the box.
-    """
+    """Return the rate of one of several ranks: its own, or its part of the total where that is known and smaller."""
     return rate if rate is None or total is None else min(rate, total / ranks)

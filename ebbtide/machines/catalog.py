@@ -1,7 +1,5 @@
 """The machines that come with ebbtide, and the lookup of a machine by name or file."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable, Sequence
@@ -28,7 +26,10 @@ def preset(name: str) -> Machine:
     """Load a machine that comes with ebbtide, by its name in `presets()` or by letters with which only that begins.
 
     Raises MachineError, which names those that are meant perhaps, where there is no such machine."""
-    full_name = _full_name(name)
+    matches = _beginning_with(name)
+    if name not in matches and len(matches) != 1:
+        raise _no_machine(name, matches)
+    full_name = name if name in matches else matches[0]
     if full_name in GPU_SHEETS:
         return data_sheet_machine(full_name)
     with resources.as_file(resources.files("ebbtide.machines").joinpath("presets", f"{full_name}.json")) as path:
@@ -48,15 +49,6 @@ def named(names: Iterable[str]) -> list[str]:
     return list(chosen) or presets()
 
 
-def _full_name(name: str) -> str:
-    matches = _beginning_with(name)
-    if name in matches:
-        return name
-    if len(matches) != 1:
-        raise _no_machine(name, matches)
-    return matches[0]
-
-
 def _beginning_with(name: str) -> list[str]:
     return [other for other in presets() if other.startswith(name.lower())] if name else []
 
@@ -67,17 +59,13 @@ def _no_machine(name: str, matches: Sequence[str]) -> MachineError:
 
 def _meant(name: str, matches: Sequence[str]) -> str:
     """Return what to write instead of a name that is not that of one preset."""
-    likeness = {other: _likeness(name.lower(), other[: len(name)]) for other in presets()}
+    likeness = {other: difflib.SequenceMatcher(None, name.lower(), other[: len(name)]).ratio() for other in presets()}
     alike = sorted((other for other in likeness if likeness[other] >= _NEAR), key=lambda other: -likeness[other])
     near = (matches or alike)[:_MAX_NEAR]
     if not near:
         return f"name a file, or one of {', '.join(presets())}"
     meant = " or ".join(filter(None, (", ".join(near[:-1]), near[-1])))
     return f"did you mean {meant}? `ebbtide machines` lists all"
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _fitted() -> list[str]:

@@ -1,12 +1,10 @@
 """Machines from data sheets: a GPU, a host, and the shares of their peaks that jobs reach."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 from ebbtide.errors import MachineError
+from ebbtide.json_files import section
 from ebbtide.machines.accuracy import DATA_SHEETS, uncertainty_of
 from ebbtide.machines.box import Box
 from ebbtide.machines.host import UNIFIED, Host, link_bytes_per_s, memory_rate, parse_host, slower_link
@@ -25,11 +23,7 @@ _PROVENANCE = ("fit", "measured", "source", "uncertainty", "notes", "contention"
 
 
 def data_sheet_machine(name: str) -> Machine:
-    """Return the machine of a GPU by its name in `GPU_SHEETS`, in its default host.
-
-    Raises:
-        KeyError: There is no such GPU.
-    """
+    """Return the machine of a GPU by its name in `GPU_SHEETS`, in its default host."""
     gpu, gpu_pass = GPU_SHEETS[name], SHARES["gpu_pass"]
     memory = gpu.sources["gpu.memory_bytes_per_s"]
     pass_bytes_per_s = gpu_pass.value * (gpu.compute.memory_bytes_per_s or 0.0)
@@ -53,17 +47,12 @@ def data_sheet_machine(name: str) -> Machine:
 
 
 def with_host(machine: Machine, spec: str) -> Machine:
-    """Return a machine with its GPU in another host.
+    """Return a machine with its GPU in another host, such as `ddr5-2ch,16-cores,pcie4x16,256GB`.
 
     Rates of the host and of the link are those of data sheets; those of the GPU stay. Parts that the host does not
-    state are those of the machine's own host, where its file has one (`host`). `spec` is the host, such as
-    `ddr5-2ch,16-cores,pcie4x16,256GB`.
-
-    Raises:
-        MachineError: The host cannot be parsed, the GPU does not have its link, or a part is not stated anywhere.
-    """
-    own = machine.extra.get("host")
-    own_spec = own.get("spec") if isinstance(own, dict) else None
+    state are those of the machine's own host, where its file has one (`host`). Raises MachineError where the host
+    cannot be parsed, the GPU does not have its link, or a part is not stated anywhere."""
+    own_spec = section(machine.extra, "host").get("spec")
     base = parse_host(own_spec) if isinstance(own_spec, str) else Host()
     if base.ranks is None:
         base = replace(base, ranks=machine.box.ranks if machine.box is not None else 1)
@@ -81,10 +70,10 @@ def with_host(machine: Machine, spec: str) -> Machine:
     if missing:
         raise MachineError(f"host {spec!r:.80}: {machine.name} has no stated host; write also {', '.join(missing)}")
     kept = {key: value for key, value in uncertainty_of(machine).items() if key in _GPU_KEYS}
-    source = _object(machine.extra, "source")
+    source = section(machine.extra, "source")
     figures = {
         key: figure
-        for key, figure in _object(source, "figures").items()
+        for key, figure in section(source, "figures").items()
         if key in _GPU_KEYS or key.startswith(("gpu.", "gpu_memory"))
     }
     extra = {key: value for key, value in machine.extra.items() if key not in _PROVENANCE}
@@ -163,9 +152,9 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
                 "how": "peaks of data sheets times the shares that jobs reach (docs/machines.md), and published "
                 "measurements where a figure's source names one; nothing was measured here",
                 "date": max(figure["date"] for figure in figures.values()),
-                "figures": _object(_object(machine.extra, "source"), "figures") | figures,
+                "figures": section(section(machine.extra, "source"), "figures") | figures,
             },
-            "uncertainty": _object(machine.extra, "uncertainty") | {key: rate.factor for key, rate in rates.items()},
+            "uncertainty": section(machine.extra, "uncertainty") | {key: rate.factor for key, rate in rates.items()},
         },
     )
 
@@ -173,8 +162,7 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
 def _link_rates(machine: Machine, link: str, memory_peak: float, host: FigureSource) -> tuple[Share, Share]:
     """Return the rates of pinned copies to the device and to the host: measured ones of the GPU, or a share of a peak.
 
-    `memory_peak` is that of a rank, bytes/s: where GPU and CPU share the memory, a copy reads and writes it.
-    """
+    `memory_peak` is that of a rank, bytes/s: where GPU and CPU share the memory, a copy reads and writes it."""
     name = machine.gpu.name if machine.gpu is not None else None
     measured = next((sheet.c2c for sheet in GPU_SHEETS.values() if sheet.compute.name == name), None)
     if link == UNIFIED:
@@ -205,8 +193,3 @@ def _cpu_update(memory_bytes_per_s: float, cores: float) -> float:
 
 def _of_cores(name: str, cores: float) -> float:
     return SHARES[f"{name}_params_per_s"].value * cores
-
-
-def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, dict) else {}

@@ -1,7 +1,5 @@
 """The rates at which a GPU computes: peaks of its data sheet, for the times of a dry run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -29,11 +27,7 @@ class GpuCompute:
 
 
 def gpu_compute_from(values: Any, where: str) -> GpuCompute:
-    """Convert the object `gpu` of a machine file.
-
-    Raises:
-        MachineError: It is not an object, or a value has the wrong type or is out of range.
-    """
+    """Convert the object `gpu` of a machine file. Raises MachineError where a value is wrong or out of range."""
     name = f"{where}: gpu"
     rates = require_object(values, name, "the peak rates of the GPU", MachineError)
     return convert_object(rates, GpuCompute, name, MachineError)

@@ -61,11 +61,7 @@ class Host:
 
 
 def parse_host(spec: str) -> Host:
-    """Parse a host such as `ddr5-2ch,16-cores,pcie4x16,256GB`.
-
-    Raises:
-        MachineError: A part is none of those that a host has, stands twice, or is out of range.
-    """
+    """Parse a host such as `ddr5-2ch,16-cores,pcie4x16,256GB`. Raises MachineError for any other part."""
     values: dict[str, str | int] = {}
     for part in spec.lower().split(","):
         stated = _parse_part(part.strip())
@@ -96,9 +92,7 @@ def link_bytes_per_s(link: str) -> float:
 def slower_link(gpu: str, host: str) -> str:
     """Return the link that a GPU and a host agree on: the smaller of each, generation and width.
 
-    Raises:
-        MachineError: The host has NVLink-C2C and the GPU has not, or only one of them is made for unified memory.
-    """
+    Raises MachineError where only one of them has NVLink-C2C or unified memory."""
     if UNIFIED in (gpu, host):
         if gpu != host:
             raise MachineError(f"a GPU and its CPU share their memory or do not: write the link of this GPU, {gpu}")

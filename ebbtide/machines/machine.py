@@ -68,8 +68,7 @@ class Machine:
         box: Totals of the box; None: measured with one rank, or not known with how many.
         gpu: Peak rates of the GPU's arithmetic; None: not known.
         storage: Paths for state that host memory does not hold; empty: none.
-        extra: Further keys of the file, which are kept.
-    """
+        extra: Further keys of the file, which are kept."""
 
     name: Annotated[str, Meta(description="a text")] = "unnamed"
     gpu_memory_bytes: DeviceBytes | None = None
@@ -124,8 +123,7 @@ class Machine:
         The box's memory and storage are divided by the ranks. Each rank has a GPU and link of its own.
 
         Raises:
-            MachineError: The totals of the box are not known, and `ranks` is not 1.
-        """
+            MachineError: The totals of the box are not known, and `ranks` is not 1."""
         if (box := self.box) is None:
             if ranks == 1:
                 return self
@@ -168,7 +166,7 @@ class Machine:
         """Return the object of a machine file."""
         values = {key: getattr(self, key) for key in _KEYS}
         objects = {key: asdict(part) if part else None for key, part in (("box", self.box), ("gpu", self.gpu))}
-        return {**values, **objects, "storage": [path.as_json() for path in self.storage], **self.extra}
+        return {**values, **objects, "storage": [asdict(path) for path in self.storage], **self.extra}
 
     def save(self, path: Path) -> None:
         """Write a machine file. Raises MachineError where that fails."""
@@ -191,15 +189,9 @@ _KEYS = tuple(item.name for item in fields(Machine) if item.name != "extra")
 
 
 def machine_from(values: dict[str, Any], where: str) -> Machine:
-    """Convert the object of a machine file.
+    """Convert the object of a machine file (null: not known); `where` names it in messages, and where it has no name.
 
-    Args:
-        values: The object; null is not known.
-        where: The source, for messages; it names a machine without a name.
-
-    Raises:
-        MachineError: A value has the wrong type or is out of range.
-    """
+    Raises MachineError where a value has the wrong type or is out of range."""
     extra = {key: value for key, value in values.items() if key not in _KEYS}
     rates = {"name": where, **{key: values[key] for key in _KEYS if values.get(key) is not None}}
     box, gpu, storage = (rates.pop(key, None) for key in ("box", "gpu", "storage"))

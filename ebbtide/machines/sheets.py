@@ -1,7 +1,5 @@
 """Figures of GPUs and hosts, the shares of their peaks that jobs reach, and the source of each: `sheets.toml`."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
@@ -31,20 +29,14 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class GpuSheet:
-    """A GPU as its data sheet describes it.
+    """A GPU as its data sheet describes it."""
 
-    Attributes:
-        memory_gib: Memory as torch reports it, GiB.
-        compute: Name, compute capability and peak rates.
-        link: Its link to the host: `pcie4x16`, `nvlink-c2c`, or `unified` if it shares the memory of the CPU.
-        c2c: Measured copies to the device and to the host by NVLink-C2C, bytes/s; None: not measured.
-        sources: FigureSource of each figure by its key in a machine file; of `c2c` under that name.
-    """
-
-    memory_gib: float
-    compute: GpuCompute
-    link: str
+    memory_gib: float  # Memory as torch reports it, GiB.
+    compute: GpuCompute  # Name, compute capability and peak rates.
+    link: str  # Its link to the host: `pcie4x16`, `nvlink-c2c`, or `unified` if it shares the memory of the CPU.
+    # Measured copies to the device and to the host by NVLink-C2C, bytes/s; None: not measured.
     c2c: tuple[Share, Share] | None
+    # FigureSource of each figure by its key in a machine file; of `c2c` under that name.
     sources: dict[str, FigureSource]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -18,23 +18,15 @@ StorageBytes = Annotated[float, number_range(1e6, 1e18)]
 
 @dataclass(frozen=True)
 class StoragePath:
-    """Rates of one path (a drive, an array, a parallel file system) for one rank while all ranks of its box use it.
+    """Rates of one path (a drive, an array, a parallel file system) for one rank while all ranks of its box use it."""
 
-    Attributes:
-        read_bytes_per_s: Sequential reads, with no writes at the same time.
-        write_bytes_per_s: Sequential writes, with no reads at the same time.
-        bytes: Free space for the rank; None: not known, taken as enough.
-        duplex_bytes_per_s: Reads and writes together; None: no limit beyond that of each.
-        rated_write_bytes: Bytes that may be written in the drive's rated life (its TBW); None: not known.
-        path: The folder that was measured, for people.
-    """
-
-    read_bytes_per_s: StorageRate
-    write_bytes_per_s: StorageRate
-    bytes: StorageBytes | None = None
-    duplex_bytes_per_s: StorageBothRate | None = None
+    read_bytes_per_s: StorageRate  # Sequential reads, with no writes at the same time.
+    write_bytes_per_s: StorageRate  # Sequential writes, with no reads at the same time.
+    bytes: StorageBytes | None = None  # Free space for the rank; None: not known, taken as enough.
+    duplex_bytes_per_s: StorageBothRate | None = None  # Reads and writes together; None: no limit beyond that of each.
+    # Bytes that may be written in the drive's rated life (its TBW); None: not known.
     rated_write_bytes: StorageBytes | None = None
-    path: Annotated[str, Meta(description="a text")] | None = None
+    path: Annotated[str, Meta(description="a text")] | None = None  # The folder that was measured, for people.
 
     @property
     def s_per_byte(self) -> float:
@@ -57,17 +49,9 @@ class StoragePath:
             rated_write_bytes=scaled(self.rated_write_bytes),
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry of a machine file."""
-        return asdict(self)
-
 
 def storage_from(values: Any, where: str) -> tuple[StoragePath, ...]:
-    """Convert the list `storage` of a machine file.
-
-    Raises:
-        MachineError: It is not a list of objects, or a value is missing, has the wrong type or is out of range.
-    """
+    """Convert the list `storage` of a machine file. Raises MachineError where a value is wrong or missing."""
     if not isinstance(values, list) or len(values) > MAX_PATHS:
         raise MachineError(
             f"{where}: storage is {values!r:.40}; it must be a list of at most {MAX_PATHS} objects with "

@@ -3,8 +3,6 @@
 Binding never fails: where the host refuses it, the memory or thread stays as it was, and one log line says so.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging
@@ -29,11 +27,7 @@ def cpus_within(node: int) -> frozenset[int]:
 
 
 def bind_thread(node: int | None) -> None:
-    """Let the calling thread run only on those of its logical cores that belong to a node.
-
-    Args:
-        node: The node; None: leave the thread as it is. So is a thread without a core on that node.
-    """
+    """Let the calling thread run only on its logical cores of a node, if it has any; None: leave it as it is."""
     if node is None:
         return
     cpus = cpus_within(node)
@@ -49,16 +43,9 @@ def bind_thread(node: int | None) -> None:
 
 
 def place_memory(address: int, nbytes: int, node: int | None) -> bool:
-    """Place memory that was mapped and not yet touched on a node, as far as there is room.
+    """Place memory that was mapped and not yet touched on a node, as far as there is room; return whether it is.
 
-    Containers often forbid `mbind`. Then a thread on the node touches the memory first, which has the same effect.
-
-    Args:
-        node: The node; None: leave the memory as it is.
-
-    Returns:
-        Whether the memory is placed.
-    """
+    Containers often forbid `mbind`. Then a thread on the node touches the memory first, which has the same effect."""
     if node is None:
         return False
     error = _prefer_node(address, nbytes, node)

@@ -1,6 +1,4 @@
-"""Reads the NUMA nodes of the host, and the node of a PCI device, from /sys."""
-
-from __future__ import annotations
+"""Reads from /sys and /proc the NUMA nodes of the host, of a PCI device, and of a process and its memory."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -19,11 +17,7 @@ class NumaNode:
 
 
 def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """Return the NUMA nodes of the host, by number; an empty tuple if it does not report them.
-
-    Args:
-        root: The folder that holds `sys`.
-    """
+    """Return the NUMA nodes of the host, by number; none if it does not report them. `root` is the folder of `sys`."""
     nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = read_text(folder / "cpulist")
@@ -35,16 +29,10 @@ def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
 
 
 def pci_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node that a PCI device is attached to.
+    """Return the NUMA node of a PCI device by its address as in NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`).
 
-    Args:
-        pci_bus_id: The address of the device, as NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`) writes it.
-        root: The folder that holds `sys`.
-
-    Returns:
-        The number of the node. None if the firmware does not give it, and the device's list of local cores does not
-        tell it either. On a host with one node it is that node.
-    """
+    None if the firmware does not give it, and the device's list of local cores does not tell it either. On a host with
+    one node it is that node."""
     nodes = [node for node in read_nodes(root) if node.cpus]
     if len(nodes) == 1:
         return nodes[0].number
@@ -108,3 +96,45 @@ def read_text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
+
+
+# Files whose pages are memory of the process; those of other files (libraries, data) are the page cache.
+_MEMORY_FILES = ("/dev/shm/", "/dev/zero", "/memfd:", "/anon_hugepage", "/SYSV")
+_PAGES = re.compile(r"\bN(\d+)=(\d+)")
+_PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d+)")
+_FILE = re.compile(r"\bfile=(\S+)")
+
+
+def read_allowed_cpus(pid: int | str, root: Path = Path("/")) -> frozenset[int] | None:
+    """Return the logical cores that the main thread of a process (or `self`) may use; None if it has ended."""
+    status = read_text(root / f"proc/{pid}/status") or ""
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
+    return parse_cpus(match[1]) if match else None
+
+
+def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | None:
+    """Return the resident bytes of a process by NUMA node; None if it has ended or is another user's, or without NUMA.
+
+    Pages of files that are only read (libraries, data sets) are left out. Memory that a driver maps into the process is
+    not in `numa_maps`: that of `cudaHostAlloc` may be missing, that of `cudaHostRegister` is counted.
+
+    The kernel walks the page tables of the process for this, during which the process cannot map memory: about a second
+    per TB in pages of 4 KiB. Read it rarely."""
+    sizes: dict[int, int] = {}
+    try:
+        with open(root / f"proc/{pid}/numa_maps", encoding="utf-8", errors="replace") as maps:
+            for mapping in maps:
+                page = _PAGE_KIB.search(mapping)
+                if page is None or not _is_memory(mapping):
+                    continue
+                for node, pages in _PAGES.findall(mapping):
+                    sizes[int(node)] = sizes.get(int(node), 0) + int(pages) * int(page[1]) * 1024
+    except OSError:
+        return None
+    return sizes or None
+
+
+def _is_memory(mapping: str) -> bool:
+    """Return whether a line of `numa_maps` is memory of the process: anonymous, shared, or a written copy of a file."""
+    file = _FILE.search(mapping)
+    return file is None or file[1].startswith(_MEMORY_FILES) or " anon=" in mapping

@@ -1,7 +1,5 @@
 """Changes to a job: the least one that makes it fit, and those after which nothing has to be offloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,8 +32,7 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
     More ranks are the greatest change, since they cost hardware; then a smaller micro-batch with more micro-steps, then
     activation checkpointing, which costs a forward; the offload of optimizer state is the least. Ranks are doubled,
-    micro-batches are divisors of that of the job.
-    """
+    micro-batches are divisors of that of the job."""
     own = job.settings
     for ranks in _doubled(own.ranks):
         for micro_batch in _divisors(own.micro_batch):
@@ -45,12 +42,9 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
 
 def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
-    """Return the machine with the rates of one of the ranks of a job (see `ranks_on_a_host`).
+    """Return the machine with the rates of one of the ranks of a job, without what stays to the system of host memory.
 
-    A share of the host's memory stays for the system.
-
-    Raises MachineError if the machine has no box, and several ranks on a host are requested.
-    """
+    Raises MachineError if the machine has no box, and several ranks on a host are requested."""
     shared = machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
     host = shared.host_memory_bytes
     return shared if host is None else replace(shared, host_memory_bytes=(1 - SYSTEM_SHARE) * host)
@@ -68,8 +62,7 @@ def least_settings(
 ) -> tuple[TunableSettings, PlacedWorkload, Machine] | None:
     """Return the least change with which a job fits a machine, its workload, and the machine's rates for one rank.
 
-    `policies` are those to choose from; empty: all. None if the job fits with none of the changes.
-    """
+    `policies` are those to choose from; empty: all. None if the job fits with none of the changes."""
     for settings in settings_in_order(job):
         shared = share_host(machine, settings.ranks, ranks_per_host)
         placed = place(job, settings, shared)
@@ -109,10 +102,7 @@ def changed(before: TunableSettings, after: TunableSettings, policy: str) -> dic
 
 
 def _exceeds_both(workload: Workload, machine: Machine) -> bool:
-    """Return whether the state is more than the device's free memory and the host together can hold.
-
-    It is a bound that needs no plan: what the device cannot hold at all times is in host memory.
-    """
+    """Return whether device and host together cannot hold the state at all times: a bound that needs no plan."""
     if machine.host_memory_bytes is None or workload.min_free_bytes is None:
         return False
     on_host = workload.params - workload.min_free_bytes / workload.state_bytes

@@ -1,7 +1,5 @@
 """The choice of a policy: the best one that a machine has memory for, with updates beside the step, and the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,10 +23,7 @@ _MAX_STRIDE = 10
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """A policy with updates beside the step, compared with the same policy without.
-
-    `policy` is the string without overlap, `option` the value of its option `overlap`.
-    """
+    """A policy (its string without overlap) with updates beside the step, compared with the same policy without."""
 
     policy: str
     option: str
@@ -39,8 +34,7 @@ class OverlapChoice:
     def most_clipped(self) -> float | None:
         """The share of clipped steps up to which the plan is no slower than without overlap; None: whatever it is.
 
-        A plan that is made for another share speculates as much as pays there.
-        """
+        A plan that is made for another share speculates as much as pays there."""
         valid_s = self.steps.valid.iteration_s
         redone_s = self.steps.redone.iteration_s if self.steps.redone is not None else valid_s
         return None if redone_s <= self.without_s else max(0.0, (self.without_s - valid_s) / (redone_s - valid_s))
@@ -75,25 +69,16 @@ class OverlapChoice:
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """The policies of a workload on a machine, of which all advice is made.
+    """The policies of a workload on a machine, of which all advice is made."""
 
-    Attributes:
-        best: The chosen policy, without overlap.
-        excess: What memory is too small for it, in words; None if it suffices or is not known.
-        split: The best static split, which DeepSpeed has by itself; None if none fits, or nothing is offloaded.
-        others: The best variant of each other policy that fits, or may fit, fastest first.
-        left_out: Policies that there is too little memory for, and why.
-        overlap: The widest overlap that the job can run; None if that gains little.
-        deepspeed_overlap: The widest one that `enable` takes; None likewise.
-    """
-
-    best: Steps
-    excess: str | None = None
+    best: Steps  # The chosen policy, without overlap.
+    excess: str | None = None  # What memory is too small for it, in words; None if it suffices or is not known.
+    # The best static split, which DeepSpeed has by itself; None if none fits, or nothing is offloaded.
     split: Steps | None = None
-    others: tuple[Steps, ...] = ()
-    left_out: dict[str, str] = field(default_factory=dict)
-    overlap: OverlapChoice | None = None
-    deepspeed_overlap: OverlapChoice | None = None
+    others: tuple[Steps, ...] = ()  # The best variant of each other policy that fits, or may fit, fastest first.
+    left_out: dict[str, str] = field(default_factory=dict)  # Policies that there is too little memory for, and why.
+    overlap: OverlapChoice | None = None  # The widest overlap that the job can run; None if that gains little.
+    deepspeed_overlap: OverlapChoice | None = None  # The widest one that `enable` takes; None likewise.
 
     @property
     def steps(self) -> Steps:
@@ -112,8 +97,7 @@ def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None 
     """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`.
 
     It is `interleaved:2` in place of `adaptive` if the free memory is unknown. `job` tells whether DeepSpeed runs it,
-    which takes less overlap. Raises MachineError if the machine lacks a rate that the best policy needs.
-    """
+    which takes less overlap. Raises MachineError if the machine lacks a rate that the best policy needs."""
     on_gpu = all_on_device(own_workload(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))
@@ -206,10 +190,7 @@ def unified_memory_text(machine: Machine) -> str | None:
 
 
 def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
-    """Return the fastest static split without storage that fits the device; None if none does.
-
-    Of ratios that DeepSpeed rounds to the same subgroups it is the largest.
-    """
+    """Return the fastest static split without storage that fits the device, the largest of equals; None without."""
     # If the free memory is not known, only a plan that needs no device memory is sure to fit.
     fitting = [
         steps for steps in _static_splits(workload, machine) if steps.valid.fits_device(machine.gpu_memory_bytes)
@@ -254,10 +235,7 @@ def fits_memory(steps: Steps, machine: Machine) -> bool:
 
 
 def memory_excess(schedule: Schedule, machine: Machine) -> str | None:
-    """Return in words by how much memory is too small; None if it suffices or is not known.
-
-    The device is too small for some jobs whatever the policy.
-    """
+    """Return in words by how much memory is too small; None if it suffices or is not known."""
     if schedule.workload.missing_bytes:
         return f"without any optimizer state {bytes_text(schedule.workload.missing_bytes)} of device memory are missing"
     if schedule.fits_device(machine.gpu_memory_bytes) is False:

@@ -1,7 +1,5 @@
 """The plan of a job for one machine: what fits, under which policy, how fast (as a range), and at which cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -48,8 +46,7 @@ def iteration_range(steps: Steps, machine: Machine, compute_factor: float) -> It
     which are known within `compute_factor`, and the same plan is simulated again. Changes of the logarithm of the
     iteration are summed as squares, longer and shorter ones apart, and extended to the 10th and the 90th percentile. If
     the machine was fitted to runs of the same policy, its rates together are known better than each of them: the
-    residuals of the fit count instead.
-    """
+    residuals of the fit count instead."""
     likely = steps.iteration_s
     if likely <= 0:
         return IterationRange(likely, likely, likely)
@@ -62,10 +59,7 @@ def iteration_range(steps: Steps, machine: Machine, compute_factor: float) -> It
 
 
 def residual_factor(policy: str, machine: Machine) -> float | None:
-    """Return the factor within which the fit of a machine explains updates under a policy: root mean square.
-
-    None if the machine was not fitted to runs of a policy with the same operations.
-    """
+    """Return the factor (root mean square) within which a fit to such updates explains them; None without one."""
     about = machine.extra.get("fit")
     policies, residuals = (about.get(key) if isinstance(about, dict) else None for key in ("policies", "residuals"))
     if not isinstance(policies, dict) or not isinstance(residuals, dict):
@@ -136,30 +130,19 @@ class PolicyTime:
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """The plan of a job for one machine. Bytes are per rank; figures are with the change, None where nothing fits.
-
-    Attributes:
-        fits: Whether the job fits as it is.
-        change: The least change that makes it fit, by setting; None where it fits, or no change helps.
-        device_bytes: Largest device memory at any time, of the job and its optimizer state.
-        iteration_low_ms: Low end of the range that has it with a probability of 80 %.
-        code: Lines of Python for the script.
-        policies: The best variant of each policy that fits, fastest first.
-        needed_bytes: Largest device memory of the job as it is, all state on the device; None where it fits.
-        cheapest: The cheapest changes in the framework's own settings that make it fit; None where it fits or none do.
-        alone: What each of these changes does alone, the cheapest first; none where it fits.
-    """
+    """The plan of a job for one machine. Bytes are per rank; figures are with the change, None where nothing fits."""
 
     machine: str
-    fits: bool
+    fits: bool  # Whether the job fits as it is.
+    # The least change that makes it fit, by setting; None where it fits, or no change helps.
     change: dict[str, Any] | None
     policy: str | None = None
-    device_bytes: float | None = None
+    device_bytes: float | None = None  # Largest device memory at any time, of the job and its optimizer state.
     device_capacity_bytes: float | None = None
     host_bytes: float | None = None
     host_capacity_bytes: float | None = None
     iteration_ms: float | None = None
-    iteration_low_ms: float | None = None
+    iteration_low_ms: float | None = None  # Low end of the range that has it with a probability of 80 %.
     iteration_high_ms: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_low: float | None = None
@@ -168,17 +151,19 @@ class MachinePlan:
     cost_low: float | None = None
     cost_high: float | None = None
     limited_by: str | None = None
-    code: str | None = None
+    code: str | None = None  # Lines of Python for the script.
     lines: LinesToPaste | None = None
     settings: TunableSettings | None = None
     ranks_per_host: int | None = None
     hosts: int | None = None
-    policies: tuple[PolicyTime, ...] = ()
+    policies: tuple[PolicyTime, ...] = ()  # The best variant of each policy that fits, fastest first.
     accuracy: str = ""
     notes: tuple[str, ...] = ()
+    # Largest device memory of the job as it is, all state on the device; None where it fits.
     needed_bytes: float | None = None
+    # The cheapest changes in the framework's own settings that make it fit; None where it fits or none do.
     cheapest: JobChange | None = None
-    alone: tuple[JobChange, ...] = ()
+    alone: tuple[JobChange, ...] = ()  # What each of these changes does alone, the cheapest first; none where it fits.
 
     def changes_text(self) -> list[str]:
         """Return the changes that make it fit, in few words; the offload of state is the first."""
@@ -191,26 +176,18 @@ class MachinePlan:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The request for a plan, beside the job and the machine.
-
-    Attributes:
-        policies: Policies to choose from; empty: all.
-        ranks_per_host: Ranks on a host; None: as many as the box of the machine has.
-    """
+    """The request for a plan, beside the job and the machine."""
 
     machine_source: str | None = None
-    policies: Sequence[str] = ()
-    ranks_per_host: int | None = None
+    policies: Sequence[str] = ()  # Policies to choose from; empty: all.
+    ranks_per_host: int | None = None  # Ranks on a host; None: as many as the box of the machine has.
     price_per_hour: float | None = None
 
 
 def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> MachinePlan:
     """Return the plan of a job for a machine, with the rates of its file.
 
-    Raises:
-        MachineError: The machine lacks a rate.
-        PolicyError: A requested policy does not exist.
-    """
+    Raises MachineError for a missing rate, and PolicyError for a requested policy that does not exist."""
     asked = request or PlanRequest()
     for policy in asked.policies:
         # Policies that cannot plan a job are skipped below; those that do not exist are an error.
@@ -322,9 +299,7 @@ def _limiting_part(schedule: Schedule, machine: Machine, times: ComputeTimes) ->
     """Return what limits an iteration.
 
     It is `compute` or `collectives`, the longer one, if nothing is offloaded or the optimizer adds less than a tenth of
-    the iteration; else what limits the update: `cpu update`, `gpu update`, `h2d`, `d2h`, `host memory` or
-    `dependencies`.
-    """
+    the iteration; else what limits the update."""
     if schedule.plan.policy == "gpu-only" or schedule.exposed_s < _SMALL_SHARE * schedule.iteration_s:
         compute_s = times.forward_s + times.backward_s + times.other_s - times.collectives_s
         return "collectives" if times.collectives_s > max(compute_s, 0.0) else "compute"

@@ -1,7 +1,5 @@
 """The recommended setup: the best policy, and what to paste for each policy that fits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
@@ -9,11 +7,7 @@ from typing import Any
 
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.advise.changes import alternatives
-from ebbtide.interleave.advise.choice import (
-    PolicyChoice,
-    choose_policy,
-    unified_memory_text,
-)
+from ebbtide.interleave.advise.choice import PolicyChoice, choose_policy, unified_memory_text
 from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.lines.setups import PasteContext, PolicySetup, best_setup, placeholders, setup_of
 from ebbtide.interleave.advise.lines.systems import SystemSetup, other_systems
@@ -27,36 +21,26 @@ _MIN_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended setup.
-
-    Attributes:
-        code: Lines of Python that make a DeepSpeed job use the policy; None if nothing should be offloaded.
-        setups: The lines to paste for each policy that fits: the recommended one, then the others, fastest first.
-        placeholders: Keys of the configurations whose values stand for values of the job that are not known.
-        alternatives: Changes to the job after which nothing would have to be offloaded.
-        overlap: What updates beside the step win; None if it is little.
-        warnings: What keeps the job from using the policy as it is: memory, other settings.
-        split: The best static split, which DeepSpeed has by itself; None if none fits.
-        action: The setting to change, as in findings.
-        is_as_today: Whether the job has the recommended setup already: all state is on the device, and fits.
-    """
+    """The recommended setup."""
 
     policy: str
     line: str
-    code: str | None
+    code: str | None  # Lines of Python that make a DeepSpeed job use the policy; None if nothing should be offloaded.
     deepspeed_config: dict[str, Any]
     optimizer_code: str | None
+    # The lines to paste for each policy that fits: the recommended one, then the others, fastest first.
     setups: tuple[PolicySetup, ...]
+    # Keys of the configurations whose values stand for values of the job that are not known.
     placeholders: tuple[str, ...]
-    alternatives: tuple[str, ...]
+    alternatives: tuple[str, ...]  # Changes to the job after which nothing would have to be offloaded.
     uncertainty: str
     left_out: dict[str, str]
     systems: tuple[SystemSetup, ...] = ()
-    overlap: dict[str, Any] | None = None
-    warnings: tuple[str, ...] = ()
-    split: PolicySetup | None = None
-    action: dict[str, Any] | None = None
-    is_as_today: bool = False
+    overlap: dict[str, Any] | None = None  # What updates beside the step win; None if it is little.
+    warnings: tuple[str, ...] = ()  # What keeps the job from using the policy as it is: memory, other settings.
+    split: PolicySetup | None = None  # The best static split, which DeepSpeed has by itself; None if none fits.
+    action: dict[str, Any] | None = None  # The setting to change, as in findings.
+    is_as_today: bool = False  # Whether the job has the recommended setup already: all state is on the device, and fits
 
     @property
     def deepspeed(self) -> dict[str, Any] | None:
@@ -71,15 +55,9 @@ class Recommendation:
 def recommend(
     workload: Workload, machine: Machine, job: RecordedJob | None = None, machine_source: str | None = None
 ) -> Recommendation:
-    """Recommend the best policy that fits, and what DeepSpeed can do of it today.
+    """Recommend the best policy that fits, with lines that repeat the settings of the job and the file of its machine.
 
-    Args:
-        job: Settings of the job that the lines repeat.
-        machine_source: The file or preset of the machine, for the lines of Python.
-
-    Raises:
-        MachineError: The machine lacks a rate that the best policy needs.
-    """
+    Raises MachineError if the machine lacks a rate that the best policy needs."""
     context = PasteContext(job or RecordedJob(), machine, machine_source)
     choice = choose_policy(workload, machine, context.job)
     best, overlap = best_setup(choice, context), choice.overlap
@@ -126,11 +104,7 @@ def recommend(
 
 
 def policy_of_action(action: Mapping[str, Any]) -> str:
-    """Return the policy with which `ebbtide replay` simulates the `action` of a finding or recommendation.
-
-    Raises:
-        PolicyError: The action is none on offload.
-    """
+    """Return the policy that simulates the `action` of a finding or recommendation. Raises PolicyError without one."""
     settings = action["settings"]
     if action["kind"] == "policy":
         overlap = settings.get("overlap", "none")

@@ -34,22 +34,7 @@ _LATE = "adaptive,overlap=forward"
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """The iteration of one policy. Bytes are per iteration and rank.
-
-    Attributes:
-        exposed_ms: Time that the optimizer adds to the iteration.
-        busy: Busy share of each resource during the update.
-        fits: Whether both memories suffice; None if it is not known.
-        speculated_subgroups: Subgroups that are updated before it is known whether clipping changes them.
-        redone_iteration_ms: Iteration time of a step that clipping changes; None if nothing is speculated. Times above
-            are the mean over all steps, other figures those of a step that it does not change.
-        limited_by: What limits the update: a resource, "host memory" (its bandwidth), "storage", "dependencies" or
-            "nothing".
-        storage_busy: By path: the shares of the iteration during which it reads and writes.
-        exact: Whether each step gives the results that the workload asks for: the same update, of all gradients,
-            clipped if the workload clips.
-        note: How the results differ where they are not exact; None where they are.
-    """
+    """The iteration of one policy. Bytes are per iteration and rank."""
 
     policy: str
     iteration_ms: float
@@ -57,46 +42,44 @@ class PolicyResult:
     backward_ms: float
     update_ms: float
     other_ms: float
-    exposed_ms: float
+    exposed_ms: float  # Time that the optimizer adds to the iteration.
     h2d_bytes: float
     d2h_bytes: float
-    busy: dict[str, float]
+    busy: dict[str, float]  # Busy share of each resource during the update.
     peak_device_bytes: float
     host_bytes: float
-    fits: bool | None
+    fits: bool | None  # Whether both memories suffice; None if it is not known.
+    # What limits the update: a resource, "host memory" (its bandwidth), "storage", "dependencies" or "nothing".
     limited_by: str
-    speculated_subgroups: int
+    speculated_subgroups: int  # Subgroups that are updated before it is known whether clipping changes them.
+    # Iteration time of a step that clipping changes; None if nothing is speculated. Times above are the mean over all
+    # steps, other figures those of a step that it does not change.
     redone_iteration_ms: float | None
     storage_read_bytes: float
     storage_written_bytes: float
     storage_written_bytes_per_day: float
-    storage_busy: list[dict[str, float]]
+    storage_busy: list[dict[str, float]]  # By path: the shares of the iteration during which it reads and writes.
     stored_subgroups: int
+    # Whether each step gives the results that the workload asks for: the same update, of all gradients, clipped if the
+    # workload clips.
     exact: bool
-    note: str | None
+    note: str | None  # How the results differ where they are not exact; None where they are.
 
 
 @dataclass(frozen=True, repr=False)
 class Replay(TabularResult):
-    """The results of all policies, in the order requested.
-
-    Attributes:
-        bound: Lower bounds of any exact policy without overlap.
-        overlap: The overlap of all exact policies together.
-        overlap_bound: Lower bounds of any policy with that overlap or a part of it.
-        skipped: Built-in policies that were left out, and why.
-        late: The replay of `adaptive` with updates under the next forward, beside that of all built-in policies; None
-            where policies were named.
-    """
+    """The results of all policies, in the order requested."""
 
     workload: Workload
     machine: Machine
     results: list[PolicyResult]
     schedules: list[Schedule]
-    bound: Bound
-    overlap: Overlap
-    overlap_bound: Bound
-    skipped: dict[str, str]
+    bound: Bound  # Lower bounds of any exact policy without overlap.
+    overlap: Overlap  # The overlap of all exact policies together.
+    overlap_bound: Bound  # Lower bounds of any policy with that overlap or a part of it.
+    skipped: dict[str, str]  # Built-in policies that were left out, and why.
+    # The replay of `adaptive` with updates under the next forward, beside that of all built-in policies; None where
+    # policies were named.
     late: Replay | None = None
 
     def to_pandas(self) -> pd.DataFrame:
@@ -145,17 +128,11 @@ class Replay(TabularResult):
 def replay(
     workload: Workload, machine: Machine, policies: Sequence[str] | None = None, job: RecordedJob | None = None
 ) -> Replay:
-    """Simulate a workload on a machine under some policies.
+    """Simulate a workload on a machine under some policies, of which `systems` stands for all other systems.
 
-    Args:
-        policies: Policies' strings; `systems` for those of all other systems that can plan the workload. None for all
-            built-in policies that the machine's rates suffice for.
-        job: The job of the workload, whose own state `gpu-only` has where that is on the device.
-
-    Raises:
-        PolicyError: A policy does not exist or cannot plan this workload.
-        MachineError: The machine lacks a rate that is needed.
-    """
+    Without policies these are all built-in ones that the machine's rates suffice for. `gpu-only` has the job's own
+    state where that is on the device. Raises PolicyError for a policy that does not exist or cannot plan this workload,
+    and MachineError for a missing rate."""
     results, schedules = [], []
     skipped = {}
     for text in with_systems(policies or BUILT_IN):
@@ -262,8 +239,7 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
     """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap.
 
     Mechanisms that need a rate or a property of the workload that is not known are left out. Where state is in storage
-    the last step is what enough host memory would gain.
-    """
+    the last step is what enough host memory would gain."""
     steps: list[AblationStep] = []
     plan: Plan | None = None
 

@@ -1,7 +1,5 @@
 """Converts a schedule to a trace, which can be plotted, reported and exported like a recorded one."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ebbtide.interleave.model.schedule import Schedule
@@ -19,8 +17,7 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
     iteration, and those of the last one are left out, or cut off, where the trace ends.
 
     The pool `device` has the memory of the job and of the plan. If the free memory or the memory of the device is not
-    known, the pool is `planned` and has the memory of the plan only.
-    """
+    known, the pool is `planned` and has the memory of the plan only."""
     workload = schedule.workload
     builder = TraceBuilder("simulated", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
     builder.meta["warmup_iterations"] = 0
@@ -87,10 +84,7 @@ def _ns(seconds: float) -> int:
 
 
 def device_memory(schedule: Schedule, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times s, bytes) of the device's memory over one iteration, of the job and the plan.
-
-    If the free memory or the memory of the device is not known, it is that of the plan only.
-    """
+    """Return (times s, bytes) of the device's memory over an iteration, of the job (if that is known) and the plan."""
     times, used = schedule.device_memory_line()
     free_line = schedule.free_memory_line()
     if free_line is None or not machine.gpu_memory_bytes:

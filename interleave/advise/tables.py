@@ -1,7 +1,5 @@
 """The tables of replays and plans."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import inf
 from operator import itemgetter
@@ -15,9 +13,8 @@ from ebbtide.interleave.advise.levers.keys import TITLES, settings_text
 from ebbtide.interleave.advise.machine_plan import MachinePlan
 from ebbtide.interleave.advise.replay import AblationStep, Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
-from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of
+from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of, ranges_text, updates_text
 from ebbtide.machines.machine import Machine
-from ebbtide.machines.track_record import ranges_text, updates_text
 from ebbtide.units import bytes_text, count_text
 
 # From this share on host memory decides what fits.

@@ -1,13 +1,13 @@
 """Advice for the job of a trace on its own machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ebbtide.analysis.metrics.advice import Setting, SettingKind
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.out_of_memory import OFFLOAD, OutOfMemory, make_remedy
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
 from ebbtide.interleave.advise.choice import (
     all_on_device,
@@ -16,31 +16,27 @@ from ebbtide.interleave.advise.choice import (
     fits_memory,
     unified_memory_text,
 )
-from ebbtide.interleave.advise.job.inputs import note_other_machine, own_machine, own_preset, resolve_machine, share_box
+from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.job.training_job import recorded_job
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.advise.lines.setups import PasteContext, setup_of
 from ebbtide.interleave.advise.replay import Replay, replay
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.simulation.simulator import Steps
+from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.simulation.simulator import Steps, simulate
+from ebbtide.machines.catalog import preset, presets
+from ebbtide.machines.machine import Machine, machine_from
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import ms_text
+from ebbtide.units import bytes_text, ms_text
 
 
 def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[str] | None = None) -> Replay:
-    """Replay the job of a trace under some policies, as `ebbtide replay` does.
+    """Replay the job of a trace under some policies, as `ebbtide replay` does; by default on its own card's machine.
 
-    Args:
-        machine: File or preset; None: the recorded machine, else the preset of the trace's card.
-        policies: As for `replay`.
-
-    Raises:
-        WorkloadError: The trace does not tell the parameters of the job, or no iteration.
-        MachineError: There is no such machine, or it lacks a rate that is needed.
-        PolicyError: A policy does not exist or cannot plan this job.
-    """
-    rates = share_box(resolve_machine(machine or own_preset(trace), trace), None, trace)
-    return replay(note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
+    Raises WorkloadError where the trace does not tell the parameters or no iteration, MachineError and PolicyError as
+    `replay`."""
+    rates = inputs.share_box(inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace)
+    return replay(inputs.note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
 
 
 class _Job(NamedTuple):
@@ -57,10 +53,7 @@ class TraceAdviser:
         self._trace = trace
 
     def deepspeed_setting(self) -> Setting | None:
-        """Return the best setting of what DeepSpeed has by itself: no offload, or the fastest static split that fits.
-
-        None where the job cannot be simulated, or no split fits.
-        """
+        """Return the best setting of DeepSpeed itself: no offload, or the fastest split that fits; None: not known."""
         if self._job is None:
             return None
         workload, context = self._job
@@ -80,8 +73,7 @@ class TraceAdviser:
     def policy_setting(self) -> Setting | None:
         """Return the best policy of ebbtide; None where nothing should be offloaded, or the job cannot be simulated.
 
-        It takes seconds: the policy `adaptive` searches for its plan.
-        """
+        It takes seconds: the policy `adaptive` searches for its plan."""
         if self._job is None:
             return None
         workload, context = self._job
@@ -96,11 +88,11 @@ class TraceAdviser:
 
     @cached_property
     def _job(self) -> _Job | None:
-        machine = own_machine(self._trace)
+        machine = inputs.own_machine(self._trace)
         if machine is None:
             return None
         try:
-            context = PasteContext(recorded_job(self._trace), share_box(machine, None, self._trace))
+            context = PasteContext(recorded_job(self._trace), inputs.share_box(machine, None, self._trace))
             return _Job(workload_of(self._trace), context)
         except (MachineError, WorkloadError):
             return None
@@ -110,3 +102,43 @@ class TraceAdviser:
         times = f"{ms_text(recorded_ms).removesuffix(' ms')} -> {ms_text(iteration_ms)}"
         gain_ms = max(0.0, recorded_ms - iteration_ms)
         return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, gain_ms)
+
+
+_POLICY = "pipelined"
+
+
+def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
+    """Return an error whose remedy of offloaded state is that of a replayed plan, with its iteration time.
+
+    The plan is that of the policy `pipelined`, which updates on the CPU, on the recorded machine or on the preset with
+    as much device memory. What it uses on the device is subtracted. The remedy stays as it is where the trace cannot be
+    replayed, for example since no iteration was finished."""
+    bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
+    machine = _machine(trace, error.record.capacity_bytes)
+    if bound is None or machine is None:
+        return error
+    if machine.unified_memory:
+        return replace(error, remedies=[remedy for remedy in error.remedies if remedy is not bound])
+    try:
+        workload = workload_of(trace)
+        schedule = simulate(make_plan(_POLICY, workload, machine), workload, machine)
+    except (MachineError, PolicyError, WorkloadError):
+        return error
+    kept = round(schedule.peak_device_bytes)
+    reason = (
+        f"all optimizer state on the device, minus {bytes_text(kept)} that the policy {_POLICY} uses there; replayed "
+        f"on {machine.name}, an iteration takes {ms_text(schedule.iteration_s * 1e3)}"
+    )
+    remedy = make_remedy(OFFLOAD, max(bound.bytes - kept, 0), error.record, reason)
+    remedies = [remedy if other is bound else other for other in error.remedies]
+    return replace(error, remedies=sorted(remedies, key=lambda other: -other.bytes))
+
+
+def _machine(trace: Trace, capacity: int | None) -> Machine | None:
+    if trace.meta.machine is not None:
+        return machine_from(trace.meta.machine, f"the machine of {trace.path}")
+    if not capacity:
+        return None
+    machines = [preset(name) for name in presets()]
+    same = [m for m in machines if m.gpu_memory_bytes and inputs.is_same_capacity(capacity, m.gpu_memory_bytes)]
+    return min(same, key=lambda m: abs(capacity - (m.gpu_memory_bytes or 0)), default=None)

@@ -61,20 +61,15 @@ class TorchAdamW:
 
 
 class OnePassAdamW:
-    """The engine's own CPU kernel.
-
-    Attributes:
-        state: The fp32 master and moments, of shape (3, params).
-        new_state: What `update_beside` made of them; None before its first call.
-    """
+    """The engine's own CPU kernel."""
 
     def __init__(self, params: int, threads: int) -> None:
         self.gradient = torch.full((params,), 1e-3, dtype=torch.bfloat16)
         self.half = torch.ones_like(self.gradient)
         # Written, not only allocated: the first access to a page costs time.
-        self.state = torch.empty((3, row_stride(params)))[:, :params].fill_(0.0)
+        self.state = torch.empty((3, row_stride(params)))[:, :params].fill_(0.0)  # The fp32 master and moments.
         self.state[0] = 1.0
-        self.new_state: torch.Tensor | None = None
+        self.new_state: torch.Tensor | None = None  # What `update_beside` made of the state.
         self._remainders: torch.Tensor | None = None
         self._kernel = CpuKernel(threads)
         self._steps = 0
@@ -86,17 +81,14 @@ class OnePassAdamW:
         self._kernel.update(self.gradient, master, exp_avg, exp_avg_sq, self.half, scalars)
 
     def update_beside(self) -> None:
-        """Make the next step out of place: write the new state, for which the first call allocates memory.
-
-        The state stays as it is, so that the next step stays the same."""
+        """Write the state after the next step to other memory (allocated at first), so that the step stays the same."""
         if self.new_state is None:
             self.new_state = torch.empty((3, row_stride(len(self.half))))[:, : len(self.half)].fill_(0.0)
         ranges = [(0, len(self.half), _HYPER.scalars(self._steps + 1))]
         self._kernel.update_beside(self.gradient, self.state, self.new_state, self.half, ranges)
 
     def update_remainders(self) -> None:
-        """Make a step whose masters are remainders, for which the first call allocates memory. The step is another one
-        each time, of the same moments and parameters."""
+        """Make a step whose masters are remainders, in memory that the first call allocates: another step each time."""
         self._steps += 1
         if self._remainders is None:
             self._remainders = torch.zeros(len(self.half), dtype=torch.int16)
@@ -127,12 +119,8 @@ def measure_update(setup: Setup, record: Record) -> None:
         rates[name] = params / timing.seconds
         if rates[name] == max(rates.values()):
             record.rate("cpu_update_params_per_s", rates[name], f"{name} ({size})", timing)
-            record.extra["cpu_update"] = {
-                "kernel": name,
-                "threads": setup.threads,
-                "params": params,
-                "params_per_s": rates,
-            }
+            by_kernel = {"kernel": name, "threads": setup.threads, "params": params, "params_per_s": rates}
+            record.extra["cpu_update"] = by_kernel
             record.host_traffic(ONE_PASS_BYTES * rates[name], f"update, counted as one pass: {name} ({size})", timing)
 
 
@@ -156,17 +144,13 @@ def _measure_variant(
 ) -> tuple[float, str, Timing]:
     """Measure the engine's kernel and a variant of it, in turns; record both rates under `key` and their names.
 
-    Return (rate of the variant / rate of the kernel, threads and parameters in words, times of the variant).
-    """
+    Return (rate of the variant / rate of the kernel, threads and parameters in words, times of the variant)."""
     params = setup.working_set // KERNEL_BYTES
     update = OnePassAdamW(params, setup.threads)
     usual, varied = measure_times([update, lambda: variant(update)], 2 * setup.window_s, setup.ranks)
     rates = [params / usual.seconds, params / varied.seconds]
-    record.extra[key] = {
-        "threads": setup.threads,
-        "params": params,
-        "params_per_s": dict(zip(names, rates, strict=True)),
-    }
+    by_name = dict(zip(names, rates, strict=True))
+    record.extra[key] = {"threads": setup.threads, "params": params, "params_per_s": by_name}
     return rates[1] / rates[0], f"threads: {setup.threads}, {params / 1e6:.1f} M parameters", varied
 
 
@@ -176,12 +160,8 @@ def measure_cast(setup: Setup, record: Record) -> None:
     master = torch.ones(setup.working_set // CAST_BYTES)
     half = torch.empty_like(master, dtype=torch.bfloat16)
     timing = measure_time(lambda: half.copy_(master), setup.window_s, setup.ranks)
-    record.rate(
-        "cpu_cast_params_per_s",
-        len(master) / timing.seconds,
-        f"torch copy_ to bfloat16 (threads: {setup.threads})",
-        timing,
-    )
+    how = f"torch copy_ to bfloat16 (threads: {setup.threads})"
+    record.rate("cpu_cast_params_per_s", len(master) / timing.seconds, how, timing)
 
 
 def measure_norm(setup: Setup, record: Record) -> None:
@@ -194,10 +174,7 @@ def measure_norm(setup: Setup, record: Record) -> None:
 
 
 def measure_contention(setup: Setup, record: Record) -> None:
-    """Measure contention of the update and copies by another thread within host memory.
-
-    The copying thread has a core of its own, so that memory is the only shared resource.
-    """
+    """Measure contention of the update and copies within host memory by another thread, on a core of its own."""
     threads = min(setup.threads, setup.cores - 1)
     if threads < 1:
         record.notes.append("contention of updates and copies is not known: measuring it takes two cores")
@@ -271,10 +248,7 @@ class Copier:
         self._thread.join()
 
     def rate_during(self, action: Callable[[], object]) -> float:
-        """Return the bytes copied per second during an action, and until at least one copy has ended.
-
-        Raises the error of a failed copy.
-        """
+        """Return the bytes copied per second during an action and until a copy has ended; raise the error of one."""
         begin, before = time.perf_counter(), self._copied_bytes
         action()
         while self._copied_bytes == before and self._error is None:

@@ -1,8 +1,6 @@
 """Measures a GPU: updates, casts, the fixed cost of a step, arithmetic and memory. Needs a GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -28,14 +26,8 @@ def measure_update(setup: Setup, record: Record) -> None:
     """Measure `gpu_update_params_per_s`: torch's fused AdamW with its casts, several steps in a row."""
     free, _ = torch.cuda.mem_get_info(setup.device)
     params = min(_PARAMS, free // (2 * KERNEL_BYTES))
-    step = TorchAdamW(params, torch.device("cuda", setup.device))
-
-    def steps() -> None:
-        for _ in range(_LAUNCHED):
-            step()
-        torch.cuda.synchronize(setup.device)
-
-    timing = measure_time(steps, setup.window_s, setup.ranks)
+    device = torch.device("cuda", setup.device)
+    timing = _time_launches(TorchAdamW(params, device), device, setup)
     how = f"torch AdamW(fused=True) and its casts, {params / 1e6:.1f} M parameters"
     record.rate("gpu_update_params_per_s", _LAUNCHED * params / timing.seconds, how, timing)
 
@@ -44,25 +36,16 @@ def measure_cast(setup: Setup, record: Record) -> None:
     """Measure `gpu_cast_params_per_s`: fp32 to bf16, several casts in a row."""
     free, _ = torch.cuda.mem_get_info(setup.device)
     params = min(_PARAMS, free // (2 * CAST_BYTES))
-    master = torch.ones(params, device=f"cuda:{setup.device}")
+    device = torch.device("cuda", setup.device)
+    master = torch.ones(params, device=device)
     half = torch.empty_like(master, dtype=torch.bfloat16)
-
-    def casts() -> None:
-        for _ in range(_LAUNCHED):
-            half.copy_(master)
-        torch.cuda.synchronize(setup.device)
-
-    timing = measure_time(casts, setup.window_s, setup.ranks)
+    timing = _time_launches(lambda: half.copy_(master), device, setup)
     how = f"torch copy_ to bfloat16, {params / 1e6:.1f} M parameters"
     record.rate("gpu_cast_params_per_s", _LAUNCHED * params / timing.seconds, how, timing)
 
 
 def measure_overhead(setup: Setup, record: Record) -> None:
-    """Measure `step_overhead_s`: the whole update of a subgroup of 1,024 parameters, from the call to its end.
-
-    It copies gradient and state from pinned memory to the device, runs fused AdamW with its casts, and copies the state
-    back.
-    """
+    """Measure `step_overhead_s`: gradient and state of a tiny subgroup copied up, updated, and copied back."""
     step = TorchAdamW(_SMALL_PARAMS, torch.device("cuda", setup.device))
     step()
     on_device = [step.gradient, *step.state]
@@ -121,40 +104,21 @@ def measure_compute(setup: Setup, record: Record) -> None:
 
 
 def measure_product(device: torch.device, precision: str, size: int, setup: Setup) -> tuple[float, Timing]:
-    """Measure products of square matrices.
-
-    `precision` is a key of `flops_per_s`. Returns FLOP/s, counting 2 size**3 a product, and the timing of some in a
-    row.
-    """
+    """Return the FLOP/s of products of square matrices, 2 size**3 each, and their timing; `precision`: see above."""
     dtype, fp32_precision = _PRECISIONS[precision]
     # Products of zeros take less power, so that the clock stays higher than in a job.
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
-
-    def run() -> None:
-        for _ in range(_LAUNCHED):
-            torch.mm(left, right, out=product)
-        _synchronize(device)
-
     with _fp32_precision(fp32_precision):
-        timing = measure_time(run, setup.window_s, setup.ranks)
+        timing = _time_launches(lambda: torch.mm(left, right, out=product), device, setup)
     return _LAUNCHED * 2.0 * size**3 / timing.seconds, timing
 
 
 def measure_device_memory(device: torch.device, nbytes: int, setup: Setup) -> tuple[float, Timing]:
-    """Measure copies within the memory of a device.
-
-    Returns bytes read and written per second, and the timing of some copies in a row.
-    """
+    """Return the bytes/s read and written by copies within the memory of a device, and their timing."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-
-    def run() -> None:
-        for _ in range(_LAUNCHED):
-            target.copy_(source)
-        _synchronize(device)
-
-    timing = measure_time(run, setup.window_s, setup.ranks)
+    timing = _time_launches(lambda: target.copy_(source), device, setup)
     return _LAUNCHED * 2.0 * nbytes / timing.seconds, timing
 
 
@@ -169,6 +133,13 @@ def _fp32_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _time_launches(launch: Callable[[], object], device: torch.device, setup: Setup) -> Timing:
+    """Measure calls that launch kernels, several in a row."""
+
+    def run() -> None:
+        for _ in range(_LAUNCHED):
+            launch()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return measure_time(run, setup.window_s, setup.ranks)

@@ -1,7 +1,5 @@
 """Measures the bandwidth of host memory, and of each NUMA node."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +25,7 @@ def working_set(memory: int | None, cache: int | None) -> int:
     """Return the number of bytes to measure over: four times the caches, so that they hold little of it.
 
     `memory` is that of a rank, of which at most an eighth is used, `cache` that of the last-level caches; None: not
-    known.
-    """
+    known."""
     size = max(_MIN_WORKING_SET, 4 * cache) if cache is not None else _DEFAULT_WORKING_SET
     return min(size, memory // 8) if memory else size
 
@@ -37,8 +34,7 @@ def measure_bandwidth(setup: Setup, record: Record) -> None:
     """Measure `host_memory_bytes_per_s`: bytes read plus bytes written per second with all threads of the rank.
 
     The better one of two loops counts. Write-allocate traffic (a cache line read only because it is about to be
-    written) is not counted.
-    """
+    written) is not counted."""
     torch.set_num_threads(setup.threads)
     count = setup.working_set // 8
     target, source = torch.ones(count), torch.ones(count)
@@ -61,8 +57,7 @@ def measure_nodes(setup: Setup, record: Record) -> None:
 
     The keys of `numa`: `node`, that of the GPU (without one, of the first core); `threads`; `bytes_per_s`, bytes read
     plus bytes written per second by node, None where the memory could not be placed there; `remote_share`, the rate of
-    the slowest other node as a share of the node's own.
-    """
+    the slowest other node as a share of the node's own."""
     home = _home_node(setup.device)
     if home is None:
         record.notes.append("local and remote host memory were not measured: the NUMA node of the GPU is not known")

@@ -107,10 +107,7 @@ def copy_durations(times: CopyTimes) -> list[float]:
 
 
 def combined_bytes_per_s(times: Sequence[CopyTimes], nbytes: int) -> float:
-    """Return the throughput of all directions together while all of them were busy.
-
-    Each copy of `nbytes` is assumed to run at a constant rate.
-    """
+    """Return the throughput of all directions together while all were busy; each copy has a constant rate."""
     begin, end = max(direction[0] for direction in times), min(direction[-1] for direction in times)
     moved = sum(
         float(np.diff(np.interp([begin, end], direction, nbytes * np.arange(len(direction))))[0]) for direction in times
@@ -138,10 +135,8 @@ def _copies(link: LinkProbe, directions: Sequence[str], setup: Setup) -> list[Co
 
 
 def measure_pageable_copies(setup: Setup, record: Record) -> None:
-    """Measure `h2d_pageable_bytes_per_s` and `d2h_pageable_bytes_per_s` by the host clock (such copies block the host).
-
-    The host memory is not pinned and has been written before.
-    """
+    """Measure `h2d_pageable_bytes_per_s` and `d2h_pageable_bytes_per_s` by the host clock: they block the host."""
+    # Written before, and not pinned.
     host = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     on_device = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{setup.device}")
     for direction, target, source in (("h2d", on_device, host), ("d2h", host, on_device)):
@@ -194,10 +189,7 @@ def _find_gpu(nvml: Nvml, device: int) -> Gpu:
 
 
 def check_sources(gpu: Gpu, copy: Callable[[str, float], ReferenceCopies], seconds: float) -> dict[str, Any]:
-    """Check each source of link traffic that a GPU has.
-
-    The result has, by the name of each source, that of `compare_samples` per direction, or {"refused": reason}.
-    """
+    """Check each source of link traffic of a GPU: `compare_samples` by direction and name, or {"refused": reason}."""
     results: dict[str, Any] = {}
     for source in (CounterSource(gpu), GpmSource(gpu), ThroughputSource(gpu)):
         if isinstance(source, GpmSource) and not gpu.supports_gpm():
@@ -232,8 +224,7 @@ def compare_samples(samples: Sequence[RateSample], copies: ReferenceCopies) -> d
         lag_ms: Time from the start of the copies to the middle of the first window with half of the median rate; its
             resolution is that of the samples.
         dropouts: Share of the samples below half of the actual rate.
-        samples: Number of samples during the copies; if it is 0, all others are None.
-    """
+        samples: Number of samples during the copies; if it is 0, all others are None."""
     rates = [sample.bytes_per_s for sample in samples if copies.start_ns + _SETTLE_NS <= sample.end_ns <= copies.end_ns]
     if not rates:
         return {"scale": None, "lag_ms": None, "dropouts": None, "samples": 0}
@@ -253,14 +244,10 @@ def compare_samples(samples: Sequence[RateSample], copies: ReferenceCopies) -> d
 
 
 class Poller:
-    """A thread that reads a source at its own interval, from the start to the end of a `with` block.
-
-    Attributes:
-        refused: Why the source cannot be read; None if it can.
-    """
+    """A thread that reads a source at its own interval, from the start to the end of a `with` block."""
 
     def __init__(self, source: LinkSource) -> None:
-        self.refused: str | None = None
+        self.refused: str | None = None  # Why the source cannot be read.
         self._source = source
         self._samples: list[LinkSample] = []
         self._running = True

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,30 +30,16 @@ class _PeerLostError(MachineError):
     """Another rank failed, was killed, or does not answer."""
 
 
+@dataclass(frozen=True)
 class Ranks:
-    """This process as one of several ranks; a single rank by default.
+    """This process as one of several ranks; a single rank by default."""
 
-    Args:
-        rank: Number of this rank, from 0.
-        store: Store of torch.distributed that all ranks share; None for a single rank.
-        helpers: Processes of other ranks that this process has started.
-    """
-
-    def __init__(
-        self,
-        rank: int = 0,
-        count: int = 1,
-        local_rank: int = 0,
-        local_count: int = 1,
-        store: Any = None,
-        helpers: tuple[BaseProcess, ...] = (),
-    ) -> None:
-        self.rank = rank
-        self.count = count
-        self.local_rank = local_rank
-        self.local_count = local_count
-        self.helpers = helpers
-        self._store = store
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    local_count: int = 1
+    store: Any = None  # A store of torch.distributed, which the ranks share.
+    helpers: tuple[BaseProcess, ...] = ()  # Processes of other ranks that this process has started.
 
     def wait(self) -> None:
         """Wait until all ranks have called this."""
@@ -77,36 +64,32 @@ class Ranks:
     def joined(self) -> Iterator[Ranks]:
         """Connect to the other ranks by gloo for the block; report an error of the block to them.
 
-        Like `wait` and `gather` it raises MachineError where another rank failed, was killed, or does not answer.
-        """
+        Like `wait` and `gather` it raises MachineError where another rank failed, was killed, or does not answer."""
         from torch import distributed
 
         with self._peers():
             self._wait_for_start()
             with _stdout_to_stderr():
+                timeout = timedelta(seconds=_TIMEOUT_S)
                 distributed.init_process_group(
-                    "gloo",
-                    store=self._store,
-                    rank=self.rank,
-                    world_size=self.count,
-                    timeout=timedelta(seconds=_TIMEOUT_S),
+                    "gloo", store=self.store, rank=self.rank, world_size=self.count, timeout=timeout
                 )
         try:
             yield self
         except _PeerLostError:
             raise
         except Exception as error:
-            self._store.set(_FAILURE_KEY, f"rank {self.rank}: {str(error) or type(error).__name__}")
+            self.store.set(_FAILURE_KEY, f"rank {self.rank}: {str(error) or type(error).__name__}")
             raise
         finally:
             distributed.destroy_process_group()
 
     def _wait_for_start(self) -> None:
         """Wait until all ranks have started. gloo would not notice a rank that was killed before it connects."""
-        self._store.set(f"started-{self.rank}", "")
+        self.store.set(f"started-{self.rank}", "")
         keys = [f"started-{rank}" for rank in range(self.count)]
         deadline = time.monotonic() + _TIMEOUT_S
-        while not self._store.check(keys):
+        while not self.store.check(keys):
             if self._has_dead_helper() or time.monotonic() > deadline:
                 raise RuntimeError("a rank has not started")
             time.sleep(0.05)
@@ -124,8 +107,8 @@ class Ranks:
         while time.monotonic() < deadline:
             # The store may have ended with the rank that held it.
             with contextlib.suppress(RuntimeError):
-                if self._store.check([_FAILURE_KEY]):
-                    return str(self._store.get(_FAILURE_KEY).decode())
+                if self.store.check([_FAILURE_KEY]):
+                    return str(self.store.get(_FAILURE_KEY).decode())
             if self._has_dead_helper():
                 return f"one of {self.count} ranks was killed: is there memory for so many? try fewer --ranks"
             time.sleep(0.05)
@@ -154,10 +137,9 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 @contextlib.contextmanager
 def join_ranks(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """Join the ranks of a launcher, or start `count - 1` further processes on this host that call `work`.
+    """Join the ranks of a launcher, or start `count - 1` further processes here that call `work`, a picklable function.
 
-    `count` None: a single rank, or those of the launcher. `work` must be picklable.
-    """
+    `count` None: a single rank, or those of the launcher."""
     launched = all(name in os.environ for name in _LAUNCHER_VARIABLES) and os.environ["WORLD_SIZE"] != "1"
     if launched and count is not None:
         raise MachineError("--ranks starts ranks, but a launcher has started some already: use only one of them")

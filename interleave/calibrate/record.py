@@ -18,16 +18,11 @@ _MIN_RUNS = 3
 
 @dataclass(frozen=True)
 class Timing:
-    """The duration of a repeated call.
+    """The duration of a repeated call."""
 
-    Attributes:
-        seconds: Median of one run.
-        spread: Distance from the 10th to the 90th percentile, divided by the median.
-    """
-
-    seconds: float
+    seconds: float  # Median of one run.
     runs: int
-    spread: float
+    spread: float  # Distance from the 10th to the 90th percentile, divided by the median.
 
     @classmethod
     def from_runs(cls, seconds: list[float]) -> Timing:
@@ -39,8 +34,7 @@ class Timing:
 def measure_time(run: Callable[[], object], window_s: float, ranks: Ranks) -> Timing:
     """Call `run` once unmeasured, wait for the other ranks, then call it for `window_s` seconds, at least three times.
 
-    `run` must return only when its work has ended.
-    """
+    `run` must return only when its work has ended."""
     return measure_times([run], window_s, ranks)[0]
 
 
@@ -61,36 +55,26 @@ def measure_times(runs: Sequence[Callable[[], object]], window_s: float, ranks: 
 
 @dataclass(frozen=True)
 class Setup:
-    """Input of all measurements of one rank.
-
-    Attributes:
-        working_set: Bytes of host memory to measure over.
-        window_s: Duration of each measurement in seconds.
-        device: Number of this rank's CUDA device; None without a GPU.
-    """
+    """Input of all measurements of one rank."""
 
     ranks: Ranks
     threads: int
     cores: int
-    working_set: int
-    window_s: float
-    device: int | None
+    working_set: int  # Bytes of host memory to measure over.
+    window_s: float  # Duration of each measurement in seconds.
+    device: int | None  # Number of this rank's CUDA device; None without a GPU.
 
 
 @dataclass
 class Record:
-    """Results of a calibration.
-
-    Attributes:
-        alone: The same rates of one rank while the others on its host are idle; empty where not measured.
-        gpu: Arithmetic and memory of the GPU; None where there is none.
-    """
+    """Results of a calibration."""
 
     rates: dict[str, float] = field(default_factory=dict)
+    # The same rates of one rank while the others on its host are idle; empty where not measured.
     alone: dict[str, float] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     storage: list[StoragePath] = field(default_factory=list)
-    gpu: GpuCompute | None = None
+    gpu: GpuCompute | None = None  # Arithmetic and memory of the GPU; None where there is none.
     extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

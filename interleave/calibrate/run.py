@@ -1,7 +1,5 @@
 """Runs a calibration, from the first measurement to the machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence
@@ -45,8 +43,7 @@ _ONE_SECOND_EACH = Machine(
 def measure_operation(setup: Setup, record: Record) -> None:
     """Measure `operation_s`: the value with which the simulator predicts the time of a plan of tiny subgroups.
 
-    `InterleavedAdamW` runs the plan: on the GPU, else on the emulated device.
-    """
+    `InterleavedAdamW` runs it on the GPU, else on the emulated device."""
     device = torch.device("cpu") if setup.device is None else torch.device("cuda", setup.device)
     params = [
         torch.nn.Parameter(torch.zeros(_SUBGROUP_PARAMS, dtype=torch.bfloat16, device=device))
@@ -77,10 +74,7 @@ def measure_operation(setup: Setup, record: Record) -> None:
 
 
 def operation_s(schedule: Schedule) -> float:
-    """Return the seconds per operation with which the simulator takes as long as a measured schedule.
-
-    The operations of the schedule must be too small for their sizes to matter.
-    """
+    """Return the seconds per operation of a measured schedule of tiny operations, by the simulator's time for it."""
     unit = simulate(schedule.plan, schedule.workload, _ONE_SECOND_EACH)
     return _span_s(schedule) / _span_s(unit)
 
@@ -143,18 +137,15 @@ def calibrate(
 ) -> Machine:
     """Measure the rates of this machine while all ranks measure; every rank must call this.
 
-    The rate of the slowest rank counts. `storage` are folders for state that host memory does not hold.
-    """
+    The rate of the slowest rank counts. `storage` are folders for state that host memory does not hold."""
     record = _measure(ranks, seconds, progress, storage)
     rates_by_rank = ranks.gather(record.rates)
     extra: dict[str, Any] = {"measured": record.measured, **record.extra}
     rates = dict(record.rates)
     if ranks.count > 1:
         rates = {key: _slowest(key, [each[key] for each in rates_by_rank if key in each]) for key in record.rates}
-        extra["ranks"] = {
-            "count": ranks.count,
-            "each": {key: [each.get(key) for each in rates_by_rank] for key in rates},
-        }
+        each_rank = {key: [each.get(key) for each in rates_by_rank] for key in rates}
+        extra["ranks"] = {"count": ranks.count, "each": each_rank}
     box = _box(ranks, rates_by_rank, record.alone) if ranks.local_count > 1 else None
     contention = extra.get("contention")
     if contention is not None:
@@ -211,13 +202,9 @@ def _measure(ranks: Ranks, seconds: float, progress: PartProgress, storage: Sequ
     nodes = len(host_memory.numa_nodes())
     if nodes > 1:
         parts = (*parts, Part("memory of each NUMA node", host_memory.measure_nodes, nodes))
-    parts = (
-        *parts,
-        *(
-            Part(f"storage {folder}", partial(storage_rates.measure_storage, folder), storage_rates.WINDOWS)
-            for folder in storage
-        ),
-    )
+    for folder in storage:
+        measure = partial(storage_rates.measure_storage, folder)
+        parts = (*parts, Part(f"storage {folder}", measure, storage_rates.WINDOWS))
     windows = sum(part.windows for part in parts)
     setup = _setup(ranks, seconds / windows, device, record)
     done = 0

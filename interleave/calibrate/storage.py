@@ -34,10 +34,8 @@ WINDOWS = 3 + _FILL_WINDOWS
 def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
     """Measure sequential reads and writes of a folder, alone and both at once, and add the path to the record.
 
-    The files have no names while they are measured, so nothing is left behind however the process ends. Where the file
-    system has no O_DIRECT, files are written through the page cache with fsync, and dropped from it before they are
-    read.
-    """
+    The files have no names while they are measured, so nothing is left behind however the process ends. Without
+    O_DIRECT they are written through the page cache with fsync, and dropped from it before they are read."""
     try:
         with _Files(folder, setup.ranks.local_count) as files:
             files.fill(_FILL_WINDOWS * setup.window_s)

@@ -1,7 +1,5 @@
 """The tables of a machine that was measured or fitted."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 from typing import NamedTuple
 

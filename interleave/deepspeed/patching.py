@@ -1,7 +1,5 @@
 """Patches DeepSpeed so that `deepspeed.initialize` builds InterleavedStage3, and undoes it."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging

@@ -1,7 +1,5 @@
 """The optimizer of ZeRO stage 3 with a step that runs a plan on the engine. Importing it needs DeepSpeed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,15 +8,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import log_dist
 
+from ebbtide.interleave.deepspeed import subgroup_slices
 from ebbtide.interleave.deepspeed.state_access import CpuAdamScalars, StateAccess
-from ebbtide.interleave.deepspeed.subgroup_slices import (
-    HeldMasters,
-    SliceGradients,
-    StoredMasters,
-    SubgroupSlice,
-    cut_subgroups,
-    release_pages,
-)
 from ebbtide.interleave.deepspeed.supported import check_optimizer, hyper_of
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
@@ -31,8 +22,7 @@ class InterleavedStage3(StateAccess):
 
     DeepSpeed reduces and partitions gradients, computes their norm, scales the loss, gathers parameters and writes
     checkpoints, as always. This class replaces the copies of gradients to the host, and the loop over subgroups in
-    `step`.
-    """
+    `step`."""
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         check_optimizer(init_optimizer)
@@ -44,15 +34,17 @@ class InterleavedStage3(StateAccess):
         super().__init__(module, init_optimizer, *args, **kwargs)
         if not accumulates:
             # See `partition_grads`. If the job accumulates after all, the pages come back as they are written.
-            release_pages(self.grad_partitions_flat_buffer)
+            subgroup_slices.release_pages(self.grad_partitions_flat_buffer)
         self._scale = 1.0
         # torch's AdamW, which DeepSpeed supports too, computes its scalars in double precision.
         self._cpu_adam = CpuAdamScalars() if isinstance(init_optimizer, DeepSpeedCPUAdam) else None
         self._ready_params = 0
         settings, masters = self.settings, self._masters
         sizes = [values.numel() for values in self.fp16_partitioned_groups_flat]
-        self._slices = cut_subgroups(sizes, settings.subgroup_params)
-        self._gradients = SliceGradients(self._slices, self._extents(), self.gradient_accumulation_dtype)
+        self._slices = subgroup_slices.cut_subgroups(sizes, settings.subgroup_params)
+        self._gradients = subgroup_slices.SliceGradients(
+            self._slices, self._extents(), self.gradient_accumulation_dtype
+        )
         # Gradients that the job reads before the step, and may change: fp32, by parameter.
         self._exposed: dict[int, torch.Tensor] = {}
         self._runner = AdaptiveRunner(settings)
@@ -61,11 +53,11 @@ class InterleavedStage3(StateAccess):
         device = self._runner.device
         try:
             if settings.storage is None:
-                self._views = HeldMasters(self.optimizer, masters, self._slices, device)
+                self._views = subgroup_slices.HeldMasters(self.optimizer, masters, self._slices, device)
                 self._start_plan()
             else:
                 # The engine is opened when it is needed, since a commit that is loaded first names the files to use.
-                self._views = StoredMasters(self.optimizer, masters, sizes, self._slices)
+                self._views = subgroup_slices.StoredMasters(self.optimizer, masters, sizes, self._slices)
                 self._runner.check(self._subgroups)
             self._gate_gathers(module.parameters())
         except BaseException:
@@ -209,11 +201,11 @@ class InterleavedStage3(StateAccess):
             self._gradients.add(number, gradient.to(self.gradient_accumulation_dtype))
         self._exposed.clear()
 
-    def _extents(self) -> dict[int, SubgroupSlice]:
+    def _extents(self) -> dict[int, subgroup_slices.SubgroupSlice]:
         """Return the extents of the parameters that this rank has elements of that are not padding."""
         extents = {}
         for param in (param for group in self.fp16_groups for param in group):
             if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
                 group, begin, length = self.grad_position[self.get_param_id(param)]
-                extents[self.get_param_id(param)] = SubgroupSlice(group, begin, begin + length)
+                extents[self.get_param_id(param)] = subgroup_slices.SubgroupSlice(group, begin, begin + length)
         return extents

@@ -1,7 +1,5 @@
 """The state and the parameters of ZeRO stage 3 as DeepSpeed and the job read them. Importing it needs DeepSpeed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,13 +8,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ebbtide.interleave.deepspeed.subgroup_slices import (
-    HeldMasters,
-    SliceGradients,
-    StoredMasters,
-    SubgroupSlice,
-    engine_subgroups,
-)
+from ebbtide.interleave.deepspeed import subgroup_slices
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
@@ -31,8 +23,7 @@ class CpuAdamScalars:
 
     DeepSpeed's CPU Adam computes its scalars in fp32 (so 1 - beta2 is off by 1.3e-5). It multiplies the powers of its
     betas up step by step, and computes them anew if the step is not the next one. As there, one object serves all
-    subgroups of an optimizer.
-    """
+    subgroups of an optimizer."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -85,17 +76,16 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     moments have values only from when something reads them to the next backward.
 
     Updates may run under the next forward. Gathers of parameters wait for those that they read. Everything else that
-    uses parameters, gradients or state calls `synchronize` first.
-    """
+    uses parameters, gradients or state calls `synchronize` first."""
 
     settings = EngineOptions(gradients="streamed")
     persistent_parameters: list[Any]
     _runner: AdaptiveRunner | None = None
     _gates: Sequence[MethodGate] = ()
-    _gradients: SliceGradients
+    _gradients: subgroup_slices.SliceGradients
     _masters: list[torch.Tensor]
-    _slices: Sequence[SubgroupSlice]
-    _views: HeldMasters | StoredMasters
+    _slices: Sequence[subgroup_slices.SubgroupSlice]
+    _views: subgroup_slices.HeldMasters | subgroup_slices.StoredMasters
     _cpu_adam: CpuAdamScalars | None
     _is_open = False
 
@@ -121,7 +111,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     @property
     def _subgroups(self) -> list[Subgroup]:
         dtype = self.fp16_partitioned_groups_flat[0].dtype
-        return engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype)
+        return subgroup_slices.engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype)
 
     def _values(self) -> list[torch.Tensor]:
         """Return the parameters of each slice, flat."""
@@ -189,8 +179,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
         It includes parameters, since they are rounded masters, hyperparameters and the loss scale. It can be loaded
         with the same storage, ranks and subgroups, until the first step after the next commit. Raises EngineError if
-        there is no storage, or too little space in it; the commit before stays.
-        """
+        there is no storage, or too little space in it; the commit before stays."""
         assert self._runner is not None
         self._recall()
         self._views.write_back(self._engine.store.states)
@@ -210,8 +199,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Go on from what `commit` has returned on this rank, in this process or after a crash.
 
         Gradients of this step are dropped. Frozen parameters and buffers of the model are not in it. Raises EngineError
-        if it is not a commit of this model, or the storage does not have it.
-        """
+        if it is not a commit of this model, or the storage does not have it."""
         if not {"storage", "steps", "param_groups", "loss_scaler"} <= commit.keys():
             raise EngineError("this is not what commit() of an engine's optimizer has returned")
         assert self._runner is not None
@@ -292,8 +280,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Let gathers of parameters wait, if updates may be late: of modules, prefetches and GatheredParameters.
 
         A gather reads the parts of all parameters in its list, before autograd sees anything of it. DeepSpeed calls the
-        function of any one in the list. A gate delays it; it never leaves one out or changes the order.
-        """
+        function of any one in the list. A gate delays it; it never leaves one out or changes the order."""
         gates = []
         for param in params if self._is_late else ():
 
@@ -315,8 +302,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Leave small ("persistent") parameters to the modules that use them, if updates may be late.
 
         DeepSpeed gathers all of them at the end of a step, which would have to wait for all late updates. In its first
-        step and after an overflow, it gathers them by module itself.
-        """
+        step and after an overflow, it gathers them by module itself."""
         persistent = self.persistent_parameters
         if self._is_late:
             self.persistent_parameters = []

@@ -1,7 +1,5 @@
 """Slices of DeepSpeed's subgroups, which the engine moves and updates, and the gradients of slices."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -260,8 +258,7 @@ def release_pages(zeros: torch.Tensor) -> None:
 def _use_host_buffer(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """Make a master and its moments views of a host buffer with their values, and return it. New moments are zero.
 
-    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is fp32, of shape (3, elements).
-    """
+    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is fp32, of shape (3, elements)."""
     if master.data.data_ptr() != buffer[MASTER].data_ptr():
         buffer[MASTER].copy_(master.data)
     state = optimizer.state[master]

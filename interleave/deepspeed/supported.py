@@ -1,7 +1,5 @@
 """Checks of the DeepSpeed version, configuration and optimizer; each error is one line."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 

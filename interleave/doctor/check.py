@@ -1,6 +1,4 @@
-"""Checks: functions of a host that say whether something would slow a job down."""
-
-from __future__ import annotations
+"""Checks: functions of a host that say whether something would slow a job down; and their results as text."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -9,25 +7,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from ebbtide.analysis.tables.table import Gain, Misfit, View
 from ebbtide.interleave.doctor.host import JobHost
+from ebbtide.units import counted
 
 State = Literal["ok", "warning", "unknown"]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        name: Name of the check.
-        state: `warning`: it slows a job down; `unknown`: the host does not tell.
-        detail: The figures that were found, and with a warning why they matter.
-        remedy: Words to change it, as they are to be typed where possible; None where there is nothing to do.
-    """
-
-    name: str
-    state: State
-    detail: str
+    name: str  # Name of the check.
+    state: State  # `warning`: it slows a job down; `unknown`: the host does not tell.
+    detail: str  # The figures that were found, and with a warning why they matter.
+    # Words to change it, as they are to be typed where possible; None where there is nothing to do.
     remedy: str | None = None
 
 
@@ -75,3 +69,29 @@ def examine(host: JobHost) -> Diagnosis:
     return Diagnosis(
         tuple(CheckResult(name, *result) for name, finder in all_checks().items() for result in finder(host))
     )
+
+
+def diagnosis_view(diagnosis: Diagnosis, verbose: bool) -> View:
+    """Yield what slows a job down on this host, with remedies; `verbose`: all checks with their figures."""
+    warnings, unknown = diagnosis.of("warning"), diagnosis.of("unknown")
+    counts = f"{len(diagnosis.of('ok'))} checks are fine"
+    if warnings:
+        yield Misfit(f"this host would slow a job down: {counted(len(warnings), 'warning')}; {counts}")
+    else:
+        yield f"nothing here would slow a job down; {counts}"
+    for number, check in enumerate(warnings, 1):
+        yield f"{number}. {check.name}: {check.detail}"
+        yield Gain(f"   DO  {check.remedy}")
+    if verbose:
+        for title, checks in (("not known:", unknown), ("fine:", diagnosis.of("ok"))):
+            if checks:
+                yield title
+                yield from map(_check_line, checks)
+        return
+    if unknown:
+        yield f"not known: {', '.join(dict.fromkeys(check.name for check in unknown))}"
+    yield "all checks with their figures: -v"
+
+
+def _check_line(check: CheckResult) -> str:
+    return f"   {check.name}: {check.detail}" + (f"; {check.remedy}" if check.remedy else "")

@@ -1,7 +1,5 @@
 """The host that checks look at: its cards, its limits, and the environment of a job."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,8 +12,7 @@ from typing import Any
 
 from ebbtide import host_limits
 from ebbtide.interleave.doctor.job import JobCommand, read_job
-from ebbtide.numa.processes import read_allowed_cpus
-from ebbtide.numa.topology import NumaNode, pci_node, read_nodes, read_text
+from ebbtide.numa.topology import NumaNode, pci_node, read_allowed_cpus, read_nodes, read_text
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.nvml import Nvml, NvmlError
 
@@ -36,17 +33,11 @@ _PROBE_S = 10
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, or a MIG device; None: the driver does not tell.
+    """A GPU, or a MIG device; None: the driver does not tell."""
 
-    Attributes:
-        device: Its description, as the metadata of a trace has it.
-        node: The NUMA node that it is attached to.
-        obstacle: Why PCIe says nothing about its copies; None where they go over PCIe.
-    """
-
-    device: Mapping[str, Any]
-    node: int | None
-    obstacle: str | None
+    device: Mapping[str, Any]  # Its description, as the metadata of a trace has it.
+    node: int | None  # The NUMA node that it is attached to.
+    obstacle: str | None  # Why PCIe says nothing about its copies; None where they go over PCIe.
 
     @property
     def title(self) -> str:
@@ -64,25 +55,15 @@ class Package:
 
 @dataclass(frozen=True)
 class JobHost:
-    """A host and the job that is to run on it.
+    """A host and the job that is to run on it."""
 
-    Attributes:
-        job: The job, which has no words where none was named.
-        cards: The GPUs that the job may use, in its order.
-        missing_cards: Why there are none, or not all; empty where all were read.
-        driver: Version of the driver; None: not known.
-        driver_cuda: Newest CUDA that it runs, as in (12, 8); None: not known.
-        folder: The folder that the job starts in.
-        root: The folder that holds `sys` and `proc`.
-    """
-
-    job: JobCommand
-    cards: tuple[Card, ...] = ()
-    missing_cards: str = ""
-    driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None
-    folder: Path = field(default_factory=Path.cwd)
-    root: Path = Path("/")
+    job: JobCommand  # The job, which has no words where none was named.
+    cards: tuple[Card, ...] = ()  # The GPUs that the job may use, in its order.
+    missing_cards: str = ""  # Why there are none, or not all; empty where all were read.
+    driver: str | None = None  # Version of the driver; None: not known.
+    driver_cuda: tuple[int, int] | None = None  # Newest CUDA that it runs, as in (12, 8); None: not known.
+    folder: Path = field(default_factory=Path.cwd)  # The folder that the job starts in.
+    root: Path = Path("/")  # The folder that holds `sys` and `proc`.
 
     @property
     def ranks(self) -> int:
@@ -131,13 +112,9 @@ class JobHost:
 
 
 def this_host(command: Sequence[str] = (), root: Path = Path("/"), library: Any = None) -> JobHost:
-    """Return this host, with the job that a command starts.
+    """Return this host, with the job that a command starts, if one is named.
 
-    Args:
-        command: The words of the job; empty: none is named.
-        root: The folder that holds `sys` and `proc`.
-        library: The module `pynvml`, or a replacement.
-    """
+    `root` is the folder that holds `sys` and `proc`, `library` the module `pynvml` or a replacement."""
     job = read_job(command, os.environ)
     try:
         nvml = Nvml(library)

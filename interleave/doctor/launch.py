@@ -5,8 +5,6 @@ Python, a shell that looks up the rank's cores and binds itself by `numactl`, or
 memory is then that of the node that it runs on.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from pathlib import Path
 from ebbtide import host_limits
 from ebbtide.errors import UserError
 from ebbtide.interleave.doctor.host import JobHost
-from ebbtide.interleave.doctor.launchers import LAUNCHERS
+from ebbtide.interleave.doctor.job import LAUNCHERS
 from ebbtide.numa.topology import cpus_text, node_cpus, parse_cpus, read_text
 
 

@@ -1,7 +1,5 @@
 """Checks by measurement: copies over the link, host memory, updates on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ebbtide.interleave.doctor.check import CheckResult

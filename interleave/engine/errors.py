@@ -1,7 +1,5 @@
 """Errors raised while a plan runs."""
 
-from __future__ import annotations
-
 from ebbtide.errors import UserError
 
 

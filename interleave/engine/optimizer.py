@@ -1,7 +1,5 @@
 """AdamW with an fp32 master and state where a policy puts it, with the same bits under every policy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -222,8 +220,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the state dict of torch.optim.AdamW, with the fp32 master in addition to the moments, on the host.
 
         It is the one after the last step, also in the middle of a backward and from another thread: it waits for a
-        step that runs, and steps wait for it.
-        """
+        step that runs, and steps wait for it."""
         index = {param: number for number, param in enumerate(self._group_params())}
 
         def add_states(state_dict: dict[str, Any]) -> None:
@@ -239,8 +236,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
         Save the dict together with the parameters. It can be loaded with the same storage and subgroups, in this
         process or after a crash, until the first step after the next commit. Raises EngineError if there is no storage,
-        or too little space in it; the commit before stays.
-        """
+        or too little space in it; the commit before stays."""
         self._open()
         return self._base_state_dict(lambda commit: commit.update(storage=self._offloaded.commit()))
 
@@ -251,8 +247,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         A master is used where it rounds to the parameter at the next step; others, and missing ones, start from there.
 
         Raises:
-            EngineError: If it is not a state dict of this model; nothing is changed.
-        """
+            EngineError: If it is not a state dict of this model; nothing is changed."""
         offloaded = self._offloaded
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -290,8 +285,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """Let no other thread step meanwhile, after the last step has ended.
 
         A thread that saves checkpoints reads `model.state_dict()`, whose tensors are the parameters themselves, and
-        `state_dict()` inside it, to have both after the same step. Raises EngineError as `synchronize`.
-        """
+        `state_dict()` inside it, to have both after the same step. Raises EngineError as `synchronize`."""
         with self._pending.lock:
             self.synchronize()
             yield
@@ -312,8 +306,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             The context; its value is a list of what was found, with an entry for each warning.
 
         Raises:
-            EngineError: No module waits for updates; or as `synchronize`.
-        """
+            EngineError: No module waits for updates; or as `synchronize`."""
         if not self._pending.names:
             raise EngineError("check_reads() needs a module that waits for updates: pass model= and overlap='forward'")
         return self._pending.check_reads()

@@ -1,7 +1,5 @@
 """The options of InterleavedAdamW and of the engine behind it, and their checks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

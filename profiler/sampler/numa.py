@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.numa.processes import read_allowed_cpus, read_memory_by_node
-from ebbtide.numa.topology import NumaNode, cpus_text, nodes_of, read_nodes
+from ebbtide.numa.topology import NumaNode, cpus_text, nodes_of, read_allowed_cpus, read_memory_by_node, read_nodes
 
 # Memory is read this long after a process was first seen, then after twice the time, and so on: a job allocates most of
 # its memory at the start.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ebbtide.cli import run as run_command
-from ebbtide.cli.render.dry_run import print_dry_run
+from ebbtide.cli.commands.dry_run import print_dry_run
 from ebbtide.profiler.dryrun import child, session
 from ebbtide.profiler.dryrun.errors import DryRunError
 from ebbtide.profiler.dryrun.launch import split_command
@@ -33,7 +33,7 @@ def dry_run(output: Path, *job: str, capacity_bytes: int | None = None) -> tuple
         "device_name": "dry run",
         "machine": None,
         "force": False,
-        "printer": "ebbtide.cli.render.dry_run:print_dry_run",
+        "printer": "ebbtide.cli.commands.dry_run:print_dry_run",
     }
     log = output.with_suffix(".log")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.machines.track_record import ranges_text, track_record, updates_text
+from ebbtide.machines.accuracy import ranges_text, track_record, updates_text
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,23 +1,14 @@
 """Turns a recording into metrics at each scrape."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client import core
 from prometheus_client.registry import Collector
 
 import ebbtide
@@ -110,27 +101,21 @@ class LiveTraceCollector(Collector):
         # Several scrapes may come at once.
         self._lock = threading.Lock()
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[core.Metric]:
         """Return all metrics without values, so that a scrape can ask for some of them (`?name[]=...`)."""
-        return [Metric(family.name, family.text, family.kind) for family in FAMILIES.values()]
+        return [core.Metric(family.name, family.text, family.kind) for family in FAMILIES.values()]
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         """Yield the metrics that have values. A trace that cannot be read has only its name."""
         with self._lock:
             samples = list(self._samples())
-        by_family: dict[str, list[_Sample]] = defaultdict(list)
+        metrics = {metric.name: metric for metric in self.describe()}
         for sample in samples:
-            by_family[sample.family].append(sample)
-        yield InfoMetricFamily(
-            "ebbtide_recording",
-            FAMILIES["ebbtide_recording"].text,
-            {"trace": self._live.path.name, "host": socket.gethostname(), "version": ebbtide.__version__},
-        )
-        for name, family in FAMILIES.items():
-            if name in by_family:
-                yield _metric(family, by_family[name])
+            _add(metrics[sample.family], sample)
+        yield from (metric for metric in metrics.values() if metric.samples)
 
     def _samples(self) -> Iterator[_Sample]:
+        yield _Sample("ebbtide_recording", (self._live.path.name, socket.gethostname(), ebbtide.__version__), 1)
         try:
             self._read()
             ranks = self._live.ranks
@@ -191,22 +176,13 @@ class LiveTraceCollector(Collector):
                 yield _Sample("ebbtide_phase_free_bytes", (*device, phase), memory.min_free_bytes[phase])
 
 
-def _metric(family: Family, samples: list[_Sample]) -> Metric:
-    """Return a metric of prometheus_client with its samples."""
-    if family.kind == "counter":
-        counter = CounterMetricFamily(family.name, family.text, labels=family.labels)
-        for sample in samples:
-            counter.add_metric(sample.labels, sample.value)
-        return counter
+def _add(metric: core.Metric, sample: _Sample) -> None:
+    family = FAMILIES[sample.family]
+    labels = dict(zip(family.labels, sample.labels, strict=True))
+    values = [sample.value]
     if family.kind == "summary":
-        summary = SummaryMetricFamily(family.name, family.text, labels=family.labels)
-        for sample in samples:
-            if sample.median is not None:
-                labels = dict(zip(family.labels, sample.labels, strict=True))
-                summary.add_sample(family.name, {**labels, "quantile": "0.5"}, sample.median)
-            summary.add_metric(sample.labels, sample.observations, sample.value)
-        return summary
-    gauge = GaugeMetricFamily(family.name, family.text, labels=family.labels)
-    for sample in samples:
-        gauge.add_metric(sample.labels, sample.value)
-    return gauge
+        values = [sample.value, sample.observations]
+        if sample.median is not None:
+            metric.add_sample(family.name, {**labels, "quantile": "0.5"}, sample.median)
+    for name, value in zip(family.sample_names[-len(values) :], values, strict=True):
+        metric.add_sample(name, labels, value)

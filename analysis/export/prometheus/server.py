@@ -67,16 +67,9 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class MetricsServer:
-    """Serves the metrics of one trace, from threads of this process.
+    """Serves the metrics of one trace, from threads of this process. Raises UserError if it cannot listen.
 
-    It listens from its creation on, and answers from `start` on; a fork between the two may call `start`.
-
-    Attributes:
-        url: The URL to scrape.
-
-    Raises:
-        UserError: If it cannot listen there.
-    """
+    It listens from its creation on, and answers from `start` on; a fork between the two may call `start`."""
 
     def __init__(self, address: Address) -> None:
         try:

@@ -1,7 +1,5 @@
 """Activity of the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Memory, link and activity of the GPU, as far as they were recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ebbtide.analysis.plot.kinds import Layout, both

@@ -1,7 +1,5 @@
 """Memory of the device and the link; without memory, activity of the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ebbtide.analysis.plot.kinds import Layout

@@ -1,7 +1,5 @@
 """Use of the link."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +8,15 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, View, content_fields, draw_level
-from ebbtide.analysis.plot.styles import TEXT_COLOR, line_properties
+from ebbtide.analysis.plot.panels import (
+    TEXT_COLOR,
+    ContentPanel,
+    PlotPanel,
+    View,
+    content_fields,
+    draw_level,
+    line_properties,
+)
 from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.panels import Scale

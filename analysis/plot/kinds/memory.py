@@ -1,7 +1,5 @@
 """Memory of the device, and of the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +9,15 @@ from matplotlib.axes import Axes
 
 from ebbtide.analysis.metrics.missing import NO_MEMORY
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, View, content_fields, draw_level, draw_stack
-from ebbtide.analysis.plot.styles import line_properties
+from ebbtide.analysis.plot.panels import (
+    ContentPanel,
+    PlotPanel,
+    View,
+    content_fields,
+    draw_level,
+    draw_stack,
+    line_properties,
+)
 from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
 from ebbtide.analysis.timeline.panels import Scale

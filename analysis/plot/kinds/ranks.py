@@ -1,7 +1,5 @@
 """Heat maps of ranks by iterations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Windows of free memory, and how idle the link is in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,8 +17,7 @@ from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot.kinds import Layout
 from ebbtide.analysis.plot.kinds.memory import MemoryPanel
-from ebbtide.analysis.plot.panels import PlotPanel, View, content_fields
-from ebbtide.analysis.plot.styles import OUTLINE_COLOR, box_properties
+from ebbtide.analysis.plot.panels import OUTLINE_COLOR, PlotPanel, View, box_properties, content_fields
 from ebbtide.analysis.plot.text import label_boxes
 from ebbtide.analysis.timeline.axis import PICTURE, PICTURE_BOXES, BoxSampler
 from ebbtide.analysis.timeline.boxes import clip_boxes, recurring_boxes, window_boxes

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 @command("Predict", 2, examples=("calibrate -o machine.json", "calibrate --from-trace run.ebb -o machine.json"))
 def calibrate(
-    output: Annotated[
-        Path | None,
-        output_option("M.json", "NAME.json"),
-    ] = None,
+    output: Annotated[Path | None, output_option("M.json", "NAME.json")] = None,
     from_trace: Annotated[
         list[Path] | None,
         valued(
@@ -61,12 +58,10 @@ def calibrate(
 ) -> None:
     """Measure the rates that `replay` needs (memory, updates, copies), or fit them from traces of the machine.
 
-    All rates are of one rank while all ranks of its host update and no copies run.
-    """
-    if from_trace and ranks is not None:
-        raise typer.BadParameter("--ranks is for measuring; with --from-trace nothing is measured")
-    if from_trace and storage:
-        raise typer.BadParameter("--storage is for measuring; with --from-trace nothing is measured")
+    All rates are of one rank while all ranks of its host update and no copies run."""
+    for option, value in (("--ranks", ranks), ("--storage", storage)):
+        if from_trace and value:
+            raise typer.BadParameter(f"{option} is for measuring; with --from-trace nothing is measured")
     machine_name = name or ("fitted" if from_trace else socket.gethostname())
     path = output or Path(re.sub(r"[^A-Za-z0-9_.-]", "_", machine_name) + ".json")
     if from_trace:

@@ -9,20 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbtide.cli import options
 from ebbtide.cli.command import command
-from ebbtide.cli.options import (
-    STEPS,
-    Force,
-    FormerSteps,
-    Json,
-    Plot,
-    Verbose,
-    count,
-    machine_option,
-    policy_option,
-    size,
-    valued,
-)
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_error, echo_line, print_view
 
@@ -33,25 +21,26 @@ if TYPE_CHECKING:
 @command("Run", 1, examples=("compare", "compare --policy zero-offload --policy adaptive --params 5e8"))
 def compare(
     policy: Annotated[
-        list[str] | None, policy_option("zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive")
+        list[str] | None, options.policy_option("zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive")
     ] = None,
-    steps: Annotated[int, STEPS] = 12,
-    iterations: FormerSteps = None,
+    steps: Annotated[int, options.STEPS] = 12,
+    iterations: options.FormerSteps = None,
     params: Annotated[
-        int, valued("N", "Approximate number of parameters of the model, e.g. 5e8.", parser=count)
+        int, options.valued("N", "Approximate number of parameters of the model, e.g. 5e8.", parser=options.count)
     ] = 20_000_000,
     subgroup_params: Annotated[
-        int | None, valued("N", "Parameters per subgroup, e.g. 1e8.", "a tenth of the model", parser=count)
+        int | None,
+        options.valued("N", "Parameters per subgroup, e.g. 1e8.", "a tenth of the model", parser=options.count),
     ] = None,
     memory_budget: Annotated[
         str | None,
-        valued(
+        options.valued(
             "SIZE", "Device memory for optimizer state in bytes, e.g. 2GiB.", "half of the state and three subgroups"
         ),
     ] = None,
     emulate_link: Annotated[
         str | None,
-        valued(
+        options.valued(
             "RATE",
             "Emulate the device; rate of its link in bytes/s per direction, e.g. 2GB.",
             "1GB where there is no GPU",
@@ -59,7 +48,7 @@ def compare(
     ] = None,
     forward_ms: Annotated[
         float | None,
-        valued(
+        options.valued(
             "MS",
             "Time that each forward waits, in addition to its arithmetic (only emulated devices).",
             "that of all updates on the CPU if a policy has an overlap, else 0",
@@ -67,47 +56,47 @@ def compare(
         ),
     ] = None,
     backward_ms: Annotated[
-        float | None, valued("MS", "The same of each backward.", "twice that of the forward", min=0)
+        float | None, options.valued("MS", "The same of each backward.", "twice that of the forward", min=0)
     ] = None,
     machine: Annotated[
-        str | None, machine_option("this machine, which is measured; emulated devices have their own link and GPU")
+        str | None,
+        options.machine_option("this machine, which is measured; emulated devices have their own link and GPU"),
     ] = None,
     storage: Annotated[
         list[Path] | None,
-        valued(
+        options.valued(
             "FOLDER", "Folder for state that host memory does not hold. Repeatable: several are used at once.", "none"
         ),
     ] = None,
     host_free_bytes: Annotated[
         str | None,
-        valued(
+        options.valued(
             "SIZE",
             "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
             "what gradients, parameters, half of the state and three subgroups need",
         ),
     ] = None,
     against: Annotated[
-        str | None, valued("NAME,...", "Other optimizers to measure: torch, deepspeed, torchao.", "none")
+        str | None, options.valued("NAME,...", "Other optimizers to measure: torch, deepspeed, torchao.", "none")
     ] = None,
-    seed: Annotated[int, valued("N", "Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
-    plot: Plot = None,
-    save: Annotated[Path | None, valued("FOLDER", "Also write the traces of each policy into this folder.")] = None,
-    force: Force = False,
-    verbose: Verbose = False,
-    as_json: Json = False,
+    seed: Annotated[int, options.valued("N", "Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
+    plot: options.Plot = None,
+    save: options.Save = None,
+    force: options.Force = False,
+    verbose: options.Verbose = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train a small model under each policy and compare measured with predicted times.
 
     Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan runs as predicted.
     Losses must be equal under all policies, bit for bit; otherwise the exit status is 1. Medians leave the first two
-    steps of each out.
-    """
+    steps of each out."""
     check_outputs(plot, save)
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params must be at least 1")
-    memory_budget_bytes = size(memory_budget) if memory_budget is not None else None
-    host_bytes = size(host_free_bytes) if host_free_bytes is not None else None
-    link_bytes_per_s = size(emulate_link) if emulate_link is not None else None
+    memory_budget_bytes = options.size(memory_budget) if memory_budget is not None else None
+    host_bytes = options.size(host_free_bytes) if host_free_bytes is not None else None
+    link_bytes_per_s = options.size(emulate_link) if emulate_link is not None else None
     _set_environment()
 
     from ebbtide.cli.printing import progress_bar

@@ -1,7 +1,5 @@
 """`ebbtide diff`: compare two runs."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -36,8 +34,7 @@ def diff(
 ) -> None:
     """Compare time, memory, link use and setup of two runs, and fail if the second one is above limits.
 
-    Traces, those of dry runs and stored files of `summary --json` can be compared.
-    """
+    Traces, those of dry runs and stored files of `summary --json` can be compared."""
     from ebbtide.analysis.diff import compare
     from ebbtide.analysis.diff.gate import Limit, results
     from ebbtide.analysis.diff.runs import open_run
@@ -53,7 +50,7 @@ def diff(
         failures = [entry.as_json() for entry in checked if entry.fails]
         echo(json.dumps({**result.as_json(), "failures": failures if limits else None}))
     elif markdown:
-        from ebbtide.analysis.tables.markdown import markdown_lines
+        from ebbtide.analysis.tables.text import markdown_lines
 
         for line in markdown_lines(diff_view(result, results=checked)):
             echo(line)

@@ -1,7 +1,5 @@
 """`ebbtide doctor`: what makes a host slow, before a job runs on it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from typing import Annotated
@@ -26,10 +24,9 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check this host: cores, threads, memory, links, storage and software, as a job would have them."""
-    from ebbtide.interleave.doctor.check import Diagnosis, examine
+    from ebbtide.interleave.doctor.check import Diagnosis, diagnosis_view, examine
     from ebbtide.interleave.doctor.host import this_host
     from ebbtide.interleave.doctor.launch import launch_line
-    from ebbtide.interleave.doctor.tables import diagnosis_view
 
     if launch is not None:
         if job or not launch.strip():

@@ -1,25 +1,14 @@
 """`ebbtide dry-run`: predict the memory of a training job that has never run, without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ebbtide.cli import options
 from ebbtide.cli.command import command
-from ebbtide.cli.options import (
-    STEPS,
-    Force,
-    FormerSteps,
-    Host,
-    machine_in_host,
-    machine_option,
-    output_option,
-    refuse_options,
-    size,
-    valued,
-)
+from ebbtide.cli.printing import echo_line, on_stderr, print_view
+from ebbtide.cli.reading import print_next
 from ebbtide.profiler.dryrun.jobs.settings import Method, ModelJob, Optimizer, Precision, PreparedJob, Strategy
 
 # Options of `--model` alone.
@@ -42,15 +31,17 @@ def dry_run(
         list[str] | None, typer.Argument(metavar="-- CMD...", help="Command that starts the job: python train.py ...")
     ] = None,
     model: Annotated[
-        str | None, valued("NAME", "Instead of CMD: a model to train, by its name on the hub or its folder.", "none")
+        str | None,
+        options.valued("NAME", "Instead of CMD: a model to train, by its name on the hub or its folder.", "none"),
     ] = None,
     config: Annotated[
-        Path | None, valued("RECIPE", "Instead of CMD: a file of TRL, Axolotl, LLaMA-Factory or torchtune.", "none")
+        Path | None,
+        options.valued("RECIPE", "Instead of CMD: a file of TRL, Axolotl, LLaMA-Factory or torchtune.", "none"),
     ] = None,
     method: Annotated[Method, typer.Option("--method", help=f"Weights that are trained{_OF_MODEL}.")] = "full",
     optimizer: Annotated[Optimizer, typer.Option("--optimizer", help=f"Optimizer{_OF_MODEL}.")] = "adamw",
-    batch: Annotated[int, valued("N", f"Samples of a step on a rank{_OF_MODEL}.", min=1)] = 1,
-    sequence: Annotated[int, valued("N", "Tokens of a sample.", min=1)] = 2048,
+    batch: Annotated[int, options.valued("N", f"Samples of a step on a rank{_OF_MODEL}.", min=1)] = 1,
+    sequence: Annotated[int, options.valued("N", "Tokens of a sample.", min=1)] = 2048,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="The job checkpoints activations.")] = False,
     precision: Annotated[
         Precision,
@@ -66,53 +57,35 @@ def dry_run(
     ] = None,
     write_job: Annotated[
         Path | None,
-        valued("FILE", f"Script of the job, to read, edit and run{_OF_MODEL}.", "RUN-job.py beside the trace"),
+        options.valued("FILE", f"Script of the job, to read, edit and run{_OF_MODEL}.", "RUN-job.py beside the trace"),
     ] = None,
-    output: Annotated[
-        Path | None,
-        output_option("RUN.ebb", "SCRIPT-TIME.ebb"),
-    ] = None,
+    output: Annotated[Path | None, options.output_option("RUN.ebb", "SCRIPT-TIME.ebb")] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu", metavar="NAME", help="GPU that the job sees, by the name of a preset.", show_default="none"
-        ),
+        str | None, options.valued("NAME", "GPU that the job sees, by the name of a preset.", "none")
     ] = None,
-    machine: Annotated[str | None, machine_option("none")] = None,
-    host: Host = None,
+    machine: Annotated[str | None, options.machine_option("none")] = None,
+    host: options.Host = None,
     capacity: Annotated[
-        str | None,
-        typer.Option(
-            "--capacity",
-            metavar="SIZE",
-            help="Memory of the GPU in bytes, e.g. 80GB.",
-            show_default="that of the GPU, if named",
-        ),
+        str | None, options.valued("SIZE", "Memory of the GPU in bytes, e.g. 80GB.", "that of the GPU, if named")
     ] = None,
-    steps: Annotated[int, STEPS] = 2,
-    iterations: FormerSteps = None,
+    steps: Annotated[int, options.STEPS] = 2,
+    iterations: options.FormerSteps = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "--ranks",
-            metavar="N",
-            help="Ranks of the job; rank 0 is run with process groups of N ranks.",
-            min=1,
-            show_default="those of torchrun",
+        options.valued(
+            "N", "Ranks of the job; rank 0 is run with process groups of N ranks.", "those of torchrun", min=1
         ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="End with exit code 3 if the job does not fit the memory of the GPU.")
     ] = False,
-    force: Force = False,
+    force: options.Force = False,
 ) -> None:
     """Predict the device memory and the copies of a training job, without a GPU.
 
     The unmodified script runs on this host with a faked CUDA device: tensors on it have shapes and no values, so that
-    they take no memory and no time. The result is a trace like a recorded one. What the job saves is not written.
-    """
+    they take no memory and no time. The result is a trace like a recorded one. What the job saves is not written."""
     from ebbtide.cli.commands.profile import trace_name
-    from ebbtide.cli.printing import echo_line, on_stderr
     from ebbtide.errors import UserError
     from ebbtide.machines.catalog import find_machine
     from ebbtide.profiler.dryrun.jobs.model_job import prepare_model_job
@@ -128,8 +101,8 @@ def dry_run(
     if not number:
         raise typer.BadParameter("--steps must be at least 1")
     if model is None:
-        refuse_options(context, context.params.keys() - set(_MODEL_OPTIONS), "is for --model")
-    name = machine_in_host(gpu or machine, host)
+        options.refuse_options(context, context.params.keys() - set(_MODEL_OPTIONS), "is for --model")
+    name = options.machine_in_host(gpu or machine, host)
     chosen = find_machine(name) if name is not None else None
     path = output or Path(trace_name(command or [str(Path(model or config or "").absolute())]))
     refuse_existing(path, force)
@@ -148,11 +121,26 @@ def dry_run(
         job.command,
         path,
         iterations=number,
-        capacity_bytes=size(capacity) if capacity is not None else None,
+        capacity_bytes=options.size(capacity) if capacity is not None else None,
         machine=chosen,
         force=force,
         ranks=ranks,
-        printer="ebbtide.cli.render.dry_run:print_dry_run",
+        printer="ebbtide.cli.commands.dry_run:print_dry_run",
         check=check,
         scratch=job.scratch,
     )
+
+
+def print_dry_run(path: Path) -> bool:
+    """Print on stderr whether the job fits, its memory and time, and what is next; return whether it may fit."""
+    from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.analysis.tables.prediction import MISFIT, prediction_view, verdict
+    from ebbtide.profiler.trace import open_trace
+
+    trace = open_trace(path)
+    with on_stderr():
+        print_view(prediction_view(trace))
+        echo_line("figures that the script itself printed mean nothing: nothing was computed")
+        for follow_up in ("memory {} --at peak", "plan {}"):
+            print_next(trace, follow_up)
+    return verdict(JobMetrics(trace)) != MISFIT

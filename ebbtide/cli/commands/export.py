@@ -1,14 +1,12 @@
 """`ebbtide export`: write a trace for ui.perfetto.dev, or as tables for pandas, R and spreadsheets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, MinBytes, TraceFile, output_option, refuse_options, size
+from ebbtide.cli.options import Force, MinBytes, TraceFile, output_option, refuse_options, size, valued
 from ebbtide.cli.printing import echo_error
 
 ENDINGS = (".json", ".json.gz")
@@ -21,11 +19,7 @@ def export(
     output: Annotated[Path, output_option("FILE.json[.gz]|FOLDER")],
     format: Annotated[
         Literal["perfetto", "csv", "parquet"],
-        typer.Option(
-            "--format",
-            metavar="F",
-            help="Format: perfetto (trace events), or tables as csv or parquet files.",
-        ),
+        valued("F", "Format: perfetto (trace events), or tables as csv or parquet files."),
     ] = "perfetto",
     min_bytes: MinBytes = "1GiB",
     force: Force = False,
@@ -33,8 +27,7 @@ def export(
     """Write a trace as trace-event JSON, which ui.perfetto.dev and chrome://tracing open, or as tables.
 
     Tables are a folder of files: phases, memory, link, gpu, transfers, ops, iterations, windows. --force replaces it
-    only if it contains nothing but tables.
-    """
+    only if it contains nothing but tables."""
     if format == "perfetto":
         refuse_options(
             context, {"trace", "output", "format", "force"}, "is for tables: --format csv or --format parquet"

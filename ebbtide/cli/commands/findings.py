@@ -1,7 +1,5 @@
 """`ebbtide findings`: what slows a job down."""
 
-from __future__ import annotations
-
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Jobs, Json, Scheduler, TraceFile, Verbose
 from ebbtide.cli.reading import read_ranks, show_result
@@ -9,11 +7,7 @@ from ebbtide.cli.reading import read_ranks, show_result
 
 @command("Start", 4, examples=("findings run.ebb", "findings run.ebb -v"))
 def findings(
-    trace: TraceFile,
-    jobs: Jobs = None,
-    scheduler: Scheduler = None,
-    verbose: Verbose = False,
-    as_json: Json = False,
+    trace: TraceFile, jobs: Jobs = None, scheduler: Scheduler = None, verbose: Verbose = False, as_json: Json = False
 ) -> None:
     """Print what slows the job down, with evidence and the estimated gain per iteration."""
     from ebbtide.analysis.findings import find

@@ -1,7 +1,5 @@
 """`ebbtide import`: convert files of other tools into a trace, or merge traces."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, output_option, refuse_options, size
+from ebbtide.cli.options import Force, output_option, refuse_options, size, valued
 from ebbtide.cli.printing import echo_error
 from ebbtide.phases import ITERATION_PARTS
 
@@ -39,18 +37,10 @@ def import_(
         ),
     ] = None,
     capacity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory of the GPU in bytes, e.g. 80GB.", show_default="as stated by the files"
-        ),
+        str | None, valued("SIZE", "Memory of the GPU in bytes, e.g. 80GB.", "as stated by the files")
     ] = None,
     link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GENxLANES",
-            help="PCIe link of the GPU, e.g. 5x16, for its peak rate.",
-            show_default="as stated by the files",
-        ),
+        str | None, valued("GENxLANES", "PCIe link of the GPU, e.g. 5x16, for its peak rate.", "as stated by the files")
     ] = None,
     align: Annotated[
         str | None,
@@ -74,8 +64,7 @@ def import_(
 ) -> None:
     """Convert files of other tools into a trace, or merge the traces that the hosts of one job recorded.
 
-    Give all files of a run together, e.g. a log and its monitor CSV.
-    """
+    Give all files of a run together, e.g. a log and its monitor CSV."""
     from ebbtide.profiler.trace.files import is_trace
 
     if all(map(is_trace, sources)):

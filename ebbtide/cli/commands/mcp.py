@@ -1,7 +1,5 @@
 """`ebbtide mcp`: a server of the Model Context Protocol, for assistants."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +17,7 @@ def mcp(
 ) -> None:
     """Serve summary, findings, windows, replay, plan and dry-run to an assistant, on standard input and output.
 
-    Needs the package mcp: pip install 'ebbtide[mcp]'. Each answer is the screen of a command, under 2,000 tokens.
-    """
+    Needs the package mcp: pip install 'ebbtide[mcp]'. Each answer is the screen of a command, under 2,000 tokens."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
     try:

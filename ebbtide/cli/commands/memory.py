@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Json, Rank, TraceFile, Verbose
+from ebbtide.cli.options import Json, Rank, TraceFile, Verbose, valued
 from ebbtide.cli.printing import print_view
 from ebbtide.cli.reading import choose_ranks, print_json, print_next, print_prediction, print_rank, show_result
 
@@ -25,24 +25,19 @@ def memory(
     rank: Rank = None,
     at: Annotated[
         str | None,
-        typer.Option(
-            "--at",
-            metavar="peak|oom|TIME",
-            help="Print what holds the memory at the peak, when it ran out, or at a time from the trace's start, e.g. "
+        valued(
+            "peak|oom|TIME",
+            "Print what holds the memory at the peak, when it ran out, or at a time from the trace's start, e.g. "
             "350ms or 12.5s.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", help="Device (only with --at), e.g. cuda:1.", show_default="the rank's first"),
-    ] = None,
+    device: Annotated[str | None, valued("DEVICE", "Device (only with --at), e.g. cuda:1.", "the rank's first")] = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory.
 
-    With --at, print what holds the memory at one time instead.
-    """
+    With --at, print what holds the memory at one time instead."""
     from ebbtide.profiler.trace import open_trace
 
     if at is None:
@@ -98,7 +93,7 @@ def _print_out_of_memory(trace: Trace, first: int, rank: int | None, verbose: bo
     """Print the error of the rank; if none is named, of the first rank that has one."""
     from ebbtide.analysis.metrics.out_of_memory import out_of_memory
     from ebbtide.analysis.tables.memory import out_of_memory_view
-    from ebbtide.interleave.advise.offload_remedy import with_replayed_offload
+    from ebbtide.interleave.advise.trace_advice import with_replayed_offload
 
     ranks = [first] if rank is not None else trace.ranks
     error = next((error for number in ranks if (error := out_of_memory(trace, number)) is not None), None)

@@ -1,27 +1,13 @@
 """`ebbtide plan`: choose a machine for a job."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from ebbtide.cli import options
 from ebbtide.cli.command import command
-from ebbtide.cli.options import (
-    WORKLOAD,
-    Force,
-    Host,
-    Json,
-    Params,
-    Plot,
-    RanksPerHost,
-    count,
-    machine_option,
-    policy_option,
-    valued,
-)
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line
 from ebbtide.machines.box import MAX_RANKS
@@ -40,73 +26,75 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="[RUN.ebb]", help="Trace of the job, recorded or predicted by `ebbtide dry-run`."),
     ] = None,
-    workload: Annotated[Path | None, WORKLOAD] = None,
-    params: Params = None,
+    workload: Annotated[Path | None, options.WORKLOAD] = None,
+    params: options.Params = None,
     machine: Annotated[
-        list[str] | None, machine_option("the recorded one, else that of the trace's card, else all presets")
+        list[str] | None, options.machine_option("the recorded one, else that of the trace's card, else all presets")
     ] = None,
-    host: Host = None,
+    host: options.Host = None,
     price_per_hour: Annotated[
-        list[float] | None, valued("P", "Price of a host per hour: one for all machines, or one for each.", min=0)
+        list[float] | None,
+        options.valued("P", "Price of a host per hour: one for all machines, or one for each.", min=0),
     ] = None,
     ranks: Annotated[
         int | None,
-        valued(
+        options.valued(
             "N", "Ranks that share parameters and optimizer state.", "those of the trace, else 1", min=1, max=MAX_RANKS
         ),
     ] = None,
-    ranks_per_host: RanksPerHost = None,
+    ranks_per_host: options.RanksPerHost = None,
     micro_batch: Annotated[
-        int | None, valued("N", "Samples of a micro-step on a rank.", "that of the trace, else 1", min=1)
+        int | None, options.valued("N", "Samples of a micro-step on a rank.", "that of the trace, else 1", min=1)
     ] = None,
     sequence: Annotated[
-        int | None, valued("N", "Tokens of a sample.", "2048 with --params, else not known", min=1)
+        int | None, options.valued("N", "Tokens of a sample.", "2048 with --params, else not known", min=1)
     ] = None,
     tokens: Annotated[
         int | None,
-        valued(
+        options.valued(
             "N",
             "Tokens of an iteration of all ranks, e.g. 5e5.",
             "ranks x micro-batch x sequence x micro-steps",
-            parser=count,
+            parser=options.count,
         ),
     ] = None,
-    layers: Annotated[int | None, valued("N", "Layers (only with --params).", "by the parameters", min=1)] = None,
-    hidden: Annotated[
-        int | None, valued("N", "Width of a layer (only with --params).", "by the parameters", min=1)
+    layers: Annotated[
+        int | None, options.valued("N", "Layers (only with --params).", "by the parameters", min=1)
     ] = None,
-    vocabulary: Annotated[int, valued("N", "Entries of the vocabulary (only with --params).", min=1)] = 50_304,
+    hidden: Annotated[
+        int | None, options.valued("N", "Width of a layer (only with --params).", "by the parameters", min=1)
+    ] = None,
+    vocabulary: Annotated[int, options.valued("N", "Entries of the vocabulary (only with --params).", min=1)] = 50_304,
     heads: Annotated[
-        int | None, valued("N", "Heads of attention (only with --params).", "of 128 or 64 hidden units", min=1)
+        int | None, options.valued("N", "Heads of attention (only with --params).", "of 128 or 64 hidden units", min=1)
     ] = None,
     runtime: Annotated[
         Literal["fused", "eager", "deepspeed"] | None,
-        valued("KIND", "What runs the job: fused, eager or deepspeed (only with --params).", "fused or eager"),
+        options.valued("KIND", "What runs the job: fused, eager or deepspeed (only with --params).", "fused or eager"),
     ] = None,
     attention: Annotated[
         Literal["flash2", "flash3", "cudnn", "math"] | None,
-        valued("KIND", "Attention: flash2, flash3, cudnn or math (only with --params).", "any fused one"),
+        options.valued("KIND", "Attention: flash2, flash3, cudnn or math (only with --params).", "any fused one"),
     ] = None,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="The job checkpoints activations.")] = False,
-    policy: Annotated[list[str] | None, policy_option("all")] = None,
+    policy: Annotated[list[str] | None, options.policy_option("all")] = None,
     sort: Annotated[
         Literal["iteration", "cost"] | None,
-        valued("KEY", "Order of the table: iteration or cost.", "cost with prices, else iteration"),
+        options.valued("KEY", "Order of the table: iteration or cost.", "cost with prices, else iteration"),
     ] = None,
-    plot: Plot = None,
+    plot: options.Plot = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", hidden=True)] = None,
-    code: Annotated[str | None, valued("M", "Print the lines to paste for this machine.")] = None,
+    code: Annotated[str | None, options.valued("M", "Print the lines to paste for this machine.")] = None,
     explain: Annotated[
         bool,
         typer.Option("--explain", "-v", "--verbose", help="Also print what limits each plan, and the other policies."),
     ] = False,
-    force: Force = False,
-    as_json: Json = False,
+    force: options.Force = False,
+    as_json: options.Json = False,
 ) -> None:
     """Choose a machine for a job: does it fit, which change makes it fit, which policy, how fast, at which cost?
 
-    Figures are per rank, times are ranges that hold with a probability of 80 %.
-    """
+    Figures are per rank, times are ranges that hold with a probability of 80 %."""
     plot = plot or output
     check_outputs(plot, None)
     traces = [name for name in names or () if _is_trace(name)]
@@ -115,7 +103,7 @@ def plan(
     if params is None and (layers or hidden or heads or runtime or attention or checkpointing):
         raise typer.BadParameter("--layers, --hidden, --heads, --runtime, --attention, --checkpointing need --params")
 
-    from ebbtide.cli.render.advice import print_code, print_plans
+    from ebbtide.cli.advice import print_code, print_plans
     from ebbtide.interleave.advise.job.decoder import Implementation, shape_of
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload

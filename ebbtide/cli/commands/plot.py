@@ -1,7 +1,5 @@
 """`ebbtide plot`: draw memory, link and windows over time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +7,7 @@ import typer
 
 from ebbtide.analysis.plot.kinds import find_kind, kind_texts
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Iterations, MinBytes, output_option, rank_option, size
+from ebbtide.cli.options import Force, Iterations, MinBytes, output_option, rank_option, size, valued
 from ebbtide.cli.options import iterations as parse_iterations
 from ebbtide.cli.outputs import picture_format
 from ebbtide.cli.printing import echo_error
@@ -23,10 +21,7 @@ _KINDS = "What to draw. " + " ".join(f"{name}: {text}" for name, text in kind_te
 def plot(
     traces: Annotated[list[Path], typer.Argument(metavar="RUN.ebb...", help="Traces to draw, all on the same scales.")],
     output: Annotated[Path, output_option("FILE.png|svg|pdf")],
-    kind: Annotated[
-        str,
-        typer.Option(metavar="KIND", help=_KINDS),
-    ] = "both",
+    kind: Annotated[str, valued("KIND", _KINDS)] = "both",
     min_bytes: MinBytes = "1GiB",
     iterations: Iterations = None,
     rank: Annotated[int | None, rank_option("the first one")] = None,

@@ -1,7 +1,5 @@
 """`ebbtide profile`: record a training job."""
 
-from __future__ import annotations
-
 import re
 import socket
 import time
@@ -11,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import STEPS, Force, Iterations, Metrics, count, metrics_server, output_option, size
+from ebbtide.cli.options import STEPS, Force, Iterations, Metrics, count, metrics_server, output_option, size, valued
 from ebbtide.cli.options import iterations as parse_iterations
 
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
@@ -28,20 +26,13 @@ def profile(
         list[str] | None,
         typer.Argument(metavar="-- CMD...", help="Command that starts the job: python, torchrun, deepspeed, ..."),
     ] = None,
-    output: Annotated[
-        str | None,
-        output_option("RUN.ebb", "SCRIPT-TIME.ebb"),
-    ] = None,
+    output: Annotated[str | None, output_option("RUN.ebb", "SCRIPT-TIME.ebb")] = None,
     force: Force = False,
     iterations: Iterations = None,
     steps: Annotated[int | None, STEPS] = None,
     max_size: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Size of the trace at which recording stops, e.g. 2GiB; the job continues.",
-            show_default="no limit",
-        ),
+        valued("SIZE", "Size of the trace at which recording stops, e.g. 2GiB; the job continues.", "no limit"),
     ] = None,
     allocator_iterations: Annotated[
         int,
@@ -56,10 +47,7 @@ def profile(
         typer.Option("--transfers", help="Record copies and kernels of the GPU with CUPTI; slows the job slightly."),
     ] = False,
     poll: Annotated[
-        float,
-        typer.Option(
-            metavar="MS", help="Interval of memory readings during phases in ms; 0 for none.", min=0, max=60_000
-        ),
+        float, valued("MS", "Interval of memory readings during phases in ms; 0 for none.", min=0, max=60_000)
     ] = 25.0,
     record: Annotated[
         Literal["all", "phases"],
@@ -75,8 +63,7 @@ def profile(
     ] = False,
     metrics: Metrics = None,
     on_demand: Annotated[
-        bool,
-        typer.Option("--on-demand", help="Record phases alone, and details when --attach asks for them."),
+        bool, typer.Option("--on-demand", help="Record phases alone, and details when --attach asks for them.")
     ] = False,
     attach: Annotated[
         Path | None,
@@ -92,8 +79,7 @@ def profile(
 
     The job takes the place of this command: it runs unchanged, with its own process id, output, signals and exit
     status. The trace is finished when it has ended. With --watch it is a child of this command. In its name {host} is
-    the name of this host.
-    """
+    the name of this host."""
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.recording.collector import RecordedCommand
     from ebbtide.profiler.recording.launch import profile as profile_job

@@ -8,32 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ebbtide.cli import options
 from ebbtide.cli.command import command
-from ebbtide.cli.options import (
-    WORKLOAD,
-    Force,
-    Host,
-    Json,
-    Params,
-    Plot,
-    RanksPerHost,
-    Scheduler,
-    jobs_option,
-    machine_in_host,
-    machine_option,
-    output_option,
-    policy_option,
-    refuse_options,
-    size,
-    valued,
-)
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line, print_view
 from ebbtide.cli.sweep import Sweep, SweepOutputs, replay_many
 
 if TYPE_CHECKING:
-    from ebbtide.cli.render.advice import Before
-    from ebbtide.interleave.advise.job.inputs import JobSize
+    from ebbtide.cli.advice import Before
+    from ebbtide.interleave.advise.job import inputs
     from ebbtide.interleave.advise.replay import Replay
     from ebbtide.profiler.trace import Trace
 
@@ -56,15 +39,17 @@ def replay(
     traces: Annotated[
         list[Path] | None, typer.Argument(metavar="RUN.ebb", help="Traces to take workloads from.")
     ] = None,
-    workload: Annotated[list[Path] | None, WORKLOAD] = None,
-    params: Params = None,
-    ranks: Annotated[int, valued("N", "Number of ranks that share the parameters (only with --params).", min=1)] = 1,
-    ranks_per_host: RanksPerHost = None,
-    forward_ms: Annotated[float, valued("MS", "Forward time in ms (only with --params).", min=0)] = 0.0,
-    backward_ms: Annotated[float, valued("MS", "Backward time in ms (only with --params).", min=0)] = 0.0,
+    workload: Annotated[list[Path] | None, options.WORKLOAD] = None,
+    params: options.Params = None,
+    ranks: Annotated[
+        int, options.valued("N", "Number of ranks that share the parameters (only with --params).", min=1)
+    ] = 1,
+    ranks_per_host: options.RanksPerHost = None,
+    forward_ms: Annotated[float, options.valued("MS", "Forward time in ms (only with --params).", min=0)] = 0.0,
+    backward_ms: Annotated[float, options.valued("MS", "Backward time in ms (only with --params).", min=0)] = 0.0,
     scale_params: Annotated[
         list[str] | None,
-        valued(
+        options.valued(
             "F,...",
             "Factors for the number of parameters. Forward and backward times are scaled, free memory shrinks.",
             "1",
@@ -72,30 +57,32 @@ def replay(
     ] = None,
     free_bytes: Annotated[
         list[str] | None,
-        valued(
+        options.valued(
             "SIZE,...",
             "Least device memory in bytes that the job leaves free, e.g. 20GiB: the free memory is shifted to it.",
             "that of the trace or workload",
         ),
     ] = None,
     subgroup_params: Annotated[
-        list[str] | None, valued("N,...", "Parameters per subgroup, e.g. 1e8.", "those of the workload")
+        list[str] | None, options.valued("N,...", "Parameters per subgroup, e.g. 1e8.", "those of the workload")
     ] = None,
     host_free_bytes: Annotated[
         list[str] | None,
-        valued(
+        options.valued(
             "SIZE,...",
             "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
             "that of the workload, else the host memory of the machine",
         ),
     ] = None,
-    machine: Annotated[list[str] | None, machine_option("the recorded one, else that of the trace's card")] = None,
-    host: Host = None,
-    policy: Annotated[list[str] | None, policy_option("all built-in ones; systems: all other systems")] = None,
-    policy_file: Annotated[
-        Path | None, valued("FILE.py", "Python file that registers your own policies; it is executed.")
+    machine: Annotated[
+        list[str] | None, options.machine_option("the recorded one, else that of the trace's card")
     ] = None,
-    baseline: Annotated[str | None, valued("P", "Baseline policy for speed-ups.", "the first one")] = None,
+    host: options.Host = None,
+    policy: Annotated[list[str] | None, options.policy_option("all built-in ones; systems: all other systems")] = None,
+    policy_file: Annotated[
+        Path | None, options.valued("FILE.py", "Python file that registers your own policies; it is executed.")
+    ] = None,
+    baseline: Annotated[str | None, options.valued("P", "Baseline policy for speed-ups.", "the first one")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also print the gain of each mechanism.")] = False,
     recommend: Annotated[
         bool, typer.Option("--recommend", help="Print the best policy that fits, and what to paste for it.")
@@ -115,23 +102,22 @@ def replay(
             "--all", "-v", "--verbose", help="Print all combinations; with --recommend all policies; else as --explain."
         ),
     ] = False,
-    output: Annotated[Path | None, output_option("FILE.parquet")] = None,
-    plot: Plot = None,
+    output: Annotated[Path | None, options.output_option("FILE.parquet")] = None,
+    plot: options.Plot = None,
     plot_schedules: Annotated[
-        Path | None, valued("FILE", "Also draw each policy's operations by resource into this file.")
+        Path | None, options.valued("FILE", "Also draw each policy's operations by resource into this file.")
     ] = None,
-    save: Annotated[Path | None, valued("FOLDER", "Also write the traces of each policy into this folder.")] = None,
-    jobs: Annotated[int | None, jobs_option("one per core")] = None,
-    scheduler: Scheduler = None,
-    force: Force = False,
-    as_json: Json = False,
+    save: options.Save = None,
+    jobs: Annotated[int | None, options.jobs_option("one per core")] = None,
+    scheduler: options.Scheduler = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
 ) -> None:
     """Predict the iteration time under other offload policies, and the lower bound for any policy.
 
     Several traces, workload files, machines or sizes are replayed in all combinations, and -o writes a table of them.
-    Run the same command again to continue where it was stopped.
-    """
-    machines = [machine_in_host(name, host) for name in [*(machine or ())] or [None]]
+    Run the same command again to continue where it was stopped."""
+    machines = [options.machine_in_host(name, host) for name in [*(machine or ())] or [None]]
     sweep = Sweep(
         traces=traces or [],
         workloads=workload or [],
@@ -144,30 +130,22 @@ def replay(
         host_free_bytes=host_free_bytes or [],
     )
     if output is not None or not sweep.is_one:
-        refuse_options(context, _OF_SWEEPS, "is for one job on one machine")
+        options.refuse_options(context, _OF_SWEEPS, "is for one job on one machine")
         replay_many(sweep, SweepOutputs(output, plot, force, print_all, as_json), jobs, scheduler)
         return
     if jobs is not None or scheduler is not None:
         raise typer.BadParameter("--jobs and --scheduler are for several jobs, machines or sizes")
     explain = explain or (print_all and not recommend)
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
-    free, host_free = (size(values[0]) if values else None for values in (free_bytes, host_free_bytes))
+    free, host_free = (options.size(values[0]) if values else None for values in (free_bytes, host_free_bytes))
     check_outputs(plot, save)
     check_outputs(plot_schedules, save)
     if plot is not None and plot_schedules is not None and plot.resolve() == plot_schedules.resolve():
         raise typer.BadParameter(f"{plot} cannot be both pictures: choose two paths")
 
-    from ebbtide.cli.render.advice import print_recommendation, print_setups
+    from ebbtide.cli.advice import print_recommendation, print_setups
     from ebbtide.errors import PlanError, PolicyError
-    from ebbtide.interleave.advise.job.inputs import (
-        load_policies,
-        note_other_machine,
-        own_preset,
-        own_preset_text,
-        resolve_machine,
-        resolve_workload,
-        share_box,
-    )
+    from ebbtide.interleave.advise.job import inputs
     from ebbtide.interleave.advise.job.training_job import recorded_job
     from ebbtide.interleave.advise.recommendation import recommend as recommend_policy
     from ebbtide.interleave.advise.replay import explain as explain_gains
@@ -181,13 +159,13 @@ def replay(
         new_outputs(plot_schedules, None, force) as (schedules_picture, _),
     ):
         if policy_file is not None:
-            load_policies(policy_file)
+            inputs.load_policies(policy_file)
         recording = open_trace(traces[0]) if traces else None
-        job = resolve_workload(recording, workload[0] if workload else None, job_size, free, host_free)
-        own = own_preset(recording) if machines[0] is None else None
+        job = inputs.resolve_workload(recording, workload[0] if workload else None, job_size, free, host_free)
+        own = inputs.own_preset(recording) if machines[0] is None else None
         name = machines[0] or own
-        rates = share_box(resolve_machine(name, recording), ranks_per_host, recording)
-        own_notes, job = job.notes, note_other_machine(job, rates, recording, free is not None)
+        rates = inputs.share_box(inputs.resolve_machine(name, recording), ranks_per_host, recording)
+        own_notes, job = job.notes, inputs.note_other_machine(job, rates, recording, free is not None)
         settings = recorded_job(recording) if recording is not None else None
         try:
             replayed = run(job, rates, policy, settings)
@@ -235,27 +213,27 @@ def replay(
         if advice is not None and print_all:
             print_setups(advice)
         if own is not None and recording is not None:
-            echo_line(own_preset_text(own, recording))
+            echo_line(inputs.own_preset_text(own, recording))
         if advice is None:
             gains = "" if explain else ", --explain (what each mechanism gains)"
             echo_line(f"next: --recommend (the best policy, and what to paste){gains}")
     print_outputs(plot, plot_schedules, save)
 
 
-def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> JobSize | None:
+def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> inputs.JobSize | None:
     if params is None:
         if ranks != 1 or forward_ms or backward_ms:
             raise typer.BadParameter("--ranks, --forward-ms and --backward-ms need --params")
         return None
-    from ebbtide.interleave.advise.job.inputs import JobSize
+    from ebbtide.interleave.advise.job import inputs
 
-    return JobSize(params, ranks, forward_ms / 1e3, backward_ms / 1e3)
+    return inputs.JobSize(params, ranks, forward_ms / 1e3, backward_ms / 1e3)
 
 
 def _before(replayed: Replay, recording: Trace | None, baseline: str) -> Before:
     """Return the recorded iteration; without one, the simulated iteration of the baseline."""
     from ebbtide.analysis.metrics.iterations import median_ms
-    from ebbtide.cli.render.advice import Before
+    from ebbtide.cli.advice import Before
 
     recorded_ms = median_ms(recording, "iteration") if recording is not None else None
     if recorded_ms is not None:

@@ -1,7 +1,5 @@
 """`ebbtide report`: write a trace as one HTML page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -125,8 +125,7 @@ def summary(
         ),
     ] = "phase",
     rank: Annotated[
-        int | None,
-        rank_option("by phase all, with the times of the slowest one; else the first one, all with --json"),
+        int | None, rank_option("by phase all, with the times of the slowest one; else the first one, all with --json")
     ] = None,
     by_rank: Annotated[bool, typer.Option("--by-rank", hidden=True)] = False,
     subgroups: Annotated[bool, typer.Option("--subgroups", hidden=True)] = False,
@@ -137,8 +136,7 @@ def summary(
 ) -> None:
     """Print time, memory and link use per phase: medians over the iterations of a trace.
 
-    --by prints another table of the same trace.
-    """
+    --by prints another table of the same trace."""
     refuse_options(context, _ALWAYS | _OPTIONS[by], f"does not go with --by {by}")
     if by_rank:
         by = "rank"

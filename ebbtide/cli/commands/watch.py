@@ -1,7 +1,5 @@
 """`ebbtide watch`: a view of a recording while it runs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -33,8 +31,7 @@ def watch(
 ) -> None:
     """Show a recording in the terminal while it runs: phases, memory, link, windows, ranks, findings.
 
-    A finished trace is shown in the same way. The job is not touched.
-    """
+    A finished trace is shown in the same way. The job is not touched."""
     from ebbtide.analysis.live import LiveTrace
     from ebbtide.cli.live_view.terminal import require_terminal, show
     from ebbtide.cli.live_view.watched import newest_recording

@@ -1,7 +1,5 @@
 """The terminal app: panels of one rank, kept up to date by a thread that reads snapshots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Event
 from typing import ClassVar
@@ -26,11 +24,7 @@ _Draw = Callable[[SelectedRank, int, int], Text]
 
 
 class Panel(Widget):
-    """A part of the screen that is drawn from the newest snapshot.
-
-    Args:
-        count_rows: Counts its rows, where its height in the style sheet is `auto`.
-    """
+    """A part of the screen that is drawn from the newest snapshot; it has `count_rows` where its height is `auto`."""
 
     def __init__(self, draw: Callable[[int, int], Text], panel_id: str, count_rows: Callable[[], int] = int) -> None:
         super().__init__(id=panel_id)
@@ -45,11 +39,7 @@ class Panel(Widget):
 
 
 class LiveView(App[str]):
-    """The view of one recording. Its result is an error to print, or None.
-
-    Args:
-        job: The job, where the view belongs to it: the view ends when the job has ended. None: the view only reads.
-    """
+    """The view of one recording, which ends with its job if it has one. Its result is an error to print, or None."""
 
     TITLE = "ebbtide watch"
     ENABLE_COMMAND_PALETTE = False

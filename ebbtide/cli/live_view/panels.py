@@ -1,7 +1,5 @@
 """The panels of the view: charts of phases, memory and link by letters and blocks; text on windows, ranks, findings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -9,16 +7,7 @@ from dataclasses import replace
 import numpy as np
 from rich.text import Text
 
-from ebbtide.analysis.live import LiveRank
-from ebbtide.analysis.live.series import (
-    IterationBar,
-    column_edges,
-    gpu_columns,
-    link_columns,
-    link_scale,
-    memory_columns,
-    phase_columns,
-)
+from ebbtide.analysis.live import LiveRank, series
 from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, no_link
@@ -120,7 +109,7 @@ def draw_phases(view: SelectedRank, width: int, height: int) -> Text:
     return lines(rows, width, height)
 
 
-def _bar(bar: IterationBar, longest_ms: float, width: int) -> Text:
+def _bar(bar: series.IterationBar, longest_ms: float, width: int) -> Text:
     """Draw one iteration: its spans meet at rounded columns, so that no length is lost."""
     text = Text()
     scale = max(width, 0) / longest_ms if longest_ms > 0 else 0.0
@@ -136,8 +125,8 @@ def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
     if memory is None or view.range_ns is None:
         return lines([title("Memory"), Text(NO_MEMORY, DIM)], width, height)
     columns = max(width - _LABEL, 1)
-    edges = column_edges(*view.range_ns, columns)
-    sizes = memory_columns(view.trace, view.figures.rank, memory.pool, edges)
+    edges = series.column_edges(*view.range_ns, columns)
+    sizes = series.memory_columns(view.trace, view.figures.rank, memory.pool, edges)
     peak = float(np.nanmax(sizes)) if np.isfinite(sizes).any() else 1.0
     capacity = memory.capacity_bytes
     at_capacity = capacity is not None and peak >= _MIN_SHARE_OF_CAPACITY * capacity
@@ -160,7 +149,7 @@ def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
 def _phase_row(view: SelectedRank, edges: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Text:
     """Draw the phase of each column as a letter."""
     row = Text(f"{'phase':>{_LABEL - 1}} ")
-    for phase in phase_columns(view.trace, view.figures.rank, edges):
+    for phase in series.phase_columns(view.trace, view.figures.rank, edges):
         row.append(" " if phase is None else LETTERS[phase], "" if phase is None else phase_style(phase))
     return row
 
@@ -170,18 +159,18 @@ def draw_link(view: SelectedRank, width: int, height: int) -> Text:
     rank, figures = view.figures.rank, view.figures
     if view.range_ns is None or not (figures.link or figures.gpu):
         return lines([title("Link", no_link(view.trace, [rank]))], width, height)
-    edges = column_edges(*view.range_ns, max(width - _LABEL, 1))
+    edges = series.column_edges(*view.range_ns, max(width - _LABEL, 1))
     charts: list[tuple[str, str, Floats]] = []
     for direction in DIRECTIONS:
         if direction in figures.link:
             link = figures.link[direction]
-            rates = link_columns(view.trace, rank, direction, edges)
-            scale = link_scale(view.trace, rank, rates)
+            rates = series.link_columns(view.trace, rank, direction, edges)
+            scale = series.link_scale(view.trace, rank, rates)
             share = "" if link.share is None else f"{100 * link.share:.0f} %"
             label = f"{direction} {rate_text(link.bytes_per_s):>11} {share:>6}"
             charts.append((label, direction, rates / scale if scale else rates))
     if "utilization_percent" in figures.gpu:
-        used = gpu_columns(view.trace, rank, "utilization_percent", edges)
+        used = series.gpu_columns(view.trace, rank, "utilization_percent", edges)
         power = f"{figures.gpu['power_w']:.0f} W" if "power_w" in figures.gpu else ""
         charts.append((f"GPU {power:>11} {figures.gpu['utilization_percent']:>4.0f} %", "compute", used / 100))
     peak = next((link.peak_bytes_per_s for link in figures.link.values() if link.peak_bytes_per_s), None)

@@ -1,7 +1,5 @@
 """Records a job and shows the recording in the terminal meanwhile."""
 
-from __future__ import annotations
-
 import sys
 import time
 
@@ -20,12 +18,10 @@ _LAST_LINES = 15
 
 
 def profile_and_show(command: RecordedCommand) -> int:
-    """Record a job until it ends, and show its recording; if the user leaves the view, its output. Returns the exit
-    code of the job; of one that a signal has ended 128 plus its number.
+    """Record a job until it ends, and show its recording, or its output when the user has left the view.
 
-    Raises:
-        UserError: There is no terminal, or the recording cannot begin; the job has not been started then.
-    """
+    Returns the exit code of the job; of one that a signal has ended 128 plus its number. Raises UserError where there
+    is no terminal, or the recording cannot begin; the job has not been started then."""
     require_terminal(
         "--watch", f"`ebbtide profile` without it records, and `ebbtide watch {command.output}` shows it elsewhere"
     )

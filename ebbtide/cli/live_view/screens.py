@@ -1,7 +1,5 @@
 """Screens over the view: help, findings with evidence, the output of the job."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from rich.text import Text

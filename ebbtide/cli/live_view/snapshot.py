@@ -1,7 +1,5 @@
 """Reads what the view shows: one snapshot of a recording after the other."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,11 +65,7 @@ class SelectedRank:
 
 
 class SnapshotReader:
-    """Reads snapshots; and findings and windows as often as is cheap, but not for the first snapshot.
-
-    Attributes:
-        period_s: Seconds to wait before the next snapshot.
-    """
+    """Reads snapshots; and findings and windows as often as is cheap, but not for the first snapshot."""
 
     def __init__(self, live: LiveTrace) -> None:
         self.period_s = 0.0
@@ -87,11 +81,7 @@ class SnapshotReader:
         self._looked_at: tuple[State, int] | None = None
 
     def read(self, rank: int) -> RecordingSnapshot | None:
-        """Return a new snapshot; None if nothing has changed.
-
-        Raises:
-            TraceError: The path is no trace, is damaged, or has a newer schema.
-        """
+        """Return a new snapshot; None if nothing has changed. Raises TraceError where the trace cannot be read."""
         # What the screen has taken since the last snapshot counts, too.
         drawn_s = time.process_time() - self._read_until_s
         looked = self.period_s > 0 and self._look(rank)

@@ -21,11 +21,7 @@ _MANY_RANKS = 32
 
 
 def require_terminal(name: str, alternative: str) -> None:
-    """Check that the view can run here.
-
-    Raises:
-        UserError: textual is not installed, or this is not a terminal that can show the view.
-    """
+    """Raise UserError unless textual is installed, and this is a terminal that can show the view."""
     if importlib.util.find_spec("textual") is None:
         raise UserError(f"{name} needs the package textual: pip install 'ebbtide[watch]'")
     # textual draws on stderr.
@@ -36,11 +32,7 @@ def require_terminal(name: str, alternative: str) -> None:
 
 
 def show(path: Path, job: WatchedJob | None = None) -> None:
-    """Show a trace until the user leaves the view.
-
-    Raises:
-        UserError: The path is no trace, or became unreadable.
-    """
+    """Show a trace until the user leaves the view. Raises UserError where it is none, or became unreadable."""
     from ebbtide.analysis.live import LiveTrace
     from ebbtide.cli.live_view.app import LiveView
     from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SnapshotReader

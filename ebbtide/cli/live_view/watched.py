@@ -1,7 +1,5 @@
 """The job that a view belongs to, the end of its output, and the trace that a view without a name shows."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Protocol
@@ -39,11 +37,7 @@ def tail(log: Path) -> str:
 
 
 def newest_recording(folder: Path) -> Path:
-    """Return the trace of a folder whose recording runs and began last.
-
-    Raises:
-        UserError: No recording runs there.
-    """
+    """Return the trace of a folder whose recording runs and began last. Raises UserError where none runs."""
     began: list[tuple[int, Path]] = []
     for path in sorted(folder.glob(f"*/{META}")):
         try:

@@ -1,7 +1,5 @@
 """The times of forward and backward on a machine: by arithmetic, or scaled from the machine they were recorded on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -39,11 +37,7 @@ _TYPES_BY_BYTES = {2.0: _HALF_TYPES, 4.0: _FULL_TYPES}
 
 @dataclass(frozen=True)
 class RecordedKernels:
-    """The kernels of a job.
-
-    They have operations, and bytes of device memory that they read and write. By the bytes per parameter the type of
-    matrix products is chosen.
-    """
+    """The kernels of a job: operations, and bytes of device memory read and written; and the bytes of a parameter."""
 
     flops: npt.NDArray[np.float64]
     bytes: npt.NDArray[np.float64]
@@ -53,8 +47,7 @@ class RecordedKernels:
         """Return the time of all kernels on one GPU over that on another; None if a rate is not known.
 
         A kernel takes the longer of its operations, at the rate of large products on the GPU, and its bytes at the peak
-        of memory (Williams et al. 2009, "Roofline").
-        """
+        of memory (Williams et al. 2009, "Roofline")."""
         times = [self._seconds(gpu) for gpu in (before, after)]
         if times[0] is None or times[1] is None or not times[0]:
             return None
@@ -117,21 +110,15 @@ class TransformerCompute:
 
 @dataclass(frozen=True)
 class RecordedCompute:
-    """The compute of a recorded or described job: its times, on the GPU that they are of.
-
-    Attributes:
-        gpu: The GPU of these times; None: not known.
-        gpu_name: Its name, for people; None: not known, the times count as those of every machine.
-        factor: The factor within which the times themselves are known.
-    """
+    """The compute of a recorded or described job: its times, on the GPU that they are of."""
 
     forward_s: float
     backward_s: float
     other_s: float
-    gpu: GpuCompute | None
-    gpu_name: str | None
+    gpu: GpuCompute | None  # The GPU of these times; None: not known.
+    gpu_name: str | None  # Its name, for people; None: not known, the times count as those of every machine.
     work: RecordedKernels | None
-    factor: float
+    factor: float  # The factor within which the times themselves are known.
     settings: TunableSettings
     param_bytes: float
     params: float
@@ -176,8 +163,7 @@ def with_collectives(
 
     Exposed ones add their time. Else how far compute hides them is not known: between the longer of the two and their
     sum. The time is the geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %.
-    `gathered_bytes` are those of all parameters, times the micro-steps.
-    """
+    `gathered_bytes` are those of all parameters, times the micro-steps."""
     rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
         return times

@@ -1,7 +1,5 @@
 """The kernels of a decoder: what a forward and a backward compute, timed as a dry run times them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -122,8 +120,7 @@ class TransformerShape:
     def forward_flops(self, tokens: float) -> float:
         """Return the operations of a forward; a backward has twice as many.
 
-        2 per weight and token, and for causal attention 2 layers x hidden x sequence per token.
-        """
+        2 per weight and token, and for causal attention 2 layers x hidden x sequence per token."""
         weights = self.layers * self.layer_weights + self.vocabulary * self.hidden
         return tokens * 2.0 * (weights + self.layers * self.hidden * self.sequence)
 
@@ -175,8 +172,7 @@ def compute_span(
     """Return the times of a forward and of a backward of `tokens` tokens without recomputation, s.
 
     Where the implementation is not known, the ends are those of all that are likely, and the typical time is their
-    geometric mean.
-    """
+    geometric mean."""
     rates = GpuRates(machine)
     kinds = [implementation.attention] if implementation.attention else rates.fused_attention
     choices = list(product(implementation.runtimes, kinds))

@@ -30,10 +30,7 @@ NETWORK_NOTE = "the network between hosts is not known: ranks exchange as fast a
 
 @dataclass(frozen=True)
 class JobSize:
-    """A job of which only the size is known.
-
-    The parameters are those of the whole model, whose state the ranks share.
-    """
+    """A job of which only the size is known: the parameters of the whole model, whose state the ranks share."""
 
     params: int
     ranks: int = 1
@@ -50,8 +47,7 @@ def resolve_workload(
 ) -> Workload:
     """Return the workload of a trace, a workload file or a size: exactly one of them.
 
-    The least free device memory, and host memory that the optimizer may use, take the place of what the source has.
-    """
+    The least free device memory, and host memory that the optimizer may use, take the place of what the source has."""
     workload = _workload(trace, file, size)
     if free_bytes is not None:
         workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, float(free_bytes)))
@@ -62,8 +58,7 @@ def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemoryS
     """Return a step function of free memory whose lowest value is `min_bytes`.
 
     The highest value stays: it is the memory that the job never uses. The memory in use beyond that is scaled. A
-    function that is None, or never higher than `min_bytes`, becomes constant.
-    """
+    function that is None, or never higher than `min_bytes`, becomes constant."""
     sizes = [size for _, size in free or ()]
     low, high = min(sizes, default=min_bytes), max(sizes, default=min_bytes)
     if free is None or min_bytes >= high or low == high:
@@ -113,9 +108,7 @@ def resolve_machine(name_or_path: str | None, trace: Trace | None) -> Machine:
 
 
 def own_preset(trace: Trace | None) -> str | None:
-    """Return the name of the preset with the card of a trace, a fitted one before data sheets.
-
-    None where the trace has a machine of its own, and where the card is not known."""
+    """Return the preset with the card of a trace, fitted ones first; None for an own machine, or a card not known."""
     if trace is None or trace.meta.machine is not None:
         return None
     machine = own_machine(trace)
@@ -133,8 +126,7 @@ def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None)
 
     Without `ranks_per_host` they are as many as the trace had, if the machine has a `box`, else the rates stay; on
     another machine than that of the trace no more than it has GPUs. A simulated trace is of a single rank whose machine
-    is scaled already.
-    """
+    is scaled already."""
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":
@@ -157,8 +149,7 @@ def note_other_machine(
     """Return the workload of a trace on a machine, with a note if the machine is not the one of the trace.
 
     Times of forward and backward are those of the recording on any machine. On a GPU with less memory so much less is
-    free, unless it is stated what is.
-    """
+    free, unless it is stated what is."""
     if trace is None:
         return workload
     other, lacking = _other_machine(machine, trace)
@@ -210,14 +201,10 @@ def load_policies(path: Path) -> None:
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """A machine to plan for.
-
-    Attributes:
-        source: Its preset or file; None: that of the trace, or in another host.
-    """
+    """A machine to plan for."""
 
     machine: Machine
-    source: str | None
+    source: str | None  # Its preset or file; None: that of the trace, or in another host.
     price_per_hour: float | None
 
 

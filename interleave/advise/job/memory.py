@@ -1,7 +1,5 @@
 """The memory of a job: taken apart from a trace, and what it leaves free on a machine with other settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,10 +29,7 @@ _TENSOR_POOLS = ("requested", "allocated")
 
 
 class PlacedWorkload(NamedTuple):
-    """A workload on a machine.
-
-    Its free memory is never negative.
-    """
+    """A workload on a machine. Its free memory is never negative."""
 
     workload: Workload
     times: ComputeTimes
@@ -43,8 +38,7 @@ class PlacedWorkload(NamedTuple):
 def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> PlacedWorkload:
     """Return the workload of one rank with some settings on a machine, which has the rates of one of its ranks.
 
-    Raises MachineError if the machine does not state a rate of its GPU that is needed.
-    """
+    Raises MachineError if the machine does not state a rate of its GPU that is needed."""
     micro_steps = job.micro_steps_of(settings)
     times = job.compute.times(machine, settings, micro_steps)
     base = job.workload
@@ -73,8 +67,7 @@ def own_bytes(
     """Return (point, bytes) of the job's own device memory with some settings.
 
     `share` is a rank's share of the parameters, as a share of what it had; `grad_bytes` are those of gradients that
-    stay on the device for all of the iteration, since micro-steps were added.
-    """
+    stay on the device for all of the iteration, since micro-steps were added."""
     batch = 1.0
     if settings.micro_batch is not None and job.settings.micro_batch is not None:
         batch = settings.micro_batch / job.settings.micro_batch
@@ -160,8 +153,7 @@ def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> t
 
     What every moment of the iteration has is fixed, but for the parameters. Of the rest, gradients that stay on the
     device until the step (`gradients_held`) are counted as they are computed in the backward; all else counts as
-    activations. None where the memory of the device is not known, and where the state is not known to be there.
-    """
+    activations. None where the memory of the device is not known, and where the state is not known to be there."""
     metrics = JobMetrics(trace)
     capacity = capacity_bytes(trace, trace.ranks[0])
     if workload.gpu_free is None or capacity is None:

@@ -1,9 +1,9 @@
 """Jobs to find a machine for: of a trace, of a workload file, or of a number of parameters."""
 
-from __future__ import annotations
-
 import math
+import re
 import shlex
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from ebbtide.interleave.advise.job.compute_times import (
     recorded_kernels,
 )
 from ebbtide.interleave.advise.job.decoder import NOT_STATED, Implementation, TransformerShape
-from ebbtide.interleave.advise.job.facts import facts_of
 from ebbtide.interleave.advise.job.inputs import JobSize, RecordedGpu, recorded_gpu, workload_of_size
 from ebbtide.interleave.advise.job.memory import recorded_memory
 from ebbtide.interleave.advise.job.training_job import (
@@ -50,10 +49,7 @@ _WAIT_ERROR = 0.1
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """Settings of the batch and of the ranks that the user states; None is not stated.
-
-    Tokens are those of an iteration, of all ranks; the micro-batch has samples of a rank.
-    """
+    """Settings of the batch (samples of a rank, tokens of all ranks) that the user states; None is not stated."""
 
     ranks: int | None = None
     micro_batch: int | None = None
@@ -62,10 +58,7 @@ class BatchSettings:
 
 
 def job_of_size(
-    shape: TransformerShape,
-    batch: BatchSettings,
-    checkpointing: bool,
-    implementation: Implementation = NOT_STATED,
+    shape: TransformerShape, batch: BatchSettings, checkpointing: bool, implementation: Implementation = NOT_STATED
 ) -> TrainingJob:
     """Return a job of a decoder in bf16 with Adam, whose parameters, gradients and state all ranks share."""
     ranks, micro_batch = batch.ranks or 1, batch.micro_batch or 1
@@ -147,8 +140,7 @@ def _times_factor(trace: Trace, workload: Workload) -> float:
     """Return the factor within which the times of a trace are known.
 
     Of a dry run its own range counts as one with a probability of 80 %. A wait for gradients that was estimated and
-    taken off the backward is known within a share of it.
-    """
+    taken off the backward is known within a share of it."""
     if (span := predicted_range(trace, "iteration")) is not None and 0 < span.low_ms < span.high_ms:
         return math.exp(math.log(span.high_ms / span.low_ms) / 2 / DEVIATIONS_OF_RANGE)
     wait = gradient_wait(JobMetrics(trace))
@@ -214,3 +206,64 @@ def _memory_of_shape(
         points=tuple(points),
         checkpointed=None if checkpointing else (checkpointed + 2 * logits) / (whole + 2 * logits),
     )
+
+
+_EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)(\.|$)")
+_HEAD = re.compile(r"(^|\.)(lm_head|output|head)$")
+_ADAM = re.compile(r"adam|lion", re.IGNORECASE)
+# Fewer trained parameters, as a share of all, are those of adapters.
+_ADAPTER_SHARE = 0.2
+_QUANTIZED_STATE = frozenset({"uint8", "int8"})
+_QUANTIZED_WEIGHTS = frozenset({"uint8", "int8"})
+
+
+def facts_of(trace: Trace) -> JobFacts:
+    """Return the facts of a job. Traces without the entry `framework` are of DeepSpeed or of plain torch."""
+    metrics = JobMetrics(trace)
+    entry = metrics.entry
+    model, name = entry.model, entry.framework.name
+    if name in (None, "torch") and metrics.deepspeed is not None:
+        name = "deepspeed"
+    params = sum(optimizer.params or 0 for optimizer in entry.optimizers)
+    is_adam = all(_ADAM.search(optimizer.class_name or "") for optimizer in entry.optimizers)
+    dtypes: Counter[str] = Counter()
+    for optimizer in entry.optimizers:
+        dtypes.update(optimizer.state_dtypes)
+    sizes = _parameter_bytes(trace)
+    total = sum(sizes.values())
+
+    def share(pattern: re.Pattern[str]) -> float:
+        return sum(size for module, size in sizes.items() if pattern.search(module)) / total if total else 0.0
+
+    trains_part = bool(model.total_params and model.trainable_params) and (
+        (model.trainable_params or 0) < _ADAPTER_SHARE * (model.total_params or 0)
+    )
+    return JobFacts(
+        framework=name or "torch",
+        total_params=model.total_params,
+        moments=round(sum(dtypes.values()) / params)
+        if params and is_adam and not _QUANTIZED_STATE & set(dtypes)
+        else 0,
+        has_adapters=trains_part,
+        has_quantized_weights=bool(_QUANTIZED_WEIGHTS & set(model.dtypes)),
+        embedding_share=share(_EMBEDDING),
+        head_share=share(_HEAD),
+        largest_share=max(sizes.values(), default=0) / total if total else 0.0,
+    )
+
+
+def _parameter_bytes(trace: Trace) -> dict[str, int]:
+    """Return the bytes of parameters on the device by module; empty where they were not recorded."""
+    rank = trace.ranks[0]
+    sizes: Counter[str] = Counter()
+    inventories = trace.rank(rank).inventories
+    if inventories:
+        for holder in inventories[0].holders:
+            if holder.category == "parameter" and holder.device.startswith("cuda"):
+                sizes[str(holder.module)] += holder.bytes
+        return sizes
+    blocks = trace.allocations(rank)
+    blocks = blocks[(blocks["category"] == "parameter") & blocks["end_ns"].isna()]
+    for module, size in zip(blocks["module"], blocks["bytes"], strict=True):
+        sizes[str(module)] += int(size)
+    return sizes

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.json_files import section
 from ebbtide.machines.machine import Machine
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ _ASYNC_GRADIENTS = (0, 19, 5)
 class RecordedJob:
     """The settings of a job, as far as they are known. Without DeepSpeed it has no configuration and no stage.
 
-    `state_bytes`: bytes of optimizer state per parameter where the job keeps it on the device; None elsewhere.
-    """
+    `state_bytes`: bytes of optimizer state per parameter where the job keeps it on the device; None elsewhere."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
@@ -55,8 +55,7 @@ class RecordedJob:
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section of the configuration; empty if there is none."""
-        section = self.config.get(name)
-        return section if isinstance(section, dict) else {}
+        return section(self.config, name)
 
     def settings(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Return the configured values of some keys, without those that DeepSpeed's caller fills in (`auto`)."""
@@ -87,8 +86,7 @@ def recorded_policy(trace: Trace) -> str | None:
 
     It is the policy of ebbtide's engine if that ran the job's updates; otherwise it follows from the configuration.
     `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are the keys of the published implementation
-    of interleaving. None if it is not known.
-    """
+    of interleaving. None if it is not known."""
     from ebbtide.analysis.metrics.deepspeed import deepspeed_of, version_numbers
 
     job = deepspeed_of(trace)
@@ -116,102 +114,69 @@ def _is_set(value: Any) -> bool:
 
 @dataclass(frozen=True, order=True)
 class TunableSettings:
-    """Settings that a change may alter.
+    """Settings that a change may alter."""
 
-    Attributes:
-        ranks: Ranks that share parameters, gradients and optimizer state (ZeRO-3, FSDP).
-        micro_batch: Samples of a micro-step on a rank; None: not known.
-        checkpointing: Whether activations are computed again in the backward.
-        offload: Whether optimizer state may be kept in host memory.
-    """
-
-    ranks: int
-    micro_batch: int | None
-    checkpointing: bool
-    offload: bool
+    ranks: int  # Ranks that share parameters, gradients and optimizer state (ZeRO-3, FSDP).
+    micro_batch: int | None  # Samples of a micro-step on a rank; None: not known.
+    checkpointing: bool  # Whether activations are computed again in the backward.
+    offload: bool  # Whether optimizer state may be kept in host memory.
 
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """The times of an iteration without its update.
-
-    Attributes:
-        factor: The factor within which their sum is known: one standard error, normal in the logarithm.
-        collectives_s: The time that exchanges with other ranks would take alone; they overlap with the rest.
-        note: The source of the times, for people.
-    """
+    """The times of an iteration without its update."""
 
     forward_s: float
     backward_s: float
     other_s: float
-    factor: float
-    collectives_s: float
-    note: str
+    factor: float  # The factor within which their sum is known: one standard error, normal in the logarithm.
+    collectives_s: float  # The time that exchanges with other ranks would take alone; they overlap with the rest.
+    note: str  # The source of the times, for people.
 
 
 class Compute(Protocol):
     """The compute of a job: its times on a machine."""
 
     def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
-        """Return the times of an iteration of `micro_steps` micro-steps.
-
-        Raises MachineError where rates of the GPU are needed and not known.
-        """
+        """Return the times of an iteration. Raises MachineError where rates of the GPU are needed and not known."""
         ...
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Device memory from a point of the iteration on.
+    """Device memory from a point of the iteration on."""
 
-    Attributes:
-        point: 0 to 1 is the time outside of the phases, to 2 the forward, to 3 the backward; the update begins at 3.
-        activation_bytes: Activations and temporaries, in proportion to the micro-batch.
-    """
-
+    # 0 to 1 is the time outside of the phases, to 2 the forward, to 3 the backward; the update begins at 3.
     point: float
     gradient_bytes: float
-    activation_bytes: float
+    activation_bytes: float  # Activations and temporaries, in proportion to the micro-batch.
 
 
 @dataclass(frozen=True)
 class OwnMemory:
-    """The device memory of one rank, without optimizer state and without gradients that a plan accounts for.
+    """The device memory of one rank, without optimizer state and without gradients that a plan accounts for."""
 
-    Attributes:
-        fixed_bytes: Memory that no change reduces.
-        gather_bytes: Parameters of other ranks that are on the device meanwhile, if there are several ranks.
-        points: Gradients and activations over the iteration; the first at 0.
-        tensors: The same of tensors alone, where `points` are of memory that torch keeps when tensors are released: it
-            grows and shrinks with the most that tensors take.
-        checkpointed: The share of activations that remains with checkpointing; None: it cannot be switched on.
-        gradient_share: The share of gradients that a change leaves on the device.
-    """
-
-    fixed_bytes: float
+    fixed_bytes: float  # Memory that no change reduces.
     param_bytes: float
-    gather_bytes: float
-    points: tuple[MemoryPoint, ...]
+    gather_bytes: float  # Parameters of other ranks that are on the device meanwhile, if there are several ranks.
+    points: tuple[MemoryPoint, ...]  # Gradients and activations over the iteration; the first at 0.
+    # The same of tensors alone, where `points` are of memory that torch keeps when tensors are released: it grows and
+    # shrinks with the most that tensors take.
     tensors: tuple[MemoryPoint, ...] = ()
+    # The share of activations that remains with checkpointing; None: it cannot be switched on.
     checkpointed: float | None = None
-    gradient_share: float = 1.0
+    gradient_share: float = 1.0  # The share of gradients that a change leaves on the device.
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Facts that decide which settings of a job can be changed. Shares are of the bytes of all parameters.
+    """Facts that decide which settings of a job can be changed. Shares are of the bytes of all parameters."""
 
-    Attributes:
-        framework: What trains it, as in the trace's entry `framework`, or `deepspeed`.
-        total_params: Parameters of the whole model, those that are not trained included; None: not known.
-        moments: Moments of Adam per trained parameter; 0: its state is of another kind, or quantized.
-        has_adapters: Whether only adapters are trained.
-    """
-
-    framework: str = "torch"
+    framework: str = "torch"  # What trains it, as in the trace's entry `framework`, or `deepspeed`.
+    # Parameters of the whole model, those that are not trained included; None: not known.
     total_params: int | None = None
-    moments: int = 2
-    has_adapters: bool = False
+    moments: int = 2  # Moments of Adam per trained parameter; 0: its state is of another kind, or quantized.
+    has_adapters: bool = False  # Whether only adapters are trained.
     has_quantized_weights: bool = False
     embedding_share: float = 0.0
     head_share: float = 0.0
@@ -220,23 +185,17 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A job to find a machine for.
+    """A job to find a machine for."""
 
-    Attributes:
-        workload: One rank's part; its times and free memory are replaced for each machine.
-        memory: Its own memory; None: not known, the workload's free memory is that of every machine.
-        state_bytes: Bytes per parameter of optimizer state if nothing is offloaded, where they differ from the
-            workload's (which includes an fp32 master weight).
-        tokens: Tokens of an iteration, of all ranks, with the settings as they are; None: not known.
-    """
-
-    workload: Workload
+    workload: Workload  # One rank's part; its times and free memory are replaced for each machine.
     settings: TunableSettings
     compute: Compute
-    memory: OwnMemory | None
+    memory: OwnMemory | None  # Its own memory; None: not known, the workload's free memory is that of every machine.
+    # Bytes per parameter of optimizer state if nothing is offloaded, where they differ from the workload's (which
+    # includes an fp32 master weight).
     state_bytes: float | None = None
     micro_steps: int = 1
-    tokens: float | None = None
+    tokens: float | None = None  # Tokens of an iteration, of all ranks, with the settings as they are; None: not known.
     recorded: RecordedJob = field(default_factory=RecordedJob)
     notes: tuple[str, ...] = ()
     facts: JobFacts = JobFacts()

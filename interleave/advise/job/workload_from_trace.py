@@ -1,7 +1,5 @@
 """The workload of a recorded job."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.metrics.deepspeed import DEFAULT_SWAP_BUFFERS
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
@@ -23,8 +21,7 @@ def workload_of(trace: Trace) -> Workload:
     """Return the workload of a trace.
 
     Times are medians over the steady iterations, of the slowest rank. The free memory is the least that every iteration
-    has at the same position. Raises WorkloadError where phases or parameters were not recorded.
-    """
+    has at the same position. Raises WorkloadError where phases or parameters were not recorded."""
     metrics = JobMetrics(trace)
     forward, backward, update = (metrics.phase_ms(phase) for phase in (FORWARD, BACKWARD, UPDATE))
     if forward is None or backward is None or update is None:
@@ -104,8 +101,7 @@ def swap_buffer_bytes(metrics: JobMetrics) -> int | None:
 
     DeepSpeed has `buffer_count` buffers, each of the largest subgroup in fp32. It also holds gradients in half
     precision and parameters that are copied up, and fp32 gradients unless these go to storage too
-    (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py).
-    """
+    (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py)."""
     job = metrics.deepspeed
     if job is None or job.offload_config.get("device") != "nvme" or not job.subgroups:
         return None

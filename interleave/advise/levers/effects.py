@@ -1,7 +1,5 @@
 """Changes of a job's settings, and their effects on its memory by the figures of its trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -35,15 +33,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Lever:
-    """A change of settings.
-
-    Attributes:
-        cost: What it costs beside memory, in words.
-        apply: Returns the changed variants, the least change first; none where the change is not possible.
-    """
+    """A change of settings."""
 
     name: str
-    cost: str
+    cost: str  # What it costs beside memory, in words.
+    # Returns the changed variants, the least change first; none where the change is not possible.
     apply: Callable[[Variant], Iterable[Variant]]
 
 
@@ -55,9 +49,7 @@ def _smaller_micro_batch(one: Variant) -> Iterable[Variant]:
 
 
 def _streamed(one: Variant) -> Iterable[Variant]:
-    """Each gradient is used and freed in the backward; the largest tensor's remains.
-
-    With several micro-steps gradients have to stay."""
+    """Each gradient is used and freed in the backward, but for several micro-steps; the largest tensor's remains."""
     job, memory = one.job, one.job.memory
     accumulates = job.micro_steps_of(one.settings) > 1
     if memory is None or accumulates or not job.workload.gradients_held_until_step:
@@ -105,11 +97,7 @@ def _adapters(one: Variant) -> Iterable[Variant]:
     memory = replace(memory, fixed_bytes=memory.fixed_bytes + _ADAPTER_OWN_BYTES * adapters, gradient_share=0.0)
     workload = replace(job.workload, params=adapters, sizes=None, subgroup_params=adapters)
     job = replace(
-        job,
-        workload=workload,
-        memory=memory,
-        state_bytes=_ADAPTER_STATE_BYTES,
-        facts=replace(facts, has_adapters=True),
+        job, workload=workload, memory=memory, state_bytes=_ADAPTER_STATE_BYTES, facts=replace(facts, has_adapters=True)
     )
     yield replace(one, job=job)
 

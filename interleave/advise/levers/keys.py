@@ -1,7 +1,5 @@
 """The settings of each framework for each change of a job, as they are documented there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 TITLES = {
@@ -48,11 +46,7 @@ KEYS: dict[str, dict[str, dict[str, Any]]] = {
         "LoRA": {"peft.get_peft_model": "peft.LoraConfig"},
         "QLoRA": {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
     },
-    "trl": {
-        **_TRAINER,
-        "LoRA": {"use_peft": True},
-        "QLoRA": {"use_peft": True, "load_in_4bit": True},
-    },
+    "trl": {**_TRAINER, "LoRA": {"use_peft": True}, "QLoRA": {"use_peft": True, "load_in_4bit": True}},
     "llamafactory": {
         **_TRAINER,
         # It checkpoints by default.

@@ -1,7 +1,5 @@
 """The cheapest changes of a job's settings with which it fits a machine, and what each of them does alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -22,22 +20,14 @@ _RANKS = "ranks"
 
 @dataclass(frozen=True)
 class JobChange:
-    """Changes of a job's settings, from the cheapest to the dearest, and what they do.
+    """Changes of a job's settings, from the cheapest to the dearest, and what they do."""
 
-    Attributes:
-        levers: Names of the changes.
-        action: Settings to apply: `kind` is the framework, `settings` are its keys.
-        device_bytes: Largest device memory of a rank with them.
-        costs: What each costs beside memory, in words.
-        ranks: Ranks of the changed job.
-    """
-
-    levers: tuple[str, ...]
-    action: dict[str, Any]
-    device_bytes: float
+    levers: tuple[str, ...]  # Names of the changes.
+    action: dict[str, Any]  # Settings to apply: `kind` is the framework, `settings` are its keys.
+    device_bytes: float  # Largest device memory of a rank with them.
     fits: bool
-    costs: tuple[str, ...]
-    ranks: int
+    costs: tuple[str, ...]  # What each costs beside memory, in words.
+    ranks: int  # Ranks of the changed job.
 
     @property
     def text(self) -> str:
@@ -49,8 +39,7 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
     """Return the cheapest changes with which a job fits a machine; None if none helps, or its memory is not known.
 
     Sets of changes are compared by the number of GPUs, then by their dearest one, then by the next: no part of the
-    result fits by itself.
-    """
+    result fits by itself."""
     own, levers = Variant(job, job.settings), [lever for lever in _possible(job, machine) if lever.name != _RANKS]
     by_ranks = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
     for ranks in [job.settings.ranks, *(one.settings.ranks for lever in by_ranks for one in lever.apply(own))]:
@@ -77,9 +66,7 @@ def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | Non
 
 
 def smallest_machine(job: TrainingJob, machines: Iterable[Machine]) -> Machine | None:
-    """Return the machine with the least device memory that a job fits as it is; None if none does.
-
-    A job that offloads fits as `fits` says."""
+    """Return the machine with the least device memory that a job fits, offloaded if it offloads; None if none does."""
     if job.memory is None:
         return None
     one = Variant(job, job.settings, "offloaded" if job.settings.offload else "device")

@@ -1,7 +1,5 @@
 """The lines to paste for a policy: a configuration of DeepSpeed, FSDP2 calls, and the optimizer."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, replace
@@ -90,8 +88,7 @@ def memory_budget(schedule: Schedule) -> Budget | None:
 
     For `adaptive` it is what each phase leaves free. For other policies it is one number: what is free from the
     backward on, or what the plan needs if that is more. None if the free memory is not known, or the plan of a policy
-    other than `adaptive` uses no device memory.
-    """
+    other than `adaptive` uses no device memory."""
     workload = schedule.workload
     if workload.gpu_free is None:
         return None
@@ -151,8 +148,7 @@ def _call(function: str, arguments: list[str]) -> list[str]:
 def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, stage: int = 3) -> dict[str, Any]:
     """Return a configuration that `deepspeed.initialize` accepts, with the settings of the job.
 
-    `ratio` is the share of the state that is offloaded to the CPU; None: nothing is. One below 1 needs stage 3.
-    """
+    `ratio` is the share of the state that is offloaded to the CPU; None: nothing is. One below 1 needs stage 3."""
     offload: dict[str, Any] = {"device": "none"}
     if ratio is not None:
         offload = {"device": "cpu", "pin_memory": True, "ratio": ratio}
@@ -178,10 +174,7 @@ def placeholders(workload: Workload, job: RecordedJob) -> list[str]:
 
 
 def max_grad_norm(workload: Workload, job: RecordedJob) -> float | None:
-    """Return the maximum norm of the gradients; None if they are not clipped.
-
-    If the workload clips and the norm is not known, MAX_GRAD_NORM stands for it.
-    """
+    """Return the maximum norm of the gradients, MAX_GRAD_NORM where it is not known; None if they are not clipped."""
     if not job.config:
         return MAX_GRAD_NORM if workload.clipping else None
     norm = job.config.get("gradient_clipping")
@@ -233,43 +226,31 @@ fully_shard(model, mp_policy=precision)"""
 
 @dataclass(frozen=True)
 class PolicySetup:
-    """The lines to paste for one policy.
-
-    Attributes:
-        deepspeed_config: A configuration that `deepspeed.initialize` accepts.
-        code: Lines of Python to run before `deepspeed.initialize`; None if the configuration suffices.
-        optimizer_code: Lines of Python for a job without DeepSpeed; None for a policy that DeepSpeed has by itself.
-        uses_storage: Whether state is in storage. Then the configuration of DeepSpeed does not do without `code`.
-    """
+    """The lines to paste for one policy."""
 
     policy: str
     iteration_ms: float
-    deepspeed_config: dict[str, Any]
-    code: str | None
+    deepspeed_config: dict[str, Any]  # A configuration that `deepspeed.initialize` accepts.
+    code: str | None  # Lines of Python to run before `deepspeed.initialize`; None if the configuration suffices.
+    # Lines of Python for a job without DeepSpeed; None for a policy that DeepSpeed has by itself.
     optimizer_code: str | None
+    # Whether state is in storage. Then the configuration of DeepSpeed does not do without `code`.
     uses_storage: bool = False
 
 
 @dataclass(frozen=True)
 class LinesToPaste:
-    """The lines to paste for a plan.
+    """The lines to paste for a plan."""
 
-    Attributes:
-        python: Lines of Python for the framework of the job: for DeepSpeed those before `deepspeed.initialize`, else
-            those that make the optimizer, with FSDP2 if there are several ranks.
-        deepspeed_config: A configuration that `deepspeed.initialize` accepts.
-        deepspeed_code: Lines for a job of DeepSpeed, before `deepspeed.initialize`; None if the configuration suffices.
-        checkpointing: Lines that switch on activation checkpointing; None without it.
-        fsdp2: Lines that shard the model; None with one rank.
-        optimizer: Lines that make the optimizer of a job without DeepSpeed.
-    """
-
+    # Lines of Python for the framework of the job: for DeepSpeed those before `deepspeed.initialize`, else those that
+    # make the optimizer, with FSDP2 if there are several ranks.
     python: str
-    deepspeed_config: dict[str, Any]
+    deepspeed_config: dict[str, Any]  # A configuration that `deepspeed.initialize` accepts.
+    # Lines for a job of DeepSpeed, before `deepspeed.initialize`; None if the configuration suffices.
     deepspeed_code: str | None
-    checkpointing: str | None
-    fsdp2: str | None
-    optimizer: str
+    checkpointing: str | None  # Lines that switch on activation checkpointing; None without it.
+    fsdp2: str | None  # Lines that shard the model; None with one rank.
+    optimizer: str  # Lines that make the optimizer of a job without DeepSpeed.
 
 
 def setup_of(steps: Steps, context: PasteContext) -> PolicySetup:

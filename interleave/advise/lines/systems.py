@@ -1,7 +1,5 @@
 """Other systems in a recommendation: those that beat the recommended policy, and Megatron-LM's best fraction."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,27 +28,19 @@ _FRACTIONS = tuple(step / 20 for step in range(20, 0, -1))
 
 @dataclass(frozen=True)
 class SystemSetup:
-    """Another system, and the lines that make a job use it.
-
-    Attributes:
-        is_faster: Whether it is faster than the recommended policy, or fits where that does not.
-        note: How the results differ where they are not exact; None where they are.
-    """
+    """Another system, and the lines that make a job use it."""
 
     policy: str
     iteration_ms: float
-    is_faster: bool
+    is_faster: bool  # Whether it is faster than the recommended policy, or fits where that does not.
     exact: bool
-    note: str | None
+    note: str | None  # How the results differ where they are not exact; None where they are.
     place: str
     lines: str
 
 
 def other_systems(workload: Workload, context: PasteContext, best_s: float) -> tuple[SystemSetup, ...]:
-    """Return the systems that fit and are faster than `best_s`, and the best fraction of Megatron-LM.
-
-    Exact ones come first, each kind fastest first.
-    """
+    """Return the systems that fit and beat `best_s`, and Megatron-LM's best fraction; exact and fast ones first."""
     limit_s = (1 - _MIN_GAIN) * best_s
     fitting = [steps for text in ADVISED_SYSTEMS if (steps := _fitting(text, workload, context.machine)) is not None]
     faster = [steps for steps in fitting if steps.iteration_s < limit_s]

@@ -3,8 +3,6 @@
 `ebbtide replay` and `compare` draw their results with it. Colours only repeat what hatches and texts show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,23 +43,17 @@ _FONT = 8.5
 
 @dataclass(frozen=True)
 class PolicyBar:
-    """An iteration under a policy, simulated or measured.
-
-    Attributes:
-        phases_ms: Length of each phase; empty if there is no result.
-        remark: What does not hold for the policy, or why it has no result; empty if there is nothing to say.
-        is_faint: Whether it is drawn lighter: a prediction beside a measurement.
-        median_ms: Length of the iteration if the phases are medians, which do not add up to it; None if they do.
-    """
+    """An iteration under a policy, simulated or measured."""
 
     name: str
-    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    phases_ms: Mapping[str, float] = field(default_factory=dict)  # Length of each phase; empty if there is no result.
     device_bytes: float = 0.0
     host_bytes: float = 0.0
     storage_bytes: float = 0.0
-    remark: str = ""
-    is_faint: bool = False
+    remark: str = ""  # What does not hold for the policy, or why it has no result; empty if there is nothing to say.
+    is_faint: bool = False  # Whether it is drawn lighter: a prediction beside a measurement.
     position: float = 0.0
+    # Length of the iteration if the phases are medians, which do not add up to it; None if they do.
     median_ms: float | None = None
 
     @property
@@ -128,10 +120,7 @@ def draw_iterations(axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | Non
 
 
 def draw_bytes(axes: Axes, column: ByteColumn, bars: Sequence[PolicyBar], largest: float | None = None) -> None:
-    """Draw the bytes of each bar, and the figure behind it.
-
-    `largest` are the most bytes of any bar that is drawn at this scale; None: of these bars.
-    """
+    """Draw the bytes of each bar, and the figure behind it, at the scale of the `largest` (None: of these bars)."""
     largest = max(map(column.bytes_of, bars)) if largest is None else largest
     unit_bytes, unit = bytes_unit(largest)
     for bar in bars:

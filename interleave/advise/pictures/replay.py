@@ -1,8 +1,6 @@
 """A picture of a replay: the iteration of each policy, phase by phase, when the optimizer works, the bound,
 and the memory that it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,18 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ebbtide.analysis.plot import PHASE_COLORS
-from ebbtide.interleave.advise.pictures.policy_bars import (
-    FONT_SIZE,
-    PolicyBar,
-    byte_columns,
-    draw_bytes,
-    draw_iterations,
-    figure_width,
-    legend_patches,
-    remark_of,
-    time_limit_ms,
-    width_ratios,
-)
+from ebbtide.interleave.advise.pictures import policy_bars
 from ebbtide.interleave.advise.replay import Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.interleave.model.plan import LATE_KINDS, RESOURCES, STORAGE_RESOURCES
@@ -60,37 +47,42 @@ def chart(replay: Replay) -> Figure:
 
     Policies that do not fit, or are not known to fit, and those that are not exact, are labelled. A strip below each
     bar shows when updates, or copies of state and parameters, run; what is right of the bar runs under the next
-    forward. The bound is that with the overlap of all policies.
-    """
+    forward. The bound is that with the overlap of all policies."""
     bars = [
-        PolicyBar(
+        policy_bars.PolicyBar(
             name=result.policy,
             phases_ms={phase: getattr(result, f"{phase}_ms") for phase in (OTHER, *PHASES)},
             device_bytes=result.peak_device_bytes,
             host_bytes=result.host_bytes,
             storage_bytes=result.storage_read_bytes + result.storage_written_bytes,
-            remark=remark_of(result.fits, result.exact),
+            remark=policy_bars.remark_of(result.fits, result.exact),
             position=number,
         )
         for number, result in enumerate(replay.results)
     ]
-    columns = byte_columns(bars)
-    figure = Figure(figsize=(figure_width(columns), 1.8 + 0.45 * len(bars)), layout="constrained", dpi=130)
-    ratios = width_ratios(columns)
+    columns = policy_bars.byte_columns(bars)
+    figure = Figure(figsize=(policy_bars.figure_width(columns), 1.8 + 0.45 * len(bars)), layout="constrained", dpi=130)
+    ratios = policy_bars.width_ratios(columns)
     all_axes = figure.subplots(1, len(ratios), squeeze=False, sharey=True, width_ratios=ratios)[0]
     bound_ms = replay.overlap_bound.iteration_s * 1e3
     of_overlap = "" if replay.overlap == NO_OVERLAP else f", overlap={replay.overlap.name}"
-    draw_iterations(all_axes[0], bars, bound_ms, f"bound{of_overlap}: {bound_ms:,.0f} ms")
+    policy_bars.draw_iterations(all_axes[0], bars, bound_ms, f"bound{of_overlap}: {bound_ms:,.0f} ms")
     last_ms = _draw_strips(all_axes[0], replay.schedules)
-    all_axes[0].set_xlim(0, max(time_limit_ms(bars, bound_ms), last_ms))
+    all_axes[0].set_xlim(0, max(policy_bars.time_limit_ms(bars, bound_ms), last_ms))
     all_axes[0].set_xlabel("time of an iteration (ms), simulated")
     for axes, column in zip(all_axes[1:], columns, strict=True):
-        draw_bytes(axes, column, bars)
+        policy_bars.draw_bytes(axes, column, bars)
     figure.suptitle(
         f"{replay.workload.name} on {replay.machine.name}", x=0.01, ha="left", fontsize=10.5, parse_math=False
     )
-    handles = [*legend_patches(bars), Patch(color=_STRIP_COLOR, label="updates, copies"), all_axes[0].lines[0]]
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
+    handles = [
+        *policy_bars.legend_patches(bars),
+        Patch(color=_STRIP_COLOR, label="updates, copies"),
+        all_axes[0].lines[0],
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=policy_bars.FONT_SIZE
+    )
     return figure
 
 
@@ -121,8 +113,7 @@ matplotlib.use("Agg")
 def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
     """Draw the lanes of all resources for each policy, under the phases of the iteration.
 
-    Operations that end in the next iteration continue at the left. All policies have the same scale.
-    """
+    Operations that end in the next iteration continue at the left. All policies have the same scale."""
     lanes = [["phase", *resource_lanes(schedule)] for schedule in schedules]
     height = 1.1 + sum(0.45 + 0.22 * len(names) for names in lanes)
     figure = Figure(figsize=(9.5, height), layout="constrained", dpi=130)

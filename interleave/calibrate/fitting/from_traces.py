@@ -48,8 +48,7 @@ def machine_of(paths: Sequence[Path], name: str) -> Machine:
 
     Rates that follow from the sub-steps of recorded jobs are taken from them and not fitted. The key `fit` of the
     machine file says how good the fit is (see `MachineFit`), and which policies the traces ran under. Raises
-    MachineError where a trace does not record how it was offloaded, or the traces are of different GPUs.
-    """
+    MachineError where a trace does not record how it was offloaded, or the traces are of different GPUs."""
     traces = [open_trace(path) for path in paths]
     steps_of_traces = [step_rates(trace) for trace in traces]
     if any(_on_cpu(trace) for trace in traces):
@@ -165,14 +164,10 @@ def _host_memory(traces: Sequence[Trace]) -> float | None:
 
 
 class Prior(NamedTuple):
-    """A prior of a quantity, normal in the logarithm.
-
-    Attributes:
-        factor: The factor within which it is with a probability of two in three.
-    """
+    """A prior of a quantity, normal in the logarithm."""
 
     value: float
-    factor: float
+    factor: float  # The factor within which it is with a probability of two in three.
 
 
 # Priors of a rank's rates. They are wide, so that data outweigh them, and settle only what data cannot.
@@ -197,19 +192,14 @@ MEMORY_SHARE_PRIOR = Prior(0.85, 1.2)
 
 @dataclass(frozen=True)
 class MachineFit:
-    """A fitted machine, and how well it explains the traces.
-
-    Attributes:
-        residuals: Predicted over measured update, minus 1, by trace.
-        uncertainty: The factor within which each rate is known (one standard error). `box.one_rank_...` are the rates
-            of a rank while the others are idle.
-        unidentified: Rates that these traces do not determine; their values are those of the priors.
-    """
+    """A fitted machine, and how well it explains the traces."""
 
     machine: Machine
-    residuals: dict[str, float]
+    residuals: dict[str, float]  # Predicted over measured update, minus 1, by trace.
+    # The factor within which each rate is known (one standard error). `box.one_rank_...` are the rates of a rank while
+    # the others are idle.
     uncertainty: dict[str, float]
-    unidentified: tuple[str, ...]
+    unidentified: tuple[str, ...]  # Rates that these traces do not determine; their values are those of the priors.
 
 
 def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str = "fitted") -> MachineFit:
@@ -218,14 +208,8 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     Minimises the squared relative errors of the updates (and of backwards that waited for gradients), over 2 %, plus
     the squared distances from the priors, over their widths. The covariance is the inverse of J'J. Samples may be of
     several models and of several numbers of ranks on a host; the rates are those with the largest number of them, and
-    with several numbers the rates of a rank alone are fitted too.
-
-    Args:
-        measured: Rates that were measured otherwise and are not fitted.
-
-    Raises:
-        MachineError: There is no sample, or of some but not of all is known how many ranks shared the host.
-    """
+    with several numbers the rates of a rank alone are fitted too. `measured` rates are not fitted. Raises MachineError
+    without a sample, or if of some samples alone is known how many ranks shared the host."""
     if not samples:
         raise MachineError("a machine cannot be fitted from no trace")
     base = measured or Machine()
@@ -299,11 +283,7 @@ def _ranks_of(samples: Sequence[FitSample]) -> tuple[int, bool]:
 
 
 def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box | None:
-    """Return the totals of a box from the rates of one of its ranks; None if it has only one.
-
-    `machine` has the rates of one rank while all update, `alone` those while the others are idle, by their keys in
-    `box`.
-    """
+    """Return the totals of a box from the rates of one rank while all update, and of one alone; None for one rank."""
     if ranks == 1:
         return None
     totals = {key: None if (rate := getattr(machine, key)) is None else ranks * rate for key in _SHARED}

@@ -1,7 +1,5 @@
 """Measurements of traces for a fit: samples, and rates that follow from the sub-steps of recorded DeepSpeed jobs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,22 +19,16 @@ from ebbtide.profiler.trace import Trace
 
 @dataclass(frozen=True)
 class FitSample:
-    """The measurements of one trace for a fit.
-
-    Attributes:
-        backward_s: Measured backward, seconds, if it waited for gradients; otherwise None.
-        link_peak: Peak rate of the link, bytes/s, None if not recorded.
-        ranks: Ranks that shared the host; None: not known.
-        overhead_s: The part of the update outside of DeepSpeed's loop over subgroups, seconds; None: not recorded.
-    """
+    """The measurements of one trace for a fit."""
 
     name: str
     workload: Workload
     policy: str
     update_s: float
-    backward_s: float | None
-    link_peak: float | None = None
-    ranks: int | None = 1
+    backward_s: float | None  # Measured backward, seconds, if it waited for gradients; otherwise None.
+    link_peak: float | None = None  # Peak rate of the link, bytes/s, None if not recorded.
+    ranks: int | None = 1  # Ranks that shared the host; None: not known.
+    # The part of the update outside of DeepSpeed's loop over subgroups, seconds; None: not recorded.
     overhead_s: float | None = None
 
     def simulate(self, machine: Machine) -> Schedule:
@@ -51,10 +43,7 @@ class FitSample:
 
 
 def sample_of(trace: Trace) -> FitSample:
-    """Return the measurements of a trace.
-
-    Raises MachineError where the policy is not known, or its plan depends on the machine.
-    """
+    """Return the measurements of a trace. Raises MachineError where its policy is not known or follows the machine."""
     policy = recorded_policy(trace)
     if policy is None:
         raise MachineError(
@@ -91,23 +80,18 @@ _NOT_IN_PLANS = ("prepare", "unscale", "release")
 
 @dataclass(frozen=True)
 class StepRates:
-    """Rates from sub-steps.
-
-    Attributes:
-        not_in_plans_s: Seconds per step on the host in passes that no plan has.
-    """
+    """Rates from sub-steps."""
 
     rates: dict[str, float]
     how: dict[str, str]
-    not_in_plans_s: float
+    not_in_plans_s: float  # Seconds per step on the host in passes that no plan has.
 
 
 def step_rates(trace: Trace) -> StepRates | None:
     """Return the rates that follow from the sub-steps of a trace.
 
     DeepSpeed's kernel updates fp32 state alone: its rate is that of `update`. `parameters` converts, and on a GPU also
-    copies. The part of it that is not a pageable copy is the conversion. None if the trace has no update on the CPU.
-    """
+    copies. The part of it that is not a pageable copy is the conversion. None if the trace has no update on the CPU."""
     metrics = JobMetrics(trace)
     update, parameters = metrics.sub_step("update", ("cpu",)), metrics.sub_step("parameters")
     on_cpu = _params_on_cpu(metrics)

@@ -1,7 +1,5 @@
 """Checks of cores, threads, NUMA nodes and the instruction set."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Iterator
@@ -48,11 +46,8 @@ def threads(host: JobHost) -> Iterator[Answer]:
         )
     elif own is None and host.ranks > 1:
         each = max(1, len(host.cpus) // 2)
-        yield (
-            "warning",
-            f"OMP_NUM_THREADS is not set: each of {host.ranks} ranks starts {each} threads or more on {possible} cores",
-            remedy,
-        )
+        text = f"each of {host.ranks} ranks starts {each} threads or more on {possible} cores"
+        yield "warning", f"OMP_NUM_THREADS is not set: {text}", remedy
     elif own is not None and host_limits.too_few_threads(own, possible):
         by = "OMP_NUM_THREADS" if host.job.environment.get("OMP_NUM_THREADS") else f"default of {host.job.launcher}"
         yield (
@@ -99,10 +94,8 @@ def instruction_set(host: JobHost) -> Iterator[Answer]:
     flags = set(match[1].split()) if match else set()
     instructions = next((name for name in ("avx512f", "avx2", "sve", "asimd") if name in flags), None)
     if instructions is not None:
-        yield (
-            "ok",
-            f"{instructions.removesuffix('f').upper()} for DeepSpeedCPUAdam; ebbtide compiles its loops for this CPU",
-        )
+        name = instructions.removesuffix("f").upper()
+        yield "ok", f"{name} for DeepSpeedCPUAdam; ebbtide compiles its loops for this CPU"
     elif flags:
         text = "neither AVX2 nor AVX-512: DeepSpeedCPUAdam falls back to loops over single values"
         yield "warning", text, "let the virtual machine pass the CPU through (-cpu host of QEMU)"

@@ -1,7 +1,5 @@
 """Checks of host memory: limits, pages, pinning, swap."""
 
-from __future__ import annotations
-
 import re
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checks of the GPUs and of their links to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ebbtide.interleave.doctor.check import Answer, check
@@ -41,11 +39,8 @@ def link(host: JobHost) -> Iterator[Answer]:
             text = f"{card.title}: {width} of {most} lanes, so copies run at {100 * width / most:.0f} %"
             yield "warning", text, "check how the card sits, its riser, and the slot's lanes in the BIOS"
         else:
-            peak = state["peak_bytes_per_s"]
-            yield (
-                "ok",
-                f"{card.title}: PCIe {generation} x{width}" + (f", {rate_text(peak)} a direction" if peak else ""),
-            )
+            rate = rate_text(state["peak_bytes_per_s"]) if state["peak_bytes_per_s"] else ""
+            yield "ok", f"{card.title}: PCIe {generation} x{width}" + (f", {rate} a direction" if rate else "")
 
 
 @check("unified-memory")
@@ -53,11 +48,9 @@ def unified_memory(host: JobHost) -> Iterator[Answer]:
     """Check for GPUs that share the memory of the host: offload moves nothing out of it."""
     shared = [card for card in host.cards if _shares_host_memory(card)]
     for card in shared:
-        yield (
-            "warning",
-            f"{card.title}: GPU and CPU share one memory: offloaded state takes the same bytes, and copies are in vain",
-            "keep optimizer state on the GPU: no offload_optimizer, torch.optim.AdamW(fused=True)",
-        )
+        text = "GPU and CPU share one memory: offloaded state takes the same bytes, and copies are in vain"
+        remedy = "keep optimizer state on the GPU: no offload_optimizer, torch.optim.AdamW(fused=True)"
+        yield "warning", f"{card.title}: {text}", remedy
     if host.cards and not shared:
         yield "ok", "GPU and host have memories of their own"
 

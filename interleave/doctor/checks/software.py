@@ -1,7 +1,5 @@
 """Checks of the driver, of torch and of DeepSpeed."""
 
-from __future__ import annotations
-
 import ctypes.util
 import re
 import shutil
@@ -56,22 +54,12 @@ def deepspeed(host: JobHost) -> Iterator[Answer]:
     if re.search(r"'cpu_adam': True", _text(package.file and package.file.with_name("git_version_info_installed.py"))):
         yield "ok", f"DeepSpeed {package.version}, CPU Adam built"
         return
-    missing = [name for name, there in (("g++", shutil.which("g++")), ("ninja", _ninja(host))) if not there]
-    if missing:
-        text = (
-            f"DeepSpeed {package.version} builds its CPU Adam when a job starts, and {' and '.join(missing)} is missing"
-        )
-        yield (
-            "warning",
-            text,
-            f"install {' and '.join(missing)}; or DS_BUILD_CPU_ADAM=1 pip install deepspeed elsewhere",
-        )
+    tools = {"g++": shutil.which("g++"), "ninja": host.packages.get("ninja") or shutil.which("ninja")}
+    if missing := " and ".join(name for name, path in tools.items() if path is None):
+        text = f"DeepSpeed {package.version} builds its CPU Adam when a job starts, and {missing} is missing"
+        yield "warning", text, f"install {missing}; or DS_BUILD_CPU_ADAM=1 pip install deepspeed elsewhere"
     else:
         yield "ok", f"DeepSpeed {package.version}; CPU Adam is built when a job first uses it"
-
-
-def _ninja(host: JobHost) -> bool:
-    return host.packages.get("ninja") is not None or shutil.which("ninja") is not None
 
 
 @check("libaio")

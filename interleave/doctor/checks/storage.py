@@ -1,7 +1,5 @@
 """Checks of the folder that the job starts in, as a place for offloaded state."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Makes plans from the rates and phases that the steps of a job show, and decides when a new plan is due."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -114,8 +112,7 @@ class Planner:
     """Makes plans for a running job; new ones only for policies that depend on rates.
 
     `machine` has the first rates, then those corrected by the steps so far. Plans have no other overlaps than supported
-    ones.
-    """
+    ones."""
 
     def __init__(
         self,

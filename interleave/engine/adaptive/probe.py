@@ -1,7 +1,5 @@
 """Measures the rates of a machine in a fraction of a second, for a first plan; the steps of the job correct them."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """Runs an engine by the plans of a planner, within the available device memory."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A CUDA GPU as device of the engine."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging
@@ -292,8 +290,7 @@ class JobMemory:
     """Separates the memory that torch has reserved into that of the optimizer and that of the job, at its peak so far.
 
     torch keeps memory that was freed in pools, one for each stream. So the optimizer's memory stays reserved after a
-    release, and its part of the reserved memory is its own peak since torch last returned memory to the device.
-    """
+    release, and its part of the reserved memory is its own peak since torch last returned memory to the device."""
 
     def __init__(self) -> None:
         # The highest sample, in bytes.

@@ -1,7 +1,5 @@
 """The device protocol: the operations that the engine needs; `EmulatedDevice` and `CudaDevice` implement it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
@@ -51,8 +49,7 @@ class Device(Streams, Protocol):
     """A device that stores and updates optimizer state.
 
     The threads of the executor call it, with at most one call at a time for each stream. `copy` and `update` return
-    when their work is issued; a mark tells when it is done.
-    """
+    when their work is issued; a mark tells when it is done."""
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         """Allocate device memory of shape (rows, params), fp32. Raises DeviceMemoryError if there is too little.

@@ -1,7 +1,5 @@
 """Emulated device (host memory with a hard limit, streams with throttled copies) to run the engine without a GPU."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -124,8 +122,7 @@ class EmulatedDevice(EmulatedStreams):
 
     Its link has two directions of throttled copies, and its arithmetic is real. As on a GPU, a copy or an update is
     issued to a stream and done later, on a thread of the stream. It exposes races, lost bytes and wrong order of
-    operations; its times say nothing about performance. None is no limit of the capacity, and no throttling.
-    """
+    operations; its times say nothing about performance. None is no limit of the capacity, and no throttling."""
 
     def __init__(
         self,

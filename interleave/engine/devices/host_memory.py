@@ -1,7 +1,5 @@
 """Host memory of exactly the requested size that the GPU copies to and from directly (pinned memory)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap
@@ -32,8 +30,7 @@ def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None
     A forked process (a worker of a DataLoader, say) does not have the mapping. If it had it, the next write of this
     process would move the page (copy on write), while the GPU kept using the old one.
 
-    It has at least one element. It is taken from the NUMA node, if that has room; None: the kernel chooses.
-    """
+    It has at least one element. It is taken from the NUMA node, if that has room; None: the kernel chooses."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_DONTFORK)

@@ -11,8 +11,6 @@ instruction: on x86 `movnt`, on a processor without any an ordinary store.
 # numba types these functions, for each combination of argument types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
-from __future__ import annotations
-
 import platform
 
 import numpy as np

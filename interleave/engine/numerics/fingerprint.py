@@ -13,8 +13,6 @@ with a probability of about 2**-32. Since factors depend on the position, exchan
 cryptographic hash.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -1,7 +1,5 @@
 """Tensors on the host as arrays for the compiled loops, and the checks that kernels make of their tensors."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The update on the CPU: one pass over memory, by serial loops without the GIL, on slices, in a pool of threads."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading
@@ -13,15 +11,7 @@ import numpy as np
 import torch
 
 from ebbtide import host_limits
-from ebbtide.interleave.engine.numerics.host_arrays import (
-    as_array,
-    as_arrays,
-    check_disjoint,
-    check_each,
-    check_tensors,
-    check_update,
-    is_remainder,
-)
+from ebbtide.interleave.engine.numerics import host_arrays
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.numa.binding import bind_thread, cpus_within
@@ -107,10 +97,10 @@ class CpuKernel:
 
         Thousands of small ranges take no longer than a few large ones."""
         outs = () if out is None else (out,)
-        check_update("cpu", grad, (master, exp_avg, exp_avg_sq), out)
-        arrays = [as_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
+        host_arrays.check_update("cpu", grad, (master, exp_avg, exp_avg_sq), out)
+        arrays = [host_arrays.as_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
         loop = self._compiled.update if outs else self._compiled.update_state
-        if is_remainder(master):
+        if host_arrays.is_remainder(master):
             loop = self._compiled.update_remainder
 
         def part(begin: int, end: int, scalars: Scalars) -> None:
@@ -132,10 +122,10 @@ class CpuKernel:
         A state is master, first and second moment, fp32: a (3, n) tensor, or three tensors as for `update`. The old one
         stays as it is. Elements in no range have the same values in both, and are not written to `out`."""
         old, new = tuple(state), tuple(new_state)
-        check_tensors("cpu", (grad,) if out is None else (grad, out), (*old, *new))
-        check_disjoint(old, new)
-        gradient, parameter = as_array(grad), None if out is None else as_array(out)
-        old_rows, new_rows = ([as_array(row) for row in rows] for rows in (old, new))
+        host_arrays.check_tensors("cpu", (grad,) if out is None else (grad, out), (*old, *new))
+        host_arrays.check_disjoint(old, new)
+        gradient, parameter = host_arrays.as_array(grad), None if out is None else host_arrays.as_array(out)
+        old_rows, new_rows = ([host_arrays.as_array(row) for row in rows] for rows in (old, new))
 
         def part(begin: int, end: int, scalars: Scalars | None) -> None:
             sources, targets = (tuple(row[begin:end] for row in rows) for rows in (old_rows, new_rows))
@@ -156,12 +146,12 @@ class CpuKernel:
 
     def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> list[float]:
         """Return `sum_of_squares` of each gradient. Thousands of small ones take no longer than a few large ones."""
-        check_each("cpu", gradients)
+        host_arrays.check_each("cpu", gradients)
         blocks = [-(-gradient.numel() // BLOCK) for gradient in gradients]
         sums = np.empty(sum(blocks))
         jobs = []
         first = 0
-        for values, count in zip(as_arrays(gradients), blocks, strict=True):
+        for values, count in zip(host_arrays.as_arrays(gradients), blocks, strict=True):
             jobs.append((0, len(values), (values, sums[first : first + count])))
             first += count
 
@@ -198,8 +188,8 @@ class CpuKernel:
 
     def fingerprints(self, values: Sequence[torch.Tensor]) -> list[int]:
         """Return `fingerprint` of each tensor, by the calling thread."""
-        check_each("cpu", values)
-        return [int(self._compiled.fingerprint(array.view(np.uint16))) for array in as_arrays(values)]
+        host_arrays.check_each("cpu", values)
+        return [int(self._compiled.fingerprint(array.view(np.uint16))) for array in host_arrays.as_arrays(values)]
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -7,8 +7,6 @@ and a fused multiply-add would change nothing. The sums of the blocks, and those
 `math.fsum`, which rounds once: their order does not matter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -16,8 +16,6 @@ scale of 1 changes no bit, so it is never skipped. A NaN result is stored as the
 since processors differ in the NaN that they produce.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hooks before everything in a model that uses parameters, so that it waits for updates which have not ended yet."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys
@@ -31,8 +29,7 @@ _READERS: list[tuple[Any, str]] = [
 class MethodGate:
     """Replaces a method of one object by one that first calls a function with the same arguments.
 
-    Several gates of one method may be removed in any order. What the function raises, the method raises.
-    """
+    Several gates of one method may be removed in any order. What the function raises, the method raises."""
 
     def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
         self._owner = owner
@@ -70,8 +67,7 @@ class ShardedGates:
     Gathers on CUDA copy the shards on a stream of their own. The wait ends when the host has seen the event behind the
     upload, so everything that any stream is given afterwards follows it.
 
-    Raises EngineError if the installed torch has other parameter groups than those known here.
-    """
+    Raises EngineError if the installed torch has other parameter groups than those known here."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait) -> None:
         groups = _parameter_groups(model)
@@ -188,8 +184,7 @@ class ForwardGates:
 
     Copies and pickles of any module have no hooks. The model keeps `wait` and `finish` alive: pass functions with a
     weak reference. Raises EngineError if the model is not a module, or shards or converts its parameters in a way that
-    is not supported.
-    """
+    is not supported."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
         if not isinstance(model, torch.nn.Module):

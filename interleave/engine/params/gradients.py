@@ -237,8 +237,7 @@ class GradientPlaceholder(torch.Tensor):  # type: ignore[misc]
     """A tensor with the shape of an offloaded gradient and no values: every computation with it raises EngineError.
 
     Gradients that a backward adds to it are stored, in order, unless a step has used the gradient. Placeholders are
-    also inside DTensors, so this class intercepts operations (`__torch_dispatch__`) and not function calls.
-    """
+    also inside DTensors, so this class intercepts operations (`__torch_dispatch__`) and not function calls."""
 
     added: list[torch.Tensor]
     used: list[bool]

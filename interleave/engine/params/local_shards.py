@@ -1,7 +1,5 @@
 """Local shards (this rank's part of a DTensor, or the whole of an ordinary tensor), their checks and flat views."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The parameters of an optimizer on an engine, which is opened at the first use and follows what the job changes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -12,16 +10,10 @@ import torch
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.params import state_dict
 from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
 from ebbtide.interleave.engine.params.local_shards import check_apart, check_params, device_of, flat_view, local_shard
 from ebbtide.interleave.engine.params.pending_params import PendingParams
-from ebbtide.interleave.engine.params.state_dict import (
-    ParamState,
-    gather_states,
-    rounded_masters,
-    scatter_states,
-    update_masters,
-)
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
 
@@ -97,7 +89,7 @@ class OffloadedParams:
             self._stop()
             self._set_params(params, [states.get(param) for param in params])
 
-    def gather(self) -> list[ParamState]:
+    def gather(self) -> list[state_dict.ParamState]:
         """Return the state of every parameter after the last step, in new host memory. The plan goes on afterwards."""
         self.pending.finish()
         if not self.params:
@@ -105,9 +97,9 @@ class OffloadedParams:
         engine = self._runner.engine
         with engine.paused():
             changed = self._changed(self._values()) if self._options.has_remainders else ()
-            return gather_states(engine.store.states, self.params, changed, self._loaded)
+            return state_dict.gather_states(engine.store.states, self.params, changed, self._loaded)
 
-    def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:
+    def load(self, params: Sequence[torch.Tensor], states: Sequence[state_dict.ParamState | None]) -> None:
         """Set the states of all parameters that the engine has, and perhaps more, and recall offloaded gradients.
 
         A state is None before the first update. If all are None and the engine is not open, it stays so."""
@@ -214,7 +206,7 @@ class OffloadedParams:
     def _set_params(
         self,
         params: Sequence[torch.Tensor],
-        states: Sequence[ParamState | None] | None = None,
+        states: Sequence[state_dict.ParamState | None] | None = None,
         commit: Mapping[str, Any] | None = None,
     ) -> None:
         """Divide parameters into subgroups, on the device that they are on, with these states or those of a commit, and
@@ -242,11 +234,11 @@ class OffloadedParams:
             self.record_values(self._values())
         self._runner.set_plan()
 
-    def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:
-        scatter_states(engine.store.states, self.params, states)
+    def _set_states(self, engine: Engine, states: Sequence[state_dict.ParamState | None]) -> None:
+        state_dict.scatter_states(engine.store.states, self.params, states)
         engine.store.forget_params(range(len(self.params)))
         self._loaded = {
-            index: rounded_masters(state) if self._options.has_remainders else None
+            index: state_dict.rounded_masters(state) if self._options.has_remainders else None
             for index, state in enumerate(states)
             if state is not None
         }
@@ -285,7 +277,7 @@ class OffloadedParams:
         if changed:
             engine = self._runner.engine
             with engine.paused():
-                replaced = update_masters(engine.store.states, self.params, changed, self._loaded)
+                replaced = state_dict.update_masters(engine.store.states, self.params, changed, self._loaded)
             engine.store.forget_params(changed)
             if outdated := len(replaced & self._loaded.keys()):
                 log.warning(

@@ -1,7 +1,5 @@
 """Parameters that a step may still write after it has returned: waits for them, and finds gradients of old values."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -43,8 +41,7 @@ class PendingParams:
     """The parameters that the last step has updated, each until something has waited for it.
 
     Until then a parameter is unread: gates of its model and LateParams wait as soon as something uses it, and a
-    gradient of it is an error, since it would be one of old values.
-    """
+    gradient of it is an error, since it would be one of old values."""
 
     def __init__(self, runner: AdaptiveRunner) -> None:
         # Held by whole calls of the optimizer, so that one from another thread comes before or after a step. Hooks

@@ -1,7 +1,5 @@
 """Finds reads and writes of parameters that do not wait for the updates of the last step."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """State dicts: converts between the state of subgroups and the state per parameter of torch.optim.AdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,8 +32,7 @@ class ParamState(NamedTuple):
 class SavedStates:
     """The parameters that a state dict has or that the optimizer has updated, their states and numbers of updates.
 
-    A state is None for a parameter that was not updated yet; there are none for a commit, which has them in storage.
-    """
+    A state is None for a parameter that was not updated yet; there are none for a commit, which has them in storage."""
 
     params: list[torch.Tensor]
     states: list[ParamState | None] | None

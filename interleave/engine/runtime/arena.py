@@ -1,7 +1,5 @@
 """Device memory for state: allocated when a plan is set, and handed out to the operations of the plan."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -54,8 +52,7 @@ class Arena:
 
     A block that comes back is handed out again at once: the next stream waits for the mark of its last use. So
     operations allocate nothing, except in memory that is free for a part of an iteration only: that is allocated when
-    an operation needs it, and released to the job after its last use.
-    """
+    an operation needs it, and released to the job after its last use."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

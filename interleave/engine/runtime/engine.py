@@ -1,7 +1,5 @@
 """The engine: state, executor and plan together, for one step after the other."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -187,8 +185,7 @@ class Engine:
     def wait_for_params(self, params: Iterable[int]) -> bool:
         """Wait until late operations have written parameters, by their indices, and return whether they have.
 
-        If not, an operation has failed, and `finish_step` raises.
-        """
+        If not, an operation has failed, and `finish_step` raises."""
         writes = [
             index
             for param in params
@@ -313,8 +310,7 @@ class _StepClock:
 def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
     """Return the plan of a run in which updates are speculative only if they began before the scalars were known.
 
-    The others were performed in place, or again.
-    """
+    The others were performed in place, or again."""
     if not run.plan.speculated:
         return run.plan
     known_s = scalars_s - run.begin_s
@@ -328,8 +324,7 @@ def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
 def reserve_rows(plan: Plan) -> list[int]:
     """Return numbers for the rows of a step, so that they belong to this iteration even if they are added later.
 
-    They are for all operations, and as many executions that were repeated. There are none where nothing is recorded.
-    """
+    They are for all operations, and as many executions that were repeated. There are none where nothing is recorded."""
     recorder = start.current_recorder()
     if recorder is None or not recorder.recording:
         return []

@@ -1,7 +1,5 @@
 """Division of the parameters of an optimizer into subgroups, and the layout of their state in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One execution of a plan: what its operations wait for, and when they ran."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict

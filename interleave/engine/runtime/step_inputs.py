@@ -1,7 +1,5 @@
 """The tensors and factors that a step works with, and updates that run before the factors are known."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +63,7 @@ class SpeculativeUpdates:
     factors are known to be those that an update assumed, the two are exchanged. Of state in storage the file has the
     old version, so it is updated in the buffer into which it was read, and read again if it is not valid.
 
-    Threads may call all methods.
-    """
+    Threads may call all methods."""
 
     def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates) -> None:
         self._subgroups = subgroups

@@ -1,7 +1,5 @@
 """Performs the operations of a plan on the optimizer state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -70,8 +68,7 @@ class TransferBuffers:
 class ReturnedGradients:
     """The gradients of a step that are on the device again, each until its update.
 
-    They are in the memory of their parameters, or in blocks of their own (see `gradient_elements`).
-    """
+    They are in the memory of their parameters, or in blocks of their own (see `gradient_elements`)."""
 
     def __init__(self, subgroups: Sequence[Subgroup], device: Device, arena: Arena) -> None:
         self._subgroups = subgroups

@@ -1,7 +1,5 @@
 """The optimizer state of each subgroup, and its placement on the host and the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Runs a comparison: trains under every policy, then predicts every plan that ran."""
 
-from __future__ import annotations
-
 import importlib
 import struct
 import sys
@@ -17,34 +15,8 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.compare.results import (
-    BaselineResult,
-    ComparedPolicy,
-    Comparison,
-    Pair,
-    busy_shares,
-    bytes_in_use,
-    finite_losses,
-    median_schedule,
-    phase_times,
-)
-from ebbtide.interleave.experiments.compare.runs import (
-    LR,
-    MAX_GRAD_NORM,
-    CannotRun,
-    Job,
-    PhaseTimes,
-    PhaseWaits,
-    PolicyRun,
-    Shape,
-    SteppingOptimizer,
-    TrainingRun,
-    find_shape,
-    needs_streamed,
-    overlap_of,
-    run_policy,
-    train,
-)
+from ebbtide.interleave.experiments.compare import results as figures
+from ebbtide.interleave.experiments.compare import runs as training_runs
 from ebbtide.interleave.experiments.compare.testbed import StorageFolders, Testbed, find_testbed
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import refuse_simulation_only
@@ -83,7 +55,7 @@ class CompareConfig:
     link_bytes_per_s: float | None = None
     machine: Machine | None = None  # Machine to predict with; None to measure this one.
     # Times that forward and backward wait in addition to their arithmetic; None for the default.
-    waits: PhaseWaits | None = None
+    waits: training_runs.PhaseWaits | None = None
     baselines: Sequence[str] = ()
     seed: int = 0
     storage: Sequence[Path] = ()  # Folders for state that host memory does not hold; empty for none.
@@ -92,7 +64,7 @@ class CompareConfig:
     host_bytes: float | None = None
 
 
-def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> Comparison:
+def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> figures.Comparison:
     """Train under each policy, one after the other, and predict each plan that ran. Raises UserError where a policy or
     setting is invalid, or a policy that was given cannot run here."""
     policies = list(dict.fromkeys(config.policies or POLICIES))
@@ -102,26 +74,28 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
     total = config.iterations * (len(policies) + len(config.baselines))
     done = 0
 
-    def training_for(name: str) -> TrainingRun:
+    def training_for(name: str) -> training_runs.TrainingRun:
         def on_iteration() -> None:
             nonlocal done
             done += 1
             progress(name, done, total)
 
-        return TrainingRun(shape, config.seed, config.iterations, subgroup_params, on_iteration, waits, streamed)
+        return training_runs.TrainingRun(
+            shape, config.seed, config.iterations, subgroup_params, on_iteration, waits, streamed
+        )
 
     progress("measuring this machine", 0, total)
     limits = _storage_limits(config, shape, subgroup_params)
     testbed = find_testbed(shape.params, subgroup_params, budget, config.link_bytes_per_s, config.machine, limits)
     waits = _waits(config, policies, testbed, shape)
-    streamed = any(map(needs_streamed, policies))
-    runs: list[PolicyRun] = []
+    streamed = any(map(training_runs.needs_streamed, policies))
+    runs: list[training_runs.PolicyRun] = []
     skipped: dict[str, str] = {}
     for text in policies:
         progress(text, done, total)
         try:
-            runs.append(run_policy(text, training_for(text), testbed))
-        except CannotRun as error:
+            runs.append(training_runs.run_policy(text, training_for(text), testbed))
+        except training_runs.CannotRun as error:
             if config.policies:
                 raise UserError(f"policy {text} cannot run here: {error}") from error
             skipped[text] = str(error)
@@ -130,20 +104,20 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
         progress(name, done, total)
         try:
             baselines.append(_baseline(name, training_for(name), testbed))
-        except CannotRun as error:
+        except training_runs.CannotRun as error:
             skipped[name] = str(error)
     if not runs:
         raise UserError("no policy can run here: " + "; ".join(f"{text}: {reason}" for text, reason in skipped.items()))
     results = _results(runs, testbed.machine)
-    return Comparison(testbed, shape, subgroup_params, config.iterations, _WARMUP, results, baselines, skipped)
+    return figures.Comparison(testbed, shape, subgroup_params, config.iterations, _WARMUP, results, baselines, skipped)
 
 
-def _part_of_state(shape: Shape, subgroup_params: int) -> float:
+def _part_of_state(shape: training_runs.Shape, subgroup_params: int) -> float:
     """Return the bytes of half of the state and some subgroups, for a memory that holds a part of the state."""
     return STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
 
 
-def _storage_limits(config: CompareConfig, shape: Shape, subgroup_params: int) -> StorageFolders | None:
+def _storage_limits(config: CompareConfig, shape: training_runs.Shape, subgroup_params: int) -> StorageFolders | None:
     """Return the folders and the host memory of a comparison with storage, None of one without."""
     if not config.storage:
         if config.host_bytes is not None:
@@ -153,23 +127,24 @@ def _storage_limits(config: CompareConfig, shape: Shape, subgroup_params: int) -
     return StorageFolders(tuple(config.storage), config.host_bytes or buffers + _part_of_state(shape, subgroup_params))
 
 
-def _waits(config: CompareConfig, policies: Sequence[str], testbed: Testbed, shape: Shape) -> PhaseWaits:
+def _waits(
+    config: CompareConfig, policies: Sequence[str], testbed: Testbed, shape: training_runs.Shape
+) -> training_runs.PhaseWaits:
     """Return how long forward and backward wait.
 
     Updates beside the step need phases to run in, which take no core of the CPU that runs updates: by default, on an
-    emulated device, a forward as long as all updates on the CPU take, and a backward twice as long.
-    """
+    emulated device, a forward as long as all updates on the CPU take, and a backward twice as long."""
     if config.waits is not None:
         if any(config.waits) and not testbed.emulated:
             raise UserError("--forward-ms and --backward-ms are for an emulated device: add --emulate-link, e.g. 1GB")
         return config.waits
-    if not testbed.emulated or all(overlap_of(policy) == "none" for policy in policies):
-        return PhaseWaits()
+    if not testbed.emulated or all(training_runs.overlap_of(policy) == "none" for policy in policies):
+        return training_runs.PhaseWaits()
     update_s = shape.params / (testbed.machine.cpu_update_params_per_s or 1.0)
-    return PhaseWaits(update_s, 2 * update_s)
+    return training_runs.PhaseWaits(update_s, 2 * update_s)
 
 
-def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> Shape:
+def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> training_runs.Shape:
     """Return the shape of the model. Raises UserError for settings that are invalid, before anything runs."""
     for text in policies:
         refuse_simulation_only(text)
@@ -178,7 +153,7 @@ def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> Shape:
             raise UserError(f"--against {name!r}: choose from {', '.join(BASELINES)}")
     if config.iterations < MIN_ITERATIONS:
         raise UserError(f"--steps must be at least {MIN_ITERATIONS}: the first {_WARMUP} are warm-up")
-    shape = find_shape(config.params)
+    shape = training_runs.find_shape(config.params)
     needed, memory = _HOST_BYTES * shape.params, host_limits.memory_bytes()
     if memory is not None and needed > memory:
         raise UserError(
@@ -188,7 +163,7 @@ def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> Shape:
     return shape
 
 
-def _results(runs: Sequence[PolicyRun], machine: Machine) -> list[ComparedPolicy]:
+def _results(runs: Sequence[training_runs.PolicyRun], machine: Machine) -> list[figures.ComparedPolicy]:
     counted = [_counted_schedules(run) for run in runs]
     # All runs train the same job: the duration of its phases depends on the policy only where they wait for it.
     schedules = [schedule for run_schedules in counted for schedule in run_schedules]
@@ -200,23 +175,23 @@ def _results(runs: Sequence[PolicyRun], machine: Machine) -> list[ComparedPolicy
         last = measured[-1]
         predicted = simulate(last.plan, replace(last.workload, **phases), machine)
         results.append(
-            ComparedPolicy(
+            figures.ComparedPolicy(
                 policy=run.policy,
                 counted=len(measured),
-                times=phase_times(measured, predicted),
-                busy=busy_shares(measured, predicted),
-                peak_device_bytes=Pair(max(s.peak_device_bytes for s in measured), predicted.peak_device_bytes),
-                memory=bytes_in_use(measured, predicted),
-                losses=finite_losses(run.losses),
+                times=figures.phase_times(measured, predicted),
+                busy=figures.busy_shares(measured, predicted),
+                peak_device_bytes=figures.Pair(max(s.peak_device_bytes for s in measured), predicted.peak_device_bytes),
+                memory=figures.bytes_in_use(measured, predicted),
+                losses=figures.finite_losses(run.losses),
                 losses_equal=_bits(run.losses) == _bits(runs[0].losses),
-                measured=median_schedule(measured),
+                measured=figures.median_schedule(measured),
                 predicted=predicted,
             )
         )
     return results
 
 
-def _counted_schedules(run: PolicyRun) -> list[Schedule]:
+def _counted_schedules(run: training_runs.PolicyRun) -> list[Schedule]:
     """Return the schedules after the warm-up that ran the last plan: an adaptive policy may change its plan."""
     last_plan = run.schedules[-1].plan
     return [schedule for schedule in run.schedules[_WARMUP:] if schedule.plan is last_plan]
@@ -226,13 +201,13 @@ def _bits(losses: Sequence[float]) -> bytes:
     return struct.pack(f"{len(losses)}d", *losses)
 
 
-def _baseline(name: str, training: TrainingRun, testbed: Testbed) -> BaselineResult:
+def _baseline(name: str, training: training_runs.TrainingRun, testbed: Testbed) -> figures.BaselineResult:
     times, losses = run_baseline(name, training, testbed)
     counted = times[_WARMUP:]
     phases_ms = {f"{phase}_ms": 1e3 * median(getattr(time, f"{phase}_s") for time in counted) for phase in PHASES}
     iteration_ms = 1e3 * median(time.forward_s + time.backward_s + time.update_s for time in counted)
-    shown = finite_losses(losses)
-    return BaselineResult(
+    shown = figures.finite_losses(losses)
+    return figures.BaselineResult(
         name, BASELINES[name].description, iteration_ms, **phases_ms, final_loss=shown[-1], losses=shown
     )
 
@@ -245,7 +220,7 @@ class _ClippedOptimizer:
         self._optimizer = optimizer
 
     def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self._params, MAX_GRAD_NORM)
+        torch.nn.utils.clip_grad_norm_(self._params, training_runs.MAX_GRAD_NORM)
         self._optimizer.step()
 
 
@@ -260,7 +235,7 @@ class _MasterOptimizer:
         self._optimizer = make(self._masters)
 
     def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self._params, MAX_GRAD_NORM)
+        torch.nn.utils.clip_grad_norm_(self._params, training_runs.MAX_GRAD_NORM)
         for param, master in zip(self._params, self._masters, strict=True):
             master.grad.copy_(param.grad)
         self._optimizer.step()
@@ -268,31 +243,38 @@ class _MasterOptimizer:
             param.detach().copy_(master)
 
 
-def _torch(params: list[Any]) -> SteppingOptimizer:
+def _torch(params: list[Any]) -> training_runs.SteppingOptimizer:
     def make(masters: list[Any]) -> Any:
-        return torch.optim.AdamW(masters, lr=LR, weight_decay=_WEIGHT_DECAY, fused=True)
+        return torch.optim.AdamW(masters, lr=training_runs.LR, weight_decay=_WEIGHT_DECAY, fused=True)
 
     return _MasterOptimizer(params, params[0].device, make)
 
 
-def _deepspeed(params: list[Any]) -> SteppingOptimizer:
+def _deepspeed(params: list[Any]) -> training_runs.SteppingOptimizer:
     adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    settings = {"lr": LR, "weight_decay": _WEIGHT_DECAY, "adamw_mode": True, "fp32_optimizer_states": True}
+    settings = {
+        "lr": training_runs.LR,
+        "weight_decay": _WEIGHT_DECAY,
+        "adamw_mode": True,
+        "fp32_optimizer_states": True,
+    }
     return _MasterOptimizer(params, torch.device("cpu"), lambda masters: adam(masters, **settings))
 
 
-def _torchao(params: list[Any]) -> SteppingOptimizer:
+def _torchao(params: list[Any]) -> training_runs.SteppingOptimizer:
     offload = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     if params[0].device.type != "cuda":
-        raise CannotRun("it needs a GPU")
-    return _ClippedOptimizer(params, offload(params, torch.optim.AdamW, lr=LR, weight_decay=_WEIGHT_DECAY, fused=True))
+        raise training_runs.CannotRun("it needs a GPU")
+    return _ClippedOptimizer(
+        params, offload(params, torch.optim.AdamW, lr=training_runs.LR, weight_decay=_WEIGHT_DECAY, fused=True)
+    )
 
 
 class Baseline(NamedTuple):
     """Another optimizer: a description for the user, and a function that makes it for the parameters of a job."""
 
     description: str
-    make: Callable[[list[Any]], SteppingOptimizer]
+    make: Callable[[list[Any]], training_runs.SteppingOptimizer]
 
 
 BASELINES = {
@@ -302,21 +284,23 @@ BASELINES = {
 }
 
 
-def run_baseline(name: str, training: TrainingRun, testbed: Testbed) -> tuple[list[PhaseTimes], list[float]]:
+def run_baseline(
+    name: str, training: training_runs.TrainingRun, testbed: Testbed
+) -> tuple[list[training_runs.PhaseTimes], list[float]]:
     """Train with another optimizer and return the times and the loss of each iteration."""
-    job = Job(training.shape, training.seed, testbed.device, training.waits)
-    times: list[PhaseTimes] = []
+    job = training_runs.Job(training.shape, training.seed, testbed.device, training.waits)
+    times: list[training_runs.PhaseTimes] = []
     # Some of them print as they are imported, and stdout is for the result.
     with redirect_stdout(sys.stderr):
         try:
             optimizer = BASELINES[name].make(job.params)
         except ImportError as error:
             installed = find_spec(name) is not None
-            raise CannotRun(
+            raise training_runs.CannotRun(
                 f"unsupported version: {error}" if installed else f"not installed: pip install {name}"
             ) from None
-        except CannotRun:
+        except training_runs.CannotRun:
             raise
         except Exception as error:
-            raise CannotRun(f"it fails to start here: {error!r}") from error
-        return times, train(job, optimizer, training, times.append)
+            raise training_runs.CannotRun(f"it fails to start here: {error!r}") from error
+        return times, training_runs.train(job, optimizer, training, times.append)

@@ -1,7 +1,5 @@
 """Draws a comparison: the figures of each policy, and below them each operation on the lane of its resource."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +9,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch, Rectangle
 
 from ebbtide.analysis.plot import PHASE_COLORS
-from ebbtide.interleave.advise.pictures.policy_bars import (
-    FONT_SIZE,
-    PolicyBar,
-    byte_columns,
-    draw_bytes,
-    draw_iterations,
-    legend_patches,
-    time_limit_ms,
-    width_ratios,
-)
+from ebbtide.interleave.advise.pictures import policy_bars
 from ebbtide.interleave.advise.pictures.replay import OPERATION_EDGE, OPERATION_LOOKS, resource_lanes
 from ebbtide.interleave.experiments.compare.results import ComparedBytes, ComparedPolicy, Comparison
 from ebbtide.interleave.model.schedule import Schedule
@@ -49,8 +38,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
 
     Figures are the median iteration by phase, device and host memory, and the traffic of storage. The axis of the lanes
     is the time in ms from the start of the update; earlier operations are left of 0, and those that end in the next
-    iteration right of the end of the update. Backward and next forward are shaded. All policies have the same scale.
-    """
+    iteration right of the end of the update. Backward and next forward are shaded. All policies have the same scale."""
     results = comparison.results
     lanes = [resource_lanes(result.measured) for result in results]
     heights = [_TITLE_HEIGHT + _LANE_HEIGHT * (2 * len(names) + _HALF_DISTANCE) for names in lanes]
@@ -164,24 +152,26 @@ POLICY_HEIGHT = 0.5
 def draw_summary(figure: SubFigure, results: list[ComparedPolicy]) -> None:
     """Draw two bars per policy in each panel, and a legend below them."""
     bars = [bar for number, result in enumerate(results) for bar in _pair(result, number * _POLICY_STEP)]
-    columns = byte_columns(bars)
+    columns = policy_bars.byte_columns(bars)
     axes, *byte_axes = figure.subplots(
-        1, 1 + len(columns), squeeze=False, sharey=True, width_ratios=width_ratios(columns)
+        1, 1 + len(columns), squeeze=False, sharey=True, width_ratios=policy_bars.width_ratios(columns)
     )[0]
-    draw_iterations(axes, bars)
-    axes.set_xlim(0, time_limit_ms(bars))
+    policy_bars.draw_iterations(axes, bars)
+    axes.set_xlim(0, policy_bars.time_limit_ms(bars))
     axes.set_xlabel("median time of an iteration (ms)")
-    axes.tick_params(axis="y", labelsize=FONT_SIZE, length=0)
+    axes.tick_params(axis="y", labelsize=policy_bars.FONT_SIZE, length=0)
     for panel, column in zip(byte_axes, columns, strict=True):
-        draw_bytes(panel, column, bars)
-    handles = legend_patches(bars)
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
+        policy_bars.draw_bytes(panel, column, bars)
+    handles = policy_bars.legend_patches(bars)
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=policy_bars.FONT_SIZE
+    )
 
 
-def _pair(result: ComparedPolicy, position: float) -> list[PolicyBar]:
+def _pair(result: ComparedPolicy, position: float) -> list[policy_bars.PolicyBar]:
     remark = "" if result.is_exact else "LOSSES DIFFER"
     return [
-        PolicyBar(
+        policy_bars.PolicyBar(
             name=f"{result.policy}  measured" if half == "measured" else "predicted",
             phases_ms={phase: getattr(result.times[phase], half) for phase in PHASES},
             **_bytes(result.memory, half),

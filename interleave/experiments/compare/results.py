@@ -1,7 +1,5 @@
 """Results of a comparison, measured figures and their predictions, and the traces of both."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,10 +35,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class ComparedBytes:
-    """Bytes that the engine has counted, and those of the plan.
-
-    Device and host memory of state and its buffers, with those of copies; bytes of storage in an iteration.
-    """
+    """Bytes in use by count of the engine and by the plan: memory with that of copies; storage in an iteration."""
 
     device: Pair
     host: Pair

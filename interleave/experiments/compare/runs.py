@@ -1,7 +1,5 @@
 """Trains the job, and measures each phase of each iteration."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -74,10 +72,7 @@ class _Wait(torch.autograd.Function):  # type: ignore[misc]
 
 
 class GPT(nn.Module):  # type: ignore[misc]
-    """Maps tokens (batch, length) to the logits of the next tokens (batch, length, vocabulary).
-
-    Each layer has its part of the waits by its parameters.
-    """
+    """Maps tokens (batch, length) to the logits of the next ones; each layer waits in proportion to its parameters."""
 
     def __init__(self, shape: Shape, waits: PhaseWaits | None = None) -> None:
         super().__init__()
@@ -111,10 +106,7 @@ class GPT(nn.Module):  # type: ignore[misc]
 
 
 class Job:
-    """A model and its tokens. Jobs with the same shape and seed are equal, bit for bit.
-
-    With waits it has fewer tokens, so that the phases are little more than their waits.
-    """
+    """A model and its tokens, equal bit for bit for the same shape and seed; with waits of few tokens."""
 
     def __init__(self, shape: Shape, seed: int, device: torch.device, waits: PhaseWaits | None = None) -> None:
         with torch.random.fork_rng():
@@ -278,8 +270,7 @@ def _with_phases(schedule: Schedule, times: PhaseTimes) -> Schedule:
     """Return the schedule with the phases of the training loop.
 
     The update begins where the backward has returned, also where the optimizer first does other work than that of its
-    plan, such as a norm. The workload's forward has no waits for late updates.
-    """
+    plan, such as a norm. The workload's forward has no waits for late updates."""
     forward, backward = times.forward_s, times.backward_s
     waited_s = max(0.0, schedule.forward_s - schedule.workload.forward_s)
     return replace(
@@ -301,8 +292,7 @@ def _synchronize(job: Job) -> None:
 def _deterministic_algorithms() -> Iterator[None]:
     """Make the backward on a GPU give the same bits in each run.
 
-    Matrix products there also need CUBLAS_WORKSPACE_CONFIG, which has to be set before the process uses CUDA.
-    """
+    Matrix products there also need CUBLAS_WORKSPACE_CONFIG, which has to be set before the process uses CUDA."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     # Filling would be part of the measured time of each allocation.

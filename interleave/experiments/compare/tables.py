@@ -1,7 +1,5 @@
 """The tables of a comparison of measured with predicted policies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The device and machine that policies run on: this machine's GPU, or an emulated device and this machine's CPU."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from contextlib import closing
@@ -85,16 +83,9 @@ def find_testbed(
 ) -> Testbed:
     """Return the GPU of this machine, or an emulated device without a GPU or if a link rate is given.
 
-    Args:
-        memory_budget: Bytes of device memory for optimizer state.
-        link_bytes_per_s: Rate of the emulated link per direction; None for a GPU if there is one, else 1e9.
-        machine: Rates to predict with; None to measure them. Link and GPU of an emulated device always have its rates.
-        storage: Where state goes that host memory does not hold. Folders that the machine does not know are measured.
-
-    Raises:
-        MachineError: The machine lacks a rate.
-        EngineError: A folder cannot be used.
-    """
+    A `machine` has the rates to predict with, which are measured where it is None; link and GPU of an emulated device
+    have its own. Folders of storage that the machine does not know are measured. Raises MachineError for a missing
+    rate, and EngineError for a folder that cannot be used."""
     if torch.cuda.is_available() and link_bytes_per_s is None:
         rates = machine or calibrate(Ranks(), _CALIBRATE_S, "this machine")
         testbed = Testbed(torch.device("cuda"), torch.cuda.get_device_name(), rates, memory_budget, None, None)
@@ -126,10 +117,7 @@ def find_testbed(
 
 
 def _measure_overhead(testbed: Testbed, subgroups: int) -> float:
-    """Return the time of a step with so many subgroups, each so small that its rates do not count, the median of some.
-
-    Threads that wake for each operation take as long whatever an operation moves.
-    """
+    """Return the median time of a step with so many subgroups, each so small that its rates do not count."""
     param = torch.nn.Parameter(torch.zeros(subgroups * _SMALL_PARAMS))
     optimizer = InterleavedAdamW(
         [param],

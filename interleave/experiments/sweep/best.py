@@ -138,8 +138,7 @@ def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
     """Return the best combination of each workload, machine, size, and free memory of device and host, in order.
 
     Combinations that are exact come before those that are not, and those that fit before those for which that is not
-    known; those that do not fit are left out.
-    """
+    known; those that do not fit are left out."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in _GROUP), []).append(row)
@@ -352,10 +351,7 @@ def _scenario_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def write_rows(rows: Sequence[Row], tasks: Sequence[Task], path: Path) -> None:
-    """Write a table with a row per combination.
-
-    Its metadata `ebbtide` contains all workloads and machines as JSON, so that it can be read without their files.
-    """
+    """Write a table with a row per combination, with all workloads and machines as JSON in its metadata `ebbtide`."""
     metadata = {
         "version": ebbtide.__version__,
         "workloads": _distinct(tasks, "workload"),

@@ -1,7 +1,5 @@
 """Draws a sweep: one panel per machine and workload, and per scenario beyond the axis."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -15,18 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
 from ebbtide.analysis.plot.text import plain_text, shorten_text
-from ebbtide.interleave.advise.pictures.policy_bars import (
-    FONT_SIZE,
-    PolicyBar,
-    byte_columns,
-    draw_bytes,
-    draw_iterations,
-    figure_width,
-    legend_patches,
-    remark_of,
-    time_limit_ms,
-    width_ratios,
-)
+from ebbtide.interleave.advise.pictures import policy_bars
 from ebbtide.interleave.experiments.sweep.best import Axis, Grid
 from ebbtide.interleave.experiments.sweep.task import Row
 from ebbtide.phases import OTHER, PHASES
@@ -103,10 +90,7 @@ def byte_quantities(rows: Iterable[Row]) -> list[Quantity]:
 
 
 def draw_lines(axes: Axes, grid: Grid, points: Points, quantity: Quantity) -> None:
-    """Draw a line per policy over the values of the swept axis, which are drawn at equal distances.
-
-    Behind the iterations are the time without the optimizer, and the bound.
-    """
+    """Draw a line per policy over the values of the swept axis, and behind iterations other time and the bound."""
     assert grid.axis is not None
     positions = np.arange(len(grid.ticks))
     if quantity is ITERATION:
@@ -130,10 +114,7 @@ def draw_lines(axes: Axes, grid: Grid, points: Points, quantity: Quantity) -> No
 
 
 def scale_lines(row_axes: Sequence[Axes], axis: Axis, quantity: Quantity) -> None:
-    """Give the panels of a row the same vertical axis, from 0.
-
-    Times over the number of parameters have a logarithmic one, so that policies are as far apart at each size.
-    """
+    """Give the panels of a row the same vertical axis from 0; that of times over the parameters is logarithmic."""
     low, high = min(axes.dataLim.minposy for axes in row_axes), max(axes.dataLim.y1 for axes in row_axes)
     for axes in row_axes:
         is_time = quantity is ITERATION
@@ -186,10 +167,7 @@ _LEGEND_LINE = 0.18
 
 
 def draw_sweep(rows: Sequence[Row]) -> Figure:
-    """Draw the iteration, device and host memory and traffic of storage of each policy.
-
-    They are lines over the swept column with most values, or bars if none was swept.
-    """
+    """Draw iterations and bytes of each policy: as lines over the swept column with most values, or as bars without."""
     grid = Grid.of(rows)
     figure = draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis)
     figure.set_label(
@@ -270,26 +248,14 @@ def _column_count(names: Sequence[str], characters: float) -> int:
     return 1
 
 
-def _write_message(axes: Axes, text: str) -> None:
+def _write_message(axes: Axes, text: str, x: float = 0.5, align: str = "center") -> None:
     """Write into a panel that has nothing to draw why that is so."""
-    style: dict[str, Any] = {
-        "ha": "center",
-        "va": "center",
-        "transform": axes.transAxes,
-        "fontsize": 8,
-        "color": "#444444",
-    }
-    axes.text(0.5, 0.5, plain_text(text), wrap=True, parse_math=False, **style)
-
-
-_REASON: dict[str, Any] = {"fontsize": 8, "color": "#444444", "wrap": True, "parse_math": False, "va": "center"}
+    place: dict[str, Any] = {"ha": align, "va": "center", "transform": axes.transAxes}
+    axes.text(x, 0.5, plain_text(text), wrap=True, parse_math=False, fontsize=8, color="#444444", **place)
 
 
 def draw_bars(grid: Grid) -> Figure:
-    """Draw a row of panels per workload and machine, and in it a bar per policy.
-
-    All machines of a workload have the same scale.
-    """
+    """Draw a row of panels per workload and machine, of one scale per workload, and in it a bar per policy."""
     groups = [
         [(machine, grid.points(panel_row, machine)) for machine in grid.machines] for panel_row in grid.panel_rows
     ]
@@ -297,21 +263,21 @@ def draw_bars(grid: Grid) -> Figure:
         [[_bar(policy, number, points) for number, policy in enumerate(grid.policies)] for _, points in group]
         for group in groups
     ]
-    columns = byte_columns([bar for group in all_bars for bars in group for bar in bars])
+    columns = policy_bars.byte_columns([bar for group in all_bars for bars in group for bar in bars])
     count = len(grid.panel_rows) * len(grid.machines)
-    size = (figure_width(columns), 0.9 + (0.75 + 0.36 * len(grid.policies)) * count)
+    size = (policy_bars.figure_width(columns), 0.9 + (0.75 + 0.36 * len(grid.policies)) * count)
     figure = Figure(figsize=size, layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(count, 1 + len(columns), squeeze=False, width_ratios=width_ratios(columns))
+    all_axes = figure.subplots(count, 1 + len(columns), squeeze=False, width_ratios=policy_bars.width_ratios(columns))
     rows = iter(all_axes)
     for panel_row, group, group_bars in zip(grid.panel_rows, groups, all_bars, strict=True):
         flat = [bar for bars in group_bars for bar in bars]
         bounds_ms = [1e3 * least_bound(points.values()) for _, points in group]
         longest_bound = max((bound for bound in bounds_ms if not np.isnan(bound)), default=None)
-        limit_ms = time_limit_ms(flat, longest_bound)
+        limit_ms = policy_bars.time_limit_ms(flat, longest_bound)
         for (machine, points), bars, bound_ms in zip(group, group_bars, bounds_ms, strict=True):
             axes, *byte_axes = next(rows)
-            draw_iterations(axes, bars, None if np.isnan(bound_ms) else bound_ms, "bound")
+            policy_bars.draw_iterations(axes, bars, None if np.isnan(bound_ms) else bound_ms, "bound")
             axes.set_xlim(0, limit_ms)
             axes.set_xlabel("")
             name = f"{plain_text(panel_row.name)} on {plain_text(machine)}"
@@ -319,29 +285,32 @@ def draw_bars(grid: Grid) -> Figure:
                 shorten_text(figure, name, _NAME_SIZE, 5.5 * 72), fontsize=_NAME_SIZE, loc="left", parse_math=False
             )
             for panel, column in zip(byte_axes, columns, strict=True):
-                draw_bytes(panel, column, bars, max(map(column.bytes_of, flat)))
+                policy_bars.draw_bytes(panel, column, bars, max(map(column.bytes_of, flat)))
                 panel.set_ylim(axes.get_ylim())
             if not any(bar.phases_ms for bar in bars):
-                reason = next((str(row["error"]) for row in points.values()), "not in the sweep")
-                axes.text(0.02, 0.5, plain_text(reason), transform=axes.transAxes, **_REASON)
+                _write_message(
+                    axes, next((str(row["error"]) for row in points.values()), "not in the sweep"), 0.02, "left"
+                )
     all_axes[-1][0].set_xlabel("time of an iteration (ms), simulated")
     lines: Sequence[Artist] = next((list(axes.lines) for axes in all_axes[:, 0] if axes.lines), [])
-    handles = [*legend_patches([bar for group in all_bars for bars in group for bar in bars]), *lines]
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
+    handles = [*policy_bars.legend_patches([bar for group in all_bars for bars in group for bar in bars]), *lines]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=policy_bars.FONT_SIZE
+    )
     return figure
 
 
-def _bar(policy: str, number: int, points: Points) -> PolicyBar:
+def _bar(policy: str, number: int, points: Points) -> policy_bars.PolicyBar:
     row = points.get((policy, None))
     if not has_figures(row):
         is_alone = not any(map(has_figures, points.values()))
-        return PolicyBar(policy, remark="" if is_alone else "no result", position=number)
-    return PolicyBar(
+        return policy_bars.PolicyBar(policy, remark="" if is_alone else "no result", position=number)
+    return policy_bars.PolicyBar(
         name=policy,
         phases_ms={phase: row[f"{phase}_ms"] for phase in (OTHER, *PHASES)},
         device_bytes=row["peak_device_bytes"],
         host_bytes=row["host_bytes"],
         storage_bytes=row["storage_read_bytes"] + row["storage_written_bytes"],
-        remark=remark_of(row["fits"], row["exact"]),
+        remark=policy_bars.remark_of(row["fits"], row["exact"]),
         position=number,
     )

@@ -14,14 +14,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 import ebbtide
 from ebbtide.errors import UserError, WorkloadError
-from ebbtide.interleave.advise.job.inputs import (
-    note_other_machine,
-    own_preset,
-    resolve_machine,
-    resolve_workload,
-    share_box,
-    with_min_free,
-)
+from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
@@ -54,7 +47,7 @@ class Scenario:
         if self.scale_params != 1:
             workload = _scaled(workload, self.scale_params, shrink_free=self.free_bytes is None)
         if self.free_bytes is not None:
-            workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, self.free_bytes))
+            workload = replace(workload, gpu_free=inputs.with_min_free(workload.gpu_free, self.free_bytes))
         if self.subgroup_params is not None:
             workload = replace(workload, sizes=None, subgroup_params=min(self.subgroup_params, workload.params))
         if self.host_free_bytes is not None:
@@ -106,31 +99,29 @@ def find_pairs(
 
     Without machines each trace goes with its recorded one, else with the preset of its card. Rates are those of one of
     `ranks_per_host` ranks on a host (None: as many as the trace has). Different workloads or machines with the same
-    name are named by their paths instead.
-    """
+    name are named by their paths instead."""
     sources: list[tuple[Trace | None, Path]] = [
         *((open_trace(path), path) for path in traces),
         *((None, path) for path in files),
     ]
     workloads = _distinct_names(
-        [(resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
+        [(inputs.resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
     )
+    each: list[list[Machine]]
     if machines:
-        named = _distinct_names([(find_machine(text), text) for text in machines])
-        pairs = [
-            (workload, trace, machine)
-            for workload, (trace, _) in zip(workloads, sources, strict=True)
-            for machine in named
-        ]
+        each = [_distinct_names([(find_machine(text), text) for text in machines])] * len(sources)
     else:
-        own = _distinct_names(
-            [(resolve_machine(own_preset(trace), trace), f"the machine of {path}") for trace, path in sources]
-        )
-        pairs = [
-            (workload, trace, machine) for workload, (trace, _), machine in zip(workloads, sources, own, strict=True)
+        own = [
+            (inputs.resolve_machine(inputs.own_preset(trace), trace), f"the machine of {path}")
+            for trace, path in sources
         ]
-    shared = ((workload, trace, share_box(machine, ranks_per_host, trace)) for workload, trace, machine in pairs)
-    return [(note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
+        each = [[machine] for machine in _distinct_names(own)]
+    shared = (
+        (workload, trace, inputs.share_box(machine, ranks_per_host, trace))
+        for workload, (trace, _), own_machines in zip(workloads, sources, each, strict=True)
+        for machine in own_machines
+    )
+    return [(inputs.note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
 
 
 def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
@@ -156,8 +147,7 @@ class Journal:
     """A file of JSON lines, one per finished row with the key of its task.
 
     It is next to the output until all rows are finished. A row survives the end of this process as soon as `add`
-    returns. An incomplete line is ignored.
-    """
+    returns. An incomplete line is ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -282,8 +272,7 @@ def compute_rows(
     """Compute the rows of all tasks that are not in the journal, and add them to it.
 
     Rows are in the order of the tasks. `progress` is called with the numbers of finished and of all rows, at the start
-    and after each row.
-    """
+    and after each row."""
     keys = [task_key(task) for task in tasks]
     finished = journal.rows()
     rows = {key: finished[key] for key in keys if key in finished}

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.interleave.advise.job.facts import facts_of
-from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_trace
+from ebbtide.interleave.advise.job.sources import BatchSettings, facts_of, job_of_trace
 from ebbtide.interleave.advise.job.training_job import JobFacts, TrainingJob
 from ebbtide.interleave.advise.levers.effects import LEVERS, Variant
 from ebbtide.interleave.advise.levers.keys import KEYS, TITLES, settings_text

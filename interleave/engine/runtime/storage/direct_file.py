@@ -1,7 +1,5 @@
 """A file that is read and written without the page cache, in large blocks by several threads; its file system."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap
@@ -42,8 +40,7 @@ class DirectFile:
     """A file that one process reads and writes, with O_DIRECT where the file system has it.
 
     It is created if it does not exist. Offsets are multiples of PAGE, and memory is whole pages. Every method raises
-    EngineError if the file cannot be used so: another optimizer uses it, it ends early, the file system is full.
-    """
+    EngineError if the file cannot be used so: another optimizer uses it, it ends early, the file system is full."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -9,8 +9,6 @@ The commit before the last one can be read until the first of its regions is ove
 made void, so that no checkpoint is loaded with state that is not its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import struct
@@ -100,8 +98,7 @@ class StateFile:
         """Make the newest state of all subgroups the one to begin with after a crash, and return the commit's number.
 
         No read or write may run meanwhile. Raises EngineError if there is too little space for the next writes, or the
-        file cannot be written; the commit before stays.
-        """
+        file cannot be written; the commit before stays."""
         for subgroup, region in enumerate(self._current):
             if region != _NO_REGION:
                 self._reserve(subgroup, 1 - region)

@@ -1,7 +1,5 @@
 """State of subgroups that host memory does not hold: its folders and files, and the memory through which it passes."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import mmap

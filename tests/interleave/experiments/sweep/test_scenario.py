@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import WorkloadError
-from ebbtide.interleave.experiments.sweep.task import Scenario, with_min_free
+from ebbtide.interleave.advise.job.inputs import with_min_free
+from ebbtide.interleave.experiments.sweep.task import Scenario
 from ebbtide.interleave.model.workload import FreeMemorySteps
 from tests.interleave.experiments.sweep.sweeps import workload
 

@@ -1,1 +1,0 @@
-"""Prints results as text: tables, and lines around them."""
