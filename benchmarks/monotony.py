@@ -1,6 +1,6 @@
 """Whether a slower machine ever gets a better plan of `adaptive`: random machines, and the same with one rate lower.
 
-    python benchmarks/monotony.py [--count 500] [--seed 0]
+    python benchmarks/monotony.py [--first 0] [--count 500] [--seed 0]
 
 Prints Markdown, see docs/validation.md. A pair counts as a violation where the slower machine's iteration is more than
 0.5 % shorter.
@@ -45,14 +45,17 @@ def pair(seed: int, number: int) -> tuple[str, str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="number of the first pair (default: 0)")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    pairs = [pair(options.seed, number) for number in range(options.count)]
-    violations = [entry for entry in pairs if entry[2] < 1 - TOLERANCE]
-    print(f"{options.count} pairs, seed {options.seed}: {len(violations)} slower machines have a better plan.\n")
-    rows = [[overlap, rate, f"{100 * (1 - ratio):.1f} %"] for overlap, rate, ratio in sorted(violations, key=str)]
-    table(["overlap", "lower rate", "shorter by"], rows)
+    numbers = range(options.first, options.first + options.count)
+    pairs = [(number, *pair(options.seed, number)) for number in numbers]
+    violations = [entry for entry in pairs if entry[-1] < 1 - TOLERANCE]
+    first = f"{options.count} pairs from {options.first}, seed {options.seed}"
+    print(f"{first}: {len(violations)} slower machines have a better plan.\n")
+    rows = [[str(number), overlap, rate, f"{100 * (1 - ratio):.1f} %"] for number, overlap, rate, ratio in violations]
+    table(["pair", "overlap", "lower rate", "shorter by"], rows)
 
 
 if __name__ == "__main__":

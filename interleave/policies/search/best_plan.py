@@ -28,7 +28,7 @@ _MAX_SUBGROUPS_ONE_BY_ONE = 24
 # With more subgroups than these, the search is refined with so many before it is with all of them.
 _MAX_REFINED_SUBGROUPS = 256
 # Work of the search over placements, at each number of subgroups, and of that over assignments (see `PlanCosts`).
-_PLACEMENT_OPS = 15_000
+_PLACEMENT_OPS = 20_000
 _ASSIGNMENT_OPS = 40_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
@@ -37,7 +37,7 @@ _SEEDS = 3
 _SLOWER_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_update_params_per_s", "gpu_update_params_per_s")
 _SLOWER, _SLOWER_OPS = 0.6, 4_000
 # Shares of the CPU's update rate that the search starts from once more, where it may slow copies.
-_THROTTLED_STARTS = (0.5, 0.25)
+_THROTTLED_STARTS = (0.9, 0.5, 0.25)
 # The search ends when the cost is within this factor of the bound.
 _NEAR_BOUND = 1.001
 # A bound must exceed a plan by this share to rule out that there is a faster one.
@@ -135,25 +135,28 @@ def _improved_seeds(search: PlacementSearch, costs: PlanCosts, shares: list[Opti
         improved += [search.improve(replace(best, cpu_share=share)) for share in _THROTTLED_STARTS]
     # A slower machine's best placement is another start, so that a faster machine has no worse plan.
     best = min(improved, key=search.cost)
-    for key in _SLOWER_RATES if costs.overlap != NO_OVERLAP else ():
+    for key in _SLOWER_RATES:
         if (rate := getattr(costs.machine, key)) is not None:
             slower = replace(costs.machine, **{key: _SLOWER * rate})
             start = search.on(PlanCosts(costs.workload, slower, costs.text, _SLOWER_OPS, costs.overlap)).improve(best)
             improved.append(search.improve(start))
-    return improved
+            if key == "cpu_update_params_per_s" and costs.cpu_slows_copies:
+                improved.append(search.improve(replace(start, cpu_share=_SLOWER * start.cpu_share)))
+    return sorted(dict.fromkeys(improved), key=search.cost)[:_SEEDS]
 
 
 def _search_merged(levels: list[Level], shares: list[OptimalShares]) -> list[Assignment]:
     """Return the best assignment of each level: found with the fewest subgroups, and then refined."""
     search = _forward_search(levels[0])
-    placement = min(_improved_seeds(search, levels[0].costs, shares), key=search.cost)
-    assignments = [search.assignment(placement)]
+    placements = _improved_seeds(search, levels[0].costs, shares)
+    assignments = [search.assignment(placements[0])]
     for coarse, fine in itertools.pairwise(levels):
         search = _forward_search(fine)
         factor = coarse.merged.factor // fine.merged.factor
-        placement = search.shrink_to_fit(placement.split(factor, coarse.merged.buffers), factor)
-        placement = search.improve(placement, step=max(1, factor // 2))
-        assignments.append(search.assignment(placement))
+        split = [placement.split(factor, coarse.merged.buffers) for placement in placements]
+        placements = sorted(dict.fromkeys(search.shrink_to_fit(start, factor) for start in split), key=search.cost)
+        placements[0] = search.improve(placements[0], step=max(1, factor // 2))
+        assignments.append(search.assignment(placements[0]))
     return assignments
 
 
@@ -188,15 +191,9 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """The plan of another policy.
-
-    Attributes:
-        min_cost: A lower bound of its cost (see `PlanCosts`).
-        cost: Its cost; infinite if it does not fit or is not among the best.
-    """
+    """The plan of another policy, and its cost; infinite if it does not fit or is not among the best."""
 
     text: str
-    min_cost: float
     cost: float
 
 
@@ -215,32 +212,30 @@ def rank_others(costs: PlanCosts, own_text: str) -> list[OtherPlan]:
     for text in sorted(plans, key=minimums.__getitem__):
         cost = costs.seconds_of_plan(plans[text]) if minimums[text] < best else INFINITE
         best = min(best, cost)
-        ranked.append(OtherPlan(text, minimums[text], cost))
-    return sorted(ranked, key=lambda other: (other.cost, other.min_cost))
+        ranked.append(OtherPlan(text, cost))
+    return sorted(ranked, key=lambda other: other.cost)
 
 
 def worth_comparing(others: list[OtherPlan], levels: list[Level], own: list[Assignment]) -> list[str]:
     """Return the policies whose plans with all subgroups may be faster than the own one, the likeliest first.
 
     Plans of merged subgroups cost about the same as those of all subgroups, except for the time in which the first and
-    the last one are alone. So a policy is left out if its work alone takes longer than the own plan, even with a few
-    merged subgroups less; then, where there is a level between few subgroups and all, if its plan takes longer there.
-    `others` are the plans with the fewest subgroups, `levels` are from few subgroups to all, `own` is the assignment of
-    each level.
+    the last one are alone. So a policy is left out if its plan of fewer subgroups takes longer than the own one, even
+    with a few merged subgroups less. `others` are the plans with the fewest subgroups, `levels` are from few subgroups
+    to all, `own` is the assignment of each level.
     """
     own_cost = levels[-1].costs.seconds(own[-1])
     if len(levels) == 1:
         return [other.text for other in others if other.cost < own_cost]
     compute_s = levels[0].merged.workload.compute_s
-    rest = 1 - _LOST_SUBGROUPS / len(levels[0].merged.workload.subgroups)
-    possible = [other for other in others if compute_s + (other.min_cost - compute_s) * rest < own_cost]
-    # The best one of each policy, then the best of all.
-    first_of_policy = {parse(other.text).name: other.text for other in reversed(possible)}
-    texts = list(dict.fromkeys([*first_of_policy.values(), *(other.text for other in possible)]))
-    for level, assignment in list(zip(levels, own, strict=True))[1:-1]:
-        count = len(level.merged.workload.subgroups)
+
+    def limit_of(level: Level, assignment: Assignment) -> float:
         limit = max(own_cost, level.costs.seconds(assignment))
-        limit += (limit - compute_s) * _LOST_SUBGROUPS / count
+        return limit + (limit - compute_s) * _LOST_SUBGROUPS / len(level.merged.workload.subgroups)
+
+    texts = [other.text for other in others if other.cost < limit_of(levels[0], own[0])]
+    for level, assignment in list(zip(levels, own, strict=True))[1:-1]:
+        limit = limit_of(level, assignment)
         plans = {text: _plan(level.costs, text) for text in texts[:_OTHER_PLANS_BETWEEN]}
         costs = {text: level.costs.seconds_of_plan(plan, limit) for text, plan in plans.items() if plan is not None}
         texts = sorted((text for text in costs if costs[text] < limit), key=costs.__getitem__)

@@ -274,6 +274,9 @@ class PlacementSearch:
             for opposite in (opposite_order, opposite_gradients, opposite_end):
                 best = self._better(best, opposite) or best
             if best == before:
+                for eighths in range(9) if self._costs.overlap.backward else ():
+                    speculated = eighths * (len(self._workload.subgroups) - best.resident - best.moved) // 8
+                    best = self._better(best, replace(best, speculated=speculated)) or best
                 for share in other_cpu_shares(best.cpu_share) if self._costs.cpu_slows_copies else ():
                     best = self._better(best, replace(best, cpu_share=share)) or best
                 step = step // 2 if best == before else step
