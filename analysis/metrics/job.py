@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.gpu_state import GpuState
     from ebbtide.analysis.metrics.holders.holders import Holders
     from ebbtide.analysis.metrics.iteration_stats import Iterations
-    from ebbtide.analysis.metrics.link import CopyStats, LinkUse, PhaseLink
+    from ebbtide.analysis.metrics.link import CopyStats, LinkUse, PhaseLink, SteadyCopies
     from ebbtide.analysis.metrics.memory import MemoryUse
     from ebbtide.analysis.metrics.rank import RankMetrics
     from ebbtide.analysis.metrics.ranks.by_rank import RankTable
@@ -341,8 +341,8 @@ class JobMetrics:
         return steady_iterations(self.trace).numbers
 
     @cached_property
-    def steady_copies(self) -> pd.DataFrame:
-        """Copies of each rank in its `copied_iterations`: the table `transfers` with rank, phase and iteration."""
+    def steady_copies(self) -> SteadyCopies:
+        """Copies of each rank in its `copied_iterations`, with their phases."""
         from ebbtide.analysis.metrics.link import steady_copies
 
         return steady_copies(self.trace)
