@@ -94,10 +94,15 @@ class JobMetrics:
         Raises:
             TraceError: A rank is not in the trace.
         """
-        from ebbtide.analysis.metrics.device_clock import on_device_clock
         from ebbtide.analysis.metrics.windows import find_windows
 
-        return find_windows(on_device_clock(self.trace), min_bytes, ranks)
+        return find_windows(self._on_device_clock, min_bytes, ranks)
+
+    @cached_property
+    def _on_device_clock(self) -> Trace:
+        from ebbtide.analysis.metrics.device_clock import on_device_clock
+
+        return on_device_clock(self.trace)
 
     def memory(self, ranks: Sequence[int] | None = None) -> MemoryUse:
         """Every memory pool in each phase, and the differences between pools."""

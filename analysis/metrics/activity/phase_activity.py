@@ -106,7 +106,7 @@ def phase_times(trace: Trace, rank: int) -> PhaseTimes | None:
     runs.
     """
     busy, on_device = busy_time(trace, rank), intervals(trace, rank).times_with_other
-    on_device = on_device.only(np.isin(on_device.iterations, _recorded_iterations(trace, rank)))
+    on_device = on_device.only(np.isin(on_device.iterations, recorded_iterations(trace, rank)))
     if busy is None or not len(on_device.starts):
         return None
     starts, ends, numbers = on_device.starts, on_device.ends, np.unique(on_device.iterations)
@@ -137,7 +137,7 @@ def phase_activity(trace: Trace, rank: int) -> pd.DataFrame:
     return pd.DataFrame({**keys, **dict(zip(COLUMNS, times.ms[iteration, part].T, strict=True))})
 
 
-def _recorded_iterations(trace: Trace, rank: int) -> Ints:
+def recorded_iterations(trace: Trace, rank: int) -> Ints:
     """Return the iterations that lie within the time in which activity was recorded."""
     iterations, spans = intervals(trace, rank), trace.rank(rank).transfers_spans_ns
     if not spans:
