@@ -265,13 +265,15 @@ def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
 def _opened(file: Path, text: Sequence[str]) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file whose rows may be read; `text`: columns that are text."""
     with open_regular(file) as opened:
-        metadata = pq.read_metadata(opened)
-        check_size(metadata, os.fstat(opened.fileno()).st_size)
         # Text of few different values is read as a dictionary: decoding each value takes three times as long.
-        # Files of earlier versions lack some columns.
-        names = set(metadata.schema.names)
-        dictionary = [column for column in text if column in names]
-        with pq.ParquetFile(opened, metadata=metadata, read_dictionary=dictionary) as parquet:
+        try:
+            parquet = pq.ParquetFile(opened, read_dictionary=text)
+        except KeyError:
+            # Files of earlier versions lack some columns.
+            names = set(pq.read_schema(opened).names)
+            parquet = pq.ParquetFile(opened, read_dictionary=[column for column in text if column in names])
+        with parquet:
+            check_size(parquet.metadata, os.fstat(opened.fileno()).st_size)
             yield parquet
 
 

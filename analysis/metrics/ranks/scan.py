@@ -31,8 +31,8 @@ _MIN_RANKS_PER_TASK = 4
 # Of ranks with small tables, a part has as many as have so many bytes on disk, and there are so many parts at least.
 _PART_BYTES = 16e6
 _MIN_PARTS = 16
-# Fewer parts are read before threads would help. More threads wait for each other, and each holds tables of a part.
-_MIN_PARTS_FOR_THREADS = 8
+# Of ranks with fewer bytes, threads wait for each other. So do more threads, and each holds tables of a part.
+_MIN_RANK_BYTES_FOR_THREADS = 1e6
 _MAX_THREADS = 4
 # Tables of fewer bytes on disk stay in memory: parts would only repeat work.
 _MIN_BYTES = 50e6
@@ -64,7 +64,7 @@ def read_by_parts(trace: Trace, read: Read) -> None:
     def read_part(ranks: Sequence[int]) -> None:
         keep_results(trace, _read_part(trace, ranks, kept, read))
 
-    if len(parts) < _MIN_PARTS_FOR_THREADS:
+    if trace.stored_bytes < _MIN_RANK_BYTES_FOR_THREADS * len(trace.ranks):
         for ranks in parts:
             read_part(ranks)
         return
