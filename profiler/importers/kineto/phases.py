@@ -228,8 +228,10 @@ class DeviceTimes:
 
     def _launched_in(self, starts: pd.Series[int], ends: pd.Series[int]) -> _Launched:
         intervals = interval_index(self._launches, starts.to_numpy(np.int64), ends.to_numpy(np.int64))
-        columns = self._starts, self._ends, self._streams, self._is_collective, intervals
-        return _Launched(*(values[intervals >= 0] for values in columns))
+        own = intervals >= 0
+        return _Launched(
+            self._starts[own], self._ends[own], self._streams[own], self._is_collective[own], intervals[own]
+        )
 
 
 _PHASE_NAMES = np.array(PHASES)
