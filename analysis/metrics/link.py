@@ -191,7 +191,7 @@ class SteadyCopies(NamedTuple):
         """Yield each rank with its copies."""
         edges = np.flatnonzero(np.diff(self.ranks, prepend=-1)).tolist()
         for start, end in pairwise([*edges, len(self.ranks)]):
-            yield int(self.ranks[start]), Copies(*(values[start:end] for values in self.copies))
+            yield int(self.ranks[start]), Copies._make(values[start:end] for values in self.copies)
 
 
 def steady_copies(trace: Trace) -> SteadyCopies:

@@ -279,7 +279,7 @@ def _collectives(trace: Trace, rank: int) -> pd.DataFrame:
     own = np.flatnonzero(on_main & rows.equal("kind", "communication"))
     launches = np.where(rows.recorded("launch_ns"), rows.ints("launch_ns"), rows.ints("start_ns"))
     own = own[np.argsort(launches[own], kind="stable")]
-    columns = {name: rows.texts(name)[own] for name in ("name", "group")}
+    columns: dict[str, Any] = {name: rows.texts(name)[own] for name in ("name", "group")}
     columns |= {"start_ns": rows.ints("start_ns")[own], "end_ns": rows.ints("end_ns")[own]}
     # The index is that of `main_kernels`.
     return pd.DataFrame(columns, index=(np.cumsum(on_main) - 1)[own])

@@ -49,15 +49,15 @@ class GpuWork(NamedTuple):
     kinds: npt.NDArray[np.object_]
 
     def only(self, selected: Bools) -> GpuWork:
-        return GpuWork(*(values[selected] for values in self))
+        return self._make(values[selected] for values in self)
 
 
 @recent_per_trace
 def main_work(trace: Trace, rank: int, table: str) -> GpuWork:
     """Return the kernels or copies of a rank's first device; `table`: `kernels` or `transfers`."""
     rows, kinds = trace.columns(rank, table), "kind" if table == "kernels" else "direction"
-    times = (rows.ints(name) for name in ("start_ns", "end_ns", "launch_ns"))
-    work = GpuWork(*times, rows.recorded("launch_ns"), rows.texts(kinds))
+    starts, ends, launches = (rows.ints(name) for name in ("start_ns", "end_ns", "launch_ns"))
+    work = GpuWork(starts, ends, launches, rows.recorded("launch_ns"), rows.texts(kinds))
     return work.only(rows.equal("device", main_device(trace, rank)))
 
 
