@@ -92,7 +92,7 @@ class Copies(NamedTuple):
     host_memory: npt.NDArray[np.object_]  # `pinned`, `pageable`; None where not recorded.
 
     def only(self, selected: Bools | Ints) -> Copies:
-        return self._make(values[selected] for values in self)
+        return Copies._make(values[selected] for values in self)
 
     @property
     def total_bytes(self) -> int | None:

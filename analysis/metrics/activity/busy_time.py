@@ -49,7 +49,7 @@ class GpuWork(NamedTuple):
     kinds: npt.NDArray[np.object_]
 
     def only(self, selected: Bools) -> GpuWork:
-        return self._make(values[selected] for values in self)
+        return GpuWork._make(values[selected] for values in self)
 
 
 @recent_per_trace
