@@ -2,14 +2,16 @@
 
     python benchmarks/fleet.py FOLDER [--ranks 512] [--iterations 1000] [--commands summary,report] [--rounds 1]
     python benchmarks/fleet.py FOLDER --commands ""   # only makes the trace
+    python benchmarks/fleet.py FOLDER --files --iterations 14   # of files of torch.profiler, with kernels
 
 Makes the trace FOLDER/fleet-RANKSxITERATIONS.ebb unless it exists, and runs commands on it, each as a process of its
 own. The trace is a real one (`--trace`), repeated: rank n repeats rank n of the real trace, modulo its ranks, and eight
 ranks share a host. All ranks start an iteration together, every 4 s. Phases differ by 1 % (standard deviation) between
 iterations of a rank. Memory (each pool of the real trace's first rank) and link are sampled every 20 ms, with 1 ms of
 jitter; memory differs by up to 64 MiB, link rates by 5 %. Some ranks differ, as `PECULIAR_RANKS` states, and
-one in 64 takes 5 % longer: `findings` must name them. Prints Markdown. Processor time tells what a command costs on a
-machine on which other work runs, too.
+one in 64 takes 5 % longer: `findings` must name them. With `--files`, files of torch.profiler are written instead
+(`fleet_files.py`, with a tenth of the milliseconds of `PECULIAR_RANKS`), and imported as the first command. Prints
+Markdown. Processor time tells what a command costs on a machine on which other work runs, too.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from fleet_files import write_file
 from tables import machine_line, spread, table
 
 from ebbtide.profiler.trace import Trace, open_trace
@@ -172,6 +175,23 @@ def make_trace(real: Path, path: Path, ranks: int, iterations: int) -> None:
         write_meta(path, {**meta, "ranks": pool.starmap(make_rank, tasks, chunksize=4)})
 
 
+def make_file(folder: Path, rank: int, ranks: int, iterations: int) -> None:
+    """Write the file of torch.profiler of one rank."""
+    own = PECULIAR_RANKS.get(rank, {})
+    slow = SLOW_HOST_FACTOR if rank // RANKS_PER_HOST == SLOW_HOST else 1.0
+    slow *= 1.05 if rank % SLOW_EVERY == SLOW_EVERY - 1 else 1.0
+    times = {"late_us": 100 * own.get("late_ms", 0.0), "backward_us": 100 * own.get("backward_ms", 0.0)}
+    path = folder / f"rank-{rank}.json"
+    write_file(path, rank, ranks, iterations, RANKS_PER_HOST, slow=slow, link=own.get("link", 1.0), **times)
+
+
+def make_files(folder: Path, ranks: int, iterations: int) -> None:
+    """Write the files of torch.profiler of all ranks."""
+    folder.mkdir(parents=True)
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
+        pool.starmap(make_file, [(folder, rank, ranks, iterations) for rank in range(ranks)], chunksize=4)
+
+
 def cost(command: list[str]) -> tuple[float, float, float]:
     """Return the wall time and the processor time in s, and the peak resident memory in GB of one process."""
     begin = time.perf_counter()
@@ -194,7 +214,9 @@ def disk_bytes(path: Path) -> int:
 def measure(name: str, path: Path, rounds: int) -> list[str]:
     """Run a command some times, and return its row of the table."""
     output = path.parent / "report.html"
-    words = [name, str(path), *(["--force", "-o", str(output)] if name == "report" else [])]
+    words = [*name.split(), str(path), *(["--force", "-o", str(output)] if name == "report" else [])]
+    if name == "import":
+        words = [name, str(path.with_suffix("")), "--force", "-o", str(path)]
     costs = [cost([sys.executable, "-m", "ebbtide", *words]) for _ in range(rounds)]
     written = f"{disk_bytes(output) / 1e6:.1f} MB" if name == "report" else ""
     return [f"`ebbtide {name}`", *(spread(column, 1) for column in zip(*costs, strict=True)), written]
@@ -208,9 +230,16 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--commands", type=lambda text: text.split(",") if text else [], default=COMMANDS)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--files", action="store_true", help="Import files of torch.profiler.")
     arguments = parser.parse_args()
-    path = arguments.folder / f"fleet-{arguments.ranks}x{arguments.iterations}.ebb"
-    if not path.exists():
+    kind = "files" if arguments.files else "fleet"
+    path = arguments.folder / f"{kind}-{arguments.ranks}x{arguments.iterations}.ebb"
+    first = []
+    if arguments.files:
+        if not path.with_suffix("").exists():
+            make_files(path.with_suffix(""), arguments.ranks, arguments.iterations)
+        first = [measure("import", path, 1)]
+    elif not path.exists():
         make_trace(arguments.trace, path, arguments.ranks, arguments.iterations)
     if not arguments.commands:
         return
@@ -218,7 +247,7 @@ def main() -> None:
     print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {size}, {arguments.rounds} rounds: median (least to most)\n")
     table(
         ["command", "wall time, s", "processor time, s", "peak memory, GB", "output file"],
-        (measure(name, path, arguments.rounds) for name in arguments.commands),
+        [*first, *(measure(name, path, arguments.rounds) for name in arguments.commands)],
     )
 
 

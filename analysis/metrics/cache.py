@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from threading import Lock
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -40,11 +40,11 @@ def once_per_trace(
     return cached
 
 
-def kept_results(trace: Trace, rank: int | None = None) -> KeptResults:
-    """Return the results of a trace that `once_per_trace` keeps: those of one rank, or (None) without arguments."""
-    first = () if rank is None else (rank,)
+def kept_results(trace: Trace, ranks: Collection[int] | None = None) -> KeptResults:
+    """Return the results of a trace that `once_per_trace` keeps: those of some ranks, or (None) without arguments."""
+    firsts = {()} if ranks is None else {(rank,) for rank in ranks}
     selected = {
-        name: {key: result for key, result in results.get(trace, {}).items() if key[0][:1] == first}
+        name: {key: result for key, result in results.get(trace, {}).items() if key[0][:1] in firsts}
         for name, results in _KEPT.items()
     }
     return {name: results for name, results in selected.items() if results}
@@ -56,14 +56,16 @@ def keep_results(trace: Trace, kept: KeptResults) -> None:
         _KEPT[name].setdefault(trace, {}).update(results)
 
 
-# Time series that are kept of each function: those of a job with 8 ranks, 3 pools each, and some more.
-_MAX_SERIES = 32
+# Time series that are kept of each function: those of a job with 8 ranks, 3 pools each, and some more; of ranks with
+# small tables, those of so many bytes of tables on disk.
+_MIN_SERIES = 32
+_SERIES_BYTES = 64e6
 
 
 def recent_per_trace(
     function: Callable[Concatenate[Trace, P], Result],
 ) -> Callable[Concatenate[Trace, P], Result]:
-    """Decorate a function like `once_per_trace`, for results as long as a table: only the 32 used last are kept.
+    """Decorate a function like `once_per_trace`, for results as long as a table: only the last are kept.
 
     The series of all ranks of a large job would not fit into memory together.
     """
@@ -81,7 +83,7 @@ def recent_per_trace(
         result = function(trace, *args, **kwargs)
         with lock:
             of_trace[key] = result
-            if len(of_trace) > _MAX_SERIES:
+            if len(of_trace) > max(_MIN_SERIES, _SERIES_BYTES * len(trace.ranks) / max(trace.stored_bytes, 1)):
                 of_trace.popitem(last=False)
         return result
 

@@ -28,7 +28,7 @@ def on_device_clock(trace: Trace) -> Trace:
         rows, to_device = trace.table(rank, name), clocks[rank]
         return Columns(name, rows.assign(**{key: to_device(rows[key].to_numpy(np.int64)) for key in _TIMES[name]}))
 
-    return Trace(trace.path, trace.raw_meta, load) if clocks else trace
+    return Trace(trace.path, trace.raw_meta, load, trace.labels) if clocks else trace
 
 
 def _clock(trace: Trace, rank: int) -> Callable[[Ints], Ints] | None:

@@ -74,7 +74,10 @@ class RankDrifts(NamedTuple):
 @once_per_trace
 def rank_drifts(trace: Trace, rank: int | None) -> RankDrifts:
     """Compare a rank, or (None) the iteration time of the slowest one, with its beginning."""
-    drifts, compared = [], []
+    drifts: list[Drift] = []
+    compared: list[str] = []
+    if 0 < len(steady_iterations(trace).numbers) < MIN_VALUES:
+        return RankDrifts(drifts, compared)
     for quantity, values in _series(trace, rank):
         if len(values) >= MIN_VALUES:
             compared.append(quantity)
@@ -148,10 +151,10 @@ def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, pd.Series[flo
 def _copy_rates(trace: Trace, rank: int) -> list[pd.DataFrame]:
     """Return t_ns and value of each kind of large copies: the rate of a copy, bytes/s."""
     rows = copies(trace, rank, None)
-    rows = rows[(rows["bytes"].fillna(0) >= _LARGE_BYTES) & (rows["end_ns"] > rows["start_ns"])]
-    rates = rows["bytes"].astype("float64") / (rows["end_ns"] - rows["start_ns"]) * 1e9
-    kinds = ["direction", rows["host_memory"].fillna("")]
-    return [group for _, group in rows.assign(value=rates, t_ns=rows["start_ns"]).groupby(kinds)]
+    rows = rows.only((rows.bytes >= _LARGE_BYTES) & (rows.ends > rows.starts))
+    rates = pd.DataFrame({"t_ns": rows.starts, "value": rows.bytes / (rows.ends - rows.starts) * 1e9})
+    kinds = [rows.directions, np.where(rows.host_memory == None, "", rows.host_memory)]  # noqa: E711
+    return [group for _, group in rates.groupby(kinds)]
 
 
 def _link_speeds(trace: Trace, rank: int) -> pd.DataFrame:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult
-from ebbtide.analysis.metrics.iterations import rank_durations, steady_iterations
+from ebbtide.analysis.metrics.iterations import IterationTable, rank_durations, steady_iterations
 from ebbtide.analysis.timeseries.statistics import scaled_mad
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS, PHASES
 from ebbtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # An iteration is an outlier if it is more than this many scaled median absolute deviations from the median, and more
 # than 2 % of the median: the modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993), with
@@ -66,6 +69,8 @@ class Iterations(TabularResult):
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per rank and iteration: milliseconds per phase, and whether medians leave it out (`warmup`)."""
+        import pandas as pd
+
         columns = ["rank", "iteration", "warmup", *(f"{phase}_ms" for phase in _TIMES)]
         return pd.DataFrame(self.rows, columns=columns).astype(dict.fromkeys(columns[3:], "float64"))
 
@@ -75,50 +80,54 @@ def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iter
     always found among all."""
     numbers = set(steady_iterations(trace).numbers)
     spreads, rows = [], []
-    totals: dict[int, pd.Series[float]] = {}
+    totals: dict[int, Floats] = {}
     warmup: set[int] = set()
     for rank in trace.ranks:
-        table = rank_durations(trace, rank).frame
-        if table.empty:
+        table = rank_durations(trace, rank)
+        if not len(table.numbers):
             continue
-        warmup |= {int(number) for number in table.index} - numbers
-        steady = table[table.index.isin(numbers)]
-        totals[rank] = steady[list(PHASES)].sum(axis=1)
+        warmup |= set(table.numbers.tolist()) - numbers
+        steady = table.only(numbers)
+        totals[rank] = IterationTable(steady.numbers, {"ms": steady.total(PHASES)}).at(sorted(numbers)).columns["ms"]
         if ranks is not None and rank not in ranks:
             continue
         for phase in _TIMES:
-            if steady[phase].notna().any():
-                spreads.append(_spread(rank, phase, steady[phase].dropna()))
-        for number, values in zip(table.index, table[list(_TIMES)].itertuples(index=False, name=None), strict=True):
+            recorded = ~np.isnan(steady.columns[phase])
+            if recorded.any():
+                spreads.append(_spread(rank, phase, steady.numbers[recorded], steady.columns[phase][recorded]))
+        times = zip(*(table.columns[phase].tolist() for phase in _TIMES), strict=True)
+        for number, values in zip(table.numbers.tolist(), times, strict=True):
             figures = {f"{p}_ms": None if np.isnan(ms) else ms for p, ms in zip(_TIMES, values, strict=True)}
-            rows.append({"rank": rank, "iteration": int(number), "warmup": number not in numbers, **figures})
+            rows.append({"rank": rank, "iteration": number, "warmup": number not in numbers, **figures})
     return Iterations(len(numbers), sorted(warmup), spreads, rows, _slowest(totals))
 
 
-def outliers(values: pd.Series[float]) -> list[int]:
-    """Return the labels of the values that are far from the median."""
-    distance = (values - values.median()).abs()
-    limit = max(_OUTLIER_DEVIATIONS * scaled_mad(values), _OUTLIER_SHARE * abs(float(values.median())))
-    return [int(label) for label in values.index[distance > max(limit, _NANOSECOND_MS)]]
+def outliers(numbers: Ints, values: Floats) -> list[int]:
+    """Return the numbers of the values that are far from the median."""
+    median = float(np.median(values))
+    distance = np.abs(values - median)
+    limit = max(_OUTLIER_DEVIATIONS * scaled_mad(values), _OUTLIER_SHARE * abs(median))
+    far: list[int] = numbers[distance > max(limit, _NANOSECOND_MS)].tolist()
+    return far
 
 
-def _spread(rank: int, phase: str, values: pd.Series[float]) -> Spread:
+def _spread(rank: int, phase: str, numbers: Ints, values: Floats) -> Spread:
     return Spread(
         rank=rank,
         phase=phase,
-        median_ms=float(values.median()),
+        median_ms=float(np.median(values)),
         spread_ms=scaled_mad(values),
         min_ms=float(values.min()),
         max_ms=float(values.max()),
-        outliers=outliers(values),
+        outliers=outliers(numbers, values),
     )
 
 
-def _slowest(totals: dict[int, pd.Series[float]]) -> dict[int, int] | None:
+def _slowest(totals: dict[int, Floats]) -> dict[int, int] | None:
     if len(totals) < 2:
         return None
-    table = pd.DataFrame(totals).dropna()
-    slowest = table.idxmax(axis=1)
+    table = np.stack([*totals.values()])
+    table = table[:, ~np.isnan(table).any(axis=0)]
     # Ranks with equal times, to the nanosecond, are copies of one rank: none of them is the slowest.
-    slowest = slowest[table.nunique(axis=1) > 1]
-    return {rank: int((slowest == rank).sum()) for rank in totals}
+    slowest = table.argmax(axis=0)[table.max(axis=0) > table.min(axis=0)]
+    return dict(zip(totals, np.bincount(slowest, minlength=len(totals)).tolist(), strict=True))

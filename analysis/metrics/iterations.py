@@ -73,6 +73,13 @@ def sums(count: int, rows: Ints, values: Floats) -> Floats:
     return np.bincount(rows, values, count).astype(np.float64)
 
 
+def exact_sums(count: int, rows: Ints, values: Floats) -> Floats:
+    """Return `sums` without errors of rounding in between; NaN where a value is."""
+    totals = np.zeros(count, np.longdouble)
+    np.add.at(totals, rows, values)
+    return totals.astype(np.float64)
+
+
 # Where a trace does not state its warm-up: the first iterations, of traces with at least so many.
 _WARMUP_ITERATIONS = 2
 _MIN_ITERATIONS_FOR_WARMUP = 5
@@ -86,7 +93,7 @@ class PhaseArrays(NamedTuple):
     starts: Ints  # ns
     ends: Ints  # ns
 
-    def only(self, selected: Bools) -> PhaseArrays:
+    def only(self, selected: Bools | Ints) -> PhaseArrays:
         return PhaseArrays(self.iterations[selected], self.phases[selected], self.starts[selected], self.ends[selected])
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.gpu_state import GpuState
     from ebbtide.analysis.metrics.holders.holders import Holders
     from ebbtide.analysis.metrics.iteration_stats import Iterations
-    from ebbtide.analysis.metrics.link import CopyStats, LinkUse, PhaseLink
+    from ebbtide.analysis.metrics.link import CopyStats, LinkUse, PhaseLink, SteadyCopies
     from ebbtide.analysis.metrics.memory import MemoryUse
     from ebbtide.analysis.metrics.rank import RankMetrics
     from ebbtide.analysis.metrics.ranks.by_rank import RankTable
@@ -94,10 +94,15 @@ class JobMetrics:
         Raises:
             TraceError: A rank is not in the trace.
         """
-        from ebbtide.analysis.metrics.device_clock import on_device_clock
         from ebbtide.analysis.metrics.windows import find_windows
 
-        return find_windows(on_device_clock(self.trace), min_bytes, ranks)
+        return find_windows(self._on_device_clock, min_bytes, ranks)
+
+    @cached_property
+    def _on_device_clock(self) -> Trace:
+        from ebbtide.analysis.metrics.device_clock import on_device_clock
+
+        return on_device_clock(self.trace)
 
     def memory(self, ranks: Sequence[int] | None = None) -> MemoryUse:
         """Every memory pool in each phase, and the differences between pools."""
@@ -341,8 +346,8 @@ class JobMetrics:
         return steady_iterations(self.trace).numbers
 
     @cached_property
-    def steady_copies(self) -> pd.DataFrame:
-        """Copies of each rank in its `copied_iterations`: the table `transfers` with rank, phase and iteration."""
+    def steady_copies(self) -> SteadyCopies:
+        """Copies of each rank in its `copied_iterations`, with their phases."""
         from ebbtide.analysis.metrics.link import steady_copies
 
         return steady_copies(self.trace)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
+import numpy.typing as npt
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import first_device, link_peak, main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, copies, traffic
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Copies, copied_iterations, copies, traffic
 from ebbtide.analysis.metrics.phases import link_table, whole_link_table
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.analysis.timeseries.step_functions import union_length
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.columns import Bools
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,9 @@ def rank_link_use(trace: Trace, rank: int) -> LinkUse:
     peak = link_peak(trace, rank)
     missing = first_device(trace, rank).link_missing
     entry = RankLink(rank, _source(trace, rank), peak, rejected, missing)
-    table = link_table(trace, rank) if iterations else whole_link_table(trace, rank)
-    table = table[table["iteration"].isin(iterations)] if iterations else table
+    table = link_table(trace, rank, iterations) if iterations else whole_link_table(trace, rank)
     phases = [
-        _phase_link(rank, str(phase) or None, str(direction), rows, peak)
-        for (phase, direction), rows in table.groupby(["phase", "direction"])
+        _phase_link(rank, phase or None, direction, columns, peak) for phase, direction, columns in table.of_phases()
     ]
     return LinkUse([entry], phases, _copy_kinds(trace, rank))
 
@@ -124,37 +127,44 @@ def rank_link_use(trace: Trace, rank: int) -> LinkUse:
 def _source(trace: Trace, rank: int) -> str | None:
     if trace.rank(rank).transfers_recorded:
         return "copies"
-    rows = trace.link(rank)
-    sources = rows.loc[rows["device"] == main_device(trace, rank), "source"].unique()
-    return ", ".join(sorted(sources)) if len(sources) else None
+    rows = trace.columns(rank, "link")
+    sources = {*rows.texts("source")[rows.equal("device", main_device(trace, rank))]}
+    return ", ".join(sorted(sources)) if sources else None
 
 
-def _phase_link(rank: int, phase: str | None, direction: str, rows: pd.DataFrame, peak: float | None) -> PhaseLink:
-    seconds, busy = rows["length_ms"] / 1e3, rows["busy_ms"] / 1e3
-    mean = median_or_none(rows["bytes"] / seconds.where(seconds > 0))
+def _phase_link(
+    rank: int, phase: str | None, direction: str, columns: dict[str, Floats], peak: float | None
+) -> PhaseLink:
+    mean = median_or_none(_rates(columns["bytes"], columns["length_ms"]))
     return PhaseLink(
         rank=rank,
         phase=phase,
         direction=direction,
-        bytes=median_or_none(rows["bytes"]),
-        busy_ms=median_or_none(rows["busy_ms"]),
-        both_ms=median_or_none(rows["both_ms"]),
+        bytes=median_or_none(columns["bytes"]),
+        busy_ms=median_or_none(columns["busy_ms"]),
+        both_ms=median_or_none(columns["both_ms"]),
         mean_bytes_per_s=mean,
-        busy_bytes_per_s=median_or_none(rows["bytes"] / busy.where(busy > 0)),
+        busy_bytes_per_s=median_or_none(_rates(columns["bytes"], columns["busy_ms"])),
         share_of_peak=mean / peak if mean is not None and peak else None,
     )
+
+
+def _rates(sizes: Floats, lengths_ms: Floats) -> Floats:
+    """Return bytes/s; NaN where the length is 0."""
+    seconds = lengths_ms / 1e3
+    rates: Floats = sizes / np.where(seconds > 0, seconds, np.nan)
+    return rates
 
 
 def _copy_kinds(trace: Trace, rank: int) -> list[CopyKind]:
     kinds = []
     for direction in DIRECTIONS:
         rows = copies(trace, rank, direction)
-        for host, group in rows.groupby(rows["host_memory"].fillna("")):
-            sized = group["bytes"].dropna()
-            busy = union_length(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64))
-            size = int(sized.sum()) if len(sized) else None
+        for host in sorted({*rows.host_memory}, key=lambda host: host or ""):
+            own = rows.only(rows.host_memory == host)
+            busy, size = union_length(own.starts, own.ends), own.total_bytes
             rate = size / (busy / 1e9) if size is not None and busy else None
-            kinds.append(CopyKind(rank, direction, str(host) or None, len(group), size, busy / 1e6, rate))
+            kinds.append(CopyKind(rank, direction, host, len(own.starts), size, busy / 1e6, rate))
     return kinds
 
 
@@ -167,37 +177,52 @@ class CopyStats:
     busy_ms: float  # Time per iteration in which at least one of them ran.
 
 
-def steady_copies(trace: Trace) -> pd.DataFrame:
-    """Return the copies of each rank in its `copied_iterations`: the table `transfers` with rank, phase, iteration."""
-    tables: list[pd.DataFrame] = []
-    for rank in trace.ranks:
-        rows = copies(trace, rank, None)
-        if rows.empty and tables:
-            continue
-        phases = intervals(trace, rank).with_other
-        # The stable sort keeps a phase without length before the phase that begins with it.
-        phases = phases.sort_values("start_ns", kind="stable", ignore_index=True)
-        index = np.searchsorted(phases["start_ns"].to_numpy(), rows["start_ns"].to_numpy(), side="right") - 1
-        rows, index = rows[index >= 0], index[index >= 0]
-        inside = rows["start_ns"].to_numpy() < phases["end_ns"].to_numpy()[index]
-        own = phases.iloc[index].reset_index(drop=True)
-        rows = rows.reset_index(drop=True).assign(rank=rank, phase=own["phase"], iteration=own["iteration"])
-        tables.append(rows[inside & rows["iteration"].isin(copied_iterations(trace, rank))])
-    return pd.concat(tables)
+class SteadyCopies(NamedTuple):
+    """Copies of each rank in its `copied_iterations`, an entry each, by rank and time."""
+
+    ranks: Ints
+    phases: npt.NDArray[np.object_]
+    copies: Copies
+
+    def only(self, selected: Bools | Ints) -> SteadyCopies:
+        return SteadyCopies(self.ranks[selected], self.phases[selected], self.copies.only(selected))
+
+    def by_rank(self) -> Iterator[tuple[int, Copies]]:
+        """Yield each rank with its copies."""
+        edges = np.flatnonzero(np.diff(self.ranks, prepend=-1)).tolist()
+        for start, end in pairwise([*edges, len(self.ranks)]):
+            yield int(self.ranks[start]), Copies._make(values[start:end] for values in self.copies)
+
+
+def steady_copies(trace: Trace) -> SteadyCopies:
+    """Return the copies of each rank in its `copied_iterations`."""
+    tables = [_steady_copies(trace, rank) for rank in trace.ranks]
+    columns = [np.concatenate(values) for values in zip(*(table.copies for table in tables), strict=True)]
+    ranks, phases = (np.concatenate([table[index] for table in tables]) for index in (0, 1))
+    return SteadyCopies(ranks, phases, Copies(*columns))
+
+
+@once_per_trace
+def _steady_copies(trace: Trace, rank: int) -> SteadyCopies:
+    rows, phases = copies(trace, rank, None), intervals(trace, rank).times_with_other
+    # The stable sort keeps a phase without length before the phase that begins with it.
+    phases = phases.only(np.argsort(phases.starts, kind="stable"))
+    index = np.searchsorted(phases.starts, rows.starts, side="right") - 1
+    ends, iterations = np.append(phases.ends, 0)[index], np.append(phases.iterations, 0)[index]
+    inside = (index >= 0) & (rows.starts < ends) & np.isin(iterations, copied_iterations(trace, rank))
+    return SteadyCopies(np.full(int(inside.sum()), rank), phases.phases[index[inside]], rows.only(inside))
 
 
 def copy_stats(
-    trace: Trace, rows: pd.DataFrame, direction: str, host_memory: str, phase: str | None = None
+    trace: Trace, rows: SteadyCopies, direction: str, host_memory: str, phase: str | None = None
 ) -> CopyStats | None:
     """Return the copies of one kind among `steady_copies`, in a phase or (None) in all, of the rank on which they took
     longest."""
-    rows = rows[(rows["direction"] == direction) & (rows["host_memory"] == host_memory)]
-    if phase is not None:
-        rows = rows[rows["phase"] == phase]
+    selected = (rows.copies.directions == direction) & (rows.copies.host_memory == host_memory)
+    selected &= (rows.phases == phase) | (phase is None)
     stats = []
-    for rank, group in rows.groupby("rank"):
-        busy = union_length(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64))
-        count, sized = len(copied_iterations(trace, int(rank))), group["bytes"].dropna()
-        size = int(sized.sum()) / count if len(sized) else None
-        stats.append(CopyStats(round(len(group) / count), size, busy / 1e6 / count))
+    for rank, own in rows.only(selected).by_rank():
+        count, size = len(copied_iterations(trace, rank)), own.total_bytes
+        busy_ms = union_length(own.starts, own.ends) / 1e6
+        stats.append(CopyStats(round(len(own.starts) / count), None if size is None else size / count, busy_ms / count))
     return max(stats, key=lambda kind: kind.busy_ms, default=None)

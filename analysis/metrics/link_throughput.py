@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import link_peak, main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, covered_until, cumulative, union
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.columns import Bools
 from ebbtide.profiler.trace.link_samples import sample_starts, valid_rates
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 DIRECTIONS = ("h2d", "d2h")
 # Where samples cover less than this share of an interval, its bytes are not known.
@@ -83,30 +82,54 @@ def traffic(trace: Trace, rank: int, direction: str) -> Traffic | None:
     return _of_counters(trace, rank, direction)
 
 
-def copies(trace: Trace, rank: int, direction: str | None) -> pd.DataFrame:
-    """Return rows of the table `transfers`, of one direction or (None) of both.
+class Copies(NamedTuple):
+    """Copies between host and device as arrays, an entry each, in order of time."""
+
+    starts: Ints  # ns
+    ends: Ints  # ns
+    bytes: Floats  # NaN where not recorded.
+    directions: npt.NDArray[np.object_]
+    host_memory: npt.NDArray[np.object_]  # `pinned`, `pageable`; None where not recorded.
+
+    def only(self, selected: Bools | Ints) -> Copies:
+        return Copies._make(values[selected] for values in self)
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Bytes of the copies whose size was recorded; None if there is none."""
+        sized = self.bytes[~np.isnan(self.bytes)]
+        return int(sized.astype(np.int64).sum()) if len(sized) else None
+
+
+def copies(trace: Trace, rank: int, direction: str | None) -> Copies:
+    """Return copies of the table `transfers`, of one direction or (None) of both.
 
     Only copies of the rank's first device count, as with counters; all of them where none is of that device.
     """
-    rows = trace.transfers(rank)
-    ours = rows["device"] == main_device(trace, rank)
-    rows = rows[ours] if ours.any() else rows
-    return rows if direction is None else rows[rows["direction"] == direction]
+    rows = _all_copies(trace, rank)
+    return rows if direction is None else rows.only(rows.directions == direction)
 
 
-def of_copies(rows: pd.DataFrame, spans: Spans = ()) -> Traffic:
+@recent_per_trace
+def _all_copies(trace: Trace, rank: int) -> Copies:
+    rows = trace.columns(rank, "transfers")
+    texts = rows.texts("direction"), rows.texts("host_memory")
+    table = Copies(rows.ints("start_ns"), rows.ints("end_ns"), rows.floats("bytes"), *texts)
+    ours = rows.equal("device", main_device(trace, rank))
+    return table.only(ours) if ours.any() else table
+
+
+def of_copies(rows: Copies, spans: Spans = ()) -> Traffic:
     """Return the traffic of rows of the table `transfers`.
 
     Copies without a size count as busy time, not as bytes. Where no copy has a size, the bytes are not known. `spans`
     are the `transfers_spans_ns` of their rank.
     """
     covered = covering(*np.array(spans, np.int64).T) if spans else None
-    sized = rows[rows["bytes"].notna()]
-    if len(rows) and sized.empty:
+    sized = rows.only(~np.isnan(rows.bytes))
+    if len(rows.starts) and not len(sized.starts):
         return Traffic(lambda times: np.full(len(times), np.nan), covered, busy_between(rows, spans))
-    starts, ends = sized["start_ns"].to_numpy(np.int64), sized["end_ns"].to_numpy(np.int64)
-    total = cumulative(starts, ends, sized["bytes"].to_numpy(np.float64))
-    return Traffic(total, covered, busy_between(rows, spans))
+    return Traffic(cumulative(sized.starts, sized.ends, sized.bytes), covered, busy_between(rows, spans))
 
 
 @once_per_trace
@@ -136,11 +159,11 @@ def both_busy(trace: Trace, rank: int) -> Between | None:
     return lambda starts, ends: h2d(starts, ends) + d2h(starts, ends) - either(starts, ends)
 
 
-def busy_between(rows: pd.DataFrame, spans: Spans) -> Between:
+def busy_between(rows: Copies, spans: Spans) -> Between:
     """Return a function from starts and ends of intervals to the ns of each in which at least one of the copies ran.
 
     The result is NaN for intervals that are not within the spans."""
-    total = covering(*union(rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)))
+    total = covering(*union(rows.starts, rows.ends))
     recorded = covering(*np.array(spans, np.int64).T) if spans else None
 
     def busy_ns(starts: Ints, ends: Ints) -> Floats:

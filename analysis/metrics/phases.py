@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
+from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import memory_timeline
-from ebbtide.analysis.metrics.iterations import IterationTable, PhaseArrays, intervals, steady_iterations, sums
+from ebbtide.analysis.metrics.iterations import (
+    IterationTable,
+    PhaseArrays,
+    exact_sums,
+    intervals,
+    steady_iterations,
+    sums,
+)
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.analysis.timeseries.step_functions import Floats, peak_between
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
@@ -39,48 +49,74 @@ def largest_by_part(phases: PhaseArrays, values: Floats) -> IterationTable:
     return IterationTable(numbers, columns)
 
 
-@recent_per_trace
-def link_table(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return a row per iteration, phase and direction.
+@dataclass(frozen=True)
+class LinkTable:
+    """Link use, an entry per iteration, phase and direction.
 
-    Columns iteration, phase, direction, length_ms, bytes, busy_ms (time in which copies ran), both_ms (time in which
-    copies ran in both directions at once). NaN for figures that were not recorded, or too little of them.
+    Columns length_ms, bytes, busy_ms (time in which copies ran), both_ms (time in which copies ran in both directions
+    at once). NaN for figures that were not recorded, or too little of them.
     """
-    return _link_rows(trace, rank, intervals(trace, rank).with_other)
+
+    iterations: Ints
+    phases: npt.NDArray[np.object_]  # Empty text for the whole trace.
+    directions: npt.NDArray[np.object_]
+    columns: Mapping[str, Floats]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A pandas frame with all columns."""
+        import pandas as pd
+
+        keys = {"iteration": self.iterations, "phase": self.phases, "direction": self.directions}
+        return pd.DataFrame({**keys, **self.columns})
+
+    def of_phases(self) -> Iterator[tuple[str, str, dict[str, Floats]]]:
+        """Yield each phase and direction with its columns."""
+        for phase in ("", *ITERATION_PARTS):
+            for direction in DIRECTIONS:
+                own = (self.phases == phase) & (self.directions == direction)
+                if own.any():
+                    yield phase, direction, {name: values[own] for name, values in self.columns.items()}
 
 
-def whole_link_table(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return a row per direction of the whole trace, with the columns of `link_table`; the phase is empty."""
-    import pandas as pd
+def link_table(trace: Trace, rank: int, iterations: Sequence[int] | None = None) -> LinkTable:
+    """Return the link use of a rank in its iterations: all (None) or some."""
+    phases = intervals(trace, rank).times_with_other
+    return _link_use(trace, rank, phases if iterations is None else phases.only(np.isin(phases.iterations, iterations)))
 
+
+def whole_link_table(trace: Trace, rank: int) -> LinkTable:
+    """Return the link use of a rank in the whole trace."""
     span = trace.span_ns(rank)
-    rows = [] if span is None else [(0, "", *span)]
-    return _link_rows(trace, rank, pd.DataFrame(rows, columns=["iteration", "phase", "start_ns", "end_ns"]))
+    starts, ends = (np.array([] if span is None else [time], np.int64) for time in span or (0, 0))
+    return _link_use(trace, rank, PhaseArrays(np.zeros_like(starts), np.full(len(starts), "", object), starts, ends))
 
 
-def _link_rows(trace: Trace, rank: int, phases: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `link_table` for some intervals: a table of iteration, phase, start_ns, end_ns."""
-    import pandas as pd
-
-    starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
-    both = both_busy(trace, rank)
-    both_ms = np.nan if both is None else both(starts, ends) / 1e6
-    tables = []
+def _link_use(trace: Trace, rank: int, phases: PhaseArrays) -> LinkTable:
+    starts, ends = phases.starts, phases.ends
+    both, parts = both_busy(trace, rank), ("", *ITERATION_PARTS)
+    numbers, position = np.unique(phases.iterations, return_inverse=True)
+    code = np.select([phases.phases == part for part in parts], range(len(parts)))
+    groups, row = np.unique(position * len(parts) + code, return_inverse=True)
+    unknown = np.full(len(starts), np.nan)
+    columns: dict[str, list[Floats]] = {}
     for direction in DIRECTIONS:
         moved = traffic(trace, rank, direction)
-        busy = moved.busy if moved is not None else None
         figures = {
-            "direction": direction,
             "length_ms": (ends - starts) / 1e6,
-            "both_ms": both_ms,
-            "bytes": np.nan if moved is None else moved.bytes(starts, ends),
-            "busy_ms": np.nan if busy is None else busy(starts, ends) / 1e6,
+            "bytes": unknown if moved is None else moved.bytes(starts, ends),
+            "busy_ms": unknown if moved is None or moved.busy is None else moved.busy(starts, ends) / 1e6,
+            "both_ms": unknown if both is None else both(starts, ends) / 1e6,
         }
-        tables.append(phases.assign(**figures))
-    groups = pd.concat(tables).groupby(["iteration", "phase", "direction"], sort=False)
-    figures = groups[["length_ms", "bytes", "busy_ms", "both_ms"]]
-    # A sum exists only where each of its parts was recorded.
-    return figures.sum().where(figures.count().eq(groups.size(), axis=0)).reset_index()
+        for name, values in figures.items():
+            # A sum exists only where each of its parts was recorded.
+            columns.setdefault(name, []).append(exact_sums(len(groups), row, values))
+    return LinkTable(
+        np.tile(numbers[groups // len(parts)], 2),
+        np.tile(np.array(parts, object)[groups % len(parts)], 2),
+        np.repeat(np.array(DIRECTIONS, object), len(groups)),
+        {name: np.concatenate(values) for name, values in columns.items()},
+    )
 
 
 @once_per_trace

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from ebbtide.analysis.metrics.activity.activity import GpuActivity
     from ebbtide.analysis.metrics.activity.busy_time import BusyTime
     from ebbtide.analysis.metrics.holders.categories import Growth
+    from ebbtide.analysis.metrics.iterations import IterationTable
     from ebbtide.analysis.timeseries.step_functions import Ints
     from ebbtide.profiler.trace.metadata import DeviceInfo
 
@@ -39,11 +38,11 @@ class RankMetrics:
         return capacity_bytes(self.trace, self.rank)
 
     @property
-    def series(self) -> pd.DataFrame:
+    def series(self) -> IterationTable:
         """Times, rates and free memory by steady iteration: the columns of `rank_series`."""
         from ebbtide.analysis.metrics.ranks.rank_series import rank_series
 
-        return rank_series(self.trace, self.rank).frame
+        return rank_series(self.trace, self.rank)
 
     @cached_property
     def activity(self) -> GpuActivity:

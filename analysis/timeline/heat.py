@@ -38,11 +38,11 @@ def heat_maps(trace: Trace) -> list[HeatMap]:
     numbers = steady_iterations(trace).numbers
     if len(trace.ranks) < 2 or not numbers:
         return []
-    tables = [phase_series(trace, rank).frame for rank in trace.ranks]
-    starts = np.stack([table[[f"{phase}_start_ms" for phase in PHASES]].min(axis=1).to_numpy() for table in tables])
+    tables = [phase_series(trace, rank).columns for rank in trace.ranks]
+    starts = np.stack([np.fmin.reduce([table[f"{phase}_start_ms"] for phase in PHASES]) for table in tables])
     of_parts = {LATE: centered_rows(starts, hosts_of(trace), np.nanmin)}
     for phase in PHASES:
-        times = np.stack([table[f"{phase}_ms"].to_numpy(np.float64) for table in tables])
+        times = np.stack([table[f"{phase}_ms"] for table in tables])
         of_parts[phase] = centered_rows(times, np.zeros(len(times)), np.nanmin)
     return [
         HeatMap(part, trace.ranks, numbers, np.maximum(behind, 0.0))

@@ -1,10 +1,9 @@
 """The link panel of a timeline: rates of copies, or of sampled counters, as step functions."""
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.metrics.devices import link_peak, main_device
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, copies, of_copies, traffic
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Copies, Traffic, copies, of_copies, traffic
 from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
 from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel
 from ebbtide.analysis.timeline.styles import HOST_MEMORY_DASHES, SOLID, UNKNOWN_HOST_MEMORY, Dash, link_style
@@ -43,18 +42,18 @@ class _LineBuilder:
     def _lines_of_copies(self, direction: str) -> list[TimelineLine]:
         """Build a line for each kind of host memory that occurs."""
         rows = copies(self._trace, self._rank, direction)
-        kinds = rows["host_memory"].where(rows["host_memory"].isin(list(HOST_MEMORY_DASHES)), UNKNOWN_HOST_MEMORY)
+        kinds = np.where(np.isin(rows.host_memory, list(HOST_MEMORY_DASHES)), rows.host_memory, UNKNOWN_HOST_MEMORY)
         names = [kind for kind in HOST_MEMORY_DASHES if (kinds == kind).any()]
         if len(names) > 1:
             return [
-                self._line_of_copies(direction, rows[kinds == kind], f" {kind}", HOST_MEMORY_DASHES[kind])
+                self._line_of_copies(direction, rows.only(kinds == kind), f" {kind}", HOST_MEMORY_DASHES[kind])
                 for kind in names
             ]
         detail = "".join(f" {kind}" for kind in names if kind != UNKNOWN_HOST_MEMORY)
         return [self._line_of_copies(direction, rows, detail, SOLID)]
 
-    def _line_of_copies(self, direction: str, rows: pd.DataFrame, detail: str, dash: Dash) -> TimelineLine:
-        starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
+    def _line_of_copies(self, direction: str, rows: Copies, detail: str, dash: Dash) -> TimelineLine:
+        starts, ends = rows.starts, rows.ends
         shown = self._axis.overlaps(starts, ends)
         bounds = np.array([self._axis.start_ns, self._axis.end_ns], np.int64)
         edges = np.unique(
@@ -64,7 +63,7 @@ class _LineBuilder:
         is_reduced = len(edges) > self._max_steps or bool((starts[shown] == ends[shown]).any())
         edges = self._slot_edges if is_reduced else edges
         rates = _mean_rates(of_copies(rows, self._trace.rank(self._rank).transfers_spans_ns), edges)
-        if len(rows) and rows["bytes"].isna().all():
+        if len(starts) and np.isnan(rows.bytes).all():
             detail += ", sizes unknown"
         middles = edges[:-1] + np.diff(edges) // 2
         return TimelineLine(

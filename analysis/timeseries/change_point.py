@@ -93,7 +93,7 @@ def _prefers_line(series: Floats, first: int) -> tuple[bool, float]:
 
 
 def _standard_error(values: Floats) -> float:
-    return 1.25 * scaled_mad(pd.Series(values)) / math.sqrt(len(values))
+    return 1.25 * scaled_mad(np.asarray(values, np.float64)) / math.sqrt(len(values))
 
 
 def _correlation(noise: Floats) -> float:

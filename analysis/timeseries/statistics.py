@@ -24,12 +24,12 @@ def median_or_none(values: Floats | pd.Series[float]) -> float | None:
     return float(np.median(recorded)) if len(recorded) else None
 
 
-def scaled_mad(values: pd.Series[float]) -> float:
+def scaled_mad(values: Floats) -> float:
     """Return the scaled median absolute deviation; for normal noise it is the standard deviation.
 
     Equals `scipy.stats.median_abs_deviation(values, scale="normal")`. Importing scipy.stats takes a second, as long as
     the commands that need this figure run."""
-    return DEVIATIONS_PER_MAD * float((values - values.median()).abs().median())
+    return DEVIATIONS_PER_MAD * float(np.median(np.abs(values - np.median(values))))
 
 
 def median_error(values: Floats | pd.Series[float]) -> float:
@@ -38,8 +38,7 @@ def median_error(values: Floats | pd.Series[float]) -> float:
     It is taken as 1.25 IQR / (1.35 sqrt(n)): McGill, Tukey and Larsen, "Variations of Box Plots", The American
     Statistician 32 (1978), who draw notches by it. It holds for normal values and nearly so for others, and a single
     outlier hardly changes it. Quartiles are at p (n + 1) (Weibull), which makes them wide for few values."""
-    low, high = np.percentile(values, [25, 75], method="weibull")
-    return float(1.25 * (high - low) / (1.35 * np.sqrt(len(values))))
+    return float(median_errors(np.asarray(values, np.float64)[None])[0])
 
 
 # A value stands out by this many standard errors of its own, and by this many scaled median absolute deviations.
@@ -49,8 +48,15 @@ DEVIATIONS = 5.0
 
 def median_errors(rows: Floats) -> Floats:
     """Return the standard error of the median of each row without its NaNs; NaN with fewer than two values."""
-    recorded = [row[~np.isnan(row)] for row in rows]
-    return np.array([median_error(values) if len(values) > 1 else np.nan for values in recorded])
+    counts = (~np.isnan(rows)).sum(axis=1)
+    errors = np.full(len(rows), np.nan)
+    ordered = np.sort(rows, axis=1)
+    # Rows with as many values at once.
+    for count in np.unique(counts[counts > 1]).tolist():
+        own = counts == count
+        low, high = np.percentile(ordered[own, :count], [25, 75], axis=1, method="weibull")
+        errors[own] = 1.25 * (high - low) / (1.35 * np.sqrt(count))
+    return errors
 
 
 def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDArray[np.bool_]:

@@ -107,7 +107,7 @@ def read_ranks(trace: Trace, read: Callable[[Trace], object], jobs: int | None, 
     is_on_disk = trace.meta.state == "complete"
     if not is_on_disk or len(trace.ranks) < 2:
         return
-    processes = jobs or (cores() if _size(trace) >= _MIN_BYTES_FOR_PROCESSES else 1)
+    processes = jobs or (cores() if trace.stored_bytes >= _MIN_BYTES_FOR_PROCESSES else 1)
     if scheduler is None and processes == 1:
         return
     from ebbtide.analysis.metrics.ranks.scan import scan_ranks
@@ -126,7 +126,3 @@ def check_options(jobs: int | None, scheduler: str | None) -> None:
         raise typer.BadParameter(
             "--jobs must be at least 1, and cannot be combined with --scheduler: a cluster has its own workers"
         )
-
-
-def _size(trace: Trace) -> int:
-    return sum(file.stat().st_size for file in trace.path.glob("rank-*/*.parquet"))

@@ -7,6 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,7 @@ def _note_missing_hardware(builder: TraceBuilder) -> None:
         )
 
 
+@cache
 def find_importers() -> dict[str, Importer]:
     """Return all importers by the name of their format, in the order in which they are asked to recognize a file."""
     listed: list[Importer] = []

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.phases import PHASES
-from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
+from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, write_rank
+from ebbtide.profiler.trace.metadata import parse_meta
 from ebbtide.profiler.trace.schema import TABLES
 from ebbtide.profiler.trace.trace import Trace
 
@@ -47,12 +48,15 @@ class RankBuilder:
         """Return the rows so far. Raises ValueError for rows that do not fit the table."""
         import pandas as pd
 
-        from ebbtide.profiler.trace.frames import frame
+        from ebbtide.profiler.trace.frames import empty_frame, frame
 
-        parts = [frame(table, pd.DataFrame(columns)) for columns in self._columns[table]]
-        parts = [frame(table, self._rows[table]), *parts]
-        parts = [part for part in parts if len(part)] or parts[:1]
-        return frame(table, pd.concat(parts)) if len(parts) > 1 else parts[0]
+        parts = [frame(table, self._rows[table])] if self._rows[table] else []
+        parts += [frame(table, rows) for rows in map(pd.DataFrame, self._columns[table]) if len(rows)]
+        return frame(table, pd.concat(parts)) if len(parts) > 1 else parts[0] if parts else empty_frame(table)
+
+    def frames(self) -> dict[str, pd.DataFrame]:
+        """Return the rows so far of all tables."""
+        return {table: self.frame(table) for table in TABLES}
 
     def phase(
         self,
@@ -174,16 +178,19 @@ class TraceBuilder:
 
     def build(self, path: str | Path = "built.ebb") -> Trace:
         """Return the trace in memory. Raises ValueError for rows that do not fit; `path` is only used in messages."""
-        frames = {rank: {table: builder.frame(table) for table in TABLES} for rank, builder in self._ranks.items()}
-        meta = {**self.meta, "ranks": [self._ranks[rank].meta for rank in sorted(self._ranks)]}
-        return Trace(Path(path), meta, lambda rank, table: frames[rank][table])
+        frames = {rank: builder.frames() for rank, builder in self._ranks.items()}
+        return Trace(Path(path), self._raw_meta(), lambda rank, table: frames[rank][table])
+
+    def _raw_meta(self) -> dict[str, Any]:
+        return {**self.meta, "ranks": [self._ranks[rank].meta for rank in sorted(self._ranks)]}
 
     def write(self, path: str | Path, force: bool = False) -> Trace:
         """Write the trace and return it. Raises TraceError where `path` exists or cannot be written, and
         for metadata that does not fit the format."""
-        trace = self.build(path)
-        with new_trace(trace.path, force):
-            for rank in self._ranks:
-                write_rank(trace.path, rank, {table: trace.table(rank, table) for table in TABLES})
-            write_meta(trace.path, trace.raw_meta)
-        return trace
+        path, meta = Path(path), self._raw_meta()
+        parse_meta(meta, path)
+        with new_trace(path, force):
+            for rank, builder in self._ranks.items():
+                write_rank(path, rank, builder.frames())
+            write_meta(path, meta)
+        return open_trace(path)

@@ -9,9 +9,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 META = "meta.json"
 # In the folder of the spools: locked by the process that will finish the trace.
 LOCK = "recording.lock"
+_MIN_ROWS_FOR_THREADS = 100_000
 
 
 @contextlib.contextmanager
@@ -222,20 +224,25 @@ def _parquet(path: Path, rank: int, table: str) -> Path:
 def _read(path: Path, rank: int, table: str) -> Columns:
     file = _parquet(path, rank, table)
     if table in OPTIONAL_TABLES and not os.path.lexists(file):
-        return Columns(table, typed_rows(table, pa.Table.from_arrays([], [])))
+        return _no_rows(table)
     try:
-        with open_regular(file) as opened:
-            metadata = _footer(opened)
-            # Text of few different values is read as a dictionary: decoding each value takes three times as long.
-            # Files of earlier versions lack some columns.
-            text = [column for column in text_columns(table) if column in metadata.schema.names]
-            with pq.ParquetFile(opened, metadata=metadata, read_dictionary=text, pre_buffer=True) as parquet:
-                rows = parquet.read([column.name for column in TABLES[table] if column.name in metadata.schema.names])
+        with _opened(file, text_columns(table)) as parquet:
+            if not parquet.metadata.num_rows:
+                return _no_rows(table)
+            names = set(parquet.schema.names)
+            # Threads only delay the reading of a small file.
+            use_threads = parquet.metadata.num_rows > _MIN_ROWS_FOR_THREADS
+            rows = parquet.read([c.name for c in TABLES[table] if c.name in names], use_threads=use_threads)
         columns = Columns(table, typed_rows(table, rows))
         check_values(table, columns)
         return columns
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, file, rank, error) from None
+
+
+@cache
+def _no_rows(table: str) -> Columns:
+    return Columns(table, typed_rows(table, pa.Table.from_arrays([], [])))
 
 
 def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
@@ -244,21 +251,30 @@ def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
     if table in OPTIONAL_TABLES and not os.path.lexists(file):
         return []
     try:
-        with open_regular(file) as opened:
-            metadata = _footer(opened)
-            if column not in metadata.schema.names:
+        with _opened(file, [column]) as parquet:
+            if not parquet.metadata.num_rows:
+                return []
+            if column not in parquet.schema.names:
                 return _read(path, rank, table).labels(column)
-            with pq.ParquetFile(opened, metadata=metadata, read_dictionary=[column]) as parquet:
-                return distinct_texts(parquet.read(columns=[column]).column(column))
+            return distinct_texts(parquet.read([column], use_threads=False).column(column))
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, file, rank, error) from None
 
 
-def _footer(file: BinaryIO) -> Any:
-    """Return the metadata of a Parquet file whose rows may be read."""
-    metadata = pq.read_metadata(file)
-    check_size(metadata, os.fstat(file.fileno()).st_size)
-    return metadata
+@contextlib.contextmanager
+def _opened(file: Path, text: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file whose rows may be read; `text`: columns that are text."""
+    with open_regular(file) as opened:
+        # Text of few different values is read as a dictionary: decoding each value takes three times as long.
+        try:
+            parquet = pq.ParquetFile(opened, read_dictionary=text)
+        except KeyError:
+            # Files of earlier versions lack some columns.
+            names = set(pq.read_schema(opened).names)
+            parquet = pq.ParquetFile(opened, read_dictionary=[column for column in text if column in names])
+        with parquet:
+            check_size(parquet.metadata, os.fstat(opened.fileno()).st_size)
+            yield parquet
 
 
 def _damaged(path: Path, file: Path, rank: int, error: Exception) -> TraceError:

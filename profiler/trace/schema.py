@@ -154,9 +154,9 @@ def typed_rows(table: str, rows: pa.Table) -> pa.Table:
     Raises:
         ValueError: A column is of another kind, or a value is missing that must not be.
     """
-    columns = {}
+    columns, present = {}, set(rows.column_names)
     for column in TABLES[table]:
-        values = _typed(rows.column(column.name), column) if column.name in rows.column_names else None
+        values = _typed(rows.column(column.name), column) if column.name in present else None
         if not column.nullable and len(rows) and (values is None or values.null_count):
             raise ValueError(f"the table {table} needs a column {column.name}, with a value in every row")
         columns[column.name] = pa.nulls(len(rows), _target(column)) if values is None else values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -61,6 +62,8 @@ class Trace:
         self._load = load
         self._load_labels = load_labels
         self._tables: OrderedDict[tuple[int, str], Columns] = OrderedDict()
+        self._labels: dict[tuple[int, str, str], list[str]] = {}
+        self._new_bytes = 0  # Of the tables that were added since the limit was last checked.
         # Several threads may compute figures of different ranks.
         self._lock = Lock()
 
@@ -91,6 +94,12 @@ class Trace:
     def name(self) -> str:
         """The name of the folder without `.ebb`."""
         return self.path.name.removesuffix(".ebb")
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """The size of the files of the ranks; 0 of a trace in memory."""
+        folders = [folder for rank in self.ranks if os.path.isdir(folder := f"{self.path}/rank-{rank}")]
+        return sum(file.stat().st_size for folder in folders for file in os.scandir(folder))
 
     def rank(self, rank: int) -> RankInfo:
         """Return the metadata of one rank. Raises TraceError for a rank that was not recorded."""
@@ -133,8 +142,12 @@ class Trace:
         table = loaded if isinstance(loaded, Columns) else Columns(name, loaded)
         with self._lock:
             table = self._tables.setdefault(key, table)
-            while sum(kept.nbytes for kept in self._tables.values()) > _MAX_TABLE_BYTES and len(self._tables) > 1:
-                self._tables.popitem(last=False)
+            self._new_bytes += table.nbytes
+            # Adding up all tables for each new one would take time that grows with the square of the ranks.
+            if self._new_bytes > _MAX_TABLE_BYTES / 8:
+                self._new_bytes = 0
+                while sum(kept.nbytes for kept in self._tables.values()) > _MAX_TABLE_BYTES and len(self._tables) > 1:
+                    self._tables.popitem(last=False)
         return table
 
     def labels(self, rank: int, name: str, column: str) -> list[str]:
@@ -142,7 +155,10 @@ class Trace:
         self.rank(rank)
         if self._load_labels is None or (rank, name) in self._tables:
             return self.columns(rank, name).labels(column)
-        return self._load_labels(rank, name, column)
+        key = rank, name, column
+        if key not in self._labels:
+            self._labels[key] = self._load_labels(rank, name, column)
+        return self._labels[key]
 
     def phases(self, rank: int) -> pd.DataFrame:
         """Return the table `phases` of one rank."""

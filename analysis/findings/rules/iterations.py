@@ -11,6 +11,7 @@ from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.drift import Drift
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.ranks.comparison import RankDifference, ranks_text
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, PHASES
 from ebbtide.units import bytes_text, ms_text, rate_text
 
@@ -120,8 +121,10 @@ def _slowest_rank(metrics: JobMetrics) -> _SlowestRank | None:
     if not stats.slowest_rank or stats.counted < _MIN_ITERATIONS:
         return None
     rank, count = max(stats.slowest_rank.items(), key=lambda item: item[1])
-    columns = [f"{phase}_ms" for phase in PHASES]
-    busy = {r: float(metrics.rank(r).series[columns].median().sum()) for r in stats.slowest_rank}
+    busy = {
+        rank: sum(median_or_none(metrics.rank(rank).series.columns[f"{phase}_ms"]) or 0.0 for phase in PHASES)
+        for rank in stats.slowest_rank
+    }
     others = sorted(ms for r, ms in busy.items() if r != rank)
     usual = others[len(others) // 2]
     longer = busy[rank] - usual

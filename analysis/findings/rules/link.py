@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import GPU, ITERATIONS, MIN_SHARE, RANKS, RECORD_COPIES
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.link import SteadyCopies
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, covering
-from ebbtide.analysis.timeseries.step_functions import union, union_length
+from ebbtide.analysis.timeseries.step_functions import Floats, union, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.units import bytes_text, ms_text, rate_text
 
@@ -22,7 +24,8 @@ def pageable_copies(metrics: JobMetrics) -> Finding | Unknown | None:
     """Compare pageable copies with the rate of pinned ones in the same direction, else with the link's peak."""
     if not metrics.has_copies:
         return pageable_copies.unknown(_QUESTION, RECORD_COPIES)
-    if len(metrics.steady_copies) and metrics.steady_copies["host_memory"].isna().all():
+    kinds = {*metrics.steady_copies.copies.host_memory}
+    if kinds == {None}:
         record = "the copies of this trace do not state their kind of memory: " + RECORD_COPIES
         return pageable_copies.unknown(_QUESTION, record)
     gains: list[float] = []
@@ -101,20 +104,24 @@ def shared_link(metrics: JobMetrics) -> Finding | Unknown | None:
         return shared_link.unknown("do ranks share a link?", RECORD_COPIES + ", on every rank")
     gain = 0.0
     evidence = []
-    for (direction, kind), rows in _large_copies(metrics).groupby(["direction", "kind"]):
-        together, alone = rows[rows["overlap_share"] > _TOGETHER_SHARE], rows[rows["overlap_share"] < _ALONE_SHARE]
-        if len(together) < _MIN_COPIES or len(alone) < _MIN_COPIES:
+    large, shares = _large_copies(metrics)
+    rates = large.copies.bytes / (large.copies.ends - large.copies.starts) * 1e9
+    kinds = sorted({*large.copies.host_memory}, key=lambda kind: kind or "")
+    for direction, kind in product(sorted(DIRECTIONS), kinds):
+        own = (large.copies.directions == direction) & (large.copies.host_memory == kind)
+        together, alone = own & (shares > _TOGETHER_SHARE), own & (shares < _ALONE_SHARE)
+        if together.sum() < _MIN_COPIES or alone.sum() < _MIN_COPIES:
             continue
-        slow, fast = together["rate"].median(), alone["rate"].median()
+        slow, fast = float(np.median(rates[together])), float(np.median(rates[alone]))
         if fast > _MIN_SLOWDOWN * slow:
             lengths = [
-                _busy_ms(copies) / len(copied_iterations(metrics.trace, int(rank)))
-                for rank, copies in together.groupby("rank")
+                union_length(copies.starts, copies.ends) / 1e6 / len(copied_iterations(metrics.trace, rank))
+                for rank, copies in large.only(together).by_rank()
             ]
             gain += max(lengths) * (1 - slow / fast)
             evidence.append(
-                f"{direction}: {kind or 'all'} copies run at {rate_text(fast)} alone and at {rate_text(slow)} "
-                f"together with another rank's ({len(alone):,} and {len(together):,} copies of 1 MiB or more)"
+                f"{direction}: {kind or 'all'} copies run at {rate_text(fast)} alone and at {rate_text(slow)} together "
+                f"with another rank's ({int(alone.sum()):,} and {int(together.sum()):,} copies of 1 MiB or more)"
             )
     if not evidence:
         return None
@@ -126,23 +133,19 @@ def shared_link(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-def _large_copies(metrics: JobMetrics) -> pd.DataFrame:
-    """Return each large copy with rank, direction, kind (of host memory), start_ns, end_ns, rate (bytes/s) and
-    overlap_share: the share of its time in which another rank of the host copied in the same direction."""
+def _large_copies(metrics: JobMetrics) -> tuple[SteadyCopies, Floats]:
+    """Return large copies, and the share of the time of each in which another rank of the host copied in the same
+    direction."""
     rows = metrics.steady_copies
-    rows = rows[(rows["bytes"].fillna(0) >= _LARGE_BYTES) & (rows["end_ns"] > rows["start_ns"])]
-    hosts = {rank: metrics.trace.rank(rank).host for rank in metrics.trace.ranks}
-    rows = rows.assign(host=rows["rank"].map(hosts))
-    tables = []
-    for (rank, direction), own in rows.groupby(["rank", "direction"]):
-        others = rows[(rows["rank"] != rank) & (rows["direction"] == direction) & (rows["host"] == hosts[rank])]
-        busy = covering(*union(others["start_ns"].to_numpy(np.int64), others["end_ns"].to_numpy(np.int64)))
-        starts, ends = own["start_ns"].to_numpy(np.int64), own["end_ns"].to_numpy(np.int64)
-        rate = own["bytes"].to_numpy(np.float64) / (ends - starts) * 1e9
-        share = (busy(ends) - busy(starts)) / (ends - starts)
-        tables.append(own.assign(rate=rate, overlap_share=share, kind=own["host_memory"].fillna("")))
-    return pd.concat(tables) if tables else rows.assign(rate=0.0, overlap_share=0.0, kind="")
-
-
-def _busy_ms(rows: pd.DataFrame) -> float:
-    return union_length(rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)) / 1e6
+    rows = rows.only((rows.copies.bytes >= _LARGE_BYTES) & (rows.copies.ends > rows.copies.starts))
+    starts, ends = rows.copies.starts, rows.copies.ends
+    hosts = {rank: metrics.trace.rank(rank).host or "" for rank in metrics.trace.ranks}
+    host_of_row, shares = np.array([hosts[rank] for rank in rows.ranks.tolist()], str), np.zeros(len(starts))
+    for host, direction in product(sorted({*hosts.values()}), DIRECTIONS):
+        of_host = np.flatnonzero((host_of_row == host) & (rows.copies.directions == direction))
+        for rank in np.unique(rows.ranks[of_host]):
+            is_own = rows.ranks[of_host] == rank
+            own, others = of_host[is_own], of_host[~is_own]
+            busy = covering(*union(starts[others], ends[others]))
+            shares[own] = (busy(ends[own]) - busy(starts[own])) / (ends[own] - starts[own])
+    return rows, shares

@@ -13,6 +13,8 @@ import pandas as pd
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity, time_without_compute
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
@@ -240,6 +242,7 @@ class CollectiveSkew:
     waits: list[CollectiveWait]  # An entry per rank that has such collectives.
 
 
+@once_per_trace
 def collective_skew(trace: Trace) -> CollectiveSkew | None:
     """Compare the collectives that ranks have in common, the n-th of one rank with the n-th of every other.
 
@@ -271,10 +274,15 @@ def collective_skew(trace: Trace) -> CollectiveSkew | None:
 
 def _collectives(trace: Trace, rank: int) -> pd.DataFrame:
     """Return the collectives of a rank in the order of their launches."""
-    rows = main_kernels(trace, rank)
-    rows = rows[rows["kind"] == "communication"]
-    launches = rows["launch_ns"].fillna(rows["start_ns"])
-    return rows.assign(launch_ns=launches).sort_values("launch_ns", kind="stable")
+    rows = trace.columns(rank, "kernels")
+    on_main = rows.equal("device", main_device(trace, rank))
+    own = np.flatnonzero(on_main & rows.equal("kind", "communication"))
+    launches = np.where(rows.recorded("launch_ns"), rows.ints("launch_ns"), rows.ints("start_ns"))
+    own = own[np.argsort(launches[own], kind="stable")]
+    columns: dict[str, Any] = {name: rows.texts(name)[own] for name in ("name", "group")}
+    columns |= {"start_ns": rows.ints("start_ns")[own], "end_ns": rows.ints("end_ns")[own]}
+    # The index is that of `main_kernels`.
+    return pd.DataFrame(columns, index=(np.cumsum(on_main) - 1)[own])
 
 
 def _common_lengths(group: dict[int, pd.DataFrame]) -> npt.NDArray[np.int64] | None:

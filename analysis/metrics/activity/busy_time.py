@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.timeseries.step_functions import Union, intersection, merged, union
+from ebbtide.analysis.timeseries.step_functions import Ints, Union, intersection, merged, union
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.columns import Bools
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,11 +39,26 @@ def main_kernels(trace: Trace, rank: int) -> pd.DataFrame:
     return rows[rows["device"] == main_device(trace, rank)].reset_index(drop=True)
 
 
+class GpuWork(NamedTuple):
+    """Kernels or copies of the rank's first device as arrays, an entry each, in order of time."""
+
+    starts: Ints  # ns
+    ends: Ints  # ns
+    launches: Ints  # ns; any number where not recorded.
+    launched: Bools  # Whether the launch was recorded.
+    kinds: npt.NDArray[np.object_]
+
+    def only(self, selected: Bools) -> GpuWork:
+        return GpuWork._make(values[selected] for values in self)
+
+
 @recent_per_trace
-def main_transfers(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return the rows of the table `transfers` of the rank's first device."""
-    rows = trace.transfers(rank)
-    return rows[rows["device"] == main_device(trace, rank)].reset_index(drop=True)
+def main_work(trace: Trace, rank: int, table: str) -> GpuWork:
+    """Return the kernels or copies of a rank's first device; `table`: `kernels` or `transfers`."""
+    rows, kinds = trace.columns(rank, table), "kind" if table == "kernels" else "direction"
+    starts, ends, launches = (rows.ints(name) for name in ("start_ns", "end_ns", "launch_ns"))
+    work = GpuWork(starts, ends, launches, rows.recorded("launch_ns"), rows.texts(kinds))
+    return work.only(rows.equal("device", main_device(trace, rank)))
 
 
 @once_per_trace
@@ -49,11 +66,12 @@ def busy_time(trace: Trace, rank: int) -> BusyTime | None:
     """Return the times in which the first device of a rank is busy; None where kernels were not recorded."""
     if not len(trace.columns(rank, "kernels")):
         return None
-    rows = main_kernels(trace, rank)
-    if not rows["kind"].isin(["compute", "communication"]).any():
+    kernels, copies = main_work(trace, rank, "kernels"), main_work(trace, rank, "transfers")
+    of_kinds = {kind: kernels.only(kernels.kinds == kind) for kind in KINDS}
+    if not len(of_kinds["compute"].starts) and not len(of_kinds["communication"].starts):
         return None
-    times = {kind: _union(rows[rows["kind"] == kind]) for kind in KINDS}
-    times["copy"] = merged(times["copy"], _union(main_transfers(trace, rank)))
+    times = {kind: union(rows.starts, rows.ends) for kind, rows in of_kinds.items()}
+    times["copy"] = merged(times["copy"], union(copies.starts, copies.ends))
     busy = merged(*times.values())
     recorded = busy[0][:1], busy[1][-1:]
     if spans := trace.rank(rank).transfers_spans_ns:
@@ -61,7 +79,3 @@ def busy_time(trace: Trace, rank: int) -> BusyTime | None:
         starts, ends = np.array(spans, np.int64).T
         recorded = merged(intersection(recorded, (starts, ends)), busy)
     return BusyTime(**times, all=busy, recorded=recorded)
-
-
-def _union(rows: pd.DataFrame) -> Union:
-    return union(rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels, main_transfers
+from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_work
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, positions, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import (
+    Floats,
     Ints,
     Union,
     difference,
@@ -19,6 +22,7 @@ from ebbtide.analysis.timeseries.step_functions import (
 )
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.columns import Bools
 
 # In the order of output, with their texts. Together with `compute` they are the whole time.
 CAUSE_TEXTS = {
@@ -60,11 +64,15 @@ def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
     copy = difference(busy.copy, merged(busy.compute, busy.communication))
     memset = difference(busy.memset, merged(busy.compute, busy.communication, busy.copy))
     starts, ends = difference(busy.recorded, busy.all)
-    work = [main_kernels(trace, rank), main_transfers(trace, rank)]
-    rows = pd.concat([table[["start_ns", "launch_ns"]] for table in work]).dropna(subset="launch_ns")
-    launches = rows.groupby("start_ns")["launch_ns"].min().reindex(ends)
-    recorded = launches.notna().to_numpy()
-    launched = launches.fillna(0).to_numpy(np.int64)
+    work = [
+        work.only(work.launched) for work in (main_work(trace, rank, "kernels"), main_work(trace, rank, "transfers"))
+    ]
+    begins, launches = (np.concatenate([getattr(rows, name) for rows in work]) for name in ("starts", "launches"))
+    # The earliest launch of what begins at the same time.
+    order = np.lexsort((launches, begins))
+    begins, first = np.unique(begins[order], return_index=True)
+    position, recorded = positions(begins, ends)
+    launched = np.where(recorded, np.append(launches[order][first], 0)[position], 0)
     delay, latency = launched - starts, ends - launched
     queued = (delay <= 0) | ((latency > _MAX_LAUNCH_GAP_NS) & (latency > delay))
     masks = {
@@ -77,93 +85,112 @@ def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
     return causes | {cause: (starts[mask], ends[mask]) for cause, mask in masks.items()}
 
 
+# Milliseconds that are measured of each phase: those in which work of a kind or nothing runs, and the causes.
+COLUMNS = ("compute", "communication", "copy", "idle", *(f"cause_{cause}" for cause in CAUSES))
+
+
+class PhaseTimes(NamedTuple):
+    """Activity of a GPU in each phase of each iteration that was recorded as a whole."""
+
+    numbers: Ints  # The iterations.
+    has_phase: Bools  # Whether an iteration has a phase; a column for each of ITERATION_PARTS.
+    ms: Floats  # By iteration, part of ITERATION_PARTS and COLUMNS; 0 where the iteration lacks the phase.
+
+
 @once_per_trace
-def phase_activity(trace: Trace, rank: int) -> pd.DataFrame:
-    """Measure the first device of a rank in each phase of each iteration.
+def phase_times(trace: Trace, rank: int) -> PhaseTimes | None:
+    """Measure the first device of a rank in each phase of each iteration; None where kernels were not recorded.
 
     A kernel belongs to the phase that launched it, wherever it runs; one whose launch was not recorded, to the phases
-    in which it runs. Copies, idle time and the causes belong to the phase in whose time they are. The table has a row
-    per phase of each iteration that was recorded as a whole, with columns iteration, phase and, in ms: compute,
-    communication, copy, idle (nothing runs), and `cause_` with each of CAUSES. Empty where kernels were not recorded.
+    in which it runs. Copies, idle time and the causes belong to the phase in whose time they are. In `idle` nothing
+    runs.
     """
-    busy = busy_time(trace, rank)
-    columns = ["iteration", "phase", "compute", "communication", "copy", "idle", *(f"cause_{c}" for c in CAUSES)]
-    on_device = intervals(trace, rank).with_other
-    if busy is None or on_device.empty:
-        return pd.DataFrame(columns=columns)
-    on_device = on_device[on_device["iteration"].isin(_recorded_iterations(trace, rank))]
-    on_device = on_device.sort_values(["start_ns", "end_ns"], kind="stable", ignore_index=True)
-    starts, ends = on_device["start_ns"].to_numpy(np.int64), on_device["end_ns"].to_numpy(np.int64)
+    busy, on_device = busy_time(trace, rank), intervals(trace, rank).times_with_other
+    on_device = on_device.only(np.isin(on_device.iterations, recorded_iterations(trace, rank)))
+    if busy is None or not len(on_device.starts):
+        return None
+    starts, ends, numbers = on_device.starts, on_device.ends, np.unique(on_device.iterations)
     times = {
         f"cause_{cause}": overlap_ns(starts, ends, time) for cause, time in time_without_compute(trace, rank).items()
     }
     times["copy"] = overlap_ns(starts, ends, busy.copy)
     times["idle"] = ends - starts - overlap_ns(starts, ends, busy.all)
-    numbers = np.unique(on_device["iteration"])
-    sums = on_device[["iteration", "phase"]].assign(**times).groupby(["iteration", "phase"]).sum()
+    groups, count = _groups(on_device, numbers), len(numbers) * len(ITERATION_PARTS)
+    sums = {name: np.bincount(groups, lengths, count) for name, lengths in times.items()}
+    has_phase = np.bincount(groups, minlength=count) > 0
     for kind in ("compute", "communication"):
-        rows = _assigned(trace, rank, kind, numbers)
-        lengths = union_length_by_group(*rows, len(numbers) * len(ITERATION_PARTS))
-        index = pd.MultiIndex.from_product([numbers, ITERATION_PARTS])
-        sums[kind] = pd.Series(lengths, index=index).reindex(sums.index)
-    return (sums / 1e6).reset_index()[columns]
+        lengths = union_length_by_group(*_assigned(trace, rank, kind, numbers), count)
+        sums[kind] = np.where(has_phase, lengths, 0)
+    shape = len(numbers), len(ITERATION_PARTS)
+    return PhaseTimes(
+        numbers, has_phase.reshape(shape), np.stack([sums[c] / 1e6 for c in COLUMNS], 1).reshape(*shape, -1)
+    )
 
 
-def _recorded_iterations(trace: Trace, rank: int) -> Ints:
+def phase_activity(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return a row per phase of each iteration of `phase_times`: columns iteration, phase and, in ms, COLUMNS."""
+    times = phase_times(trace, rank)
+    if times is None:
+        return pd.DataFrame(columns=["iteration", "phase", *COLUMNS])
+    iteration, part = np.nonzero(times.has_phase)
+    keys = {"iteration": times.numbers[iteration], "phase": np.array(ITERATION_PARTS, object)[part]}
+    return pd.DataFrame({**keys, **dict(zip(COLUMNS, times.ms[iteration, part].T, strict=True))})
+
+
+def recorded_iterations(trace: Trace, rank: int) -> Ints:
     """Return the iterations that lie within the time in which activity was recorded."""
-    iterations, spans = intervals(trace, rank).spans, trace.rank(rank).transfers_spans_ns
-    numbers: Ints = iterations["iteration"].to_numpy(np.int64)
+    iterations, spans = intervals(trace, rank), trace.rank(rank).transfers_spans_ns
     if not spans:
-        return numbers
-    starts, ends = iterations["start_ns"].to_numpy(np.int64), iterations["end_ns"].to_numpy(np.int64)
+        return iterations.numbers
+    starts, ends = iterations.starts, iterations.ends
     recorded_starts, recorded_ends = np.array(spans, np.int64).T
-    whole: Ints = numbers[overlap_ns(starts, ends, (recorded_starts, recorded_ends)) == ends - starts]
+    whole: Ints = iterations.numbers[overlap_ns(starts, ends, (recorded_starts, recorded_ends)) == ends - starts]
     return whole
 
 
 def _assigned(trace: Trace, rank: int, kind: str, numbers: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (group, starts, ends) of the kernels of a kind, or of the parts of a kernel without a recorded launch.
-
-    The group is the position of the iteration in `numbers` times the number of parts, plus the position of the phase.
-    """
-    kernels = main_kernels(trace, rank)
-    kernels = kernels[kernels["kind"] == kind]
-    launched = kernels["launch_ns"].notna()
-    by_launch, by_time = kernels[launched], kernels[~launched]
-    host = _ordered(intervals(trace, rank, device_times=False).with_other, numbers)
-    launches = by_launch["launch_ns"].to_numpy(np.int64)
-    index = np.searchsorted(host["start_ns"].to_numpy(np.int64), launches, side="right") - 1
-    inside = (index >= 0) & (launches < host["end_ns"].to_numpy(np.int64)[index])
-    device = _ordered(intervals(trace, rank).with_other, numbers)
-    starts, ends = by_time["start_ns"].to_numpy(np.int64), by_time["end_ns"].to_numpy(np.int64)
-    phase_starts, phase_ends = device["start_ns"].to_numpy(np.int64), device["end_ns"].to_numpy(np.int64)
-    own, phase = overlapping(starts, ends, (phase_starts, phase_ends))
-    groups = [host["group"].to_numpy(np.int64)[index[inside]], device["group"].to_numpy(np.int64)[phase]]
-    begins = [by_launch["start_ns"].to_numpy(np.int64)[inside], np.maximum(starts[own], phase_starts[phase])]
-    finishes = [by_launch["end_ns"].to_numpy(np.int64)[inside], np.minimum(ends[own], phase_ends[phase])]
+    """Return (group, starts, ends) of the kernels of a kind, or of the parts of a kernel without a recorded launch;
+    groups as in `_groups`."""
+    kernels = main_work(trace, rank, "kernels")
+    kernels = kernels.only(kernels.kinds == kind)
+    by_launch, by_time = kernels.only(kernels.launched), kernels.only(~kernels.launched)
+    host = _ordered(intervals(trace, rank, device_times=False).times_with_other, numbers)
+    index = np.searchsorted(host.starts, by_launch.launches, side="right") - 1
+    inside = (index >= 0) & (by_launch.launches < np.append(host.ends, 0)[index])
+    device = _ordered(intervals(trace, rank).times_with_other, numbers)
+    own, phase = overlapping(by_time.starts, by_time.ends, (device.starts, device.ends))
+    groups = [_groups(host, numbers)[index[inside]], _groups(device, numbers)[phase]]
+    begins = [by_launch.starts[inside], np.maximum(by_time.starts[own], device.starts[phase])]
+    finishes = [by_launch.ends[inside], np.minimum(by_time.ends[own], device.ends[phase])]
     return np.concatenate(groups), np.concatenate(begins), np.concatenate(finishes)
 
 
-def _ordered(phases: pd.DataFrame, numbers: Ints) -> pd.DataFrame:
-    """Return phases of some length of the iterations `numbers` in order of time, with their `group`."""
-    phases = phases[phases["iteration"].isin(numbers) & (phases["end_ns"] > phases["start_ns"])]
-    phases = phases.sort_values("start_ns", ignore_index=True)
-    parts = phases["phase"].map({part: number for number, part in enumerate(ITERATION_PARTS)})
-    return phases.assign(group=np.searchsorted(numbers, phases["iteration"]) * len(ITERATION_PARTS) + parts)
+def _ordered(phases: PhaseArrays, numbers: Ints) -> PhaseArrays:
+    """Return phases of some length of the iterations `numbers` in order of time."""
+    phases = phases.only(np.isin(phases.iterations, numbers) & (phases.ends > phases.starts))
+    return phases.only(np.argsort(phases.starts, kind="stable"))
+
+
+def _groups(phases: PhaseArrays, numbers: Ints) -> Ints:
+    """Return the group of each phase: the position of its iteration in `numbers` times the number of parts, plus the
+    position of its part."""
+    parts = np.select([phases.phases == part for part in ITERATION_PARTS], range(len(ITERATION_PARTS)))
+    groups: Ints = np.searchsorted(numbers, phases.iterations) * len(ITERATION_PARTS) + parts
+    return groups
 
 
 @once_per_trace
 def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
     """Return milliseconds per iteration, medians over the steady iterations: a row per rank with recorded kernels.
 
-    Columns are those of `phase_activity` without iteration and phase. Kernels of several phases may run at once, so
-    `compute` and `communication` count such time once for each phase. `phase` None: all of them.
+    Columns are COLUMNS. Kernels of several phases may run at once, so `compute` and `communication` count such time
+    once for each phase. `phase` None: all of them.
     """
-    rows = {}
+    rows, steady = {}, steady_iterations(trace).numbers
     for rank in trace.ranks:
-        table = phase_activity(trace, rank)
-        table = table[table["iteration"].isin(steady_iterations(trace).numbers)]
-        if len(table):
-            figures = table.drop(columns=["iteration", "phase"]).where(table["phase"].eq(phase) | (phase is None), 0.0)
-            rows[rank] = figures.groupby(table["iteration"]).sum().median()
-    return pd.DataFrame.from_dict(rows, orient="index")
+        times = phase_times(trace, rank)
+        ms = None if times is None else times.ms[np.isin(times.numbers, steady)]
+        if ms is not None and len(ms):
+            of_phase = ms.sum(axis=1, dtype=np.longdouble) if phase is None else ms[:, ITERATION_PARTS.index(phase)]
+            rows[rank] = np.median(of_phase.astype(np.float64), axis=0)
+    return pd.DataFrame.from_dict(rows, orient="index", columns=COLUMNS)

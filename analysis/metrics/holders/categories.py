@@ -205,7 +205,7 @@ def memory_growth(trace: Trace, rank: int) -> list[Growth] | None:
     than three iterations were recorded.
     """
     device = main_device(trace, rank)
-    if device is None or trace.allocations(rank).empty:
+    if device is None or not len(trace.columns(rank, "allocations")):
         return None
     rows = categorized_allocations(trace, rank, device)
     updates = trace.phases(rank)

@@ -116,6 +116,8 @@ def _highest(ends: Ints, rates: Floats, spans: IterationSpans) -> Floats:
 
 def _clocks(trace: Trace, rank: int, spans: IterationSpans) -> Floats:
     rows, medians = trace.columns(rank, "gpu"), np.full(len(spans.numbers), np.nan)
+    if not len(rows):
+        return medians
     clocks = rows.floats("sm_clock_mhz")
     loaded = rows.equal("device", main_device(trace, rank)) & ~np.isnan(clocks)
     loaded &= rows.floats("utilization_percent") >= _LOADED_GPU_PERCENT

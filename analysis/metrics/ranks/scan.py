@@ -25,14 +25,17 @@ from ebbtide.workers import WorkerDied
 # Computes a result of a trace. Figures of ranks that it reads must be kept by `once_per_trace`.
 Read = Callable[[Trace], object]
 # Two ranks of a part are compared with each other, as those of the whole trace are.
-_RANKS_PER_PART = 2
-# Fewer ranks are read before threads would help. More threads wait for each other, and each holds tables of a part.
-_MIN_RANKS_FOR_THREADS = 16
-# The tables of fewer ranks with fewer bytes on disk stay in memory: parts would only repeat work.
-_MIN_BYTES = 50e6
-_MAX_THREADS = 4
+_MIN_RANKS_PER_PART = 2
 # Each task opens the trace again, which takes as long as a part of a rank.
-_RANKS_PER_TASK = 4
+_MIN_RANKS_PER_TASK = 4
+# Of ranks with small tables, a part has as many as have so many bytes on disk, and there are so many parts at least.
+_PART_BYTES = 16e6
+_MIN_PARTS = 16
+# Of ranks with fewer bytes, threads wait for each other. So do more threads, and each holds tables of a part.
+_MIN_RANK_BYTES_FOR_THREADS = 1e6
+_MAX_THREADS = 4
+# Tables of fewer bytes on disk stay in memory: parts would only repeat work.
+_MIN_BYTES = 50e6
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,21 @@ class ScanTask:
 
 # Runs a function on tasks by key, and yields (key, outcome) as each is finished, as those of `ebbtide.workers` do.
 ScanRunner: TypeAlias = Callable[
-    [Callable[[ScanTask], list[KeptResults]], Mapping[str, ScanTask]],
-    Iterator[tuple[str, list[KeptResults] | WorkerDied]],
+    [Callable[[ScanTask], KeptResults], Mapping[str, ScanTask]],
+    Iterator[tuple[str, KeptResults | WorkerDied]],
 ]
 
 
 def read_by_parts(trace: Trace, read: Read) -> None:
     """Compute a result part by part here, and keep what was computed of each rank."""
-    if len(trace.ranks) <= _RANKS_PER_PART or _fits_memory(trace):
+    if len(trace.ranks) <= _MIN_RANKS_PER_PART or trace.stored_bytes < _MIN_BYTES:
         return
-    parts, kept = _parts(trace, _RANKS_PER_PART), _of_all_ranks(trace)
+    parts, kept = _parts(trace, _MIN_RANKS_PER_PART), _of_all_ranks(trace)
 
     def read_part(ranks: Sequence[int]) -> None:
-        for results in _read_part(trace, ranks, kept, read):
-            keep_results(trace, results)
+        keep_results(trace, _read_part(trace, ranks, kept, read))
 
-    if len(trace.ranks) < _MIN_RANKS_FOR_THREADS:
+    if trace.stored_bytes < _MIN_RANK_BYTES_FOR_THREADS * len(trace.ranks):
         for ranks in parts:
             read_part(ranks)
         return
@@ -70,8 +72,8 @@ def read_by_parts(trace: Trace, read: Read) -> None:
         list(threads.map(read_part, parts))
 
 
-def scan(task: ScanTask) -> list[KeptResults]:
-    """Compute the result of a task, and return what was computed of each of its ranks."""
+def scan(task: ScanTask) -> KeptResults:
+    """Compute the result of a task, and return what was computed of its ranks."""
     return _read_part(open_trace(task.path), task.ranks, task.kept, task.read)
 
 
@@ -85,25 +87,21 @@ def scan_ranks(
     damaged or workers cannot read its path.
     """
     path, kept = trace.path.resolve(), _of_all_ranks(trace)
-    tasks = {str(part[0]): ScanTask(path, part, read, kept) for part in _parts(trace, _RANKS_PER_TASK)}
+    tasks = {str(part[0]): ScanTask(path, part, read, kept) for part in _parts(trace, _MIN_RANKS_PER_TASK)}
     finished = 0
     progress(finished, len(trace.ranks))
     with closing(runner(scan, tasks)) as outcomes:  # type: ignore[type-var]
         for key, outcome in outcomes:
             if isinstance(outcome, WorkerDied):
                 raise UserError(f"ranks {key} and following could not be read: {outcome}; try fewer --jobs")
-            for results in outcome:
-                keep_results(trace, results)
+            keep_results(trace, outcome)
             finished += len(tasks[key].ranks)
             progress(finished, len(trace.ranks))
 
 
-def _fits_memory(trace: Trace) -> bool:
-    size = sum(file.stat().st_size for file in trace.path.glob("rank-*/*.parquet"))
-    return len(trace.ranks) < _MIN_RANKS_FOR_THREADS and size < _MIN_BYTES
-
-
-def _parts(trace: Trace, size: int) -> list[tuple[int, ...]]:
+def _parts(trace: Trace, min_ranks: int) -> list[tuple[int, ...]]:
+    rank_bytes = max(trace.stored_bytes, 1) / len(trace.ranks)
+    size = max(min_ranks, min(int(_PART_BYTES / rank_bytes), len(trace.ranks) // _MIN_PARTS))
     return [tuple(trace.ranks[start : start + size]) for start in range(0, len(trace.ranks), size)]
 
 
@@ -114,9 +112,9 @@ def _of_all_ranks(trace: Trace) -> KeptResults:
     return kept_results(trace)
 
 
-def _read_part(trace: Trace, ranks: Sequence[int], kept: KeptResults, read: Read) -> list[KeptResults]:
+def _read_part(trace: Trace, ranks: Sequence[int], kept: KeptResults, read: Read) -> KeptResults:
     part = trace.of_ranks(ranks)
-    for results in (kept, *(kept_results(trace, rank) for rank in ranks)):
+    for results in (kept, kept_results(trace, ranks)):
         keep_results(part, results)
     read(part)
-    return [kept_results(part, rank) for rank in ranks]
+    return kept_results(part, ranks)

@@ -88,7 +88,7 @@ class SubstepAggregator:
             for direction in DIRECTIONS:
                 rows = copies(trace, rank, direction)
                 for kind in _HOST_MEMORY:
-                    own = rows[rows["host_memory"] == kind]
+                    own = rows.only(rows.host_memory == kind)
                     self._busy_by_host_memory[direction, kind] = busy_between(own, trace.rank(rank).transfers_spans_ns)
 
     def steps(self, rows: pd.DataFrame, keys: list[str], tiles: bool) -> list[SubStep]:

@@ -284,6 +284,8 @@ class AllocatorMemory:
         They are those of accelerators, or of the CPU if these have no events.
         """
         rows = self._rows.table().sort_values("t_ns", kind="stable")
+        if rows.empty:
+            return pd.DataFrame(columns=["t_ns", "device", "pool", "bytes"])
         accelerated = rows[rows["type"].isin(list(_ACCELERATORS))]
         if len(accelerated):
             names = accelerated["type"].map(_ACCELERATORS) + ":" + accelerated["device"].clip(lower=0).astype(str)

@@ -7,8 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.phases import PHASES
@@ -129,7 +131,9 @@ def _kind(name: str) -> MarkKind:
     return matching[0] if len(matching) == 1 else MarkKind.OP
 
 
-def interval_index(times: pd.Series, starts: pd.Series, ends: pd.Series) -> IntArray:
+def interval_index(
+    times: pd.Series[int] | IntArray, starts: pd.Series[int] | IntArray, ends: pd.Series[int] | IntArray
+) -> IntArray:
     """Return the index of the interval that contains each time, or -1.
 
     Intervals are in order and do not overlap; their ends are excluded.
@@ -151,13 +155,40 @@ def outermost(spans: pd.DataFrame) -> pd.DataFrame:
     return spans[spans["end"] > previous_end].reset_index(drop=True)
 
 
+class _Launched(NamedTuple):
+    """Work that was launched in intervals, an entry each."""
+
+    starts: IntArray
+    ends: IntArray
+    streams: IntArray  # The number of the stream; -1 where not recorded.
+    is_collective: npt.NDArray[np.bool_]
+    intervals: IntArray  # The number of the interval.
+
+    def latest(self, selected: npt.NDArray[np.bool_], count: int) -> IntArray:
+        """Return the last end of selected work of each of `count` intervals; the least integer where there is none."""
+        latest = np.full(count, _LEAST)
+        np.maximum.at(latest, self.intervals[selected], self.ends[selected])
+        return latest
+
+    def on_main(self) -> npt.NDArray[np.bool_]:
+        """Return which work is on the main stream, or of an interval that did not use the main stream."""
+        counts = np.bincount(self.streams[self.streams >= 0])
+        on_main = np.append(counts == counts.max(initial=-1), False)[self.streams]
+        return on_main | ~np.isin(self.intervals, self.intervals[on_main])
+
+
+_LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
 class DeviceTimes:
     """Times at which a device ran what the host launched in intervals."""
 
     def __init__(self, work: pd.DataFrame) -> None:
-        launched = work["launched"].notna()
-        self._work = work.loc[launched, ["start", "end", "device", "stream", "kind"]]
-        self._launches = work.loc[launched, "launched"].astype("int64")
+        work = work[work["launched"].notna()]
+        self._launches = work["launched"].to_numpy(np.int64)
+        self._starts, self._ends = (work[name].to_numpy(np.int64) for name in ("start", "end"))
+        self._streams = work.groupby(["device", "stream"], observed=True).ngroup().to_numpy(np.int64)
+        self._is_collective = (work["kind"] == COMMUNICATION).to_numpy(bool)
 
     def times(self, phases: pd.DataFrame) -> pd.DataFrame:
         """Compute when the device ran each phase: from the first start to the last end of the work launched in it.
@@ -171,17 +202,18 @@ class DeviceTimes:
         Returns:
             Columns gpu_start_ns and gpu_end_ns for each phase; missing for a phase that launched nothing.
         """
-        launched = self._launched_in(phases["start_ns"], phases["end_ns"])
-        work = launched[_on_main(launched)]
-        times = work.groupby("interval").agg(gpu_start_ns=("start", "min"), gpu_end_ns=("end", "max"))
+        launched, count = self._launched_in(phases["start_ns"], phases["end_ns"]), len(phases)
+        on_main = launched.on_main()
+        starts, ends = np.full(count, _MOST), launched.latest(on_main, count)
+        np.minimum.at(starts, launched.intervals[on_main], launched.starts[on_main])
+        used = ends > _LEAST
         # Phases must not overlap, also if two streams were counted.
-        latest_end = times["gpu_end_ns"].cummax()
-        times["gpu_start_ns"] = np.maximum(times["gpu_start_ns"], latest_end.shift(fill_value=np.iinfo(np.int64).min))
-        collectives = launched[launched["kind"] == COMMUNICATION].groupby("interval")["end"].max()
-        next_start = times["gpu_start_ns"].shift(-1, fill_value=np.iinfo(np.int64).max)
-        finished = np.minimum(collectives.reindex(times.index, fill_value=np.iinfo(np.int64).min), next_start)
-        times["gpu_end_ns"] = np.maximum(latest_end, finished)
-        return times.astype("Int64").reindex(range(len(phases)))
+        latest_ends = np.maximum.accumulate(ends[used])
+        starts[used] = np.maximum(starts[used], np.append(_LEAST, latest_ends)[:-1])
+        collectives = launched.latest(launched.is_collective, count)[used]
+        ends[used] = np.maximum(latest_ends, np.minimum(collectives, np.append(starts[used][1:], _MOST)))
+        columns = {"gpu_start_ns": starts, "gpu_end_ns": ends}
+        return pd.DataFrame({name: pd.arrays.IntegerArray(times, ~used) for name, times in columns.items()})
 
     def ends(self, steps: pd.DataFrame) -> pd.Series[int]:
         """Compute when the device finished each step: the last end of the work launched in it on the main stream.
@@ -190,21 +222,16 @@ class DeviceTimes:
 
         `steps`: columns start and end, in order and without overlap.
         """
-        launched = self._launched_in(steps["start"], steps["end"])
-        counted = _on_main(launched) | (launched["interval"] == len(steps) - 1)
-        return launched[counted].groupby("interval")["end"].max().cummax().astype("Int64").reindex(range(len(steps)))
+        launched, count = self._launched_in(steps["start"], steps["end"]), len(steps)
+        ends = launched.latest(launched.on_main() | (launched.intervals == count - 1), count)
+        return pd.Series(pd.arrays.IntegerArray(np.maximum.accumulate(ends), ends == _LEAST))
 
-    def _launched_in(self, starts: pd.Series[int], ends: pd.Series[int]) -> pd.DataFrame:
-        """Return the work that was launched in intervals, with the number of its `interval`."""
-        interval = interval_index(self._launches, starts, ends)
-        return self._work.assign(interval=interval)[interval >= 0]
-
-
-def _on_main(work: pd.DataFrame) -> pd.Series[bool]:
-    """Return which work is on the main stream, or of an interval that did not use the main stream."""
-    stream = work.groupby(["device", "stream"])["interval"].transform("size")
-    on_main = stream.eq(stream.max())
-    return on_main | ~on_main.groupby(work["interval"]).transform("any")
+    def _launched_in(self, starts: pd.Series[int], ends: pd.Series[int]) -> _Launched:
+        intervals = interval_index(self._launches, starts.to_numpy(np.int64), ends.to_numpy(np.int64))
+        own = intervals >= 0
+        return _Launched(
+            self._starts[own], self._ends[own], self._streams[own], self._is_collective[own], intervals[own]
+        )
 
 
 _PHASE_NAMES = np.array(PHASES)
@@ -237,14 +264,14 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
     spans = outermost(_marked_spans(marks))
     steps = marks.steps.table().sort_values("start", ignore_index=True)
     spans["step"] = interval_index(spans["start"], steps["start"], steps["end"])
-    same = spans[["phase", "part_of", "step"]]
-    begins = same.ne(same.shift()).any(axis=1)
+    same = spans[["phase", "part_of", "step"]].to_numpy(np.int64)
+    begins = np.append(True, (same[1:] != same[:-1]).any(axis=1))[: len(same)]
     if not spans["phase"].eq(MarkKind.BACKWARD).any():
-        begins |= True  # There was a backward between two updates, although the trace does not show it.
-    phases = spans.groupby(begins.cumsum()).agg(
-        phase=("phase", "first"), start_ns=("start", "first"), end_ns=("end", "last"),
-        step=("step", "first"), optimizer=("part_of", "first"),
-    ).reset_index(drop=True)  # fmt: skip
+        begins[:] = True  # There was a backward between two updates, although the trace does not show it.
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(spans))[: len(first)] - 1
+    phases = spans.iloc[first].reset_index(drop=True).rename(columns={"start": "start_ns", "part_of": "optimizer"})
+    phases["end_ns"] = spans["end"].to_numpy(np.int64)[last]
     iterations = steps.iloc[:0] if len(phases) else steps
     if _steps_are_iterations(phases):
         phases["iteration"] = pd.array([*steps["number"], None], dtype="Int64")[phases["step"]]
@@ -300,6 +327,8 @@ def _separate(spans: pd.DataFrame, kind: MarkKind) -> pd.DataFrame:
 def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
     """Return the ops that the engine evaluates later, without those that the engine itself runs to recompute."""
     ops = marks.ops.table()
+    if ops.empty:
+        return ops
     ops = ops[interval_index(ops["start"], engine["start"], engine["end"]) < 0]
     evaluated = marks.evaluated.groupby("sequence", as_index=False)["start"].max()
     ops = ops.merge(evaluated, on="sequence", suffixes=("", "_of_engine"))

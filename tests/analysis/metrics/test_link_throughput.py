@@ -193,7 +193,7 @@ def test_traffic__prefers_copies_of_first_device_to_counters() -> None:
     trace = builder.build()
     assert recorded(trace).bytes(ints(0), ints(100))[0] == 100
     assert recorded(trace).idle_share(ints(0), ints(100), PEAK)[0] == pytest.approx(0.9)
-    assert copies(trace, 0, None)["bytes"].tolist() == [100]
+    assert copies(trace, 0, None).bytes.tolist() == [100]
 
 
 def test_traffic__is_unknown_where_copies_were_not_recorded() -> None:

@@ -63,7 +63,7 @@ def ticks(rows: Any) -> set[int]:
 def test_link_table__equals_direct_count(lengths: Any, h2d: Any, d2h: Any) -> None:
     trace = built(lengths, h2d, d2h, transfers_recorded=True).build()
     phase_of_tick = clock(lengths)
-    table = link_table(trace, 0)
+    table = link_table(trace, 0).frame
     parts = set()
     for row in table.itertuples():
         own, other = (h2d, d2h) if row.direction == "h2d" else (d2h, h2d)
@@ -94,7 +94,7 @@ def test_link_table__sum_needs_every_part_of_phase() -> None:
     for t in range(10, 51, 10):
         rank.link(t * MS, 10 * MS, "gpm", h2d_bytes_per_s=1e8)
     trace = builder.build()
-    table = link_table(trace, 0).set_index(["direction", "iteration", "phase"])["bytes"]
+    table = link_table(trace, 0).frame.set_index(["direction", "iteration", "phase"])["bytes"]
     assert [table["h2d", 0, phase] for phase in PHASES] == pytest.approx([1e6] * 3)
     assert np.isnan(table["h2d", 1, "forward"])
     assert np.isnan(table["h2d", 1, "backward"])
@@ -103,7 +103,7 @@ def test_link_table__sum_needs_every_part_of_phase() -> None:
     assert sizes is not None
     assert sizes.columns["other"].tolist() == [0, 0]
     assert phase_bytes(trace, 0, "d2h") is None
-    assert link_table(trace, 0)["busy_ms"].isna().all()
+    assert link_table(trace, 0).frame["busy_ms"].isna().all()
 
 
 @given(iterations, memory)
@@ -139,7 +139,7 @@ def test_phase_peaks__take_highest_part_of_phase() -> None:
 @pytest.mark.parametrize("trace", [built([]).build(), built([], [(0, 5, 9)], samples={0: 5}).build()])
 def test_phase_tables__are_empty_without_iterations(trace: Trace) -> None:
     assert phase_peaks(trace, 0, "device").frame.empty
-    assert link_table(trace, 0).empty
+    assert link_table(trace, 0).frame.empty
     sizes = phase_bytes(trace, 0, "h2d")
     assert sizes is None or sizes.frame.empty
 
@@ -147,7 +147,7 @@ def test_phase_tables__are_empty_without_iterations(trace: Trace) -> None:
 def test_phase_tables__leave_out_unfinished_phases() -> None:
     builder = built([(0, 10, 10, 10)], [(0, 60, 60)])
     builder.rank(0).phase("forward", 40 * MS, 50 * MS)
-    table = link_table(builder.build(), 0)
+    table = link_table(builder.build(), 0).frame
     assert table["iteration"].unique().tolist() == [0]
     assert isinstance(table, pd.DataFrame)
     assert table.loc[table["direction"] == "h2d", "bytes"].sum() == pytest.approx(30)

@@ -42,19 +42,21 @@ def figures(trace: Trace) -> list[str]:
 def test_read_by_parts__figures_do_not_depend_on_what_is_kept_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = figures(ranks(5))
     assert len(set(expected)) == 4
-    monkeypatch.setattr(scan, "_MIN_RANKS_FOR_THREADS", 1)
-    monkeypatch.setattr(cache, "_MAX_SERIES", 1)
+    monkeypatch.setattr(scan, "_MIN_RANK_BYTES_FOR_THREADS", 0)
+    monkeypatch.setattr(scan, "_MIN_BYTES", 0)
+    monkeypatch.setattr(cache, "_MIN_SERIES", 1)
+    monkeypatch.setattr(cache, "_SERIES_BYTES", 0)
     monkeypatch.setattr(trace_module, "_MAX_TABLE_BYTES", 1)
     assert figures(ranks(5)) == expected
 
 
-@pytest.mark.parametrize("ranks_for_threads", [1, 99])
-def test_read_by_parts__raises_the_error_of_a_rank(ranks_for_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bytes_for_threads", [0, 1e6])
+def test_read_by_parts__raises_the_error_of_a_rank(bytes_for_threads: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(part: Trace) -> None:
         if 2 in part.ranks:
             raise ValueError("rank 2 is damaged")
 
-    monkeypatch.setattr(scan, "_MIN_RANKS_FOR_THREADS", ranks_for_threads)
+    monkeypatch.setattr(scan, "_MIN_RANK_BYTES_FOR_THREADS", bytes_for_threads)
     monkeypatch.setattr(scan, "_MIN_BYTES", 0)
     with pytest.raises(ValueError, match="rank 2 is damaged"):
         scan.read_by_parts(ranks(4), fail)
