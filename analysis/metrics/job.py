@@ -12,7 +12,8 @@ from ebbtide.profiler.trace import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ebbtide.analysis.metrics.activity.activity import CollectiveSkew, GpuActivity
+    from ebbtide.analysis.metrics.activity.activity import GpuActivity
+    from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew
     from ebbtide.analysis.metrics.advice import Adviser
     from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup
     from ebbtide.analysis.metrics.drift import Drift
@@ -185,7 +186,7 @@ class JobMetrics:
     @cached_property
     def collective_skew(self) -> CollectiveSkew | None:
         """Waiting of the ranks for each other; None unless several recorded the same collectives."""
-        from ebbtide.analysis.metrics.activity.activity import collective_skew
+        from ebbtide.analysis.metrics.activity.collectives import collective_skew
 
         return collective_skew(self.trace)
 

@@ -199,6 +199,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     size: _Whole = msgspec.field(name="Bytes", default=0)
     device_type: _Whole = msgspec.field(name="Device Type", default=MISSING)
     device_id: _Whole = msgspec.field(name="Device Id", default=MISSING)
+    awaited_stream: _Whole = msgspec.field(name="wait_on_stream", default=MISSING)
+    record: _Whole = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=MISSING)
     collective: Any = msgspec.field(name="Collective name", default=None)
     group_name: Any = msgspec.field(name="Process Group Name", default=None)
     group_ranks: Any = msgspec.field(name="Process Group Ranks", default=None)

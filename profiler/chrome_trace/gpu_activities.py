@@ -8,10 +8,10 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from ebbtide.profiler.chrome_trace.events import MISSING, Args, Event, IntArray, IntTable, spans
+from ebbtide.profiler.chrome_trace.events import MISSING, Args, Event, IntTable, spans
+from ebbtide.profiler.chrome_trace.host_calls import CALL_CATEGORIES, SYNC_CATEGORY, HostCalls, matching
 
 KINDS = ("compute", "communication", "copy", "memset")
 COMMUNICATION = KINDS.index("communication")
@@ -19,8 +19,8 @@ COMMUNICATION = KINDS.index("communication")
 TRANSFER = len(KINDS)
 # Each category by its name in torch, and in torch 1.8.
 ACTIVITY_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "mtia_ccp_events", "Kernel", "Memcpy", "Memset"})
-# Calls of the runtime or driver, by which the host launches work.
-CALL_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver", "mtia_runtime", "Runtime"})
+# All categories that are read here.
+DEVICE_CATEGORIES = ACTIVITY_CATEGORIES | CALL_CATEGORIES | {SYNC_CATEGORY}
 _COPIES = frozenset({"gpu_memcpy", "Memcpy"})
 _MEMSETS = frozenset({"gpu_memset", "Memset"})
 # ncclDevKernel_AllReduce_Sum_f32_RING_LL(...), ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...); RCCL uses both names.
@@ -122,14 +122,16 @@ class GpuActivities:
         self._groups: dict[str | None, int] = {None: MISSING}
         columns = ("start", "end", "correlation", "device", "stream", "kind", "name", "bytes", "group")
         self._activities = IntTable(*columns)
-        self._launches = IntTable("correlation", "launched")
+        self._calls = HostCalls()
         self._sizes = IntTable("correlation", "bytes")
         self.duplicates = 0
 
     def add(self, events: list[Event]) -> None:
-        """Add the events of ACTIVITY_CATEGORIES and CALL_CATEGORIES among events that have times."""
+        """Add the events of DEVICE_CATEGORIES among events that have times."""
         self.add_activities([event for event in events if event.cat in ACTIVITY_CATEGORIES])
         self.add_calls([event for event in events if event.cat in CALL_CATEGORIES])
+        if waits := [event for event in events if event.cat == SYNC_CATEGORY]:
+            self._calls.add_waits(waits)
 
     def add_activities(self, events: list[Event]) -> None:
         """Add events of ACTIVITY_CATEGORIES."""
@@ -150,7 +152,7 @@ class GpuActivities:
         """Add events of CALL_CATEGORIES: launches, and sizes of copies, which some ROCm versions state only there."""
         if not events:
             return
-        self._launches.add([event.args.correlation for event in events], spans(events)[0])
+        self._calls.add(events)
         sizes = [(event.args.correlation, event.args.bytes) for event in events if event.args.bytes != MISSING]
         if sizes:
             self._sizes.add(*np.array(sizes, np.int64).T)
@@ -168,7 +170,7 @@ class GpuActivities:
         self.duplicates = int(repeated.sum())
         if self.duplicates:
             work = work[~repeated].reset_index(drop=True)
-        launched, recorded = _matching(self._launches.table(), work["correlation"])
+        launched, recorded = matching(self._calls.starts, work["correlation"])
         return work.assign(launched=pd.arrays.IntegerArray(launched, ~recorded))
 
     def busiest(self) -> list[int]:
@@ -179,7 +181,7 @@ class GpuActivities:
     def transfers(self, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `transfers`. base_ns: added to the times of the events."""
         copies = self.work[self.work["kind"] == TRANSFER]
-        stated, recorded = _matching(self._sizes.table(), copies["correlation"])
+        stated, recorded = matching(self._sizes.table(), copies["correlation"])
         sizes = copies["bytes"].mask((copies["bytes"] == MISSING) & recorded, stated)
         copies = copies.assign(bytes=sizes.where(sizes.between(0, _MAX_BYTES), MISSING))
         return transfer_columns(copies, [*self._names], base_ns)
@@ -191,15 +193,6 @@ class GpuActivities:
         columns = kernel_columns(self.work, [*self._names], base_ns)
         return {**columns, "group": pd.Categorical.from_codes(codes, groups)}
 
-
-def _matching(calls: pd.DataFrame, correlations: pd.Series[int]) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the value of the first call with each correlation, and whether there is one. `correlations`: correlations,
-    of which only positive ones state a call."""
-    wanted = correlations.to_numpy(np.int64)
-    if calls.empty:
-        return np.zeros_like(wanted), np.zeros(len(wanted), bool)
-    numbers, values = calls.to_numpy(np.int64).T
-    order = np.argsort(numbers, kind="stable")
-    numbers = numbers[order]
-    position = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
-    return values[order][position], (numbers[position] == wanted) & (wanted > 0)
+    def calls(self, base_ns: int) -> dict[str, Any]:
+        """Return the columns of the table `calls`. base_ns: added to the times of the events."""
+        return self._calls.columns(self.work["correlation"].to_numpy(), base_ns)

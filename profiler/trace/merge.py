@@ -13,7 +13,7 @@ from ebbtide.profiler.trace.trace import Trace
 
 # Traces this close count as overlapping: clocks of hosts differ a little.
 _MAX_GAP_NS = 10**9
-_TIMES = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "launch_ns", "t_ns")
+_TIMES = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "launch_ns", "awaited_ns", "t_ns")
 
 
 def merge(traces: Sequence[Trace], output: Path, force: bool = False, align: str | None = None) -> Trace:

@@ -99,6 +99,15 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("flops", pa.int64(), nullable=True),
         TraceColumn("bytes", pa.int64(), nullable=True),
     ),
+    "calls": (
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME),
+        TraceColumn("name", _LABEL),
+        TraceColumn("thread", pa.int64(), nullable=True),
+        TraceColumn("stream", pa.int64(), nullable=True),
+        TraceColumn("awaited_stream", pa.int64(), nullable=True),
+        TraceColumn("awaited_ns", _TIME, nullable=True),
+    ),
     "iteration_marks": (
         TraceColumn("iteration", pa.int64()),
         TraceColumn("start_ns", _TIME),
@@ -123,7 +132,7 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
 }
 
 # Tables whose file exists only where they have rows; traces of earlier versions do not have it.
-OPTIONAL_TABLES = frozenset({"gpu", "kernels", "iteration_marks", "annotations", "allocations"})
+OPTIONAL_TABLES = frozenset({"gpu", "kernels", "calls", "iteration_marks", "annotations", "allocations"})
 
 # The column by which the rows of each table are sorted.
 SORT = {

@@ -188,6 +188,10 @@ class Trace:
         """Return the table `kernels` of one rank; empty where kernels were not recorded."""
         return self.table(rank, "kernels")
 
+    def calls(self, rank: int) -> pd.DataFrame:
+        """Return the table `calls` of one rank; empty where calls were not recorded."""
+        return self.table(rank, "calls")
+
     def iteration_marks(self, rank: int) -> pd.DataFrame:
         """Return the table `iteration_marks` of one rank; empty where the source does not mark iterations."""
         return self.table(rank, "iteration_marks")

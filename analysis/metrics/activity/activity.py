@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels
+from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew, collective_skew
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity, time_without_compute
-from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
@@ -215,84 +212,3 @@ def _total(trace: Trace, rank: int) -> TotalActivity:
         idle_ms=(span - length(busy.all)) / 1e6,
         communication_overlap_share=1 - exposed / communication if communication else None,
     )
-
-
-# The operation in the name of a kernel: ncclDevKernel_AllReduce_Sum_f32_RING_LL(...). The algorithm may differ by rank.
-_OPERATION = re.compile(r"(?:nccl|rccl)\w*?_([A-Za-z]+)", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class CollectiveWait:
-    """Waiting of one rank in collectives, over the whole trace.
-
-    A collective ends at about the same time on all ranks, so the rank on which it is shortest came last, and the others
-    waited for it. This compares lengths only, so clocks of hosts need not agree.
-    """
-
-    rank: int
-    wait_ms: float  # Sum over collectives of the time on this rank less the shortest time on any rank.
-    last: int  # Number of collectives for which this rank came last.
-
-
-@dataclass(frozen=True)
-class CollectiveSkew:
-    """Waiting of ranks in their common collectives."""
-
-    count: int  # Number of collectives compared.
-    waits: list[CollectiveWait]  # An entry per rank that has such collectives.
-
-
-@once_per_trace
-def collective_skew(trace: Trace) -> CollectiveSkew | None:
-    """Compare the collectives that ranks have in common, the n-th of one rank with the n-th of every other.
-
-    Ranks have those of a process group in common, where kernels name their group. Else all ranks are one group. The
-    result is None unless at least two ranks of a group recorded collectives, and all of them the same operations in the
-    same order of launches. Groups of which this is not true are left out.
-    """
-    tables = {rank: _collectives(trace, rank) for rank in trace.ranks}
-    if all(table["group"].isna().all() for table in tables.values()):
-        groups = [tables]
-    else:
-        names = {str(name) for table in tables.values() for name in table["group"].dropna().unique()}
-        members = [{rank: table[table["group"] == name] for rank, table in tables.items()} for name in sorted(names)]
-        groups = [{rank: table for rank, table in group.items() if len(table)} for group in members]
-    count = 0
-    waits: dict[int, CollectiveWait] = {}
-    for group in groups:
-        lengths = _common_lengths(group)
-        if lengths is None:
-            continue
-        count += lengths.shape[1]
-        waited = (lengths - lengths.min(axis=0)).sum(axis=1)
-        last = np.bincount(lengths.argmin(axis=0), minlength=len(lengths))
-        for rank, wait, times in zip(group, waited, last, strict=True):
-            before = waits.get(rank, CollectiveWait(rank, 0.0, 0))
-            waits[rank] = CollectiveWait(rank, before.wait_ms + wait / 1e6, before.last + int(times))
-    return CollectiveSkew(count, [waits[rank] for rank in sorted(waits)]) if count else None
-
-
-def _collectives(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return the collectives of a rank in the order of their launches."""
-    rows = trace.columns(rank, "kernels")
-    on_main = rows.equal("device", main_device(trace, rank))
-    own = np.flatnonzero(on_main & rows.equal("kind", "communication"))
-    launches = np.where(rows.recorded("launch_ns"), rows.ints("launch_ns"), rows.ints("start_ns"))
-    own = own[np.argsort(launches[own], kind="stable")]
-    columns: dict[str, Any] = {name: rows.texts(name)[own] for name in ("name", "group")}
-    columns |= {"start_ns": rows.ints("start_ns")[own], "end_ns": rows.ints("end_ns")[own]}
-    # The index is that of `main_kernels`.
-    return pd.DataFrame(columns, index=(np.cumsum(on_main) - 1)[own])
-
-
-def _common_lengths(group: dict[int, pd.DataFrame]) -> npt.NDArray[np.int64] | None:
-    """Return the length of each collective (column) on each rank (row), ns; None where the ranks' operations differ."""
-    operations = {tuple(_operation(str(name)) for name in table["name"]) for table in group.values()}
-    if len(group) < 2 or len(operations) != 1 or not operations.pop():
-        return None
-    return np.stack([(table["end_ns"] - table["start_ns"]).to_numpy(np.int64) for table in group.values()])
-
-
-def _operation(name: str) -> str:
-    match = _OPERATION.search(name)
-    return match[1].lower() if match else name

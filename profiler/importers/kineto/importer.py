@@ -13,7 +13,8 @@ import pandas as pd
 from msgspec import UNSET
 
 from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntTable, spans
-from ebbtide.profiler.chrome_trace.gpu_activities import ACTIVITY_CATEGORIES, CALL_CATEGORIES, GpuActivities
+from ebbtide.profiler.chrome_trace.gpu_activities import DEVICE_CATEGORIES, GpuActivities
+from ebbtide.profiler.chrome_trace.host_calls import thread_number
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import ANNOTATION, CALLS, OPS, DeviceTimes, Marks, find_phases
@@ -46,8 +47,7 @@ class Annotations:
         if not self.are_kept:
             return
         names = [self._names.setdefault(event.name, len(self._names)) for event in events]
-        threads = [event.tid if type(event.tid) is int and 0 <= event.tid < 1 << 62 else MISSING for event in events]
-        self._rows.add(*spans(events), names, threads)
+        self._rows.add(*spans(events), names, [thread_number(event.tid) for event in events])
 
     def columns(self, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `annotations`. base_ns: added to the times of the events."""
@@ -69,7 +69,7 @@ _MAX_COUNT = 10_000_000
 MEMORY_CATEGORIES = frozenset({"cpu_instant_event", ""})
 _NAME = "[memory]"
 # Categories of torch.profiler's events, those that are not read included.
-_CATEGORIES = OPS | {CALLS, "Trace", "overhead", "gpu_user_annotation"} | CALL_CATEGORIES | ACTIVITY_CATEGORIES
+_CATEGORIES = OPS | {CALLS, "Trace", "overhead", "gpu_user_annotation"} | DEVICE_CATEGORIES
 # c10::DeviceType of the CPU, and of accelerators with torch's names. HIP (ROCm) devices are `cuda` in torch.
 _CPU = 0
 _ACCELERATORS = {1: "cuda", 6: "cuda", 12: "xpu", 13: "mps", 19: "mtia", 20: "privateuseone"}
@@ -145,10 +145,8 @@ class _Contents:
                     self.annotations.add(events)
             elif category == CALLS:
                 self.marks.add_calls(events)
-            elif category in CALL_CATEGORIES:
-                self.device.add_calls(events)
-            elif category in ACTIVITY_CATEGORIES:
-                self.device.add_activities(events)
+            elif category in DEVICE_CATEGORIES:
+                self.device.add(events)
             elif category in MEMORY_CATEGORIES:
                 self.memory.add(events)
 
@@ -254,6 +252,7 @@ def _add_device_activity(entry: RankBuilder, contents: _Contents, notes: list[st
         return
     entry.meta["transfers_recorded"] = True
     entry.extend("kernels", **device.kernels(base_ns))
+    entry.extend("calls", **device.calls(base_ns))
     if not len(copies["start_ns"]):
         notes.append("it has no copy between host and device")
 

@@ -23,7 +23,7 @@ _MAX_DEVICES = 1024
 _THREAD_BITS = 24
 _ID_MASK = (1 << _THREAD_BITS) - 1
 WORK_COLUMNS = ("process", "start", "end", "device", "stream", "correlation", "kind", "name", "bytes")
-LAUNCH_COLUMNS = ("process", "correlation", "start")
+LAUNCH_COLUMNS = ("process", "correlation", "start", "end", "thread", "name")
 RANGE_COLUMNS = ("process", "thread", "start", "end", "name")
 MEMORY_COLUMNS = ("process", "device", "t", "address", "bytes", "released")
 

@@ -61,7 +61,7 @@ class Report:
     units: dict[str, int]  # The factor to ns or bytes of each column that states a unit
 
     def integers(self, column: str) -> pd.Series:
-        """Return a column in ns, bytes or without unit; MISSING where it has no number."""
+        """Return a column in ns, bytes or without unit; nsys.MISSING where it has no number."""
         if column not in self.rows:
             return pd.Series(nsys.MISSING, self.rows.index, dtype=np.int64)
         values = pd.to_numeric(self.rows[column], errors="coerce")
@@ -143,7 +143,7 @@ def read_reports(sources: Sequence[Source]) -> Capture:
             if report.kind is ReportKind.WORK:
                 rows = _work(report, names, capture)
             elif report.kind is ReportKind.CALLS:
-                rows = _calls(report)
+                rows = _calls(report, names)
             else:
                 rows = _ranges(report, names)
             incomplete = ~nsys.are_spans(rows if "end" in rows else rows.assign(end=rows["start"]))
@@ -231,9 +231,19 @@ def _kind_and_name(name: str, source: str, target: str) -> tuple[int, str]:
     )
 
 
-def _calls(report: Report) -> pd.DataFrame:
-    process, correlation = nsys.process_of_pid(report.integers("pid")), report.integers("corrid")
-    return pd.DataFrame({"process": process, "correlation": correlation, "start": report.integers("start")})
+def _calls(report: Report, names: dict[str, int]) -> pd.DataFrame:
+    """Return LAUNCH_COLUMNS of a report."""
+    start = report.integers("start")
+    return pd.DataFrame(
+        {
+            "process": nsys.process_of_pid(report.integers("pid")),
+            "correlation": report.integers("corrid"),
+            "start": start,
+            "end": start + report.integers("duration").clip(lower=0),
+            "thread": report.integers("tid"),
+            "name": _numbered(report.texts("name"), names),
+        }
+    )
 
 
 def _ranges(report: Report, names: dict[str, int]) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, kernel_columns, labels, transfer_columns
+from ebbtide.profiler.chrome_trace.host_calls import call_columns, kept_calls
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import DeviceTimes
 from ebbtide.profiler.importers.nsys.capture import MISSING, Capture, pid_of
@@ -147,8 +148,8 @@ class _Rank:
         self._entry, self._capture, self._process = entry, capture, process
         self._names, self._notes = names, notes
         self._base_ns = capture.session_ns or 0
-        launches = capture.launches[capture.launches["process"] == process]
-        self._work = with_launches(capture.work[capture.work["process"] == process], launches)
+        self._calls = capture.launches[capture.launches["process"] == process]
+        self._work = with_launches(capture.work[capture.work["process"] == process], self._calls)
         self._ranges = capture.ranges[capture.ranges["process"] == process].sort_values("start", kind="stable")
 
     def add(self) -> None:
@@ -166,6 +167,8 @@ class _Rank:
         self._entry.meta["transfers_recorded"] = True
         self._entry.extend("kernels", **kernel_columns(self._work, self._capture.names, self._base_ns))
         self._entry.extend("transfers", **transfer_columns(self._work, self._capture.names, self._base_ns))
+        calls = kept_calls(self._calls, self._capture.names, self._work["correlation"])
+        self._entry.extend("calls", **call_columns(calls, self._capture.names, self._base_ns))
         if not self._work["kind"].eq(TRANSFER).any():
             self._notes.append("it has no copy between host and device")
 

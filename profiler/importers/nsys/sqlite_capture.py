@@ -51,11 +51,7 @@ def read_capture(database: Database) -> Capture:
     parts = [_kernels(database, names), _graphs(database, names, capture.notes), _copies(database, names),
              _memsets(database, names)]  # fmt: skip
     capture.work = pd.concat(parts, ignore_index=True)
-    calls = database.integers(CALLS, ("start",), {"correlationId": nsys.MISSING, "globalTid": nsys.MISSING})
-    calls = calls[(calls["correlationId"] > 0) & calls["start"].between(0, nsys.MAX_TIME)]
-    capture.launches = pd.DataFrame(
-        {"process": nsys.process_of(calls["globalTid"]), "correlation": calls["correlationId"], "start": calls["start"]}
-    )
+    capture.launches = _calls(database, names)
     capture.ranges = _ranges(database, names)
     capture.names = names.resolve(database)
     nsys.separate_collectives(capture.work, capture.names)
@@ -169,8 +165,25 @@ def _memsets(database: Database, names: _Names) -> pd.DataFrame:
     return _work(rows, nsys.MEMSET, names.of_text(nsys.MEMSET_NAME))
 
 
+def _calls(database: Database, names: _Names) -> pd.DataFrame:
+    """Return LAUNCH_COLUMNS."""
+    optional = {"correlationId": nsys.MISSING, "globalTid": nsys.MISSING, "end": nsys.MISSING, "nameId": nsys.MISSING}
+    rows = database.integers(CALLS, ("start",), optional)
+    rows = rows[(rows["correlationId"] > 0) & rows["start"].between(0, nsys.MAX_TIME)]
+    return pd.DataFrame(
+        {
+            "process": nsys.process_of(rows["globalTid"]),
+            "correlation": rows["correlationId"],
+            "start": rows["start"],
+            "end": rows["end"].clip(upper=nsys.MAX_TIME).where(rows["end"] >= rows["start"], rows["start"]),
+            "thread": nsys.thread_of(rows["globalTid"]),
+            "name": names.of_ids(rows["nameId"]),
+        }
+    )
+
+
 def _ranges(database: Database, names: _Names) -> pd.DataFrame:
-    """Return RANGE_COLUMNS, and `domain`: the number of the name of the range's domain, MISSING for the default one."""
+    """Return RANGE_COLUMNS, and `domain`: the number of the name of the range's domain, nsys.MISSING for the default one."""
     optional = {
         "end": nsys.MISSING,
         "eventType": _PUSH_POP,

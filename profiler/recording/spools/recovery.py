@@ -128,7 +128,7 @@ def _add_files(data: RankData, path: Path, header: Any, expects_copies: bool) ->
     slice_paths = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
     if slice_paths:
         recorded = read_slices(slice_paths, int(header["x"]) - int(header["y"]))
-        data.tables |= {"transfers": recorded.transfers, "kernels": recorded.kernels}
+        data.tables |= recorded.tables
         notes += recorded.problems
         data.meta["transfers_recorded"] = True
         data.meta["transfers_spans_ns"] = slice_spans(slice_paths, data.tables["phases"])
@@ -193,7 +193,7 @@ def _trim(data: RankData, first: int, end: int | None) -> None:
     end_ns = phases["end_ns"].max() if end is not None and len(phases) else None
     # The device finishes the last iteration later than the host.
     device_end_ns = pd.concat([phases["end_ns"], phases["gpu_end_ns"].dropna()]).max()
-    for table in ("memory", "link", "gpu", "transfers", "kernels"):
+    for table in ("memory", "link", "gpu", "transfers", "kernels", "calls"):
         rows, column = data.tables[table], SORT[table]
         if table == "memory":
             rows = _with_values_at(rows, begin_ns)
@@ -250,14 +250,13 @@ def _first_size(text: str, patterns: tuple[str, ...]) -> int | None:
 class SliceTables(NamedTuple):
     """Contents of the slices of a process; `problems`: a line for each file that could not be read to its end."""
 
-    transfers: pd.DataFrame
-    kernels: pd.DataFrame
+    tables: dict[str, pd.DataFrame]
     problems: list[str]
 
 
 def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> SliceTables:
     """Read the slices of a process. `wall_to_monotonic_ns`: added to their times, which are Unix times."""
-    transfers, kernels = [frame("transfers")], [frame("kernels")]
+    parts = {table: [frame(table)] for table in ("transfers", "kernels", "calls")}
     problems = []
     for path in paths:
         activities = GpuActivities()
@@ -270,13 +269,14 @@ def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> SliceTables
             problems.append(f"the copies in {path.name} could not be read ({error})")
             continue
         base_ns = trace.base_ns + wall_to_monotonic_ns
-        transfers.append(frame("transfers", activities.transfers(base_ns)))
-        kernels.append(frame("kernels", activities.kernels(base_ns)))
+        columns = (activities.transfers(base_ns), activities.kernels(base_ns), activities.calls(base_ns))
+        for table, values in zip(parts, columns, strict=True):
+            parts[table].append(frame(table, values))
         if trace.stop_reason or trace.skipped:
             problems.append(
                 f"the copies in {path.name} could not all be read ({trace.stop_reason or 'some are damaged'})"
             )
-    return SliceTables(frame("transfers", pd.concat(transfers)), frame("kernels", pd.concat(kernels)), problems)
+    return SliceTables({table: frame(table, pd.concat(frames)) for table, frames in parts.items()}, problems)
 
 
 def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:

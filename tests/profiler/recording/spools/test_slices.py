@@ -26,6 +26,11 @@ def write(path: Path, *events: Any, base: int | None = BASE) -> Path:
     return path
 
 
+def read(paths: list[Path], shift_ns: int) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+    slices = read_slices(paths, shift_ns)
+    return slices.tables["transfers"], slices.tables["kernels"], slices.problems
+
+
 def test_read__returns_only_copies_between_host_and_device(tmp_path: Path) -> None:
     path = write(
         tmp_path / "copies-1.json",
@@ -39,7 +44,7 @@ def test_read__returns_only_copies_between_host_and_device(tmp_path: Path) -> No
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaMemcpyAsync", "ts": 8, "dur": 1, "args": {"correlation": 3}},
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
     )
-    rows, _, problems = read_slices([path], 1_000 - BASE)
+    rows, _, problems = read([path], 1_000 - BASE)
     assert problems == []
     assert rows.iloc[0].to_dict() == {
         "start_ns": 11_250,
@@ -68,7 +73,7 @@ def test_read__returns_kernels_with_their_launches(tmp_path: Path) -> None:
         copy("Memcpy DtoD (Device -> Device)", 50, device=0, stream=7, bytes=13),
     ]
     earlier = write(tmp_path / "copies-2.json", *events[2:], events[0], base=BASE - 100_000)
-    _, kernels, problems = read_slices([write(tmp_path / "copies-1.json", *events), earlier], -BASE)
+    _, kernels, problems = read([write(tmp_path / "copies-1.json", *events), earlier], -BASE)
     assert problems == []
     assert kernels["start_ns"].tolist() == [-90_000, -50_000, 10_000, 12_000, 50_000]
     assert kernels["launch_ns"].tolist() == [-94_000, pd.NA, 6_000, pd.NA, pd.NA]
@@ -77,7 +82,7 @@ def test_read__returns_kernels_with_their_launches(tmp_path: Path) -> None:
 
 def test_read__leaves_unrecorded_values_of_a_copy_missing(tmp_path: Path) -> None:
     unnamed, unknown = copy("Memcpy HtoD", 1, device=0), copy("Memcpy DtoH (Device -> Unknown)", 2, device=0, stream=3)
-    rows, _, problems = read_slices([write(tmp_path / "copies-1.json", unnamed, unknown)], 0)
+    rows, _, problems = read([write(tmp_path / "copies-1.json", unnamed, unknown)], 0)
     assert problems == []
     assert rows["bytes"].isna().all()
     assert rows["host_memory"].isna().all()
@@ -86,19 +91,19 @@ def test_read__leaves_unrecorded_values_of_a_copy_missing(tmp_path: Path) -> Non
 
 def test_read__takes_times_without_a_base_as_unix_time(tmp_path: Path) -> None:
     path = write(tmp_path / "copies-1.json", copy("Memcpy HtoD (Pinned -> Device)", 5_000_000.5), base=None)
-    rows, *_ = read_slices([path], -5_000_000_000)
+    rows, *_ = read([path], -5_000_000_000)
     assert rows[["start_ns", "end_ns"]].to_numpy().tolist() == [[500, 2_000]]
 
 
 def test_read__joins_the_files_of_a_job_sorted_by_time(tmp_path: Path) -> None:
     later = write(tmp_path / "copies-1.json", copy("Memcpy HtoD (Pinned -> Device)", 9), base=BASE + 5_000)
     earlier = write(tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 9))
-    rows, *_ = read_slices([later, earlier], -BASE)
+    rows, *_ = read([later, earlier], -BASE)
     assert rows[["start_ns", "direction"]].to_numpy().tolist() == [[9_000, "d2h"], [14_000, "h2d"]]
 
 
 def test_read__returns_an_empty_table_for_no_files() -> None:
-    rows, _, problems = read_slices([], 0)
+    rows, _, problems = read([], 0)
     assert (len(rows), problems) == (0, [])
     assert list(rows["direction"]) == []
 
@@ -117,7 +122,7 @@ def test_read__reports_a_broken_file_and_reads_the_others(tmp_path: Path, text: 
     broken = tmp_path / "copies-1.json"
     broken.write_text(text)
     complete = write(tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 1, bytes=8))
-    rows, _, problems = read_slices([broken, tmp_path / "gone.json", complete], 0)
+    rows, _, problems = read([broken, tmp_path / "gone.json", complete], 0)
     assert rows["bytes"].tolist() == [8]
     assert len(problems) == 2
     assert "copies-1.json could not be read (it " in problems[0]
@@ -129,7 +134,7 @@ def test_read__returns_copies_before_the_damage(tmp_path: Path) -> None:
     cut = write(tmp_path / "copies-1.json", copy("Memcpy DtoH", 1, bytes=8), copy("Memcpy DtoH", 2, bytes=9))
     cut.write_text(cut.read_text()[:-80])
     damaged = write(tmp_path / "copies-2.json", copy("Memcpy DtoH", -1e300), copy("Memcpy DtoH", 3, bytes=10))
-    rows, _, problems = read_slices([cut, damaged], 0)
+    rows, _, problems = read([cut, damaged], 0)
     assert rows["bytes"].tolist() == [8, 10]
     assert problems == [
         "the copies in copies-1.json could not all be read (it breaks off)",
@@ -139,7 +144,7 @@ def test_read__returns_copies_before_the_damage(tmp_path: Path) -> None:
 
 def test_read__ignores_a_copy_without_a_time(tmp_path: Path) -> None:
     timeless = {key: value for key, value in copy("Memcpy DtoH", 1).items() if key != "ts"}
-    rows, _, problems = read_slices([write(tmp_path / "copies-1.json", timeless, copy("Memcpy DtoH", 5))], 0)
+    rows, _, problems = read([write(tmp_path / "copies-1.json", timeless, copy("Memcpy DtoH", 5))], 0)
     assert len(rows) == 1
     assert problems == []
     assert isinstance(rows, pd.DataFrame)

@@ -1,0 +1,1 @@
+"""The critical path of an iteration over host and device."""
