@@ -7,6 +7,7 @@ import io
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.export.trace_events import Process, any_overlap, dumps
+from ebbtide.analysis.metrics.activity.activity import queue_length
+from ebbtide.analysis.metrics.critical_path.critical_path import Segment, critical_path
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
@@ -181,6 +184,7 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
     # Perfetto takes process 0 for the idle task, and a track with the number of its process for the main thread.
     tids = itertools.count(len(trace.ranks) + 1)
     correlation = 1
+    paths = _path(trace)
     for pid, rank in enumerate(trace.ranks, start=1):
         process = Process(pid, tids, origin_ns)
         device = first_device(trace, rank).name
@@ -194,6 +198,22 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
         yield from _memory(process, trace, rank)
         yield from _link(process, trace, rank)
         yield from _gpu(process, trace, rank)
+        yield from process.counter(
+            "queue (launched, not begun)", "kernels and copies", *_lists(queue_length(trace, rank))
+        )
+        yield from process.slices("critical path", {"critical_path": paths[paths["rank"] == rank].drop(columns="rank")})
+
+
+def _path(trace: Trace) -> pd.DataFrame:
+    """Return the segments of the critical path of the first rank, which may lead to others."""
+    path = critical_path(trace, trace.ranks[0]) if trace.ranks else None
+    columns = [field.name for field in fields(Segment)]
+    rows = pd.DataFrame([] if path is None else path.segments, columns=columns)
+    return rows.astype({"rank": "int64", "start_ns": "int64", "end_ns": "int64"})
+
+
+def _lists(series: tuple[Ints, Ints]) -> tuple[list[int], list[int]]:
+    return series[0].tolist(), series[1].tolist()
 
 
 def _about(trace: Trace, origin_ns: int) -> dict[str, Any]:

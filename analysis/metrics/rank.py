@@ -10,6 +10,7 @@ from ebbtide.profiler.trace import Trace
 if TYPE_CHECKING:
     from ebbtide.analysis.metrics.activity.activity import GpuActivity
     from ebbtide.analysis.metrics.activity.busy_time import BusyTime
+    from ebbtide.analysis.metrics.critical_path.critical_path import CriticalPath
     from ebbtide.analysis.metrics.holders.categories import Growth
     from ebbtide.analysis.metrics.iterations import IterationTable
     from ebbtide.analysis.timeseries.step_functions import Ints
@@ -50,6 +51,13 @@ class RankMetrics:
         from ebbtide.analysis.metrics.activity.activity import gpu_activity
 
         return gpu_activity(self.trace, self.rank)
+
+    @property
+    def critical_path(self) -> CriticalPath | None:
+        """The critical path of the median iteration; None without kernels or iterations."""
+        from ebbtide.analysis.metrics.critical_path.critical_path import critical_path
+
+        return critical_path(self.trace, self.rank)
 
     @property
     def busy_time(self) -> BusyTime | None:

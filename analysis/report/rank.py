@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
+from ebbtide.analysis.metrics.critical_path.critical_path import CriticalPath
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES
 from ebbtide.analysis.metrics.holders.holders import Holders, StackNode, stack_tree
 from ebbtide.analysis.metrics.iteration_stats import Iterations
@@ -20,6 +21,7 @@ from ebbtide.analysis.report.timeline import timeline_json
 from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_content
 from ebbtide.analysis.tables import link as link_tables
 from ebbtide.analysis.tables.activity import activity_tables
+from ebbtide.analysis.tables.critical_path import path_table
 from ebbtide.analysis.tables.iterations import iteration_table
 from ebbtide.analysis.tables.memory import category_table
 from ebbtide.analysis.tables.substeps import step_table, subgroup_table
@@ -100,7 +102,7 @@ def rank_view(
         stacks=stack_graph(tree) if tree else None,
         windows=_with_rows(recurring_table(windows), longest_table(windows)),
         windows_line=windows_note(trace, windows),
-        activity=activity_tables(metrics.rank(rank).activity),
+        activity=[*activity_tables(metrics.rank(rank).activity), *_path(metrics.rank(rank).critical_path)],
         steps=_with_rows(
             step_table(steps).first(limits.rows), subgroup_table(steps).first(min(limits.rows, _MAX_SUBGROUP_ROWS))
         ),
@@ -114,6 +116,10 @@ def _holders(holders: Holders | None) -> Table | None:
     if holders is None or all(holder.category is None for holder in holders.holders):
         return None
     return category_table(holders)
+
+
+def _path(path: CriticalPath | None) -> list[Table]:
+    return [] if path is None else [path_table(path)]
 
 
 def _with_rows(*tables: Table) -> list[Table]:

@@ -37,6 +37,7 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
     tables += [
         _shares("activity-total", "GPU time, whole trace", "activity", times, total.span_ms, note),
         _shares("causes", "Time without compute", "cause", causes, total.span_ms, _WHOLE_TRACE),
+        _stream_table(activity),
         _kernel_table(activity),
     ]
     if activity.collectives is not None:
@@ -63,7 +64,7 @@ def _shares(
     return Table(name, title, columns, rows, note)
 
 
-def _short_name(kernel: str) -> str:
+def short_name(kernel: str) -> str:
     """Return the name of a kernel without return type, namespaces and arguments; its template arguments stay."""
     depth, end = 0, len(kernel)
     if kernel.endswith(")"):
@@ -75,13 +76,20 @@ def _short_name(kernel: str) -> str:
     return _QUALIFIER.sub("", kernel[:end].removeprefix("void ")) or kernel
 
 
+def _stream_table(activity: GpuActivity) -> Table:
+    columns = (number("stream", "stream"), number("runs", "count"), ms("busy", "busy_ms"), ms("idle", "idle_ms"))
+    return Table("streams", "Busy and idle time of each stream", columns, activity.streams, _WHOLE_TRACE, _SOURCE, 8)
+
+
 def _kernel_table(activity: GpuActivity) -> Table:
     columns = (
-        text("kernel", lambda row: _short_name(row.name)),
+        text("kernel", lambda row: short_name(row.name)),
         text("kind", "kind"),
         number("runs", "count"),
         ms("time", "time_ms"),
-        us("mean", "mean_us"),
+        us("min", "min_us"),
+        us("median", "median_us"),
+        us("max", "max_us"),
         share("share", "share", digits=1),
     )
     note = _WHOLE_TRACE

@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
-from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels
+from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels, main_transfers
 from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew, collective_skew
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity, time_without_compute
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.analysis.timeseries.step_functions import difference, length
+from ebbtide.analysis.timeseries.step_functions import Ints, difference, length, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
@@ -32,6 +32,9 @@ class KernelTime:
     count: int  # Number of runs.
     time_ms: float  # Sum of their times.
     mean_us: float  # Mean time of one run.
+    min_us: float
+    median_us: float
+    max_us: float
     share: float  # `time_ms` as a share of the sum over all kernels.
 
 
@@ -43,7 +46,7 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
     rows = rows[rows["kind"].isin(["compute", "communication"])]
     length = rows["end_ns"] - rows["start_ns"]
     total = int(length.sum())
-    sums = length.groupby([rows["name"], rows["kind"]], observed=True).agg(["size", "sum"])
+    sums = length.groupby([rows["name"], rows["kind"]], observed=True).agg(["size", "sum", "min", "median", "max"])
     sums = sums.sort_values("sum", ascending=False, kind="stable").head(count)
     return [
         KernelTime(
@@ -52,9 +55,12 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
             count=int(runs),
             time_ms=time / 1e6,
             mean_us=time / runs / 1e3,
+            min_us=shortest / 1e3,
+            median_us=median / 1e3,
+            max_us=longest / 1e3,
             share=time / total if total else 0.0,
         )
-        for (name, kind), runs, time in zip(sums.index, sums["size"], sums["sum"], strict=True)
+        for (name, kind), runs, time, shortest, median, longest in sums.itertuples(name=None)
     ]
 
 
@@ -86,6 +92,42 @@ def kernel_launches(trace: Trace, rank: int) -> KernelLaunches | None:
     queued = np.maximum(np.searchsorted(launches, launches) - np.searchsorted(starts, launches, side="right"), 0)
     delay, depth = np.percentile(delays, [50, 95]), np.percentile(queued, [50, 95])
     return KernelLaunches(len(rows), float(delay[0]), float(delay[1]), float(depth[0]), float(depth[1]))
+
+
+def queue_length(trace: Trace, rank: int) -> tuple[Ints, Ints]:
+    """Return times, ns, and from each on the number of kernels and copies of the first device that were launched and
+    have not begun; empty where launches were not recorded."""
+    tables = (main_kernels(trace, rank), main_transfers(trace, rank))
+    rows = pd.concat([table[["launch_ns", "start_ns"]].dropna() for table in tables]).astype("int64")
+    rows = rows[rows["start_ns"] > rows["launch_ns"]]
+    times = np.concatenate([rows["launch_ns"], rows["start_ns"]])
+    edges, position = np.unique(times, return_inverse=True)
+    changes = np.bincount(position, np.repeat([1.0, -1.0], len(rows)), len(edges))
+    return edges, np.cumsum(changes).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class StreamTime:
+    """Time of one stream of the first device, over the whole trace."""
+
+    stream: int | None  # None: not recorded.
+    count: int  # Number of kernels, copies and memsets.
+    busy_ms: float  # Time in which it runs anything.
+    idle_ms: float  # The rest of the span of the device.
+
+
+def stream_times(trace: Trace, rank: int) -> list[StreamTime]:
+    """Measure each stream, the busiest first; empty where kernels were not recorded."""
+    busy = busy_time(trace, rank)
+    if busy is None:
+        return []
+    tables = (main_kernels(trace, rank), main_transfers(trace, rank))
+    rows = pd.concat([table[["start_ns", "end_ns", "stream"]] for table in tables])
+    span, streams = length(busy.recorded), []
+    for stream, own in rows.groupby(rows["stream"].fillna(-1)):
+        used = union_length(own["start_ns"].to_numpy(np.int64), own["end_ns"].to_numpy(np.int64))
+        streams.append(StreamTime(int(stream) if stream >= 0 else None, len(own), used / 1e6, (span - used) / 1e6))
+    return sorted(streams, key=lambda entry: -entry.busy_ms)
 
 
 @dataclass(frozen=True)
@@ -129,6 +171,7 @@ class GpuActivity(TabularResult):
             `time_without_compute`); empty where kernels were not recorded.
         launches: Launches of compute kernels; None where they were not recorded.
         kernels: The kernels with most time.
+        streams: Busy and idle time of each stream, the busiest first.
         collectives: Waiting of the ranks for each other; None unless several ranks recorded the same collectives.
         missing: Lines on what is missing, and how to record it.
         without_gradients_ms: Part of `other` on the rank: forwards without gradients; None where none were recorded.
@@ -140,6 +183,7 @@ class GpuActivity(TabularResult):
     without_compute: dict[str, float]
     launches: KernelLaunches | None
     kernels: list[KernelTime]
+    streams: list[StreamTime]
     collectives: CollectiveSkew | None
     missing: list[str]
     without_gradients_ms: float | None = None
@@ -161,7 +205,7 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
     if rank is None:
         rank = next(iter(trace.ranks), None)
     if rank is None:
-        return GpuActivity(None, [], TotalActivity(), {}, None, [], None, [no_iterations(trace), NO_KERNELS])
+        return GpuActivity(None, [], TotalActivity(), {}, None, [], [], None, [no_iterations(trace), NO_KERNELS])
     trace.rank(rank)
     has_iterations = bool(steady_iterations(trace).numbers)
     missing = [] if has_iterations else [no_iterations(trace)]
@@ -175,6 +219,7 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
         without_compute=causes,
         launches=kernel_launches(trace, rank),
         kernels=top_kernels(trace, rank, _MAX_KERNELS),
+        streams=stream_times(trace, rank),
         collectives=collective_skew(trace),
         missing=missing,
         without_gradients_ms=without_gradients_ms(trace, rank),

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from ebbtide.analysis.metrics.activity.activity import GpuActivity
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
 from ebbtide.analysis.metrics.activity.collectives import common_collectives
 from ebbtide.analysis.metrics.activity.phase_activity import recorded_iterations
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.critical_path.dependencies import UNKNOWN, RankNodes, Step, add_rank, host_parts
-from ebbtide.analysis.metrics.critical_path.graph import GraphBuilder
+from ebbtide.analysis.metrics.critical_path.dependencies import UNKNOWN, RankNodes, Step, add_joins, add_rank
+from ebbtide.analysis.metrics.critical_path.graph import BuiltGraph, GraphBuilder
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.phases import ITERATION_PARTS
@@ -84,6 +85,18 @@ class CriticalPath:
         return sum(part.ms for part in self.parts if part.kind in kinds)
 
 
+@dataclass(frozen=True)
+class RankPath:
+    """Activity of a rank with its critical path; None without kernels or iterations."""
+
+    activity: GpuActivity
+    path: CriticalPath | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `ebbtide summary --by activity --critical-path --json` prints."""
+        return {**self.activity.as_json(), "critical_path": None if self.path is None else self.path.as_json()}
+
+
 @once_per_trace
 def critical_path(trace: Trace, rank: int) -> CriticalPath | None:
     """Return the critical path of the steady iteration of a rank with the median time; None without kernels or
@@ -120,20 +133,30 @@ def _sum(segments: Sequence[Segment], selects: Callable[[Segment], bool]) -> flo
 
 def path_segments(trace: Trace, rank: int, start_ns: int, end_ns: int) -> list[Segment]:
     """Return the critical path that ends at `end_ns`, on the clock of a rank: it covers the time from `start_ns` on."""
+    built, of_ranks = path_graph(trace, rank, start_ns, end_ns)
+    namer = _Namer(trace, of_ranks)
+    segments = []
+    for edge in built.graph.longest_path():
+        source, target = int(built.graph.sources[edge]), int(built.graph.targets[edge])
+        begin, end = int(built.times[source]), int(built.times[target])
+        if end > begin:
+            nodes = int(built.order[source]), int(built.order[target])
+            segments.append(namer.segment(Step(int(built.kinds[edge])), *nodes, begin, end))
+    return segments
+
+
+def path_graph(trace: Trace, rank: int, start_ns: int, end_ns: int) -> tuple[BuiltGraph, list[RankNodes]]:
+    """Return the graph of the time from `start_ns` to `end_ns` on the clock of a rank, which stands first."""
     builder = GraphBuilder(start_ns, end_ns)
     shifts, groups = _joined_ranks(trace, rank)
-    of_ranks = {number: add_rank(builder, trace, number, shift) for number, shift in shifts.items()}
+    of_ranks = {}
+    for number, shift in shifts.items():
+        of_ranks[number] = add_rank(builder, trace, number, shift)
+        if number == rank:
+            builder.end_own()
     for group in groups:
-        _add_joins(builder, {number: of_ranks[number] for number in group}, group)
-    graph, order, times, kinds = builder.build(Step.START)
-    items = _Items(trace, rank, shifts, list(of_ranks.values()), len(order))
-    segments = []
-    for edge in graph.longest_path():
-        begin, end = int(times[graph.sources[edge]]), int(times[graph.targets[edge]])
-        if end > begin:
-            source, target = int(order[graph.sources[edge]]), int(order[graph.targets[edge]])
-            segments.append(items.segment(Step(int(kinds[edge])), source, target, begin, end))
-    return segments
+        add_joins(builder, [(of_ranks[number], rows) for number, rows in group.items()])
+    return builder.build(Step.START), list(of_ranks.values())
 
 
 def _joined_ranks(trace: Trace, rank: int) -> tuple[dict[int, int], list[dict[int, Ints]]]:
@@ -150,82 +173,56 @@ def _joined_ranks(trace: Trace, rank: int) -> tuple[dict[int, int], list[dict[in
     return shifts, [{number: rows.index.to_numpy(np.int64) for number, rows in group.items()} for group in common]
 
 
-def _add_joins(builder: GraphBuilder, of_ranks: dict[int, RankNodes], rows: dict[int, Ints]) -> None:
-    """Move the joins of collectives to the time at which the last rank has begun them."""
-    places = {}
-    for number, nodes in of_ranks.items():
-        position = np.full(int(max(rows[number].max(), nodes.work["row"].max(initial=0) if len(nodes.work) else 0)) + 1, UNKNOWN)
-        in_table = nodes.work["row"].to_numpy(np.int64)
-        position[in_table[in_table >= 0]] = np.flatnonzero(in_table >= 0)
-        places[number] = position[rows[number]]
-    present = np.all([place >= 0 for place in places.values()], axis=0)
-    chosen = {number: place[present] for number, place in places.items()}
-    starts = np.stack([nodes.work["start_ns"].to_numpy(np.int64)[chosen[n]] for n, nodes in of_ranks.items()])
-    last = starts.max(axis=0)
-    for number, nodes in of_ranks.items():
-        joins = nodes.work_join[chosen[number]]
-        builder.move(joins, np.minimum(last, nodes.work["end_ns"].to_numpy(np.int64)[chosen[number]]))
-        for other, sources in of_ranks.items():
-            if other != number:
-                builder.edges(sources.work_start[chosen[other]], joins, Step.RANK)
-
-
-class _Items:
+class _Namer:
     """Names the edges of a path by the work or call that their nodes belong to."""
 
-    def __init__(
-        self, trace: Trace, rank: int, shifts: dict[int, int], of_ranks: list[RankNodes], count: int
-    ) -> None:
-        self._trace, self._rank, self._shifts, self._of_ranks = trace, rank, shifts, of_ranks
-        self._owner = np.full((count, 3), UNKNOWN)  # Position of the rank, whether it is a call, row.
-        for number, nodes in enumerate(of_ranks):
-            for is_call, numbers in enumerate(
-                ((nodes.work_start, nodes.work_join, nodes.work_end), (nodes.call_start, nodes.call_end))
-            ):
-                for part in numbers:
-                    self._owner[part] = np.column_stack([np.full(len(part), number), np.full(len(part), is_call), np.arange(len(part))])
+    def __init__(self, trace: Trace, of_ranks: list[RankNodes]) -> None:
+        self._first = of_ranks[0]
+        self._owners: dict[int, tuple[RankNodes, Any]] = {}
+        self._ranges = {nodes.rank: _named_ranges(trace, nodes.rank) for nodes in of_ranks}
+        for nodes in of_ranks:
+            work, calls = (list(rows.itertuples(index=False)) for rows in (nodes.work, nodes.calls))
+            for numbers in (nodes.work_start, nodes.work_join, nodes.work_end):
+                self._owners.update(zip(numbers.tolist(), ((nodes, row) for row in work), strict=True))
+            for numbers in (nodes.call_start, nodes.call_end):
+                self._owners.update(zip(numbers.tolist(), ((nodes, row) for row in calls), strict=True))
 
     def segment(self, step: Step, source: int, target: int, start: int, end: int) -> Segment:
         """Return the segment of an edge from one node to another."""
-        owner = self._owner[target if self._owner[target][0] >= 0 else source]
-        before = self._owner[source]
-        if owner[0] < 0:
-            return Segment(self._rank, start, end, "wait", UNKNOWN_WAIT, None)
-        nodes = self._of_ranks[owner[0]]
-        shift = self._shifts[nodes.rank]
-        row = (nodes.calls if owner[1] else nodes.work).iloc[owner[2]]
-        launch = None if owner[1] or row["launch_ns"] == UNKNOWN else row["launch_ns"]
-        times = np.array([start - shift if launch is None else launch])
-        part = int(host_parts(self._trace, nodes.rank, times, device_times=launch is None and not owner[1])[0])
-        kind, name = self._kind_and_name(step, row, bool(owner[1]), nodes, before, part, start - shift)
-        return Segment(
-            nodes.rank, start - shift, end - shift, kind, name, ITERATION_PARTS[part] if part >= 0 else None
-        )
-
-    def _kind_and_name(
-        self, step: Step, row: Any, is_call: bool, nodes: RankNodes, before: Ints, part: int, at_ns: int
-    ) -> tuple[str, str]:
+        before = self._owners.get(source, (self._first, None))
+        nodes, row = self._owners.get(target, before)
+        start, end = start - nodes.shift_ns, end - nodes.shift_ns
+        middle = (start + end) // 2
+        is_call = hasattr(row, "thread")
+        if row is None or is_call:
+            part = nodes.host_part(middle)
+        else:
+            part = nodes.device_part(middle) if row.launch_ns == UNKNOWN else nodes.host_part(row.launch_ns)
+        kind, name = "wait", UNKNOWN_WAIT
         if step == Step.WORK:
-            return _KINDS[row["kind"]], str(row["name"])
-        if step == Step.LAUNCH:
-            return "launch", str(nodes.calls.iloc[before[2]]["name"])
-        if step in (Step.CALL, Step.SYNCHRONIZATION):
-            is_wait = step == Step.SYNCHRONIZATION or "Synchronize" in row["name"]
-            return ("wait" if is_wait else "launch" if row["launches"] else "host"), str(row["name"])
-        if step == Step.HOST or (step == Step.START and is_call):
-            return "host", self._host_name(nodes.rank, part, at_ns)
-        if step == Step.STREAM:
-            return "wait", BETWEEN_KERNELS
-        if step == Step.OTHER_STREAM:
-            return "wait", OTHER_STREAM
-        return "wait", f"for rank {nodes.rank}" if step == Step.RANK else UNKNOWN_WAIT
+            kind, name = _KINDS[row.kind], row.name
+        elif step == Step.LAUNCH:
+            kind, name = "launch", before[1].name
+        elif step in (Step.CALL, Step.SYNCHRONIZATION):
+            is_wait = step == Step.SYNCHRONIZATION or "Synchronize" in row.name
+            kind, name = "wait" if is_wait else "launch" if row.launches else "host", row.name
+        elif step == Step.HOST or (step == Step.START and is_call):
+            kind, name = "host", self._named_range(nodes.rank, middle) or part or UNKNOWN_WAIT
+        elif step != Step.START:
+            name = {Step.STREAM: BETWEEN_KERNELS, Step.OTHER_STREAM: OTHER_STREAM}.get(
+                step, f"for rank {before[0].rank}"
+            )
+        return Segment(nodes.rank, start, end, kind, name, part)
 
-    def _host_name(self, rank: int, part: int, at_ns: int) -> str:
-        """Return the innermost range that the job named at a time; else the phase."""
-        rows = self._trace.columns(rank, "annotations")
-        around = (rows.ints("start_ns") <= at_ns) & (rows.ints("end_ns") > at_ns)
-        around &= ~rows.matches("name", lambda name: name.startswith("ProfilerStep"))
-        inside = np.flatnonzero(around)
-        if len(inside):
-            return str(rows.texts("name")[inside[int(np.argmax(rows.ints("start_ns")[inside]))]])
-        return ITERATION_PARTS[part] if part >= 0 else UNKNOWN_WAIT
+    def _named_range(self, rank: int, at_ns: int) -> str | None:
+        """Return the innermost range that the job named at a time."""
+        starts, ends, names = self._ranges[rank]
+        around = np.flatnonzero((starts <= at_ns) & (ends > at_ns))
+        return str(names[around[-1]]) if len(around) else None
+
+
+def _named_ranges(trace: Trace, rank: int) -> tuple[Ints, Ints, Any]:
+    """Return starts, ends and names of the ranges that the job named, without those of the profiler."""
+    rows = trace.columns(rank, "annotations")
+    own = ~rows.matches("name", lambda name: name.startswith("ProfilerStep"))
+    return rows.ints("start_ns")[own], rows.ints("end_ns")[own], rows.texts("name")[own]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -13,7 +14,6 @@ from ebbtide.analysis.metrics.activity.busy_time import main_kernels, main_trans
 from ebbtide.analysis.metrics.critical_path.graph import GraphBuilder
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.timeseries.step_functions import Ints
-from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
 # A launch takes 5 to 50 us. What begins later, while nothing precedes it on its stream, waits for another stream.
@@ -29,7 +29,7 @@ class Step(IntEnum):
     WORK = 0  # Work on the device runs.
     CALL = 1  # A call runs on the host.
     HOST = 2  # The host does something else between two calls.
-    LAUNCH = 3  # From the start of a call to the start of the work that it launched.
+    LAUNCH = 3  # From a call to the start of the work that it launched.
     STREAM = 4  # From the end of work to the start of the next one on its stream.
     OTHER_STREAM = 5  # From the end of work to the start of work on another stream that waited for it.
     SYNCHRONIZATION = 6  # From the end of work to the end of the call that waited for it.
@@ -43,12 +43,15 @@ class RankNodes:
 
     rank: int
     work: pd.DataFrame  # start_ns, end_ns, stream, launch_ns (UNKNOWN: not recorded), kind, name, row of the table.
-    calls: pd.DataFrame  # start_ns, end_ns, name, thread, stream, awaited_stream, awaited_ns, launches, phase.
+    calls: pd.DataFrame  # start_ns, end_ns, name, thread, stream, awaited_stream, awaited_ns, launches.
     work_start: Ints
     work_join: Ints  # When all ranks have begun a collective; the start of other work.
     work_end: Ints
     call_start: Ints
     call_end: Ints
+    shift_ns: int  # Added to the times of the rank.
+    host_part: Callable[[int], str | None]  # Returns the part of the iteration at a time of the host.
+    device_part: Callable[[int], str | None]  # The same at a time of the device.
 
 
 def add_rank(builder: GraphBuilder, trace: Trace, rank: int, shift_ns: int) -> RankNodes:
@@ -65,13 +68,14 @@ def add_rank(builder: GraphBuilder, trace: Trace, rank: int, shift_ns: int) -> R
     joins[is_collective] = builder.nodes(work_start[is_collective], _JOIN)
     ends = builder.nodes(work_end, np.where(work_end > work_start, _WORK_END, _EMPTY_WORK_END))
     call_ends = builder.nodes(call_end, np.where(call_end > call_start, _CALL_END, _EMPTY_CALL_END))
-    nodes = RankNodes(rank, work, calls, starts, joins, ends, call_starts, call_ends)
+    parts = _part_finder(trace, rank, device_times=False), _part_finder(trace, rank, device_times=True)
+    nodes = RankNodes(rank, work, calls, starts, joins, ends, call_starts, call_ends, shift_ns, *parts)
     builder.edges(starts[is_collective], joins[is_collective], Step.RANK)
     builder.edges(joins, ends, Step.WORK)
     builder.edges(call_starts, call_ends, Step.CALL)
     _add_host_order(builder, nodes)
-    _add_streams(builder, nodes, shift_ns)
-    _add_waits(builder, nodes, shift_ns)
+    _add_streams(builder, nodes)
+    _add_waits(builder, nodes)
     return nodes
 
 
@@ -104,7 +108,9 @@ def _work(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
 def _calls(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
     """Return the calls in a span; where only the times of launches are known, these as calls without length."""
     calls = trace.calls(rank)
-    launches = pd.concat([rows["launch_ns"].dropna() for rows in (main_kernels(trace, rank), main_transfers(trace, rank))])
+    launches = pd.concat(
+        [rows["launch_ns"].dropna() for rows in (main_kernels(trace, rank), main_transfers(trace, rank))]
+    )
     launches = np.unique(launches.to_numpy(np.int64))
     calls = calls.assign(name=calls["name"].astype(object), launches=np.isin(calls["start_ns"], launches))
     alone = np.setdiff1d(launches, calls["start_ns"].to_numpy(np.int64))
@@ -117,23 +123,25 @@ def _calls(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
     inside = inside.sort_values(["start_ns", "end_ns"], kind="stable", ignore_index=True)
     for column in ("thread", "stream", "awaited_stream", "awaited_ns"):
         inside[column] = _whole(inside[column].astype("Int64"))
-    return inside.assign(phase=host_parts(trace, rank, inside["start_ns"].to_numpy(np.int64)))
+    return inside
 
 
-def host_parts(trace: Trace, rank: int, times: Ints, device_times: bool = False) -> Ints:
-    """Return the part of the iteration at each time, as a position in ITERATION_PARTS; UNKNOWN outside of iterations."""
-    phases = intervals(trace, rank, device_times).times_with_other
-    order = np.argsort(phases.starts, kind="stable")
-    index = np.searchsorted(phases.starts[order], times, side="right") - 1
-    parts = np.array([*(ITERATION_PARTS.index(phase) for phase in phases.phases[order]), UNKNOWN], np.int64)
-    ends = np.append(phases.ends[order], np.iinfo(np.int64).min)
-    return np.where((index >= 0) & (times < ends[index]), parts[index], UNKNOWN)
+def _part_finder(trace: Trace, rank: int, device_times: bool) -> Callable[[int], str | None]:
+    """Return a function from a time to the phase, or `other`, in which it is; None outside of iterations."""
+    parts = intervals(trace, rank, device_times).times_with_other
+    rows = sorted(zip(parts.starts.tolist(), parts.ends.tolist(), parts.phases, strict=True))
+    starts = [row[0] for row in rows]
+
+    def find(at_ns: int) -> str | None:
+        index = bisect_right(starts, at_ns) - 1
+        return rows[index][2] if index >= 0 and at_ns < rows[index][1] else None
+
+    return find
 
 
 def _add_host_order(builder: GraphBuilder, nodes: RankNodes) -> None:
-    """Add the order of the calls of each thread. The first one of a thread in a phase follows the last call of any thread
-    before it: the backward has a thread of its own, which begins when the forward has ended, and ends before the update.
-    """
+    """Add the order of the calls of each thread. The first one of a thread in a phase follows the last call of any
+    thread before it: the backward has a thread of its own, which begins when the forward has ended."""
     calls = nodes.calls
     own = calls.groupby("thread").cumcount().to_numpy() > 0
     previous = pd.Series(np.arange(len(calls))).groupby(calls["thread"]).shift(fill_value=UNKNOWN).to_numpy(np.int64)
@@ -142,16 +150,14 @@ def _add_host_order(builder: GraphBuilder, nodes: RankNodes) -> None:
     builder.edges(nodes.call_end[previous[own]], nodes.call_start[own], Step.HOST)
     starts, ends = _times(calls)
     by_end = np.argsort(ends, kind="stable")
-    before = np.searchsorted(ends[by_end], starts, side="right") - 1
-    phases = calls["phase"].to_numpy()
+    before = np.searchsorted(ends[by_end], starts) - 1
+    phases = np.array([nodes.host_part(start - nodes.shift_ns) for start in starts.tolist()], object)
     begins = ~own | (phases != phases[previous])
     handed = np.flatnonzero(begins & (before >= 0))
-    latest = by_end[before[handed]]
-    other = latest != handed
-    builder.edges(nodes.call_end[latest[other]], nodes.call_start[handed[other]], Step.HOST)
+    builder.edges(nodes.call_end[by_end[before[handed]]], nodes.call_start[handed], Step.HOST)
 
 
-def _add_streams(builder: GraphBuilder, nodes: RankNodes, shift_ns: int) -> None:
+def _add_streams(builder: GraphBuilder, nodes: RankNodes) -> None:
     """Add the order of work on each stream, launches, and waits of streams for each other."""
     work, calls = nodes.work, nodes.calls
     starts, ends = _times(work)
@@ -159,12 +165,14 @@ def _add_streams(builder: GraphBuilder, nodes: RankNodes, shift_ns: int) -> None
     own = previous >= 0
     builder.edges(nodes.work_end[previous[own]], nodes.work_start[own], Step.STREAM)
     launches = work["launch_ns"].to_numpy(np.int64)
-    launched = np.where(launches == UNKNOWN, UNKNOWN, launches + shift_ns)
+    launched = np.where(launches == UNKNOWN, UNKNOWN, launches + nodes.shift_ns)
     call_starts = calls["start_ns"].to_numpy(np.int64)
     call = np.searchsorted(call_starts, launched)
     has_call = call < len(calls)
     has_call[has_call] = call_starts[call[has_call]] == launched[has_call]
+    # Work may begin before the call that launches it has ended.
     builder.edges(nodes.call_start[call[has_call]], nodes.work_start[has_call], Step.LAUNCH)
+    builder.edges(nodes.call_end[call[has_call]], nodes.work_start[has_call], Step.LAUNCH)
     blocking = has_call.copy()
     blocking[has_call] = ends[has_call] <= _times(calls)[1][call[has_call]]
     builder.edges(nodes.work_end[blocking], nodes.call_end[call[blocking]], Step.SYNCHRONIZATION)
@@ -179,14 +187,14 @@ def _add_streams(builder: GraphBuilder, nodes: RankNodes, shift_ns: int) -> None
     builder.edges(nodes.work_end[latest[waits]], nodes.work_start[late[waits]], Step.OTHER_STREAM)
 
 
-def _add_waits(builder: GraphBuilder, nodes: RankNodes, shift_ns: int) -> None:
+def _add_waits(builder: GraphBuilder, nodes: RankNodes) -> None:
     """Add the waits of the host for the device, and those of streams for each other where they were recorded."""
     work, calls = nodes.work, nodes.calls
     ends, streams = work["end_ns"].to_numpy(np.int64), work["stream"].to_numpy(np.int64)
-    launches = work["launch_ns"].to_numpy(np.int64) + shift_ns
+    launches = work["launch_ns"].to_numpy(np.int64) + nodes.shift_ns
     is_wait = calls["name"].str.contains("Synchronize|StreamWaitEvent").to_numpy(bool)
     for number, call in zip(np.flatnonzero(is_wait).tolist(), calls[is_wait].itertuples(), strict=True):
-        recorded_ns = call.awaited_ns + shift_ns if call.awaited_ns != UNKNOWN else call.start_ns
+        recorded_ns = call.awaited_ns + nodes.shift_ns if call.awaited_ns != UNKNOWN else call.start_ns
         awaited = launches <= recorded_ns
         if call.awaited_stream >= 0:
             awaited &= streams == call.awaited_stream
@@ -204,3 +212,19 @@ def _latest(selected: Ints, ends: Ints) -> Ints:
     """Return the position of the latest of the selected ends; empty where there is none."""
     positions = np.flatnonzero(selected)
     return positions[[int(np.argmax(ends[positions]))]] if len(positions) else positions
+
+
+def add_joins(builder: GraphBuilder, group: list[tuple[RankNodes, Ints]]) -> None:
+    """Move the joins of common collectives to the time at which the last rank has begun them. `group`: of each rank the
+    rows of these collectives in its table of kernels."""
+    places = []
+    for nodes, rows in group:
+        position = pd.Series(np.arange(len(nodes.work)), nodes.work["row"])
+        places.append(position[position.index >= 0].reindex(rows, fill_value=UNKNOWN).to_numpy(np.int64))
+    present = np.all([place >= 0 for place in places], axis=0)
+    chosen = [(nodes, place[present]) for (nodes, _), place in zip(group, places, strict=True)]
+    last = np.max([_times(nodes.work)[0][rows] for nodes, rows in chosen], axis=0)
+    for nodes, rows in chosen:
+        builder.move(nodes.work_join[rows], np.minimum(last, _times(nodes.work)[1][rows]))
+        for other, other_rows in chosen:
+            builder.edges(other.work_start[other_rows], nodes.work_join[rows], Step.RANK)

@@ -49,6 +49,16 @@ class Graph:
         return times, last_edges
 
 
+@dataclass(frozen=True)
+class BuiltGraph:
+    """A graph whose nodes have times."""
+
+    graph: Graph
+    order: Ints  # Number of each node as it was added.
+    times: Ints  # ns
+    kinds: Ints  # Kind of each edge.
+
+
 class GraphBuilder:
     """Collects points in time and what they depend on, and makes a graph in which every point has its recorded time.
 
@@ -62,7 +72,7 @@ class GraphBuilder:
         self._places: list[Ints] = [np.array([-1])]
         self._edges: list[tuple[Ints, Ints, Ints]] = []
         self._moved: list[tuple[Ints, Ints]] = []
-        self._count = 1
+        self._count = self._own = 1
 
     def nodes(self, times: Ints, place: int | Ints) -> Ints:
         """Add nodes and return their numbers. `place`: order among nodes of the same time."""
@@ -71,6 +81,10 @@ class GraphBuilder:
         self._places.append(np.broadcast_to(np.asarray(place, np.int64), times.shape))
         self._count += len(times)
         return numbers
+
+    def end_own(self) -> None:
+        """Let the end follow the nodes so far, and none of those that are added later."""
+        self._own = self._count
 
     def move(self, nodes: Ints, times: Ints) -> None:
         """Give nodes that were added another time, within the span."""
@@ -81,10 +95,8 @@ class GraphBuilder:
         sources, targets = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
         self._edges.append((sources, targets, np.full(len(sources), kind)))
 
-    def build(self, kind: int) -> tuple[Graph, Ints, Ints, Ints]:
-        """Return the graph, its nodes by their numbers as they were added (the end is the last one), the time of each
-        node, and the kind of each edge. `kind`: that of edges from the start and to the end, where nothing else leads.
-        """
+    def build(self, kind: int) -> BuiltGraph:
+        """Return the graph. `kind`: that of edges from the start and to the end, where nothing else leads."""
         end = int(self.nodes(np.array([self.end_ns]), 99)[0])
         times, places = np.concatenate(self._times), np.concatenate(self._places)
         for nodes, later in self._moved:
@@ -93,12 +105,12 @@ class GraphBuilder:
         position = np.empty(self._count, np.int64)
         position[order] = np.arange(self._count)
         times = times[order]
-        sources, targets, kinds = (np.concatenate([np.empty(0, np.int64), *part]) for part in zip(*self._edges))
+        sources, targets, kinds = (np.concatenate(part) for part in zip(*self._edges, strict=True))
         sources, targets = position[sources], position[targets]
         forward = sources < targets
         sources, targets, kinds = sources[forward], targets[forward], kinds[forward]
         free = np.setdiff1d(np.arange(1, self._count - 1), targets)
-        last = np.arange(max(self._count - 2, 0), self._count - 1)
+        last = position[: self._own].max(keepdims=True)
         sources = np.concatenate([sources, np.zeros(len(free), np.int64), last])
         targets = np.concatenate([targets, free, np.full(len(last), position[end])])
         kinds = np.concatenate([kinds, np.full(len(free) + len(last), kind)])
@@ -106,4 +118,4 @@ class GraphBuilder:
         sources, targets, kinds = sources[by_target], targets[by_target], kinds[by_target]
         binding = np.append(targets[1:] != targets[:-1], True)
         weights = np.where(binding, times[targets] - times[sources], 0)
-        return Graph(sources, targets, weights, self._count), order, times, kinds
+        return BuiltGraph(Graph(sources, targets, weights, self._count), order, times, kinds)

@@ -26,6 +26,7 @@ class _Request(NamedTuple):
     rank: int | None
     verbose: bool
     as_json: bool
+    critical_path: bool
     read: Callable[[Trace, Callable[[Trace], object]], None]  # Reads a large trace in processes.
 
     def ranks(self, trace: Trace) -> list[int]:
@@ -72,6 +73,12 @@ def _by_activity(metrics: JobMetrics, request: _Request) -> _Printed:
     from ebbtide.analysis.tables.activity import activity_view
 
     result, of_rank = metrics.activity(request.rank), request.of_rank(metrics.trace)
+    if request.critical_path:
+        from ebbtide.analysis.metrics.critical_path.critical_path import RankPath
+        from ebbtide.analysis.tables.critical_path import path_view
+
+        path = None if result.rank is None else metrics.rank(result.rank).critical_path
+        return _Printed(RankPath(result, path), path_view, "export {} -o run.json.gz", of_rank)
     return _Printed(result, activity_view, "plot {} --kind activity -o activity.png", of_rank)
 
 
@@ -105,7 +112,7 @@ _OPTIONS = {
     "phase": {"rank", "jobs", "scheduler"},
     "link": {"rank"},
     "substep": {"rank", "subgroups"},
-    "activity": {"rank"},
+    "activity": {"rank", "critical_path"},
     "iteration": {"rank", "jobs", "scheduler", "by_rank"},
     "rank": {"jobs", "scheduler", "by_rank"},
 }
@@ -127,6 +134,14 @@ def summary(
     rank: Annotated[
         int | None, rank_option("by phase all, with the times of the slowest one; else the first one, all with --json")
     ] = None,
+    critical_path: Annotated[
+        bool,
+        typer.Option(
+            "--critical-path",
+            help="With --by activity: the chain of kernels, launches, waits and host code that an iteration takes its "
+            "time from.",
+        ),
+    ] = False,
     by_rank: Annotated[bool, typer.Option("--by-rank", hidden=True)] = False,
     subgroups: Annotated[bool, typer.Option("--subgroups", hidden=True)] = False,
     jobs: Jobs = None,
@@ -151,6 +166,6 @@ def summary(
         opened = opened.of_ranks([rank])
     read = partial(read_ranks, jobs=jobs, scheduler=scheduler)
     metrics = JobMetrics(opened)
-    request = _Request(rank, verbose or subgroups or as_json, as_json, read)
+    request = _Request(rank, verbose or subgroups or as_json, as_json, critical_path, read)
     printed = _TABLES[by](metrics, request)
     show_result(opened, printed.result, printed.view, as_json, printed.follow_up, printed.of_rank)
