@@ -96,6 +96,7 @@ class Diff:
     d2h_bytes: list[Change]  # Bytes moved to the host in each phase.
     setting_changes: list[SettingChange]  # Settings that differ; `facts` in JSON.
     totals: list[Change]  # Figures of the whole traces, which need no iterations.
+    kernels: list[Change]  # Mean milliseconds of each kernel in an iteration of the first rank, largest change first.
     predicted: tuple[bool, bool]  # Whether a dry run made each.
 
     def as_json(self) -> dict[str, Any]:
@@ -108,6 +109,7 @@ class Diff:
             **{name: [change.as_json() for change in getattr(self, name)] for name in figures},
             "facts": [change.as_json() for change in self.setting_changes],
             "totals": [change.as_json() for change in self.totals],
+            "kernels": [change.as_json() for change in self.kernels],
             **({"predicted": {"a": self.predicted[0], "b": self.predicted[1]}} if any(self.predicted) else {}),
         }
 
@@ -132,8 +134,15 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
         **sizes,
         setting_changes=list(_changes(first.settings or {}, second.settings or {})) if is_known else [],
         totals=changes(first.totals, second.totals),
+        kernels=_kernel_changes(first.kernels_ms, second.kernels_ms),
         predicted=(first.is_predicted, second.is_predicted),
     )
+
+
+def _kernel_changes(a: Mapping[str, float], b: Mapping[str, float]) -> list[Change]:
+    """Compare two runs that both recorded kernels: what one of them does not run takes no time in it."""
+    changes = [Change(name, a.get(name, 0.0), b.get(name, 0.0)) for name in {**a, **b}] if a and b else []
+    return sorted(changes, key=lambda change: -abs(change.difference or 0))
 
 
 def _time_change(part: str, a: pd.Series[float], b: pd.Series[float]) -> TimeChange:

@@ -10,6 +10,7 @@ import msgspec
 import pandas as pd
 
 from ebbtide.analysis.diff.job_settings import job_settings
+from ebbtide.analysis.metrics.activity.activity import kernels_ms
 from ebbtide.analysis.metrics.iterations import slowest_times, steady_iterations
 from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.metrics.summary import Totals, summarize, whole_trace
@@ -33,6 +34,7 @@ class ComparedRun:
     totals: dict[str, float | None]  # Figures of the whole trace.
     settings: dict[str, Any] | None  # By their path in the metadata.
     is_predicted: bool  # Whether a dry run made it.
+    kernels_ms: dict[str, float]  # Time by kernel in an iteration of the first rank; empty where not recorded.
 
 
 def run_of_trace(trace: Trace) -> ComparedRun:
@@ -47,6 +49,7 @@ def run_of_trace(trace: Trace) -> ComparedRun:
         totals=asdict(whole_trace(trace)),
         settings=job_settings(trace),
         is_predicted=is_predicted(trace),
+        kernels_ms=kernels_ms(trace, trace.ranks[0]) if trace.ranks else {},
     )
 
 
@@ -98,4 +101,5 @@ def open_run(path: Path) -> ComparedRun:
         totals={} if summary.totals is None else asdict(summary.totals),
         settings=None,
         is_predicted=summary.predicted,
+        kernels_ms={},
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from ebbtide.analysis.diff import Change, Diff, TimeChange
 from ebbtide.analysis.diff.gate import LimitResult
+from ebbtide.analysis.tables.activity import short_name
 from ebbtide.analysis.tables.summary import TOTALS
 from ebbtide.analysis.tables.table import NOT_KNOWN, Column, Table, View, ms, signed, size, text
 from ebbtide.units import bytes_text, ms_text
@@ -17,6 +18,8 @@ _DEVICE_POOLS = ("device", "allocated", "heap")
 _MIN_SHARE = 0.01
 # Changes of sizes and of settings on a screen.
 _MAX_CHANGES = 3
+# Kernels of `-v`; `--json` has all.
+_MAX_KERNELS = 20
 
 Text = Callable[[float | None], str]
 _SIZES = {"peak_bytes": "peak ", "min_free_bytes": "free at peak, ", "h2d_bytes": "h2d, ", "d2h_bytes": "d2h, "}
@@ -52,6 +55,10 @@ def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] =
         for change in getattr(diff, key)
         if _is_recorded(change) and (verbose or _share(change, [change]) >= _MIN_SHARE)
     ]
+    kernels = [replace(change, name=short_name(change.name)) for change in diff.kernels if change.difference]
+    note = "Means over the steady iterations of the first rank. A kernel that a run does not have takes 0 ms there."
+    limit = _MAX_KERNELS if verbose else _MAX_CHANGES
+    yield Table("kernels", "Time by kernel", _columns("kernel", ms, kernels[:limit]), kernels[:limit], note)
     settings = diff.setting_changes
     shown = None if verbose else _MAX_CHANGES
     title = "Memory, and bytes copied per iteration" + ("" if verbose else f" (changes of {100 * _MIN_SHARE:.0f} %)")

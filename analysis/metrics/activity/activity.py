@@ -11,8 +11,8 @@ import pandas as pd
 from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels, main_transfers
 from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew, collective_skew
-from ebbtide.analysis.metrics.activity.phase_activity import phase_activity, time_without_compute
-from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.activity.phase_activity import phase_activity, recorded_iterations, time_without_compute
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -62,6 +62,19 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
         )
         for (name, kind), runs, time, shortest, median, longest in sums.itertuples(name=None)
     ]
+
+
+def kernels_ms(trace: Trace, rank: int) -> dict[str, float]:
+    """Return the mean milliseconds of each kernel in a steady iteration; empty without iterations or kernels."""
+    usable = set(steady_iterations(trace).numbers) & set(recorded_iterations(trace, rank).tolist())
+    spans = intervals(trace, rank).spans
+    spans = spans[spans["iteration"].isin(usable)]
+    rows = main_kernels(trace, rank)
+    position = np.searchsorted(spans["start_ns"], rows["start_ns"], side="right") - 1
+    inside = rows["start_ns"] < np.append(spans["end_ns"].to_numpy(np.int64), np.iinfo(np.int64).min)[position]
+    rows = rows[inside]
+    times = (rows["end_ns"] - rows["start_ns"]).groupby(rows["name"].astype(str)).sum()
+    return {str(name): time / len(spans) / 1e6 for name, time in times.items()}
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ def sample(path: Path, rank: int = 0, wall_offset_ns: Any = 0) -> Trace:
     ranked.add("ops", start_ns=LATE, end_ns=LATE + 1, resource="cpu", name="adam", parent=0)
     ranked.gpu(LATE, utilization_percent=99.5, throttle_reasons=LATE)
     ranked.kernel(LATE, LATE + 1, launch_ns=LATE - 1, stream=7).kernel(LATE + 2, LATE + 3, "communication", "nccl")
+    ranked.add("calls", start_ns=LATE, end_ns=LATE + 1, name="cudaStreamSynchronize", thread=1, awaited_ns=LATE - 1)
     ranked.add("iteration_marks", iteration=0, start_ns=LATE, end_ns=LATE + 10)
     ranked.add("annotations", start_ns=LATE, end_ns=LATE + 1, name="loss", thread=1)
     ranked.add("allocations", start_ns=LATE, device="cuda:0", bytes=LARGE, stack="step (train.py:3)")
