@@ -79,11 +79,8 @@ def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
     except SnapshotError as error:
         raise source.damaged(error) from None
     events = snapshot.events
-    if events.empty:
-        raise SourceError(
-            f"{source} has no events, only the allocations at its end: "
-            "call torch.cuda.memory._record_memory_history() before the steps to record"
-        )
+    if events.empty and snapshot.segments.empty:
+        raise SourceError(f"{source} has no events and no memory")
     rank = rank_of(source, builder, SnapshotImporter.format, number)
     devices = np.union1d(snapshot.segments["device"], events["device"])
     activity = events["device"].value_counts().reindex(devices, fill_value=0)
@@ -95,8 +92,15 @@ def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
         )
     for device in devices:
         importer = _DeviceSnapshot(source, builder, rank, snapshot, int(device))
-        importer.add_memory()
-        importer.note_out_of_memory()
+        importer.add_state()
+        if len(events):
+            importer.add_memory()
+            importer.add_out_of_memory()
+    if events.empty:
+        builder.note(
+            f"{source.path.name} has no events, only the memory at its end, at time 0: for its course, call "
+            "torch.cuda.memory._record_memory_history() before the steps to record"
+        )
     _add_annotations(rank, snapshot)
     builder.note(f"{source.path.name} is a memory snapshot: it has no phases and no link figures")
 
@@ -126,14 +130,20 @@ class _DeviceSnapshot:
         if all(entry["device"] != self._name for entry in rank.meta["devices"]):
             rank.meta["devices"].append({"device": self._name, "kind": "cuda", "capacity_bytes": None})
 
+    def add_state(self) -> None:
+        """Add the segments at the end; without events also the size of each pool."""
+        state = allocator_state(self._snapshot, self._device)
+        self._rank.meta.setdefault("allocators", []).append({"device": self._name, **state})
+        if self._snapshot.events.empty:
+            for pool in ("requested", "allocated", "reserved"):
+                self._rank.memory(0, state[f"{pool}_bytes"], pool, self._name)
+
     def add_memory(self) -> None:
         """Add the pools `requested` and `reserved`, and each allocation."""
         if self._add_pool("requested"):
             rows = allocation_rows(self._snapshot, self._device, start_ns(self._snapshot, self._device))
             self._rank.extend("allocations", device=self._name, **rows.drop(columns="address"))
         self._add_pool("reserved")
-        state = {"device": self._name, **allocator_state(self._snapshot, self._device)}
-        self._rank.meta.setdefault("allocators", []).append(state)
         in_use = blocks_in_use(self._snapshot, self._device, self._events)
         requested, blocked = in_use["requested"].sum(), in_use["bytes"].sum()
         if blocked > requested:
@@ -153,10 +163,12 @@ class _DeviceSnapshot:
         self._rank.extend("memory", t_ns=timeline.t_ns, device=self._name, pool=pool, bytes=timeline.bytes)
         return True
 
-    def note_out_of_memory(self) -> None:
-        """Add a note for each of the first failed allocations, and one for the number of the others."""
+    def add_out_of_memory(self) -> None:
+        """Add the first failed allocations, with a note for each, and one for the number of the others."""
         failed = self._events[self._events["action"] == ACTIONS["oom"]]
         for t_us, size in failed[["time_us", "bytes"]].head(_MAX_NOTES).itertuples(index=False):
+            error = {"t_ns": t_us * 1000, "device": self._name, "requested_bytes": size}
+            self._rank.meta.setdefault("out_of_memory", []).append(error)
             moment = datetime.fromtimestamp(t_us // 1_000_000, UTC)
             self._note(f"out of memory at {moment:%Y-%m-%d %H:%M:%S} UTC, when {size / 1e9:.2f} GB were requested")
         if len(failed) > _MAX_NOTES:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbtide.analysis.metrics.out_of_memory import out_of_memory
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter, import_snapshot
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -154,15 +155,32 @@ def test_import_snapshot__keeps_the_order_of_events_if_clocks_jump_back(tmp_path
 
 
 @pytest.mark.parametrize("parts", [{"device_traces": [[], []]}, {"device_traces": [[event("snapshot", 0)]]}, {}])
-def test_import_snapshot__names_the_call_that_records_events(tmp_path: Path, parts: Any) -> None:
-    with pytest.raises(SourceError, match=r"torch\.cuda\.memory\._record_memory_history\(\)"):
-        import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], **parts))
+def test_import_snapshot__without_events_has_the_state_at_its_end(tmp_path: Path, parts: Any) -> None:
+    trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 500), segment(8192)], **parts))
+    pools = {"requested": 500, "allocated": 512, "reserved": 12288}
+    assert {pool: pool_sizes(trace, pool) for pool in pools} == {pool: [(0, size)] for pool, size in pools.items()}
+    (state,) = trace.rank(0).allocators
+    assert (state.segments, state.inactive_bytes, state.largest_free_bytes) == (2, 4096 - 512, 8192)
+    assert any("torch.cuda.memory._record_memory_history()" in note for note in trace.notes)
+    assert (trace.allocations(0).empty, trace.rank(0).out_of_memory) == (True, ())
 
 
-def test_import_snapshot__refuses_a_snapshot_of_old_torch(tmp_path: Path) -> None:
+def test_import_snapshot__of_old_torch_is_a_list_of_segments(tmp_path: Path) -> None:
     (tmp_path / "s.pickle").write_bytes(pickle.dumps([segment(4096, 512)]))
-    with pytest.raises(SourceError, match="has no events"):
-        import_files(tmp_path / "s.pickle")
+    assert pool_sizes(import_files(tmp_path / "s.pickle"), "reserved") == [(0, 4096)]
+
+
+def test_import_snapshot__refuses_one_without_events_and_memory(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="has no events and no memory"):
+        import_files(write_snapshot(tmp_path / "s.pickle"))
+
+
+def test_import_snapshot__has_the_holders_when_memory_ran_out(tmp_path: Path) -> None:
+    events = [event("alloc", 512, addr=1), event("oom", 3 * 10**9, 10), event("free_requested", 512, 20, addr=1)]
+    trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096)], device_traces=[events]))
+    error = out_of_memory(trace, 0)
+    assert error is not None
+    assert (error.record.requested_bytes, error.memory.pool, error.memory.bytes) == (3 * 10**9, "requested", 512)
 
 
 def test_import_snapshot__has_no_timeline_without_releases(tmp_path: Path) -> None:
