@@ -2,7 +2,7 @@
 
     python docs/pictures.py [-o docs/pictures]
 
-Every picture is the output of an ebbtide command. Those of the report and of the terminal view are screenshots by a
+Every picture is the output of an ebbtide command, but for that of a critical path, which shows the segments of one. Those of the report and of the terminal view are screenshots by a
 headless Chromium; without Chromium they are not drawn.
 """
 
@@ -135,6 +135,7 @@ REPORT = "report.png"
 # Many ranks of which some differ, as `benchmarks/fleet.py` makes them.
 FLEET, FLEET_RANKS, FLEET_ITERATIONS = "fleet.png", 64, 60
 REPORT_SIZE = "1180,1100"
+CRITICAL_PATH = "critical-path.png"
 VIEW = "watch.png"
 VIEW_SIZE = (120, 36)
 
@@ -148,7 +149,7 @@ def draw(folder: Path) -> list[Path]:
         if status:
             raise SystemExit(status)
         pictures.append(path)
-    pictures.append(draw_fleet(folder / FLEET))
+    pictures += [draw_fleet(folder / FLEET), draw_critical_path(folder / CRITICAL_PATH)]
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print("no Chromium is installed: the pictures of the report and of the view are not drawn", file=sys.stderr)
@@ -175,6 +176,42 @@ def draw_fleet(path: Path) -> Path:
         status = run(["plot", str(trace), "--kind", "ranks", "-o", str(path), "--force"])
         if status:
             raise SystemExit(status)
+    return path
+
+
+def draw_critical_path(path: Path) -> Path:
+    """Draw the segments of the critical path of the A100 run, a lane per kind over the phases."""
+    from matplotlib.figure import Figure
+
+    from ebbtide.analysis import TraceAnalysis
+    from ebbtide.profiler.trace import open_trace
+
+    trace = open_trace(TRACES / "a100-torch-profiler.ebb")
+    critical_path = TraceAnalysis(trace).rank(trace.ranks[0]).critical_path
+    assert critical_path is not None
+    segments = critical_path.segments
+    start_ns = segments[0].start_ns
+    kinds = ("wait", "host", "launch", "copy", "collective", "kernel")
+    colors = ("#b8b8b8", "#e69f00", "#d55e00", "#56b4e9", "#009e73", "#0072b2")
+    figure = Figure(figsize=(10, 3.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for lane, (kind, color) in enumerate(zip(kinds, colors, strict=True)):
+        own = [segment for segment in segments if segment.kind == kind]
+        bars = [((s.start_ns - start_ns) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in own]
+        axes.broken_barh(bars, (lane + 0.1, 0.8), color=color)
+        total = f"{critical_path.kind_ms(kind):.1f} ms"
+        axes.text(1.005, lane + 0.5, total, transform=axes.get_yaxis_transform(), va="center")
+    parts = [segment.part for segment in segments]
+    begins = [n for n, part in enumerate(parts) if n == 0 or part != parts[n - 1]]
+    for n, end in zip(begins, [*begins[1:], len(segments) - 1], strict=True):
+        at_ms, end_ms = ((segments[m].start_ns - start_ns) / 1e6 for m in (n, end))
+        axes.axvline(at_ms, color="#444444", lw=0.6, ls=":")
+        if end_ms - at_ms > 0.04 * critical_path.length_ms:
+            axes.text(at_ms, len(kinds) + 0.1, f" {parts[n]}", fontsize=8, color="#444444")
+    axes.set(xlim=(0, critical_path.length_ms), ylim=(0, len(kinds) + 0.7))
+    axes.set(xlabel=f"ms of iteration {critical_path.iteration}")
+    axes.set_yticks([lane + 0.5 for lane in range(len(kinds))], labels=kinds)
+    figure.savefig(path)
     return path
 
 
