@@ -2,8 +2,9 @@
 
     python docs/pictures.py [-o docs/pictures]
 
-Every picture is the output of an ebbtide command, but for that of a critical path, which shows the segments of one. Those of the report and of the terminal view are screenshots by a
-headless Chromium; without Chromium they are not drawn.
+Every picture is the output of an ebbtide command, except that of a critical path, which shows the segments of one.
+Those of the report and of the terminal view are screenshots by a headless Chromium; without Chromium they are not
+drawn.
 """
 
 from __future__ import annotations

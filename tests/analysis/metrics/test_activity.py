@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.analysis import TraceAnalysis
-from ebbtide.analysis.metrics.activity.activity import GpuActivity
+from ebbtide.analysis.metrics.activity.activity import GpuActivity, queue_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples
@@ -109,6 +110,30 @@ def test_phases__have_the_kernels_that_they_launched(rows: list[Row]) -> None:
         own = {t for t, name in device.items() if name == part}
         assert ns(phase.idle_ms) == len(own - busy)
         assert ns(phase.copy_ms) == len(own & copies)
+
+
+@settings(max_examples=examples(40, by_default=5))
+@given(ROWS)
+def test_queue_length__counts_what_was_launched_and_has_not_begun(rows: list[Row]) -> None:
+    times, lengths = queue_length(built(rows), 0)
+    for t in range(-30, 120):
+        waiting = sum(before is not None and start - before <= t < start for _, start, _, before in rows)
+        position = int(np.searchsorted(times, t, side="right")) - 1
+        assert (int(lengths[position]) if position >= 0 else 0) == waiting
+
+
+def test_kernels_and_streams__have_their_spread_and_idle_time() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[GPU])
+    for start, end, stream in ((0, 2_000, 7), (5_000, 6_000, 7), (10_000, 19_000, 7), (1_000, 3_000, None)):
+        rank.kernel(start, end, "compute", "gemm", stream=stream)
+    result = activity(builder.build())
+    (kernel,) = result.kernels
+    assert (kernel.min_us, kernel.median_us, kernel.max_us) == (1.0, 2.0, 9.0)
+    assert [(s.stream, s.count, s.busy_ms, s.idle_ms) for s in result.streams] == [
+        (7, 3, 0.012, pytest.approx(0.007)),
+        (None, 1, 0.002, pytest.approx(0.017)),
+    ]
 
 
 def test_causes__tell_late_launches_from_a_busy_host_and_a_queue() -> None:

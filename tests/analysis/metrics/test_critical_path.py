@@ -47,10 +47,10 @@ def all_paths(graph: Graph, node: int) -> Iterator[list[int]]:
 @settings(max_examples=examples(100))
 @given(graphs())
 def test_longest_path__is_that_of_an_exhaustive_search(graph: Graph) -> None:
-    found = graph.longest_path()
-    assert found in list(all_paths(graph, graph.count - 1))
-    longest = max(int(graph.weights[path].sum()) for path in all_paths(graph, graph.count - 1))
-    assert int(graph.weights[found].sum()) == longest == graph.times()[-1]
+    path = graph.longest_path()
+    assert path in list(all_paths(graph, graph.count - 1))
+    longest = max(int(graph.weights[other].sum()) for other in all_paths(graph, graph.count - 1))
+    assert int(graph.weights[path].sum()) == longest == graph.times()[-1]
 
 
 # A step of the host: microseconds of other code, then of the call, and what it does: launches a kernel of so many

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.analysis.tables.activity import _short_name
+from ebbtide.analysis.tables.activity import short_name
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from ebbtide.analysis.tables.activity import _short_name
     ],
 )
 def test_kernels__are_named_without_namespaces_and_arguments(kernel: str, short: str) -> None:
-    assert _short_name(kernel) == short
+    assert short_name(kernel) == short
