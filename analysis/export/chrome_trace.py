@@ -198,9 +198,8 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
         yield from _memory(process, trace, rank)
         yield from _link(process, trace, rank)
         yield from _gpu(process, trace, rank)
-        yield from process.counter(
-            "queue (launched, not begun)", "kernels and copies", *_lists(queue_length(trace, rank))
-        )
+        times, lengths = queue_length(trace, rank)
+        yield from process.counter("queue", "launched, not begun", times.tolist(), lengths.tolist())
         yield from process.slices("critical path", {"critical_path": paths[paths["rank"] == rank].drop(columns="rank")})
 
 
@@ -210,10 +209,6 @@ def _path(trace: Trace) -> pd.DataFrame:
     columns = [field.name for field in fields(Segment)]
     rows = pd.DataFrame([] if path is None else path.segments, columns=columns)
     return rows.astype({"rank": "int64", "start_ns": "int64", "end_ns": "int64"})
-
-
-def _lists(series: tuple[Ints, Ints]) -> tuple[list[int], list[int]]:
-    return series[0].tolist(), series[1].tolist()
 
 
 def _about(trace: Trace, origin_ns: int) -> dict[str, Any]:

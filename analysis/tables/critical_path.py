@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ebbtide.analysis.metrics.critical_path.critical_path import DEVICE_KINDS, CriticalPath, RankPath
-from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
 from ebbtide.analysis.tables.activity import short_name
 from ebbtide.analysis.tables.table import Table, View, ms, number, share, text
 from ebbtide.profiler.trace import Trace
@@ -34,15 +33,13 @@ def path_table(path: CriticalPath) -> Table:
     note = f"By phase: {', '.join(f'{phase} {ms_text(time)}' for phase, time in path.phases.items())}."
     if len(path.ranks) > 1:
         note += f" By rank: {', '.join(f'{rank}: {ms_text(time)}' for rank, time in path.ranks.items())}."
-    return Table(
-        "critical-path", "Critical path of the median iteration", columns, path.parts, note, _SOURCE, _MAX_ROWS
-    )
+    return Table("critical-path", "Critical path by part", columns, path.parts, note, _SOURCE, _MAX_ROWS)
 
 
 def path_view(trace: Trace, result: RankPath) -> View:
     """Return the critical path of the median iteration, or why there is none."""
     if result.path is None:
-        lines = result.activity.missing or [no_iterations(trace) if result.activity.total.span_ms else NO_KERNELS]
+        lines = result.activity.missing or ["no steady iteration was recorded as a whole"]
         yield from (f"{trace.path}: {line}" for line in lines)
         return
     yield path_line(result.path)

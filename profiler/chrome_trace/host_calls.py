@@ -54,12 +54,7 @@ class HostCalls:
         return self._calls.table()[["correlation", "start"]]
 
     def columns(self, launching: npt.ArrayLike, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `calls`.
-
-        Args:
-            launching: Correlations of the work that was launched.
-            base_ns: Added to the times of the events.
-        """
+        """Return the columns of the table `calls`. `launching`: correlations of work. `base_ns` is added to times."""
         calls, waits = self._calls.table(), self._waits.table()
         rows = kept_calls(calls, [*self._names], launching)
         awaited = {}
@@ -100,10 +95,8 @@ def thread_number(tid: Any) -> int:
 
 
 def matching(calls: pd.DataFrame, correlations: npt.ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the value of the first call with each correlation, and whether there is one.
-
-    `calls`: columns correlation and value. `correlations`: correlations, of which only positive ones state a call.
-    """
+    """Return the value of the first call with each correlation, and whether there is one. `calls`: columns correlation
+    and value. `correlations`: only positive ones state a call."""
     wanted = np.asarray(correlations, np.int64)
     if calls.empty:
         return np.zeros_like(wanted), np.zeros(len(wanted), bool)

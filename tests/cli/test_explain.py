@@ -321,3 +321,16 @@ def test_windows__tells_a_link_without_a_peak_from_one_that_was_not_recorded(tmp
     assert "link use was not recorded" in bare
     assert "link use was not recorded" not in link
     assert "ebbtide import --link 5x16" in link
+
+
+def test_activity__answers_with_the_critical_path() -> None:
+    trace = Path(__file__).parents[2] / "traces" / "a100-torch-profiler.ebb"
+    text = ebbtide_in_process("activity", trace, "--critical-path").stdout
+    assert text.startswith("Critical path of iteration 1012: ")
+    assert text.splitlines()[-1].startswith("next: ebbtide export")
+    path = json.loads(ebbtide_in_process("activity", trace, "--critical-path", "--json").stdout)["critical_path"]
+    assert path["length_ms"] == pytest.approx(76.748)
+    assert sum(part["ms"] for part in path["parts"]) == pytest.approx(path["length_ms"])
+    assert {part["kind"] for part in path["parts"]} == {"kernel", "launch", "wait", "copy", "collective", "host"}
+    refused = ebbtide_in_process("summary", trace, "--critical-path")
+    assert (refused.returncode, "--critical-path does not go with --by phase" in refused.stderr) == (2, True)

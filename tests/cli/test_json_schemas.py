@@ -25,6 +25,7 @@ OF_A_TRACE = {
     "memory --at peak": "memory",
     "summary": "summary",
     "summary --by activity": "summary-by-activity",
+    "summary --by activity --critical-path": "summary-by-activity",
     "summary --by iteration": "summary-by-iteration",
     "summary --by link": "summary-by-link",
     "summary --by rank": "summary-by-iteration",

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
-from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels, main_transfers
+from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels, work_columns
 from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew, collective_skew
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity, recorded_iterations, time_without_compute
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
@@ -110,8 +110,7 @@ def kernel_launches(trace: Trace, rank: int) -> KernelLaunches | None:
 def queue_length(trace: Trace, rank: int) -> tuple[Ints, Ints]:
     """Return times, ns, and from each on the number of kernels and copies of the first device that were launched and
     have not begun; empty where launches were not recorded."""
-    tables = (main_kernels(trace, rank), main_transfers(trace, rank))
-    rows = pd.concat([table[["launch_ns", "start_ns"]].dropna() for table in tables]).astype("int64")
+    rows = work_columns(trace, rank, "launch_ns", "start_ns").dropna().astype("int64")
     rows = rows[rows["start_ns"] > rows["launch_ns"]]
     times = np.concatenate([rows["launch_ns"], rows["start_ns"]])
     edges, position = np.unique(times, return_inverse=True)
@@ -134,8 +133,7 @@ def stream_times(trace: Trace, rank: int) -> list[StreamTime]:
     busy = busy_time(trace, rank)
     if busy is None:
         return []
-    tables = (main_kernels(trace, rank), main_transfers(trace, rank))
-    rows = pd.concat([table[["start_ns", "end_ns", "stream"]] for table in tables])
+    rows = work_columns(trace, rank, "start_ns", "end_ns", "stream")
     span, streams = length(busy.recorded), []
     for stream, own in rows.groupby(rows["stream"].fillna(-1)):
         used = union_length(own["start_ns"].to_numpy(np.int64), own["end_ns"].to_numpy(np.int64))

@@ -61,6 +61,13 @@ def main_work(trace: Trace, rank: int, table: str) -> GpuWork:
     return work.only(rows.equal("device", main_device(trace, rank)))
 
 
+def work_columns(trace: Trace, rank: int, *columns: str) -> pd.DataFrame:
+    """Return columns that both tables have, of all work of the rank's first device."""
+    import pandas as pd
+
+    return pd.concat([rows[[*columns]] for rows in (main_kernels(trace, rank), main_transfers(trace, rank))])
+
+
 @once_per_trace
 def busy_time(trace: Trace, rank: int) -> BusyTime | None:
     """Return the times in which the first device of a rank is busy; None where kernels were not recorded."""

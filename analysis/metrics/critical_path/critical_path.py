@@ -53,21 +53,13 @@ class PathPart:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The critical path of one iteration of a rank.
+    """The critical path of one iteration of a rank."""
 
-    Attributes:
-        iteration: The steady iteration with the median time.
-        length_ms: Its time, which the segments cover without a gap.
-        parts: Time by kind and name, the largest first.
-        phases: Milliseconds by phase, and of `other`.
-        ranks: Milliseconds by rank: a path leads to the last rank of a collective.
-    """
-
-    iteration: int
-    length_ms: float
-    parts: list[PathPart]
-    phases: dict[str, float]
-    ranks: dict[int, float]
+    iteration: int  # The steady iteration with the median time.
+    length_ms: float  # Its time, which the segments cover without a gap.
+    parts: list[PathPart]  # Time by kind and name, the largest first.
+    phases: dict[str, float]  # Milliseconds by phase, and of `other`.
+    ranks: dict[int, float]  # Milliseconds by rank: a path leads to the last rank of a collective.
     segments: list[Segment]
 
     def as_json(self) -> dict[str, Any]:
@@ -149,14 +141,12 @@ def path_graph(trace: Trace, rank: int, start_ns: int, end_ns: int) -> tuple[Bui
     """Return the graph of the time from `start_ns` to `end_ns` on the clock of a rank, which stands first."""
     builder = GraphBuilder(start_ns, end_ns)
     shifts, groups = _joined_ranks(trace, rank)
-    of_ranks = {}
-    for number, shift in shifts.items():
-        of_ranks[number] = add_rank(builder, trace, number, shift)
-        if number == rank:
-            builder.end_own()
+    of_ranks = {number: add_rank(builder, trace, number, shift) for number, shift in shifts.items()}
     for group in groups:
         add_joins(builder, [(of_ranks[number], rows) for number, rows in group.items()])
-    return builder.build(Step.START), list(of_ranks.values())
+    own = of_ranks[rank]
+    ends = np.concatenate([own.work_end, own.call_end])
+    return builder.build(Step.START, ends), list(of_ranks.values())
 
 
 def _joined_ranks(trace: Trace, rank: int) -> tuple[dict[int, int], list[dict[int, Ints]]]:

@@ -12,18 +12,12 @@ from ebbtide.analysis.timeseries.step_functions import Ints
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in an order in which every edge leads to a later one; the first is the start, the last the end.
+    """Nodes in an order in which every edge leads to a later one; the first is the start, the last the end."""
 
-    Attributes:
-        sources, targets: Node before and after each edge, in order of the targets.
-        weights: Time from one to the other, ns, at least 0.
-        count: Number of nodes.
-    """
-
-    sources: Ints
-    targets: Ints
-    weights: Ints
-    count: int
+    sources: Ints  # Node before each edge.
+    targets: Ints  # Node after each edge, ascending.
+    weights: Ints  # Time from one to the other, ns, at least 0.
+    count: int  # Number of nodes.
 
     def times(self) -> Ints:
         """Return the earliest time of each node after the start, ns, if every edge takes its time."""
@@ -72,7 +66,7 @@ class GraphBuilder:
         self._places: list[Ints] = [np.array([-1])]
         self._edges: list[tuple[Ints, Ints, Ints]] = []
         self._moved: list[tuple[Ints, Ints]] = []
-        self._count = self._own = 1
+        self._count = 1
 
     def nodes(self, times: Ints, place: int | Ints) -> Ints:
         """Add nodes and return their numbers. `place`: order among nodes of the same time."""
@@ -81,10 +75,6 @@ class GraphBuilder:
         self._places.append(np.broadcast_to(np.asarray(place, np.int64), times.shape))
         self._count += len(times)
         return numbers
-
-    def end_own(self) -> None:
-        """Let the end follow the nodes so far, and none of those that are added later."""
-        self._own = self._count
 
     def move(self, nodes: Ints, times: Ints) -> None:
         """Give nodes that were added another time, within the span."""
@@ -95,8 +85,9 @@ class GraphBuilder:
         sources, targets = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
         self._edges.append((sources, targets, np.full(len(sources), kind)))
 
-    def build(self, kind: int) -> BuiltGraph:
-        """Return the graph. `kind`: that of edges from the start and to the end, where nothing else leads."""
+    def build(self, kind: int, last: Ints) -> BuiltGraph:
+        """Return the graph, whose end follows the latest of the nodes `last`. `kind`: that of edges from the start and
+        to the end, where nothing else leads."""
         end = int(self.nodes(np.array([self.end_ns]), 99)[0])
         times, places = np.concatenate(self._times), np.concatenate(self._places)
         for nodes, later in self._moved:
@@ -110,7 +101,7 @@ class GraphBuilder:
         forward = sources < targets
         sources, targets, kinds = sources[forward], targets[forward], kinds[forward]
         free = np.setdiff1d(np.arange(1, self._count - 1), targets)
-        last = position[: self._own].max(keepdims=True)
+        last = np.append(position[last], 0).max(keepdims=True)
         sources = np.concatenate([sources, np.zeros(len(free), np.int64), last])
         targets = np.concatenate([targets, free, np.full(len(last), position[end])])
         kinds = np.concatenate([kinds, np.full(len(free) + len(last), kind)])

@@ -145,12 +145,10 @@ class _DeviceSnapshot:
             self._rank.extend("allocations", device=self._name, **rows.drop(columns="address"))
         self._add_pool("reserved")
         in_use = blocks_in_use(self._snapshot, self._device, self._events)
-        requested, blocked = in_use["requested"].sum(), in_use["bytes"].sum()
-        if blocked > requested:
-            self._note(
-                "`requested` counts the sizes that tensors requested, and their blocks are larger: at the end "
-                f"{blocked / 1e6:,.1f} MB for {requested / 1e6:,.1f} MB"
-            )
+        requested, blocked = (f"{in_use[sizes].sum() / 1e6:,.1f} MB" for sizes in ("requested", "bytes"))
+        if blocked != requested:
+            counted = "`requested` counts the sizes that tensors requested, and their blocks are larger"
+            self._note(f"{counted}: at the end {blocked} for {requested}")
 
     def _add_pool(self, pool: str) -> bool:
         """Add the size of a pool over time, and return whether it is known."""
