@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -113,14 +113,14 @@ def critical_path(trace: Trace, rank: int) -> CriticalPath | None:
         iteration=int(times.numbers[median]),
         length_ms=(end - start) / 1e6,
         parts=parts,
-        phases={part: ms for part in ITERATION_PARTS if (ms := _sum(segments, lambda s, p=part: s.part == p))},
-        ranks={r: _sum(segments, lambda s, r=r: s.rank == r) for r in sorted({s.rank for s in segments})},
+        phases={part: ms for part in ITERATION_PARTS if (ms := _ms(s for s in segments if s.part == part))},
+        ranks={r: _ms(s for s in segments if s.rank == r) for r in sorted({s.rank for s in segments})},
         segments=segments,
     )
 
 
-def _sum(segments: Sequence[Segment], selects: Callable[[Segment], bool]) -> float:
-    return sum(segment.end_ns - segment.start_ns for segment in segments if selects(segment)) / 1e6
+def _ms(segments: Iterable[Segment]) -> float:
+    return sum(segment.end_ns - segment.start_ns for segment in segments) / 1e6
 
 
 def path_segments(trace: Trace, rank: int, start_ns: int, end_ns: int) -> list[Segment]:

@@ -91,7 +91,8 @@ def _within(rows: pd.DataFrame, span: tuple[int, int]) -> pd.DataFrame:
 
 
 def _whole(column: pd.Series) -> Ints:
-    return column.fillna(UNKNOWN).to_numpy(np.int64)
+    values: Ints = column.fillna(UNKNOWN).to_numpy(np.int64)
+    return values
 
 
 def _work(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:

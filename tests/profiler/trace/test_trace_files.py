@@ -337,7 +337,7 @@ def test_merge__aligns_ranks_to_the_clock_of_the_first_trace(tmp_path: Path) -> 
     assert merged.meta.clock == ClockInfo(wall_offset_ns=LATE + 100)
     assert [merged.rank(rank).first_iteration_start_ns - LATE for rank in (0, 1)] == [-100, 0]
     assert [merged.rank(rank).started_ns - LATE for rank in (0, 1)] == [-105, -5]
-    times = ("t_ns", "start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "launch_ns")
+    times = ("t_ns", "start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "launch_ns", "awaited_ns")
     for name in TABLES:
         assert with_none(merged.table(1, name)) == with_none(second.table(1, name))
         expected = [
