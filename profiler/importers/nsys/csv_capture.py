@@ -61,7 +61,7 @@ class Report:
     units: dict[str, int]  # The factor to ns or bytes of each column that states a unit
 
     def integers(self, column: str) -> pd.Series:
-        """Return a column in ns, bytes or without unit; nsys.MISSING where it has no number."""
+        """Return a column in ns, bytes or without unit; MISSING where it has no number."""
         if column not in self.rows:
             return pd.Series(nsys.MISSING, self.rows.index, dtype=np.int64)
         values = pd.to_numeric(self.rows[column], errors="coerce")

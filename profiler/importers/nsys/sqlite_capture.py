@@ -183,7 +183,7 @@ def _calls(database: Database, names: _Names) -> pd.DataFrame:
 
 
 def _ranges(database: Database, names: _Names) -> pd.DataFrame:
-    """Return RANGE_COLUMNS, and `domain`: the number of the name of the range's domain, nsys.MISSING for the default one."""
+    """Return RANGE_COLUMNS, and `domain`: the number of the name of the range's domain, MISSING for the default one."""
     optional = {
         "end": nsys.MISSING,
         "eventType": _PUSH_POP,
