@@ -61,6 +61,12 @@ def main_work(trace: Trace, rank: int, table: str) -> GpuWork:
     return work.only(rows.equal("device", main_device(trace, rank)))
 
 
+def main_transfers(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return the rows of the table `transfers` of the rank's first device."""
+    rows = trace.transfers(rank)
+    return rows[rows["device"] == main_device(trace, rank)].reset_index(drop=True)
+
+
 def work_columns(trace: Trace, rank: int, *columns: str) -> pd.DataFrame:
     """Return columns that both tables have, of all work of the rank's first device."""
     import pandas as pd
