@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ebbtide.profiler.memory_snapshot import sandboxed_unpickler
-from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, STATES
+import ebbtide
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS, ROWS, STATES, TABLES
 
 _CHUNK_BYTES = 1 << 20
+_PROGRAM = """import sys
+sys.path.insert(0, sys.argv[1])
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import main
+main(int(sys.argv[2]))"""
 _SECONDS = 20
 # The year 2112.
 _MAX_US = 1 << 52
@@ -39,7 +44,7 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A memory snapshot as tables of int64 columns, whose names are in `sandboxed_unpickler.TABLES`.
+    """A memory snapshot as tables of integers, whose names are in `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`.
 
     Attributes:
         events: What the allocator did, in order; `stack` is a position in `stacks`, or -1.
@@ -64,21 +69,38 @@ def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], se
     with tempfile.TemporaryFile() as answer:
         if _run_unpickler(open_file, answer, seconds):
             raise SnapshotError("opening it crashes, or takes too long")
-        answer.seek(0)
-        head: dict[str, Any] = json.loads(answer.readline())
+        end = answer.seek(-8, os.SEEK_END)
+        answer.seek(end - int.from_bytes(answer.read(8), "little"))
+        head: dict[str, Any] = json.loads(answer.read()[:-8])
         if "error" in head:
             raise SnapshotError(head["error"])
-        tables = {
-            table: pd.DataFrame({column: np.frombuffer(answer.read(8 * rows), np.int64) for column in columns})
-            for (table, columns), rows in zip(sandboxed_unpickler.TABLES.items(), head["rows"].values(), strict=True)
-        }
+        answer.seek(0)
+        tables = {"events": _read_events(answer, head["device_events"])}
+        for (table, columns), rows in zip(TABLES.items(), head["rows"].values(), strict=True):
+            tables[table] = pd.DataFrame({name: np.frombuffer(answer.read(8 * rows), np.int64) for name in columns})
     _check_ranges(tables)
     return Snapshot(**tables, stacks=head["stacks"], annotations=[tuple(entry) for entry in head["annotations"]])
 
 
+def _read_events(answer: IO[bytes], device_events: list[int]) -> pd.DataFrame:
+    """Read the events, without those of unknown actions."""
+    count = sum(device_events)
+    columns = {name: np.empty(count, np.dtype(code)) for name, code in EVENT_COLUMNS.items()}
+    for start in range(0, count, ROWS):
+        for column in columns.values():
+            part = column[start : start + ROWS]
+            part[:] = np.frombuffer(answer.read(part.nbytes), part.dtype)
+    columns["device"] = np.repeat(np.arange(len(device_events), dtype=np.int16), device_events)
+    known = columns["action"] >= 0
+    if not known.all():
+        columns = {name: column[known] for name, column in columns.items()}
+    return pd.DataFrame(columns, copy=False)
+
+
 def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], answer: IO[bytes], seconds: int) -> int:
     """Run the unpickler on a snapshot, and return its exit code."""
-    program = [sys.executable, "-I", "-S", str(Path(sandboxed_unpickler.__file__)), str(seconds)]
+    root = Path(ebbtide.__file__).parents[1]
+    program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(root), str(seconds)]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=answer, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None
         try:

@@ -1,29 +1,31 @@
-"""Program that opens memory snapshots: it reads a pickle from stdin and writes columns of numbers to stdout.
+"""Program that reads memory snapshots: a pickle from stdin, and columns of numbers to stdout.
 
-An unpickler that refuses every class prevents a pickle from running code. It does not prevent a crash of the reader
-(hashing nested tuples overflows the stack), endless work, or tens of GB of memory (one huge memo index is enough). So
-the snapshot is opened in a process of its own with limits on memory and time. The program is run by its path and in
-isolated mode, so it imports only the standard library.
+No class of a pickle is called, so none can run code. That does not prevent endless work, or tens of GB of memory. So
+the snapshot is read in a process of its own with limits on memory and time. It imports only the standard library.
 
-Output: one line of JSON, {"error": reason} or {"rows": {table: number of rows}, "stacks", "annotations"}, then the
-columns of each table in the order of TABLES as native int64. The column `stack` is a position in `stacks`, or -1.
+Output: the events in blocks of ROWS, each as its columns EVENT_COLUMNS; the columns of the other TABLES as native int64;
+one line of JSON, {"error": reason} or {"rows": {table: number of rows}, "device_events": number of events of each
+device, "stacks", "annotations"}; and the length of this line in 8 bytes. The column `stack` is a position in `stacks`,
+or -1. Events of unknown actions have the action -1.
 """
 
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
-import pickle
 import re
 import resource
 import sys
 from array import array
-from typing import Any, NoReturn
+from typing import Any
 
+from ebbtide.profiler.memory_snapshot.event_stream import EVENT, SnapshotPickle
+
+# Rows of a block of events, and the type codes of their columns.
+ROWS = 1 << 16
+EVENT_COLUMNS = {"action": "b", "time_us": "q", "bytes": "q", "address": "q", "stack": "i"}
 TABLES = {
-    "events": ("device", "action", "time_us", "bytes", "address", "stack"),
     "blocks": ("device", "state", "bytes", "requested", "address", "stack", "segment"),
     "segments": ("device", "bytes", "pool"),
 }
@@ -46,24 +48,14 @@ _WORKSPACE_CALL = re.compile(r"at::cuda::getNewWorkspace\(|at::cuda::getCUDABlas
 # torch::autograd::generated::MulBackward0::apply(std::vector<at::Tensor, ...
 _NODE = re.compile(r"torch::autograd::(?:\w+::)*(\w+)::apply\(")
 
-SnapshotColumns = dict[str, dict[str, "array[int]"]]
+Columns = dict[str, "array[int]"]
 
-# Real snapshots need 5 to 8 times their size in memory; a pickle of empty sets needs 230 times its size.
-_MEMORY_RATIO = 32
+# A file of events needs a fifth of its size, one of segments and new frames up to ten times.
+_MEMORY_RATIO = 16
 _BASE_MEMORY_BYTES = 128 << 20
-# Real snapshots are read at 50 MB/s and more.
+# Real snapshots are read at 30 MB/s and more.
 _MIN_BYTES_PER_S = 1_000_000
 _MAX_REASON_CHARS = 200
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Unpickler of numbers, text, lists, dicts and similar. It refuses everything that must be imported or called."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it asks to run {module[:50]}.{name[:50]}, which was refused")
-
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to an object outside the file, which was refused")
 
 
 class StackTable:
@@ -120,24 +112,39 @@ def _stack_text(frames: list[dict[str, Any]]) -> str:
     return "\n".join(reversed(lines))
 
 
-def snapshot_columns(snapshot: object, stacks: StackTable) -> SnapshotColumns:
-    """Extract the numbers of a snapshot, without events of unknown actions, and add its stacks to `stacks`.
+class EventBlocks:
+    """Columns of events, which are written when they fill a block."""
 
-    Any kind of exception is raised if the object is not a snapshot.
-    """
-    if isinstance(snapshot, list):
-        # The format before torch recorded events.
-        snapshot = {"segments": snapshot}
-    if not isinstance(snapshot, dict) or "segments" not in snapshot:
-        raise ValueError("it is a pickle, but not a memory snapshot of torch")
-    tables: SnapshotColumns = {table: {column: array("q") for column in columns} for table, columns in TABLES.items()}
-    events, blocks, segments = (list(columns.values()) for columns in tables.values())
-    for device, trace in enumerate(snapshot.get("device_traces", ())):
-        for event in trace:
-            action = ACTIONS.get(event["action"])
-            if action is not None:
-                stack = stacks.number(event.get("frames"))
-                _append(events, device, action, event["time_us"], event["size"], event.get("addr", 0), stack)
+    def __init__(self) -> None:
+        self.columns: Columns = {name: array(code) for name, code in EVENT_COLUMNS.items()}
+        self.rows = 0
+
+    def write_full(self) -> None:
+        while len(self.columns["stack"]) >= ROWS:
+            self.write()
+
+    def write(self) -> None:
+        """Write a block, which only at the end is not full."""
+        self.rows += min(len(self.columns["stack"]), ROWS)
+        for column in self.columns.values():
+            sys.stdout.buffer.write(column[:ROWS])
+            del column[:ROWS]
+
+
+def device_events(snapshot: dict[str, Any]) -> list[int]:
+    """Return the number of events of each device. The events themselves were taken out in this order."""
+    traces = snapshot.get("device_traces", ())
+    if len({id(trace) for trace in traces}) < len(traces):
+        raise ValueError("two devices have the same list of events")
+    if any(event is not EVENT for trace in traces for event in trace):
+        raise TypeError("not an event")
+    return [len(trace) for trace in traces]
+
+
+def block_columns(snapshot: dict[str, Any], stacks: StackTable) -> dict[str, Columns]:
+    """Return the blocks and segments of a snapshot, and add their stacks to `stacks`."""
+    tables = {table: {column: array("q") for column in columns} for table, columns in TABLES.items()}
+    blocks, segments = (list(columns.values()) for columns in tables.values())
     for number, segment in enumerate(snapshot["segments"]):
         private = any(segment.get("segment_pool_id", ()))
         _append(segments, segment["device"], segment["total_size"], private)
@@ -150,9 +157,9 @@ def snapshot_columns(snapshot: object, stacks: StackTable) -> SnapshotColumns:
     return tables
 
 
-def annotation_rows(snapshot: object) -> list[tuple[str, str, int, int]]:
+def annotation_rows(snapshot: dict[str, Any]) -> list[tuple[str, str, int, int]]:
     """Return the annotations of a snapshot as (name, START or END, device, time in us), in order."""
-    entries = snapshot.get("external_annotations", ()) if isinstance(snapshot, dict) else ()
+    entries = snapshot.get("external_annotations", ())
     return [
         (
             _printable(str(entry["name"]), _MAX_LINE_CHARS),
@@ -189,18 +196,28 @@ def main(seconds: int) -> None:
     `seconds`: CPU time allowed in addition to the time that the size of the input allows.
     """
     gc.disable()
-    available = _available_bytes()
+    available, used = _available_bytes(), _used_bytes()
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, available)
-    _limit(resource.RLIMIT_CPU, seconds)
+
+    def limit(read_bytes: int) -> None:
+        _limit(resource.RLIMIT_AS, min(available, used + _BASE_MEMORY_BYTES + _MEMORY_RATIO * read_bytes))
+        _limit(resource.RLIMIT_CPU, seconds + read_bytes // _MIN_BYTES_PER_S)
+
+    limit(0)
     try:
-        data = sys.stdin.buffer.read()
-        _limit(resource.RLIMIT_AS, min(available, _used_bytes() + _BASE_MEMORY_BYTES + _MEMORY_RATIO * len(data)))
-        _limit(resource.RLIMIT_CPU, seconds + len(data) // _MIN_BYTES_PER_S)
-        snapshot, stacks = PlainUnpickler(io.BytesIO(data)).load(), StackTable()
-        _write_tables(
-            snapshot_columns(snapshot, stacks), {"stacks": stacks.texts, "annotations": annotation_rows(snapshot)}
-        )
+        events, stacks = EventBlocks(), StackTable()
+        reader = SnapshotPickle(sys.stdin.buffer, limit, ACTIONS, stacks, events.columns, events.write_full)
+        snapshot = _snapshot(reader.load())
+        counts, tables = device_events(snapshot), block_columns(snapshot, stacks)
+        annotations = annotation_rows(snapshot)
+        events.write()
+        if sum(counts) != events.rows:
+            raise ValueError("it has events that no device has")
+        for columns in tables.values():
+            for column in columns.values():
+                sys.stdout.buffer.write(column)
+        rows = {table: len(columns["device"]) for table, columns in tables.items()}
+        _write_head(rows=rows, device_events=counts, stacks=stacks.texts, annotations=annotations)
     except MemoryError:
         _write_error("opening it takes more memory than allowed")
     except KeyError as error:
@@ -211,22 +228,27 @@ def main(seconds: int) -> None:
     except Exception as error:
         # Damaged bytes raise nearly any exception, and all of them get the same answer.
         _write_error(str(error) or type(error).__name__)
-    sys.stdout.flush()
+    sys.stdout.buffer.flush()
     # A normal exit would free all objects, which takes as long as building them.
     os._exit(0)
 
 
-def _write_tables(tables: SnapshotColumns, texts: dict[str, Any]) -> None:
-    rows = {table: len(columns["device"]) for table, columns in tables.items()}
-    print(json.dumps({"rows": rows, **texts}), flush=True)
-    for columns in tables.values():
-        for column in columns.values():
-            sys.stdout.buffer.write(column)
-    sys.stdout.buffer.flush()
+def _snapshot(value: object) -> dict[str, Any]:
+    if isinstance(value, list):
+        # The format before torch recorded events.
+        value = {"segments": value}
+    if not isinstance(value, dict) or "segments" not in value:
+        raise ValueError("it is a pickle, but not a memory snapshot of torch")
+    return value
+
+
+def _write_head(**head: Any) -> None:
+    line = json.dumps(head).encode()
+    sys.stdout.buffer.write(line + len(line).to_bytes(8, "little"))
 
 
 def _write_error(reason: str) -> None:
-    print(json.dumps({"error": _printable(reason, _MAX_REASON_CHARS)}))
+    _write_head(error=_printable(reason, _MAX_REASON_CHARS))
 
 
 def _printable(text: str, max_chars: int) -> str:
@@ -248,7 +270,3 @@ def _used_bytes() -> int:
 def _available_bytes() -> int:
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) << 10
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,0 +1,213 @@
+"""Takes the events out of a snapshot while its pickle is read, so that they need no memory as objects.
+
+An event is a dict of some names, numbers and a list of frames, written with the same opcodes each time. So an event is
+read opcode by opcode, and a regular expression is made of its opcodes, which reads thousands of events like it at a
+time. Others (with a name or frame that was not there before, or in which a frame of the pickle ends) are read as the
+first.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Mapping
+from typing import IO, Any, NamedTuple, Protocol
+
+from ebbtide.profiler.memory_snapshot.plain_pickle import PickleError, PlainPickle
+
+_REFERENCE = rb"(?:h.|j.{4})"
+_INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:" + b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(9)) + rb"))"
+_TEXT = rb"\x8c(?:" + b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(64)) + rb")\x94"
+_LIST = rb"\]\x94(?:\((?:h.|j.{4})++e|(?:h.|j.{4})a)?"
+_FRAMES = b"(?:" + _REFERENCE + b"|" + _LIST + b")"
+_OTHER = b"(?:" + _REFERENCE + b"|" + _INTEGER + rb"|[N\x88\x89])"
+_PAIR = b"(" + _REFERENCE + b")(" + b"|".join((_OTHER, _TEXT, _LIST)) + b")"
+_BEGIN, _END = rb"\}\x94\(", b"u"
+_PAIRS, _EVENT = re.compile(_PAIR, re.DOTALL), re.compile(_BEGIN + b"(?:" + _PAIR + b")+" + _END, re.DOTALL)
+_REFERENCES = re.compile(_REFERENCE, re.DOTALL)
+_LONG, _SIGNED, _LIST_OPCODE, _TEXT_OPCODE = 0x8A, ord("J"), ord("]"), b"\x8c"
+# The integers of an event, and the columns for them.
+_INTEGERS = {"time_us": "time_us", "size": "bytes", "addr": "address"}
+_FIELDS = {"action": _REFERENCE, **dict.fromkeys(_INTEGERS, _INTEGER), "frames": _FRAMES}
+_MAX_CACHED = 1 << 16
+# An event, where the pickle has it.
+EVENT = object()
+
+
+class _Stack(NamedTuple):
+    frames: list[dict[str, Any]]
+    number: int
+
+
+class _Form(NamedTuple):
+    """Opcodes of events: of one, of a run of them, the names of its groups, and those that add to the memo."""
+
+    event: re.Pattern[bytes]
+    run: re.Pattern[bytes]
+    names: list[str]
+    added: list[int]
+
+
+class _Cache(dict[bytes, int]):
+    """Results of a function of opcodes."""
+
+    def __init__(self, read: Callable[[bytes], int]) -> None:
+        self._read = read
+
+    def __missing__(self, opcodes: bytes) -> int:
+        if len(self) >= _MAX_CACHED:
+            self.clear()
+        value = self[opcodes] = self._read(opcodes)
+        return value
+
+
+class StackNumbers(Protocol):
+    """Numbers call stacks; -1 for one without frames. The caller keeps the lists."""
+
+    def number(self, frames: list[dict[str, Any]] | None) -> int: ...
+
+
+class SnapshotPickle(PlainPickle):
+    """Reads a snapshot in which each event of the allocator is EVENT.
+
+    `columns` get the events: `action` (by `codes`, or -1), `time_us`, `bytes`, `address` and `stack`. `rows_added` is
+    called then.
+    """
+
+    def __init__(
+        self,
+        file: IO[bytes],
+        progress: Callable[[int], None],
+        codes: Mapping[str, int],
+        stacks: StackNumbers,
+        columns: Mapping[str, array[int]],
+        rows_added: Callable[[], None],
+    ) -> None:
+        super().__init__(file, progress)
+        self._numbers, self._columns, self._rows_added = stacks, columns, rows_added
+        self._form: _Form | None = None
+        # The first byte of the dict that was begun last, and the dicts and lists since the last event by identity.
+        self._dict_at: int | None = None
+        self._recent: dict[int, int] = {}
+        # The frames of a stack are the same dicts in each list.
+        self._stacks: dict[tuple[int, ...], _Stack] = {}
+        self._stack_opcodes: dict[bytes, _Stack] = {}
+        self._actions = _Cache(lambda opcodes: codes.get(self._referred(opcodes), -1))
+        self._integers = _Cache(_integer)
+        self._codes = codes
+
+    def begin_dict(self) -> None:
+        at = self.at - 1
+        run = self._form.run.match(self.data, at) if self._form else None
+        if self._form and run:
+            self._read_run(self._form, at, run.end())
+        else:
+            self._dict_at = at
+            super().begin_dict()
+
+    def end_dict(self) -> None:
+        super().end_dict()
+        if "action" in self.stack[-1]:
+            self._read_event(self.stack[-1])
+
+    def memoize(self, index: int) -> None:
+        super().memoize(index)
+        if type(self.stack[-1]) in (dict, list):
+            self._recent[id(self.stack[-1])] = index
+
+    def remembered(self, index: int) -> Any:
+        value = super().remembered(index)
+        if value is EVENT:
+            raise PickleError("it has the same event twice")
+        return value
+
+    def refill(self, least_bytes: int) -> None:
+        super().refill(least_bytes)
+        self._dict_at = None
+
+    def _referred(self, opcodes: bytes) -> Any:
+        return self.remembered(int.from_bytes(opcodes[1:], "little"))
+
+    def _stack(self, frames: list[dict[str, Any]]) -> _Stack:
+        """Return the first list of the same frames, so that no other one is kept."""
+        key = tuple(map(id, frames))
+        stack = self._stacks.get(key)
+        if stack is None:
+            stack = self._stacks[key] = _Stack(frames, self._numbers.number(frames))
+        return stack
+
+    def _read_event(self, event: dict[str, Any]) -> None:
+        """Take the event on top of the stack."""
+        self._columns["action"].append(self._codes.get(event["action"], -1))
+        for name, column in _INTEGERS.items():
+            self._columns[column].append(event.get(name, 0) if name == "addr" else event[name])
+        stack = self._stack(event.get("frames") or [])
+        self._columns["stack"].append(stack.number)
+        self.stack[-1] = EVENT
+        for value, kept in ((event, EVENT), (event.get("frames"), stack.frames)):
+            if id(value) in self._recent:
+                self.memo[self._recent[id(value)]] = kept
+        self._recent.clear()
+        if self._dict_at is not None:
+            self._form = self._form_of(self.data[self._dict_at : self.at]) or self._form
+        self._rows_added()
+
+    def _form_of(self, opcodes: bytes) -> _Form | None:
+        """Return the form of an event; None where it has something that no earlier one had."""
+        patterns, names, added = [], [], []
+        for key, value in _PAIRS.findall(opcodes, 3) if _EVENT.fullmatch(opcodes) else ():
+            name = self._referred(key)
+            pattern = _FIELDS.get(name) or (_TEXT if value.startswith(_TEXT_OPCODE) else None)
+            if pattern in (_FRAMES, _TEXT):
+                added.append(len(names))
+            names += [name] if pattern else []
+            patterns.append((re.escape(key), pattern, _OTHER))
+        if not {"action", "time_us", "size"} <= {*names}:
+            return None
+        groups = b"".join(key + (b"(" + pattern + b")" if pattern else other) for key, pattern, other in patterns)
+        plain = b"".join(key + (pattern or other) for key, pattern, other in patterns)
+        run = b"(?:" + _BEGIN + plain + _END + b")++"
+        return _Form(re.compile(_BEGIN + groups + _END, re.DOTALL), re.compile(run, re.DOTALL), names, added)
+
+    def _read_run(self, form: _Form, start: int, end: int) -> None:
+        """Take events of one form, from the byte `start` to `end`."""
+        values = dict(enumerate(zip(*form.event.findall(self.data, start, end), strict=True)))
+        fields = {name: values[group] for group, name in enumerate(form.names)}
+        count = len(fields["action"])
+        columns = self._columns
+        columns["action"].extend(map(self._actions.__getitem__, fields["action"]))
+        columns["time_us"].extend(map(_integer, fields["time_us"]))
+        columns["bytes"].extend(map(self._integers.__getitem__, fields["size"]))
+        columns["address"].extend(map(self._integers.__getitem__, fields["addr"]) if "addr" in fields else [0] * count)
+        if "frames" not in fields:
+            columns["stack"].extend([-1] * count)
+        frames = form.names.index("frames") if "frames" in fields else None
+        added = [(group == frames, values[group]) for group in form.added]
+        for row in range(count):
+            self.memo.append(EVENT)
+            for is_stack, opcodes in added:
+                if is_stack:
+                    columns["stack"].append(self._stack_number(opcodes[row]))
+                else:
+                    self.memo.append(opcodes[row][2:-1].decode("utf-8", "surrogatepass"))
+        self.stack.extend([EVENT] * count)
+        self.at = end
+        self._rows_added()
+
+    def _stack_number(self, opcodes: bytes) -> int:
+        """Return the number of a stack, and remember its list if it is not referred to."""
+        stack = self._stack_opcodes.get(opcodes)
+        if stack is None:
+            if opcodes[0] != _LIST_OPCODE:
+                return self._numbers.number(self._referred(opcodes))
+            frames = [self._referred(reference) for reference in _REFERENCES.findall(opcodes, 2)]
+            stack = self._stack_opcodes[opcodes] = self._stack(frames)
+        self.memo.append(stack.frames)
+        return stack.number
+
+
+def _integer(opcodes: bytes) -> int:
+    opcode = opcodes[0]
+    if opcode == _LONG:
+        return int.from_bytes(opcodes[2:], "little", signed=True)
+    return int.from_bytes(opcodes[1:], "little", signed=opcode == _SIGNED)
