@@ -25,7 +25,7 @@ _PAIR = b"(" + _REFERENCE + b")(" + b"|".join((_OTHER, _TEXT, _LIST)) + b")"
 _BEGIN, _END = rb"\}\x94\(", b"u"
 _PAIRS, _EVENT = re.compile(_PAIR, re.DOTALL), re.compile(_BEGIN + b"(?:" + _PAIR + b")+" + _END, re.DOTALL)
 _REFERENCES = re.compile(_REFERENCE, re.DOTALL)
-_LONG, _SIGNED, _LIST_OPCODE, _TEXT_OPCODE = 0x8A, ord("J"), ord("]"), b"\x8c"
+_LONG, _SIGNED, _LIST_OPCODE, _TEXT_OPCODE = 0x8A, ord("J"), ord("]"), 0x8C
 # The integers of an event, and the columns for them.
 _INTEGERS = {"time_us": "time_us", "size": "bytes", "addr": "address"}
 _FIELDS = {"action": _REFERENCE, **dict.fromkeys(_INTEGERS, _INTEGER), "frames": _FRAMES}
@@ -40,7 +40,7 @@ class _Stack(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Opcodes of events: of one, of a run of them, the names of its groups, and those that add to the memo."""
+    """Opcodes of events: of one, of many and the bytes after them, the groups' names, and those that add to the memo."""
 
     event: re.Pattern[bytes]
     run: re.Pattern[bytes]
@@ -98,9 +98,8 @@ class SnapshotPickle(PlainPickle):
 
     def begin_dict(self) -> None:
         at = self.at - 1
-        run = self._form.run.match(self.data, at) if self._form else None
-        if self._form and run:
-            self._read_run(self._form, at, run.end())
+        if self._form and self._form.event.match(self.data, at):
+            self._read_run(self._form, at)
         else:
             self._dict_at = at
             super().begin_dict()
@@ -157,21 +156,24 @@ class SnapshotPickle(PlainPickle):
         patterns, names, added = [], [], []
         for key, value in _PAIRS.findall(opcodes, 3) if _EVENT.fullmatch(opcodes) else ():
             name = self._referred(key)
-            pattern = _FIELDS.get(name) or (_TEXT if value.startswith(_TEXT_OPCODE) else None)
+            pattern = _FIELDS.get(name) or (_TEXT if value[0] == _TEXT_OPCODE else None)
             if pattern in (_FRAMES, _TEXT):
                 added.append(len(names))
             names += [name] if pattern else []
-            patterns.append((re.escape(key), pattern, _OTHER))
+            patterns.append((re.escape(key), pattern))
         if not {"action", "time_us", "size"} <= {*names}:
             return None
-        groups = b"".join(key + (b"(" + pattern + b")" if pattern else other) for key, pattern, other in patterns)
-        plain = b"".join(key + (pattern or other) for key, pattern, other in patterns)
-        run = b"(?:" + _BEGIN + plain + _END + b")++"
-        return _Form(re.compile(_BEGIN + groups + _END, re.DOTALL), re.compile(run, re.DOTALL), names, added)
+        groups = b"".join(key + (b"(" + pattern + b")" if pattern else _OTHER) for key, pattern in patterns)
+        event = _BEGIN + groups + _END
+        return _Form(re.compile(event, re.DOTALL), re.compile(event + b"|(.+)", re.DOTALL), names, added)
 
-    def _read_run(self, form: _Form, start: int, end: int) -> None:
-        """Take events of one form, from the byte `start` to `end`."""
-        values = dict(enumerate(zip(*form.event.findall(self.data, start, end), strict=True)))
+    def _read_run(self, form: _Form, start: int) -> None:
+        """Take the events of one form that follow each other from the byte `start`."""
+        rows = form.run.findall(self.data, start)
+        self.at = len(self.data) - len(rows[-1][-1])
+        if rows[-1][-1]:
+            rows.pop()
+        values = [*zip(*rows, strict=True)]
         fields = {name: values[group] for group, name in enumerate(form.names)}
         count = len(fields["action"])
         columns = self._columns
@@ -181,27 +183,29 @@ class SnapshotPickle(PlainPickle):
         columns["address"].extend(map(self._integers.__getitem__, fields["addr"]) if "addr" in fields else [0] * count)
         if "frames" not in fields:
             columns["stack"].extend([-1] * count)
-        frames = form.names.index("frames") if "frames" in fields else None
-        added = [(group == frames, values[group]) for group in form.added]
-        for row in range(count):
-            self.memo.append(EVENT)
-            for is_stack, opcodes in added:
-                if is_stack:
-                    columns["stack"].append(self._stack_number(opcodes[row]))
+        memo, known, numbers = self.memo, self._stack_opcodes, columns["stack"]
+        for opcodes_of_event in zip(*(values[group] for group in form.added), strict=True):
+            memo.append(EVENT)
+            for opcodes in opcodes_of_event:
+                stack = known.get(opcodes)
+                if stack is not None:
+                    memo.append(stack.frames)
+                    numbers.append(stack.number)
+                elif opcodes[0] == _TEXT_OPCODE:
+                    memo.append(opcodes[2:-1].decode("utf-8", "surrogatepass"))
                 else:
-                    self.memo.append(opcodes[row][2:-1].decode("utf-8", "surrogatepass"))
+                    numbers.append(self._new_stack(opcodes))
+        if not form.added:
+            memo.extend([EVENT] * count)
         self.stack.extend([EVENT] * count)
-        self.at = end
         self._rows_added()
 
-    def _stack_number(self, opcodes: bytes) -> int:
-        """Return the number of a stack, and remember its list if it is not referred to."""
-        stack = self._stack_opcodes.get(opcodes)
-        if stack is None:
-            if opcodes[0] != _LIST_OPCODE:
-                return self._numbers.number(self._referred(opcodes))
-            frames = [self._referred(reference) for reference in _REFERENCES.findall(opcodes, 2)]
-            stack = self._stack_opcodes[opcodes] = self._stack(frames)
+    def _new_stack(self, opcodes: bytes) -> int:
+        """Return the number of a stack that is referred to, or of a new list of frames, which is remembered."""
+        if opcodes[0] != _LIST_OPCODE:
+            return self._numbers.number(self._referred(opcodes))
+        frames = [self._referred(reference) for reference in _REFERENCES.findall(opcodes, 2)]
+        stack = self._stack_opcodes[opcodes] = self._stack(frames)
         self.memo.append(stack.frames)
         return stack.number
 
