@@ -137,9 +137,11 @@ class SnapshotPickle(PlainPickle):
 
     def _read_event(self, event: dict[str, Any]) -> None:
         """Take the event on top of the stack."""
-        self._columns["action"].append(self._codes.get(event["action"], -1))
+        action = self._codes.get(event["action"], -1)
+        self._columns["action"].append(action)
         for name, column in _INTEGERS.items():
-            self._columns[column].append(event.get(name, 0) if name == "addr" else event[name])
+            # Events of unknown actions, which are left out, may have other names.
+            self._columns[column].append(event.get(name, 0) if name == "addr" or action < 0 else event[name])
         stack = self._stack(event.get("frames") or [])
         self._columns["stack"].append(stack.number)
         self.stack[-1] = EVENT
