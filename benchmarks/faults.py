@@ -73,12 +73,16 @@ def rules(trace: Path) -> set[str]:
 
 
 def recorded(
-    fault: str, *options: str, ranks: int = 1, prefix: Sequence[object] = (), threads: int = 2
+    fault: str, *options: str, ranks: int = 1, prefix: Sequence[object] = (), threads: int = 1
 ) -> Callable[[Path], set[str]]:
     """Return a function that records a job on this host."""
 
     def run(folder: Path) -> set[str]:
-        launch = [sys.executable] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
+        launch = (
+            [sys.executable]
+            if ranks == 1
+            else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        )
         trace = folder / "run.ebb"
         command = ["profile", "-o", trace, *options, "--", *launch, JOB, fault]
         ebbtide(*command, prefix=prefix, OMP_NUM_THREADS=str(threads))
@@ -190,7 +194,7 @@ def remote_node(trace: Path) -> None:
     file = trace / "meta.json"
     meta = json.loads(file.read_text())
     meta.setdefault("host", {})["numa_nodes"] = [
-        {"node": node, "cpus": list(range(32 * node, 32 * node + 32)), "memory_bytes": 256 << 30} for node in range(2)
+        {"node": node, "cpus": f"{32 * node}-{32 * node + 31}", "memory_bytes": 256 << 30} for node in range(2)
     ]
     for rank in meta["ranks"]:
         rank["numa"] = {"cpu_nodes": [1], "memory_bytes": {"1": 60 << 30}}
@@ -206,9 +210,9 @@ FAULTS = (
     Case("data loading", "run", recorded("data-loading"), ("between-phases",), "each batch takes 0.1 s in the main process"),
     Case("checkpoint stalls", "run", recorded("checkpoint-stall"), ("between-phases", "drift"), "every third iteration writes 260 MB and waits"),
     Case("leak", "run", recorded("leak", *ALLOCATOR), ("memory-growth",), "losses are kept with their graphs"),
-    Case("slow rank", "run", recorded("slow-rank", ranks=2, threads=1), ("slow-rank",), "rank 1 of 2 takes 40 ms longer"),
+    Case("slow rank", "run", recorded("slow-rank", ranks=2), ("slow-rank",), "rank 1 of 2 takes 40 ms longer"),
     Case("slowdown", "run", recorded("slowdown"), ("drift",), "40 ms more from the 30th iteration on"),
-    Case("one thread", "run", recorded("update", threads=1), ("too-few-threads",), "OMP_NUM_THREADS=1 on two cores, AdamW on the CPU"),
+    Case("one thread", "run", recorded("update"), ("too-few-threads",), "OMP_NUM_THREADS=1 on two cores, AdamW on the CPU"),
     Case("full control group", "run", in_group("memory-limit", MEMORY_LIMIT), ("host-memory-limit",), "the job holds most of a limit of 2 GiB"),
     Case("too many threads", "run", doctor("OMP_NUM_THREADS=64", "torchrun", "--nproc-per-node", "2", "train.py"), ("threads",), "OMP_NUM_THREADS=64 for two ranks on two cores"),
     Case("one core", "run", doctor(*TRAIN, prefix=("taskset", "-c", "0")), ("cores",), "an affinity of one of two cores"),
@@ -229,8 +233,8 @@ HEALTHY = (
     Case("job, again", "run", recorded("none")),
     Case("job with recorded allocations", "run", recorded("none", *ALLOCATOR)),
     Case("job, 60 iterations", "run", recorded("none-long")),
-    Case("two ranks", "run", recorded("none", ranks=2, threads=1)),
-    Case("large update", "run", recorded("update-none")),
+    Case("two ranks", "run", recorded("none", ranks=2)),
+    Case("large update", "run", recorded("update-none", threads=2)),
     Case("control group with room", "run", in_group("none", 4 * MEMORY_LIMIT)),
     Case("host", "run", doctor(*TRAIN)),
     Case("two threads", "run", doctor("OMP_NUM_THREADS=2", *TRAIN)),

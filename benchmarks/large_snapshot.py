@@ -10,13 +10,7 @@ test compares them).
 
 from __future__ import annotations
 
-import argparse
 import random
-import resource
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any

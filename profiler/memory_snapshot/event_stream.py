@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Mapping
-from typing import IO, Any, NamedTuple, Protocol
+from functools import cache, lru_cache
+from typing import IO, Any, NamedTuple
 
 from ebbtide.profiler.memory_snapshot.plain_pickle import PickleError, PlainPickle
 
@@ -40,7 +41,7 @@ class _Stack(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Opcodes of events: of one, of many and the bytes after them, the groups' names, and those that add to the memo."""
+    """Opcodes of one event, of many and what follows, the names of groups, and the groups that add to the memo."""
 
     event: re.Pattern[bytes]
     run: re.Pattern[bytes]
@@ -48,30 +49,11 @@ class _Form(NamedTuple):
     added: list[int]
 
 
-class _Cache(dict[bytes, int]):
-    """Results of a function of opcodes."""
-
-    def __init__(self, read: Callable[[bytes], int]) -> None:
-        self._read = read
-
-    def __missing__(self, opcodes: bytes) -> int:
-        if len(self) >= _MAX_CACHED:
-            self.clear()
-        value = self[opcodes] = self._read(opcodes)
-        return value
-
-
-class StackNumbers(Protocol):
-    """Numbers call stacks; -1 for one without frames. The caller keeps the lists."""
-
-    def number(self, frames: list[dict[str, Any]] | None) -> int: ...
-
-
 class SnapshotPickle(PlainPickle):
     """Reads a snapshot in which each event of the allocator is EVENT.
 
-    `columns` get the events: `action` (by `codes`, or -1), `time_us`, `bytes`, `address` and `stack`. `rows_added` is
-    called then.
+    `columns` get the events: `action` (by `codes`, or -1), `time_us`, `bytes`, `address` and `stack` (by `number`; the
+    lists of frames are kept). `rows_added` is called then.
     """
 
     def __init__(
@@ -79,12 +61,12 @@ class SnapshotPickle(PlainPickle):
         file: IO[bytes],
         progress: Callable[[int], None],
         codes: Mapping[str, int],
-        stacks: StackNumbers,
+        number: Callable[[list[dict[str, Any]] | None], int],
         columns: Mapping[str, array[int]],
         rows_added: Callable[[], None],
     ) -> None:
         super().__init__(file, progress)
-        self._numbers, self._columns, self._rows_added = stacks, columns, rows_added
+        self._number_of, self._columns, self._rows_added = number, columns, rows_added
         self._form: _Form | None = None
         # The first byte of the dict that was begun last, and the dicts and lists since the last event by identity.
         self._dict_at: int | None = None
@@ -92,8 +74,8 @@ class SnapshotPickle(PlainPickle):
         # The frames of a stack are the same dicts in each list.
         self._stacks: dict[tuple[int, ...], _Stack] = {}
         self._stack_opcodes: dict[bytes, _Stack] = {}
-        self._actions = _Cache(lambda opcodes: codes.get(self._referred(opcodes), -1))
-        self._integers = _Cache(_integer)
+        self._action = cache(lambda opcodes: codes.get(self._referred(opcodes), -1))
+        self._repeated = lru_cache(_MAX_CACHED)(_integer)
         self._codes = codes
 
     def begin_dict(self) -> None:
@@ -132,7 +114,7 @@ class SnapshotPickle(PlainPickle):
         key = tuple(map(id, frames))
         stack = self._stacks.get(key)
         if stack is None:
-            stack = self._stacks[key] = _Stack(frames, self._numbers.number(frames))
+            stack = self._stacks[key] = _Stack(frames, self._number_of(frames))
         return stack
 
     def _read_event(self, event: dict[str, Any]) -> None:
@@ -179,10 +161,10 @@ class SnapshotPickle(PlainPickle):
         fields = {name: values[group] for group, name in enumerate(form.names)}
         count = len(fields["action"])
         columns = self._columns
-        columns["action"].extend(map(self._actions.__getitem__, fields["action"]))
+        columns["action"].extend(map(self._action, fields["action"]))
         columns["time_us"].extend(map(_integer, fields["time_us"]))
-        columns["bytes"].extend(map(self._integers.__getitem__, fields["size"]))
-        columns["address"].extend(map(self._integers.__getitem__, fields["addr"]) if "addr" in fields else [0] * count)
+        columns["bytes"].extend(map(self._repeated, fields["size"]))
+        columns["address"].extend(map(self._repeated, fields["addr"]) if "addr" in fields else [0] * count)
         if "frames" not in fields:
             columns["stack"].extend([-1] * count)
         memo, known, numbers = self.memo, self._stack_opcodes, columns["stack"]
@@ -205,7 +187,7 @@ class SnapshotPickle(PlainPickle):
     def _new_stack(self, opcodes: bytes) -> int:
         """Return the number of a stack that is referred to, or of a new list of frames, which is remembered."""
         if opcodes[0] != _LIST_OPCODE:
-            return self._numbers.number(self._referred(opcodes))
+            return self._number_of(self._referred(opcodes))
         frames = [self._referred(reference) for reference in _REFERENCES.findall(opcodes, 2)]
         stack = self._stack_opcodes[opcodes] = self._stack(frames)
         self.memo.append(stack.frames)

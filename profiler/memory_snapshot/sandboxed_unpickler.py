@@ -3,10 +3,10 @@
 No class of a pickle is called, so none can run code. That does not prevent endless work, or tens of GB of memory. So
 the snapshot is read in a process of its own with limits on memory and time. It imports only the standard library.
 
-Output: the events in blocks of ROWS, each as its columns EVENT_COLUMNS; the columns of the other TABLES as native int64;
-one line of JSON, {"error": reason} or {"rows": {table: number of rows}, "device_events": number of events of each
-device, "stacks", "annotations"}; and the length of this line in 8 bytes. The column `stack` is a position in `stacks`,
-or -1. Events of unknown actions have the action -1.
+Output: the events in blocks of ROWS, each as its columns EVENT_COLUMNS; the columns of the other TABLES as native
+int64; JSON, {"error": reason} or {"rows": {table: number of rows}, "device_events": number of events of each device,
+"stacks", "annotations"}; and its length in 8 bytes. The column `stack` is a position in `stacks`, or -1. Events of
+unknown actions have the action -1.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def main(seconds: int) -> None:
     limit(0)
     try:
         events, stacks = EventBlocks(), StackTable()
-        reader = SnapshotPickle(sys.stdin.buffer, limit, ACTIONS, stacks, events.columns, events.write_full)
+        reader = SnapshotPickle(sys.stdin.buffer, limit, ACTIONS, stacks.number, events.columns, events.write_full)
         snapshot = _snapshot(reader.load())
         counts, tables = device_events(snapshot), block_columns(snapshot, stacks)
         annotations = annotation_rows(snapshot)
