@@ -60,6 +60,10 @@ class Snapshot:
     stacks: list[str]
     annotations: list[tuple[str, str, int, int]]
 
+    def events_of(self, device: int) -> pd.DataFrame:
+        """Return the events of a device, without a copy: they follow each other."""
+        return self.events[slice(*np.searchsorted(self.events["device"], [device, device + 1]))]
+
 
 def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS) -> Snapshot:
     """Read a snapshot.
@@ -153,7 +157,7 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
     release is completed; both in CUDACachingAllocator.cpp). If only completed releases were recorded, it falls with
     them.
     """
-    events = snapshot.events[snapshot.events["device"] == device]
+    events = snapshot.events_of(device)
     if pool == "requested":
         release = "free_requested" if releases_requested(events) else "free_completed"
         signs, end_bytes = {"alloc": 1, release: -1}, int(blocks_in_use(snapshot, device, events)["requested"].sum())
@@ -182,9 +186,8 @@ def start_ns(snapshot: Snapshot, device: int) -> int:
 
     Earlier events may have been dropped: nothing is known about the time before it.
     """
-    events = snapshot.events
-    own = events.loc[events["device"] == device, "time_us"]
-    return int(own.iloc[0] if len(own) else events["time_us"].min()) * 1000
+    own = snapshot.events_of(device)["time_us"]
+    return int(own.iloc[0] if len(own) else snapshot.events["time_us"].min()) * 1000
 
 
 def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
@@ -248,7 +251,7 @@ def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFr
         Columns start_ns, end_ns (missing: held at the end), bytes (as requested), address, and stack (the text, missing
         where it was not recorded). At each time the blocks held add up to the pool `requested`.
     """
-    events = snapshot.events[snapshot.events["device"] == device]
+    events = snapshot.events_of(device)
     live = blocks_in_use(snapshot, device, events)
     release = ACTIONS["free_requested" if releases_requested(events) else "free_completed"]
     times_ns = np.maximum.accumulate(events["time_us"].to_numpy(np.int64)) * 1000

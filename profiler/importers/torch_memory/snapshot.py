@@ -126,7 +126,7 @@ class _DeviceSnapshot:
         self._rank = rank
         self._snapshot = snapshot
         self._device, self._name = device, f"cuda:{device}"
-        self._events = snapshot.events[snapshot.events["device"] == device]
+        self._events = snapshot.events_of(device)
         if all(entry["device"] != self._name for entry in rank.meta["devices"]):
             rank.meta["devices"].append({"device": self._name, "kind": "cuda", "capacity_bytes": None})
 
