@@ -56,7 +56,7 @@ def train(fault: str) -> None:
         if fault == "checkpoint-stall" and step % 3 == 0:
             with tempfile.TemporaryDirectory() as folder:
                 torch.save([model.state_dict()] * 1 + [torch.ones(1 << 26)], Path(folder) / "step.pt")
-    assert held or not kept or kept
+    del held, kept
     if "WORLD_SIZE" in os.environ:
         torch.distributed.destroy_process_group()
 

@@ -8,6 +8,7 @@ with the fault (traces/); `edited`, such a run without the fault, into whose tab
 would have it. Needs gcc for the mock, and root for the job in a control group of its own. Prints Markdown.
 """
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import argparse

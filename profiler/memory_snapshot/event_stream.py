@@ -137,7 +137,8 @@ class SnapshotPickle(PlainPickle):
 
     def _form_of(self, opcodes: bytes) -> _Form | None:
         """Return the form of an event; None where it has something that no earlier one had."""
-        patterns, names, added = [], [], []
+        names: list[str] = []
+        patterns, added = [], []
         for key, value in _PAIRS.findall(opcodes, 3) if _EVENT.fullmatch(opcodes) else ():
             name = self._referred(key)
             pattern = _FIELDS.get(name) or (_TEXT if value[0] == _TEXT_OPCODE else None)

@@ -88,7 +88,7 @@ class PlainPickle:
         raise PickleError(f"it has the opcode {opcode:#04x}, which no memory snapshot has")
 
     def _handlers(self) -> list[Callable[[], object] | None]:
-        push = lambda value: self.stack.append(value)  # noqa: E731
+        push = self._push
         named: dict[bytes, Callable[[], object]] = {
             b"\x80": lambda: self._take(1),
             b"\x95": lambda: self._take(8),
@@ -122,6 +122,9 @@ class PlainPickle:
             b"j": lambda: push(self.remembered(self._number(4))),
         }
         return [named.get(bytes([opcode])) for opcode in range(256)]
+
+    def _push(self, value: Any) -> None:
+        self.stack.append(value)
 
     def begin_dict(self) -> None:
         self.stack.append({})
