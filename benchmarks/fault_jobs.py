@@ -36,7 +36,7 @@ def train(fault: str) -> None:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # As the job's own data in host memory: most of the control group's limit.
-    held = [torch.ones(1 << 28, dtype=torch.uint8) for _ in range(5)] if fault == "memory-limit" else []
+    pages = [torch.ones(1 << 28, dtype=torch.uint8) for _ in range(5)] if fault == "memory-limit" else []
     kept: list[torch.Tensor] = []
     for step in range(LONG if fault in ("slowdown", "none-long") else ITERATIONS):
         data = torch.randn(batch, width)
@@ -56,7 +56,7 @@ def train(fault: str) -> None:
         if fault == "checkpoint-stall" and step % 3 == 0:
             with tempfile.TemporaryDirectory() as folder:
                 torch.save([model.state_dict()] * 1 + [torch.ones(1 << 26)], Path(folder) / "step.pt")
-    del held, kept
+    del pages, kept
     if "WORLD_SIZE" in os.environ:
         torch.distributed.destroy_process_group()
 

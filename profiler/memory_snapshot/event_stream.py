@@ -168,11 +168,11 @@ class SnapshotPickle(PlainPickle):
         columns["address"].extend(map(self._repeated, fields["addr"]) if "addr" in fields else [0] * count)
         if "frames" not in fields:
             columns["stack"].extend([-1] * count)
-        memo, known, numbers = self.memo, self._stack_opcodes, columns["stack"]
+        memo, by_opcodes, numbers = self.memo, self._stack_opcodes, columns["stack"]
         for opcodes_of_event in zip(*(values[group] for group in form.added), strict=True):
             memo.append(EVENT)
             for opcodes in opcodes_of_event:
-                stack = known.get(opcodes)
+                stack = by_opcodes.get(opcodes)
                 if stack is not None:
                     memo.append(stack.frames)
                     numbers.append(stack.number)

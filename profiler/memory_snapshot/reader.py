@@ -95,9 +95,9 @@ def _read_events(answer: IO[bytes], device_events: list[int]) -> pd.DataFrame:
             part = column[start : start + ROWS]
             part[:] = np.frombuffer(answer.read(part.nbytes), part.dtype)
     columns["device"] = np.repeat(np.arange(len(device_events), dtype=np.int16), device_events)
-    known = columns["action"] >= 0
-    if not known.all():
-        columns = {name: column[known] for name, column in columns.items()}
+    understood = columns["action"] >= 0
+    if not understood.all():
+        columns = {name: column[understood] for name, column in columns.items()}
     return pd.DataFrame(columns, copy=False)
 
 
