@@ -46,7 +46,7 @@ def test_trace_adviser__advises_not_to_offload_state_that_fits() -> None:
 def test_trace_adviser__ends_offload_where_gpu_and_cpu_share_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job offloads, and its state would not fit beside it if the host's memory were another one."""
     unified = replace(preset("a100-40gb-published"), unified_memory=True)
-    monkeypatch.setattr("ebbtide.interleave.advise.trace_advice.own_machine", lambda trace: unified)
+    monkeypatch.setattr("ebbtide.interleave.advise.job.inputs.own_machine", lambda trace: unified)
     trace = open_trace(TRACES / "a100-13b-async.ebb")
     adviser = TraceAdviser(trace)
     setting = adviser.deepspeed_setting()
