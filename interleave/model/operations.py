@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.workload import Workload
 
-OpKind = Literal["gradient down", "gradient up", "clip", "read", "fetch", "update", "flush", "cast", "upload", "write"]
+OpKind = Literal[
+    "gradient down", "gradient up", "clip", "read", "fetch", "update", "flush", "cast", "upload", "write",
+    "weights up", "weights down", "activation down", "activation up", "layer gradient down", "layer gradient up",
+]  # fmt: skip
 Resource = Literal["cpu", "gpu", "h2d", "d2h", "storage_read", "storage_write"]
 # Each path of the storage (see `Op.path`) has both of the others.
 RESOURCES: tuple[Resource, ...] = ("cpu", "gpu", "h2d", "d2h")
@@ -30,7 +35,17 @@ RESOURCES_OF_KIND: dict[OpKind, tuple[Resource, ...]] = {
     "upload": ("h2d",),
     "read": ("storage_read",),
     "write": ("storage_write",),
+    "weights up": ("h2d",),
+    "weights down": ("d2h",),
+    "activation down": ("d2h",),
+    "activation up": ("h2d",),
+    "layer gradient down": ("d2h",),
+    "layer gradient up": ("h2d",),
 }
+# Operations on layers: `Op.subgroup` is the number of the layer.
+LAYER_KINDS: frozenset[OpKind] = frozenset(
+    {"weights up", "weights down", "activation down", "activation up", "layer gradient down", "layer gradient up"}
+)
 
 
 # Operations that may end in the next iteration, and those of them that write parameters.
@@ -42,7 +57,7 @@ _NAMES = ("none", "forward", "backward", "both")
 
 
 class Op(NamedTuple):
-    """One operation on one subgroup."""
+    """One operation on one subgroup, or on one layer (`LAYER_KINDS`)."""
 
     kind: OpKind
     resource: Resource
@@ -65,6 +80,7 @@ class Op(NamedTuple):
     # Of a read or write: the buffer in host memory, by its index in `Plan.storage_buffers`. A subgroup has it from the
     # start of its read until the end of its write. -1: a write of a gradient (see `STATE_ONLY` of the departures).
     buffer: int = -1
+    needed: float | None = None  # The point of its own iteration at which compute waits until it has ended.
 
     @property
     def lane(self) -> str:
@@ -90,6 +106,11 @@ def gradient_ready_points(workload: Workload) -> list[float]:
 
     The backward computes gradients in reverse: those of subgroup 0 come last.
     """
+    if workload.layers:
+        ends = [workload.backward_s]
+        for layer in workload.layers[:-1]:
+            ends.append(ends[-1] - layer.backward_s)
+        return [BACKWARD + min(1.0, ends[layer] / workload.backward_s) for layer in layers_of_subgroups(workload)]
     points, params_done = [], 0
     for size in reversed(workload.subgroups):
         params_done += size
@@ -107,11 +128,21 @@ def forward_points(workload: Workload) -> list[float]:
 
     The forward uses subgroups in their order, each for a time in proportion to its parameters.
     """
+    if workload.layers:
+        starts = [0.0, *accumulate(layer.forward_s for layer in workload.layers)]
+        return [FORWARD + min(1.0, starts[layer] / workload.forward_s) for layer in layers_of_subgroups(workload)]
     points, params_done = [], 0
     for size in workload.subgroups:
         points.append(FORWARD + params_done / workload.params)
         params_done += size
     return points
+
+
+def layers_of_subgroups(workload: Workload) -> list[int]:
+    """Return the layer of the first parameter of each subgroup; parameters after all layers count as the last one's."""
+    ends, last = list(accumulate(layer.params for layer in workload.layers)), len(workload.layers) - 1
+    offsets = accumulate(workload.subgroups[:-1], initial=0)
+    return [min(bisect_right(ends, offset), last) for offset in offsets]
 
 
 def point_at(workload: Workload, seconds: float) -> float:

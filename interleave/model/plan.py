@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbtide.errors import PlanError
+from ebbtide.interleave.model.layer_checks import check_layers
+from ebbtide.interleave.model.layers import LayerPlan
 from ebbtide.interleave.model.operations import (
     BACKWARD,
     CLIPPING_FIRST,
     FORWARD,
     LATE_KINDS,
+    LAYER_KINDS,
     NO_DEPARTURES,
     ONE_UPDATE,
     ONE_UPLOAD,
@@ -76,6 +79,7 @@ class Plan:
         remark: A note of the policy on this plan, for people.
         departures: Rules of valid plans that the plan does not follow, since the system that it is of does not.
         rolls_back: Whether a speculative update overwrites the old state, and is undone where clipping changes it.
+        layers: What the plan does with the weights and activations of layers; None: nothing.
     """
 
     policy: str
@@ -90,6 +94,7 @@ class Plan:
     remark: str = ""
     departures: Departures = NO_DEPARTURES
     rolls_back: bool = False
+    layers: LayerPlan | None = None
 
     def validate(self, workload: Workload) -> Plan:
         """Check that the plan updates every subgroup exactly once, with all inputs ready and all memory released.
@@ -157,7 +162,7 @@ class PlanChecker:
             [UPDATE] * plan.subgroups if workload.gradients_held_until_step else gradient_ready_points(workload)
         )
         self._clip = -1
-        kinds = [kind for kind in RESOURCES_OF_KIND if kind != "clip"]
+        kinds = [kind for kind in RESOURCES_OF_KIND if kind != "clip" and kind not in LAYER_KINDS]
         # By kind and subgroup: the index of the operation, -1 before it has been reached.
         self._indices: dict[str, list[int]] = {kind: [-1] * plan.subgroups for kind in kinds}
 
@@ -172,6 +177,8 @@ class PlanChecker:
             if not OTHER <= op.point <= STEP:
                 raise self._error(op, f"starts at point {op.point}, which is outside of the iteration")
             allocated += op.acquire - op.release
+            if op.kind in LAYER_KINDS:
+                continue
             if op.kind == "clip":
                 self._check_clip(op)
                 self._clip = index
@@ -189,6 +196,7 @@ class PlanChecker:
         if self._plan.has_late_operations:
             self._check_late_operations()
         plan = self._plan
+        check_layers(plan.policy, plan.ops, plan.layers, self._workload)
         check_storage(
             plan.policy,
             plan.ops,
@@ -323,7 +331,7 @@ class PlanChecker:
                 raise self._error(op, f"is due at point {op.due}, which must be from {FORWARD} to {limit}")
             latest_due[op.subgroup] = max(latest_due[op.subgroup], op.due)
         for op in ops:
-            if op.subgroup >= 0 and op.point < latest_due[op.subgroup]:
+            if op.subgroup >= 0 and op.kind not in LAYER_KINDS and op.point < latest_due[op.subgroup]:
                 raise self._error(op, "may start before the late operations of the iteration before have ended")
 
     def _error(self, op: Op, problem: str) -> PlanError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from ebbtide.analysis.metrics.device_fit import fits_beside, gradient_starts
 from ebbtide.interleave.model.durations import host_traffic
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES, Op, Plan
-from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
+from ebbtide.interleave.model.workload import FreeMemorySteps, LayerMemory, Workload
 from ebbtide.machines.machine import Machine
 
 
@@ -204,18 +204,22 @@ class Schedule:
             (self.workload.forward_s, self.forward_s),
             (self.workload.backward_s, self.backward_s),
         )
-        times = []
-        for time, _ in gpu_free:
-            begin = shifted = 0.0
-            for length, length_with_waiting in lengths:
-                if time < begin + length:
-                    shifted += (time - begin) * (length_with_waiting / length)
-                    begin = time
-                    break
-                begin += length
-                shifted += length_with_waiting
-            times.append(shifted + (time - begin))
-        return times, [size for _, size in gpu_free]
+        return [_stretched(time, lengths) for time, _ in gpu_free], [size for _, size in gpu_free]
+
+    def layer_memory_line(self) -> tuple[list[float], list[LayerMemory]]:
+        """Return the device memory of layers whose weights and activations the plan moves, as a step function."""
+        memory = self.workload.layer_memory
+        return self._free_memory_steps(tuple((one.at_s, 0.0) for one in memory))[0], list(memory)
+
+    def peak_job_bytes(self) -> float | None:
+        """Return the largest device memory of the layers and of what the plan puts there; None without layers."""
+        times, memory = self.layer_memory_line()
+        if not memory:
+            return None
+        plan_times, plan_sizes = self.device_memory_line()
+        instants = np.union1d(times, plan_times)
+        held = np.array([one.total for one in memory])[np.searchsorted(times, instants, "right") - 1]
+        return float((held + plan_sizes[np.searchsorted(plan_times, instants, "right") - 1]).max())
 
     def pinned_bytes(self) -> float:
         """Return the part of the host memory that must be pinned: the state of subgroups that are fetched or flushed,
@@ -232,6 +236,19 @@ class Schedule:
     def host_bytes(self) -> float:
         """Return the host memory that the plan needs (see `needed_host_bytes`)."""
         return needed_host_bytes(self.plan, self.workload)
+
+
+def _stretched(time: float, lengths: Iterable[tuple[float, float]]) -> float:
+    """Return a time of an iteration without waiting, with each phase as long as the second of its lengths."""
+    begin = shifted = 0.0
+    for length, length_with_waiting in lengths:
+        if time < begin + length:
+            shifted += (time - begin) * (length_with_waiting / length)
+            begin = time
+            break
+        begin += length
+        shifted += length_with_waiting
+    return shifted + (time - begin)
 
 
 def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
@@ -256,11 +273,12 @@ def needed_host_bytes(plan: Plan, workload: Workload) -> float:
     """Return the host memory that a plan needs.
 
     It is that of state that is neither resident nor in storage, of the buffers of state in storage, of a second place
-    for state that is updated speculatively, and of the buffers of copies. State in storage needs no second place: its
-    new version is written beside the old one.
+    for state that is updated speculatively, of the buffers of copies, and of streamed weights and activations. State in
+    storage needs no second place: its new version is written beside the old one.
     """
     sizes, stored = workload.subgroups, plan.stored
     elsewhere = plan.resident | stored
     offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in elsewhere)
     spare = sum(sizes[subgroup] for subgroup in plan.updated_beside - stored)
-    return workload.state_bytes * (offloaded + spare) + sum(plan.storage_buffers) + copy_buffer_bytes(plan)
+    layers = plan.layers.host_bytes(workload) if plan.layers is not None else 0.0
+    return workload.state_bytes * (offloaded + spare) + sum(plan.storage_buffers) + copy_buffer_bytes(plan) + layers

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +21,7 @@ FreeMemorySteps = tuple[tuple[float, float], ...]
 _MAX_SUBGROUPS = 10_000_000
 # Where it is not known in how many steps clipping changes anything.
 DEFAULT_CLIP_ACTIVE_SHARE = 0.05
+_LAYERS = 'a list of {"name", "params", "forward_s", "backward_s", "activation_bytes", "recompute_s"}'
 _SIZES = "a list of whole numbers above 0 that add up to params"
 Params = Annotated[float, number_range(1, 1e15)]
 Seconds = Annotated[float, number_range(0, 1e6)]
@@ -30,6 +32,40 @@ BusyShare = Annotated[
 ]
 Sizes = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)]
 Flag = Annotated[bool, Meta(description="true or false")]
+
+_MAX_LAYERS, _MAX_CHUNKS, _MAX_ACTIVATIONS = 10_000, 4096, 100_000
+
+
+class ActivationForm(NamedTuple):
+    """A form in which a layer's activations can be kept for the backward: bytes, and s to compute the rest again."""
+
+    name: str
+    nbytes: float
+    recompute_s: float
+
+
+class Layer(NamedTuple):
+    """A layer: its parameters, and its times and activations in an iteration. The first form has all activations."""
+
+    name: str
+    params: int
+    forward_s: float
+    backward_s: float
+    forms: tuple[ActivationForm, ...]
+
+
+class LayerMemory(NamedTuple):
+    """Device memory of placed layers from a time on: bytes of weights, gradients and activations."""
+
+    at_s: float
+    weights: float
+    gradients: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of it, bytes."""
+        return self.weights + self.gradients + self.activations
 
 
 @dataclass(frozen=True)
@@ -69,6 +105,10 @@ class Workload:
         sizes: The parameters of each subgroup, where they were recorded.
         deepspeed_version: The version of DeepSpeed that ran the recorded job; None for other jobs.
         notes: What is estimated or not known, for people.
+        layers: Layers in the order of the forward, whose weights and activations a plan may move; `gpu_free` is then
+            what is free beside everything but their parameters, gradients and activations.
+        chunk_shares: The share of a layer's work that each chunk of an iteration has (the key of the file is `chunks`).
+        layer_memory: Device memory of the layers over the iteration, if a plan for them is chosen (`layers.place`).
     """
 
     name: str
@@ -96,12 +136,19 @@ class Workload:
     sizes: Sizes | None = None
     deepspeed_version: Annotated[str, Meta(description="a text")] | None = None
     notes: Annotated[tuple[str, ...], Meta(description="a list of texts")] = ()
+    layers: tuple[Layer, ...] = ()
+    chunk_shares: tuple[float, ...] = (1.0,)
+    layer_memory: tuple[LayerMemory, ...] = ()
 
     @cached_property
     def subgroups(self) -> tuple[int, ...]:
-        """Parameters of each subgroup, in the order of the forward."""
+        """Parameters of each subgroup, in the order of the forward; by default none has parameters of two layers."""
         if self.sizes is not None:
             return self.sizes
+        if self.layers:
+            rest = self.params - sum(layer.params for layer in self.layers)
+            runs = [layer.params for layer in self.layers] + [rest] * (rest > 0)
+            return tuple(size for run in runs for size in equal_sizes(run, min(self.subgroup_params, run)))
         return equal_sizes(self.params, self.subgroup_params)
 
     @property
@@ -162,6 +209,14 @@ class Workload:
         values["gpu_free_bytes"] = steps
         values["collective_bytes"] = {phase: {"h2d": h2d, "d2h": d2h} for phase, h2d, d2h in self.collective_bytes}
         values["gradients_stay"] = values.pop("gradients_held_until_step")
+        values.pop("layer_memory")
+        shares, layers = values.pop("chunk_shares"), values.pop("layers")
+        if layers:
+            values["layers"] = [
+                {**layer._asdict(), "forms": [dict(zip(_FORM_KEYS, form, strict=True)) for form in layer.forms]}
+                for layer in self.layers
+            ]
+            values["chunks"] = list(shares)
         return values
 
 
@@ -190,6 +245,38 @@ class _CollectiveBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple((phase, size.h2d, size.d2h) for phase, size in phases.items() if size is not None)
 
 
+_FORM_KEYS = ("name", "bytes", "recompute_s")
+
+
+class _FileForm(msgspec.Struct):
+    name: str
+    bytes: FreeBytes
+    recompute_s: Seconds
+
+
+class _FileLayer(msgspec.Struct):
+    params: Params
+    forward_s: Seconds
+    backward_s: Seconds
+    name: str = ""
+    activation_bytes: FreeBytes | None = None
+    recompute_s: Seconds | None = None
+    forms: Annotated[list[_FileForm], Meta(min_length=1, max_length=8)] | None = None
+
+    def layer(self, number: int, where: str) -> Layer:
+        name = self.name or f"layer {number}"
+        if (self.forms is None) == (self.activation_bytes is None):
+            raise WorkloadError(f"{where}: {name} must have activation_bytes (and recompute_s), or forms")
+        forms = [ActivationForm(form.name, form.bytes, form.recompute_s) for form in self.forms or ()]
+        if self.activation_bytes is not None:
+            forms = [ActivationForm("kept", self.activation_bytes, 0.0)]
+            if self.recompute_s is not None:
+                forms.append(ActivationForm("recomputed", 0.0, self.recompute_s))
+        if forms[0].recompute_s or any(form.nbytes > forms[0].nbytes for form in forms):
+            raise WorkloadError(f"{where}: the first form of {name} must have all its activations, and recompute_s 0")
+        return Layer(name, round(self.params), self.forward_s, self.backward_s, tuple(forms))
+
+
 class _FileKeys(msgspec.Struct):
     """The keys of a workload file whose values a workload has in another form."""
 
@@ -209,6 +296,12 @@ class _FileKeys(msgspec.Struct):
         Meta(description='an object of {"h2d", "d2h"} (bytes per iteration) by phase: other, forward, backward'),
     ] = _CollectiveBytes()
     gradients_stay: Flag = False
+    layers: Annotated[list[_FileLayer], Meta(max_length=_MAX_LAYERS, description=_LAYERS)] = []
+    chunks: Annotated[
+        Annotated[int, Meta(ge=1, le=_MAX_CHUNKS)]
+        | Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=1, max_length=_MAX_CHUNKS)],
+        Meta(description=f"a whole number from 1 to {_MAX_CHUNKS}, or a list of shares above 0"),
+    ] = 1
 
 
 def workload_from(values: dict[str, Any], where: str) -> Workload:
@@ -229,14 +322,47 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         "gpu_free": None,
         "collective_bytes": file.collective_bytes.items(),
         "gradients_held_until_step": file.gradients_stay,
+        "layers": None,
+        "chunk_shares": None,
+        "layer_memory": None,
     }
     workload = convert_object(values | converted, Workload, where, WorkloadError)
     if workload.sizes is not None and sum(workload.sizes) != params:
         raise WorkloadError(f"{where}: sizes is a list with the sum {sum(workload.sizes)}; it must be {_SIZES}")
-    return replace(
+    workload = replace(
         workload,
         state_bytes=_state_bytes(workload, file.state_bytes, where),
         gpu_free=_free_steps(file.gpu_free_bytes, workload.gpu_slack_bytes),
+    )
+    return with_layers(
+        workload, [layer.layer(number, where) for number, layer in enumerate(file.layers)], file.chunks, where
+    )
+
+
+def with_layers(workload: Workload, layers: Sequence[Layer], chunks: int | Sequence[float], where: str) -> Workload:
+    """Return a workload with layers, whose activations are those of all chunks of an iteration.
+
+    Raises WorkloadError where they have more parameters or take more time than the workload.
+    """
+    if not layers:
+        return workload
+    shares = [1.0] * chunks if isinstance(chunks, int) else chunks
+    sums = {key: sum(getattr(layer, key) for layer in layers) for key in ("params", "forward_s", "backward_s")}
+    for key, total in sums.items():
+        if not 0 < total <= getattr(workload, key) * (1 + 1e-6):
+            raise WorkloadError(
+                f"{where}: {key} of layers add up to {total:g}; that must be above 0 and at most {key} of the "
+                f"workload, {getattr(workload, key):g}"
+            )
+    if len(layers) * len(shares) > _MAX_ACTIVATIONS:
+        raise WorkloadError(f"{where}: {len(layers)} layers x {len(shares)} chunks are more than {_MAX_ACTIVATIONS:,}")
+    longest = {key: max(total, getattr(workload, key)) for key, total in sums.items()}
+    return replace(
+        workload,
+        layers=tuple(layers),
+        chunk_shares=tuple(share / sum(shares) for share in shares),
+        forward_s=longest["forward_s"],
+        backward_s=longest["backward_s"],
     )
 
 

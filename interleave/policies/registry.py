@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.layer_choice import LAYER_OPTIONS, plan_with_layers
 from ebbtide.interleave.policies.storage import with_storage
 from ebbtide.machines.machine import Machine
 
@@ -106,6 +107,8 @@ def policy(
     """Register the decorated function as a policy, with the attributes of `Policy`."""
 
     def register(function: PolicyFunction) -> PolicyFunction:
+        if isinstance(run, DefaultRun):
+            options.update(LAYER_OPTIONS)
         summary = (function.__doc__ or "").strip().split("\n")[0]
         POLICIES[name] = Policy(name, function, options, summary, run, simulation_only, uses_storage, in_deepspeed)
         return function
@@ -170,8 +173,27 @@ def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
         PolicyError: The string selects no policy, or the policy cannot plan this workload.
         MachineError: The machine lacks a rate that the policy needs.
     """
+    if workload.layers and not workload.layer_memory:
+        spec = parse(text)
+        # Plans of other policies take the place of one whose search takes long.
+        quick = _without_late(spec) if spec.name != "adaptive" else "pipelined"
+        return plan_with_layers(
+            workload,
+            machine,
+            spec.options,
+            lambda placed, late: make_plan(text if late else _without_late(spec), placed, machine),
+            lambda placed, _: make_plan(quick, placed, machine),
+        )
     plan = plan_in_memory(text, workload, machine)
     return with_storage(plan, workload, machine) if POLICIES[parse(text).name].uses_storage else plan
+
+
+def _without_late(spec: PolicySpec) -> str:
+    """Return the string of a policy whose updates end with the step."""
+    overlap = {"forward": "none", "both": "backward", "auto": "backward"}
+    options = {key: overlap.get(value, value) if key == "overlap" else value for key, value in spec.options.items()}
+    head = spec.name if spec.value is None else f"{spec.name}:{spec.value}"
+    return ",".join([head, *(f"{key}={value}" for key, value in options.items())])
 
 
 def to_number(text: str, value: str | None, what: str, default: float | None, minimum: float, maximum: float) -> float:

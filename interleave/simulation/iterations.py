@@ -102,6 +102,8 @@ def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
             graph.add_dependency(base + reached, task)
             if op.blocking:
                 graph.add_dependency(task, base + (compute_until[op.point] if op.point > 0.0 else len(plan.ops)) + 1)
+            if op.needed is not None:
+                graph.add_dependency(task, base + compute_until[op.needed] + 1)
             if number + 1 < iterations:
                 next_base = base + work.tasks
                 graph.add_dependency(task, next_base + (0 if op.due is None else gates[op.due]))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.durations import Durations, host_traffic, link_shares, phase_before
+from ebbtide.interleave.model.layers import place
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, OpKind, Plan, Resource
 from ebbtide.interleave.model.schedule import Schedule, available_host_bytes
 from ebbtide.interleave.model.speculation import redone
@@ -43,7 +44,7 @@ def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
         MachineError: The machine lacks a rate that the plan needs.
         PlanError: Operations wait for each other.
     """
-    schedule = Simulator(workload, machine).run(plan)
+    schedule = Simulator(place(workload, plan.layers), machine).run(plan)
     assert schedule is not None
     return schedule
 
@@ -75,12 +76,12 @@ class Simulator:
             if steady and not is_exact(plan):
                 return run_iterations(plan, self._workload, work, *limits)
             return run_cycle(plan, self._workload, work, *limits, limit_s)
-        points = {op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE}
+        points = {op.point for op in plan.ops} | needed_points(plan) | {FORWARD, BACKWARD, UPDATE}
         return self._run_iteration(plan, sorted(point for point in points if 0.0 < point <= UPDATE), limit_s)
 
     def iteration_work(self, plan: Plan) -> IterationWork:
         """Return the tasks of an iteration under a plan with late operations."""
-        starts = {op.point for op in plan.ops} | {BACKWARD}
+        starts = {op.point for op in plan.ops} | needed_points(plan) | {BACKWARD}
         due = {op.due for op in plan.ops if op.due is not None} | {BACKWARD}
         occurring = starts | due | {FORWARD, UPDATE}
         points = sorted([*(point for point in occurring if 0.0 < point <= UPDATE), *(starts & due)])
@@ -128,6 +129,8 @@ class Simulator:
                 pending[index] += 1
             if op.blocking:
                 graph.add_dependency(index, compute_until[point] + 1 if point > 0.0 else count)
+            if op.needed is not None:
+                graph.add_dependency(index, compute_until[op.needed] + 1)
         if self._link_left:
             phases = {task: phase_before(point) for point, task in compute_until.items()}
             left = self._link_left
@@ -179,6 +182,11 @@ class Simulator:
             backward_s=update_begin - reached[BACKWARD],
             update_s=update_end - update_begin,
         )
+
+
+def needed_points(plan: Plan) -> set[float]:
+    """Return the points of the iteration at which compute waits for operations of a plan."""
+    return {op.needed for op in plan.ops if op.needed is not None}
 
 
 def _compute_lengths(workload: Workload, points: list[float]) -> list[float]:
@@ -284,11 +292,15 @@ def _task_graph(plan: Plan, work: IterationWork, repeated: dict[int, int]) -> Ta
             pending[index] += 1
         if op.blocking:
             graph.add_dependency(index, compute_until[op.point] + 1 if op.point > 0.0 else count)
+        if op.needed is not None:
+            graph.add_dependency(index, compute_until[op.needed] + 1)
     for index, number in repeated.items():
         op, task = plan.ops[index], first_repeated + number
         for predecessor in op.after:
             graph.add_dependency(first_repeated + repeated[predecessor], task)
         graph.add_dependency(next_until[op.point] if op.point > 0.0 else start, task)
+        if op.needed in next_until and op.needed < BACKWARD:
+            graph.add_dependency(task, next_until[op.needed] + 1)
     if work.link_left:
         for number, point in enumerate(points):
             left = work.link_left.get(phase_before(point))

@@ -1,0 +1,214 @@
+"""The options `weights` and `activations`: which layers are streamed, and which activations are kept, recomputed or
+offloaded, together with the policy of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+from ebbtide.errors import PolicyError
+from ebbtide.interleave.model.layers import SLOTS, LayerPlan, place, saved_activations
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.schedule import available_host_bytes
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.layer_operations import with_layer_operations
+from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
+from ebbtide.machines.machine import Machine
+
+WEIGHTS = ("resident", "streamed", "auto")
+ACTIVATIONS = ("keep", "recompute", "offload", "auto")
+LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
+# Activations that are kept in their last form, and offloaded in their first one; others are numbers of forms.
+_OFFLOAD = -1
+_MOST_SLOTS = 4
+# So many operations the search simulates, and so many plans of the policy itself it makes.
+_SEARCHED_OPS, _PLANS = 250_000, 4
+# Up to so many choices all are compared.
+_EXACT_CHOICES = 400
+
+
+class LayerChoice(NamedTuple):
+    """The choice for each layer: whether its weights are streamed, and a form of its activations or `_OFFLOAD`."""
+
+    streamed: tuple[bool, ...]
+    forms: tuple[int, ...]
+    weight_slots: int = SLOTS
+    activation_slots: int = SLOTS
+
+    def plan(self, workload: Workload) -> LayerPlan:
+        """Return the plan for the layers of a workload."""
+        return LayerPlan(
+            frozenset(layer for layer, streamed in enumerate(self.streamed) if streamed),
+            saved_activations(
+                workload,
+                [max(0, form) for form in self.forms],
+                [layer for layer, form in enumerate(self.forms) if form == _OFFLOAD],
+            ),
+            self.weight_slots,
+            self.activation_slots,
+        )
+
+    def changed(self, layers: range, streamed: bool | None, form: int | None) -> LayerChoice:
+        """Return the choice with other weights or forms of some layers."""
+        weights, forms = list(self.streamed), list(self.forms)
+        for layer in layers:
+            weights[layer] = weights[layer] if streamed is None else streamed
+            forms[layer] = forms[layer] if form is None else form
+        return self._replace(streamed=tuple(weights), forms=tuple(forms))
+
+
+# Makes the plan for the optimizer's state in a placed workload; whether updates may end in the next forward.
+Maker = Callable[[Workload, bool], Plan]
+# Bytes of device and of host memory that are missing, and the mean iteration, s.
+Cost = tuple[float, float, float]
+
+
+class Evaluated(NamedTuple):
+    """A plan of all that moves, and its cost."""
+
+    cost: Cost
+    plan: Plan
+
+
+def plan_of_choice(choice: LayerChoice, workload: Workload, machine: Machine, make: Maker) -> Evaluated:
+    """Return the plan of a choice with the state's plan that `make` makes for the memory that the layers leave."""
+    layers = choice.plan(workload)
+    placed = place(workload, layers)
+    limit = available_host_bytes(workload, machine)
+    left = None if limit is None else max(0.0, limit - layers.host_bytes(workload))
+    # Weights are streamed when the update has ended.
+    state = make(replace(placed, host_free_bytes=left, missing_bytes=0.0), not layers.streamed)
+    plan = with_layer_operations(state, placed, layers)
+    return Evaluated(cost_of(simulate_steps(plan, placed, machine), limit), plan)
+
+
+def cost_of(steps: Steps, host_limit_bytes: float | None) -> Cost:
+    """Return the cost of simulated steps."""
+    schedule = steps.valid
+    missing = schedule.workload.missing_bytes
+    if not missing and schedule.fits_device(None) is False:
+        free = schedule.workload.min_free_bytes or 0.0
+        missing = max(1.0, schedule.peak_device_bytes - free)
+    excess = 0.0 if host_limit_bytes is None else max(0.0, schedule.host_bytes() - host_limit_bytes)
+    return missing, excess, steps.iteration_s
+
+
+def plan_with_layers(
+    workload: Workload,
+    machine: Machine,
+    options: Mapping[str, str],
+    make: Maker,
+    quick: Maker,
+) -> Plan:
+    """Return the plan of a policy for a workload with layers.
+
+    With `auto` it is the best one found: never worse than the same with one choice for all layers.
+
+    Args:
+        make: Makes the policy's plan for the optimizer's state.
+        quick: Makes a plan in its place while many choices are compared.
+    """
+    search = LayerSearch(workload, machine, options)
+    if len(search.singles) == 1:
+        return plan_of_choice(search.singles[0], workload, machine, make).plan
+    ranked = search.run(quick)
+    results = [plan_of_choice(choice, workload, machine, make) for choice in ranked[:_PLANS]]
+    for choice in search.singles:
+        best = min(result.cost for result in results)
+        if choice not in ranked[:_PLANS] and search.may_be_better(choice, best):
+            results.append(plan_of_choice(choice, workload, machine, make))
+    return min(results, key=lambda result: result.cost).plan
+
+
+class LayerSearch:
+    """The search for the best choice: from choices that are alike for all layers, blocks of layers are changed as long
+    as that makes the iteration shorter, by simulation."""
+
+    def __init__(self, workload: Workload, machine: Machine, options: Mapping[str, str]) -> None:
+        self._workload = workload
+        self._machine = machine
+        self._costs: dict[LayerChoice, Cost] = {}
+        self._ops_left = _SEARCHED_OPS
+        count, last = len(workload.layers), min(len(layer.forms) for layer in workload.layers) - 1
+        named = {"keep": 0, "recompute": last, "offload": _OFFLOAD}
+        weights, activations = options.get("weights", "resident"), options.get("activations", "keep")
+        if activations == "recompute" and not last:
+            raise PolicyError("activations=recompute needs layers with recompute_s, or with several forms")
+        self._weights = (False, True) if weights == "auto" else (weights == "streamed",)
+        self._forms = (_OFFLOAD, *range(last + 1)) if activations == "auto" else (named[activations],)
+        self.singles = [
+            LayerChoice((streamed,) * count, (form,) * count) for streamed, form in product(self._weights, self._forms)
+        ]
+
+    def run(self, make: Maker) -> list[LayerChoice]:
+        """Return choices, the best ones first."""
+        count = len(self._workload.layers)
+        if (len(self._weights) * len(self._forms)) ** count * _MOST_SLOTS <= _EXACT_CHOICES:
+            for choice in self._all():
+                self._cost(choice, make)
+        else:
+            for start in sorted(self._starts(), key=lambda choice: self._cost(choice, make))[:2]:
+                self._climb(start, make)
+        return sorted(self._costs, key=self._costs.__getitem__)
+
+    def may_be_better(self, choice: LayerChoice, best: Cost) -> bool:
+        """Return whether a choice may have a lower cost, whatever the plan of the optimizer's state."""
+        layers = choice.plan(self._workload)
+        placed = place(self._workload, layers)
+        if placed.missing_bytes > best[0]:
+            return False
+        return best[0] > 0 or best[1] > 0 or placed.compute_s < best[2]
+
+    def _all(self) -> Iterator[LayerChoice]:
+        count, slots = len(self._workload.layers), range(1, SLOTS + 1)
+        for weights in product(self._weights, repeat=count):
+            for forms in product(self._forms, repeat=count):
+                yield from (LayerChoice(weights, forms, *one) for one in product(slots, slots))
+
+    def _starts(self) -> Iterator[LayerChoice]:
+        """Yield choices that are alike for all layers, and some with every second, third or fourth layer streamed."""
+        yield from self.singles
+        count = len(self._workload.layers)
+        for single in self.singles:
+            if len(self._weights) > 1 and single.streamed[0]:
+                for stride in (2, 3, 4):
+                    yield single.changed(range(0, count, stride), False, None)
+
+    def _climb(self, choice: LayerChoice, make: Maker) -> None:
+        """Change blocks of layers, and then smaller ones, as long as that lowers the cost."""
+        count = len(self._workload.layers)
+        size = count
+        while size:
+            improved = False
+            blocks = [range(first, min(count, first + size)) for first in range(0, count, size)]
+            for change in (self._change_slots, *(partial(self._change_layers, layers=layers) for layers in blocks)):
+                for candidate in change(choice):
+                    if self._ops_left < 0:
+                        return
+                    if self._cost(candidate, make) < self._cost(choice, make):
+                        choice, improved = candidate, True
+            size = size if improved else size // 2
+
+    def _change_slots(self, choice: LayerChoice) -> Iterator[LayerChoice]:
+        """Yield choices with another number of slots."""
+        for change in (-1, 1):
+            if any(choice.streamed) and 1 <= choice.weight_slots + change <= _MOST_SLOTS:
+                yield choice._replace(weight_slots=choice.weight_slots + change)
+            if _OFFLOAD in choice.forms and 1 <= choice.activation_slots + change <= _MOST_SLOTS:
+                yield choice._replace(activation_slots=choice.activation_slots + change)
+
+    def _change_layers(self, choice: LayerChoice, layers: range) -> Iterator[LayerChoice]:
+        """Yield choices that differ in a block of layers."""
+        for streamed, form in product((None, *self._weights), (None, *self._forms)):
+            if streamed is None or form is None:
+                yield choice.changed(layers, streamed, form)
+
+    def _cost(self, choice: LayerChoice, make: Maker) -> Cost:
+        if choice not in self._costs:
+            result = plan_of_choice(choice, self._workload, self._machine, make)
+            self._ops_left -= len(result.plan.ops) + 2 * len(self._workload.layers) * len(self._workload.chunk_shares)
+            self._costs[choice] = result.cost
+        return self._costs[choice]

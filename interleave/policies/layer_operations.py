@@ -1,0 +1,134 @@
+"""The operations of a plan on layers: their weights and activations, beside those of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ebbtide.interleave.model.layers import LayerPlan, LayerTimes, Stretch
+from ebbtide.interleave.model.operations import UPDATE, Op, OpKind, Resource, layers_of_subgroups
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.workload import Workload
+
+
+class LayerOperations:
+    """Collects the operations of a plan on layers in the order in which each resource runs them.
+
+    The workload is a placed one.
+
+    Attributes:
+        stretches: The compute of all rounds.
+        is_last: Whether each is the last of its layer before another one.
+    """
+
+    def __init__(self, workload: Workload, plan: LayerPlan, in_order: bool = False) -> None:
+        """Initialize; `in_order`: each resource waits for the first of its operations, even if others are ready."""
+        self._plan = plan
+        self._weight_bytes = [workload.param_bytes * layer.params for layer in workload.layers]
+        self._last: dict[Resource, int] | None = {} if in_order else None
+        self.stretches: list[Stretch] = LayerTimes(workload, plan).stretches
+        following = [*self.stretches[1:], None]
+        self.is_last = [
+            after is None or after[:3] != one[:3] for one, after in zip(self.stretches, following, strict=True)
+        ]
+        # When compute uses each activation, and first uses each layer, by direction and round.
+        self._uses = {(one.is_backward, one.round, one.index): one.start for one in self.stretches}
+        self._layer_uses = {(one.is_backward, one.round, one.layer): one.start for one in reversed(self.stretches)}
+        self._streamed = sorted(plan.streamed)
+        self._offloaded = plan.offloaded
+        self._position = {index: position for position, index in enumerate(self._offloaded)}
+        self._downs: dict[int, int] = {}
+        self.ops: list[Op] = []
+
+    def add(
+        self,
+        kind: OpKind,
+        resource: Resource,
+        layer: int,
+        nbytes: float,
+        point: float,
+        needed: float | None = None,
+        after: Iterable[int] = (),
+        activation: int = -1,
+    ) -> int:
+        """Append an operation and return its index."""
+        inputs = set(after)
+        if self._last is not None:
+            inputs |= {self._last[resource]} if resource in self._last else set()
+            self._last[resource] = len(self.ops)
+        self.ops.append(
+            Op(kind, resource, layer, 0, nbytes, point, tuple(sorted(inputs)), needed=needed, buffer=activation)
+        )
+        return len(self.ops) - 1
+
+    def run(self) -> list[Op]:
+        """Return the operations of weights and activations in all rounds."""
+        for stretch, is_last in zip(self.stretches, self.is_last, strict=True):
+            self.move_activation(stretch)
+            if is_last:
+                self.fetch_weights(stretch)
+        return self.ops
+
+    def use_of_layer(self, layer: int, is_backward: bool, number: int) -> float:
+        """Return the point where compute first uses a layer in a direction of a round."""
+        return self._layer_uses[is_backward, number, layer]
+
+    def move_activation(self, stretch: Stretch) -> None:
+        """Copy what a forward has computed to the host, or into the slot that a backward frees what is needed next."""
+        position, slots = self._position.get(stretch.index), self._plan.activation_slots
+        if position is None:
+            return
+        if not stretch.is_backward:
+            if position + slots < len(self._offloaded):
+                taker = self._uses[False, stretch.round, self._offloaded[position + slots]]
+                nbytes = self._plan.activations[stretch.index].nbytes
+                self._downs[stretch.index] = self.add(
+                    "activation down", "d2h", stretch.layer, nbytes, stretch.end, taker, activation=stretch.index
+                )
+        elif position >= slots:
+            index = self._offloaded[position - slots]
+            use, nbytes = self._uses[True, stretch.round, index], self._plan.activations[index].nbytes
+            layer = index * len(self._weight_bytes) // len(self._plan.activations)
+            self.add("activation up", "h2d", layer, nbytes, stretch.end, use, (self._downs[index],), index)
+
+    def fetch_weights(self, stretch: Stretch) -> None:
+        """Copy the weights that are needed next into the slot of a streamed layer that is done."""
+        if stretch.layer not in self._plan.streamed:
+            return
+        slots = self._plan.weight_slots
+        position = self._streamed.index(stretch.layer) + (-slots if stretch.is_backward else slots)
+        if 0 <= position < len(self._streamed):
+            layer = self._streamed[position]
+            use = self.use_of_layer(layer, stretch.is_backward, stretch.round)
+            self.add("weights up", "h2d", layer, self._weight_bytes[layer], stretch.end, use)
+
+
+def with_layer_operations(plan: Plan, placed: Workload, layers: LayerPlan) -> Plan:
+    """Return a plan for the optimizer's state with the operations of a plan for layers before its own.
+
+    Parameters of streamed layers stay on the host when the CPU has updated them, and are copied there when the GPU has,
+    unless they stay on the device for the next forward. Compute waits for the slots of gradients that leave early.
+    """
+    ops = LayerOperations(placed, layers).run()
+    first = len(ops)
+    layer_of = layers_of_subgroups(placed)
+    streamed = sorted(layers.streamed)
+    evicted = frozenset(streamed[layers.weight_slots :])
+    backward_starts = {
+        one.layer: one.start for one in reversed(LayerTimes(placed, layers).stretches) if one.is_backward
+    }
+    written = []
+    for op in plan.ops:
+        layer = layer_of[op.subgroup] if op.subgroup >= 0 else -1
+        moved = op._replace(after=tuple(first + index for index in op.after))
+        if op.kind == "upload" and layer in evicted:
+            moved = moved._replace(nbytes=0.0)
+        if op.kind == "gradient down" and not op.blocking and (taker := layer - layers.gradient_slots) >= 0:
+            moved = moved._replace(needed=max(backward_starts[taker], op.point)) if op.point < UPDATE else moved
+        if op.kind == "update" and op.resource == "gpu" and layer in layers.streamed:
+            written.append((len(ops), op))
+        ops.append(moved)
+    for index, op in written:
+        nbytes = placed.param_bytes * op.params
+        ops.append(Op("weights down", "d2h", layer_of[op.subgroup], 0, nbytes, op.point, (index,)))
+    return replace(plan, ops=tuple(ops), layers=layers).validate(placed)
