@@ -64,6 +64,9 @@ class PolicyResult:
     # workload clips.
     exact: bool
     note: str | None  # How the results differ where they are not exact; None where they are.
+    weights: dict[str, int] | None  # Layers that are resident and streamed; None without layers. So are the next two.
+    activations: dict[str, int] | None  # Layers by what most of their activations are: keep, recompute or offload.
+    job_peak_device_bytes: float | None  # Largest device memory of the layers and of what the plan puts there.
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,6 +179,8 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
         fits = False
     elif available_host_bytes(schedule.workload, machine) is None:
         fits = None
+    layers = schedule.plan.layers
+    counts = layers.counts(len(schedule.workload.chunk_shares)) if layers is not None else (None, None)
     iteration_s, written = steps.mean("iteration_s"), schedule.moved_bytes("storage_write")
     return PolicyResult(
         policy=text,
@@ -201,6 +206,9 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
         stored_subgroups=len(schedule.plan.stored),
         exact=schedule.plan.is_exact,
         note=schedule.plan.departures.consequence or None,
+        weights=counts[0],
+        activations=counts[1],
+        job_peak_device_bytes=schedule.peak_job_bytes(),
     )
 
 

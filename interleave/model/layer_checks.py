@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.layers import LayerPlan, LayerTimes, Stretch
+from ebbtide.interleave.model.layers import LayerPlan, Stretch, stretches_of
 from ebbtide.interleave.model.operations import LAYER_KINDS, Op
 from ebbtide.interleave.model.workload import Workload
 
@@ -20,7 +20,7 @@ def check_layers(policy: str, ops: Sequence[Op], plan: LayerPlan | None, workloa
         if on_layers:
             raise PlanError(f"policy {policy}: {on_layers[0].kind} without a plan for layers")
         return
-    stretches = LayerTimes(workload, plan).stretches
+    stretches = stretches_of(workload, plan)
     streamed = sorted(plan.streamed)
     weights = [(one, one.layer) for one in stretches if one.layer in plan.streamed]
     arrivals = [op for op in on_layers if op.kind == "weights up"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import lru_cache
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from ebbtide.interleave.model.operations import BACKWARD, FORWARD, point_at
@@ -84,55 +85,40 @@ class Stretch(NamedTuple):
     end: float
 
 
-class LayerTimes:
-    """The compute of all chunks in all layers, in a placed workload (see `place`)."""
-
-    def __init__(self, workload: Workload, plan: LayerPlan) -> None:
-        self._workload = workload
-        self._plan = plan
-
-    @cached_property
-    def stretches(self) -> list[Stretch]:
-        """All stretches in the order of time."""
-        return list(self._stretches())
-
-    def _stretches(self) -> Iterator[Stretch]:
-        workload, plan = self._workload, self._plan
-        layers, shares = workload.layers, workload.chunk_shares
-        count = len(layers) * len(shares)
-        again = [saved.recompute_s / plan.rounds for saved in plan.activations]
-        forward_s, backward_s = [], []
-        for layer, one in enumerate(layers):
-            own = again[layer * len(shares) : (layer + 1) * len(shares)]
-            forward_s += [one.forward_s * share for share in shares]
-            backward_s += [
-                (one.backward_s - sum(own)) * share + extra for share, extra in zip(shares, own, strict=True)
+@lru_cache(maxsize=8)
+def stretches_of(workload: Workload, plan: LayerPlan) -> list[Stretch]:
+    """Return the compute of all chunks in all layers in the order of time, in a placed workload (see `place`)."""
+    layers, shares = workload.layers, workload.chunk_shares
+    again = [saved.recompute_s / plan.rounds for saved in plan.activations]
+    forward_s, backward_s = [], []
+    for layer, one in enumerate(layers):
+        own = again[layer * len(shares) : (layer + 1) * len(shares)]
+        once_s = one.backward_s - sum(own)
+        forward_s += [one.forward_s * share for share in shares]
+        backward_s += [once_s * share + extra for share, extra in zip(shares, own, strict=True)]
+    round_s = (workload.forward_s + workload.backward_s) / plan.rounds
+    forward_until = [0.0, *accumulate(forward_s)]
+    first_s = round_s - sum(layer.backward_s for layer in layers)
+    backward_until = [*accumulate(reversed(backward_s), initial=first_s)]
+    indices = range(len(forward_s))
+    result = []
+    for number in range(plan.rounds):
+        for is_backward, until, order in ((False, forward_until, indices), (True, backward_until, reversed(indices))):
+            points = [_point(workload, number * round_s + seconds) for seconds in until]
+            result += [
+                Stretch(is_backward, number, index // len(shares), index, start, end)
+                for index, start, end in zip(order, points, points[1:], strict=False)
             ]
-        before_backward_s = workload.backward_s - sum(one.backward_s for one in layers)
-        round_s = (workload.forward_s + workload.backward_s) / plan.rounds
-        forward_ends, backward_ends = list(accumulate(forward_s)), list(accumulate(reversed(backward_s)))
-        for number in range(plan.rounds):
-            begin = number * round_s
-            for index in range(count):
-                start, end = forward_ends[index - 1] if index else 0.0, forward_ends[index]
-                yield self._stretch(False, number, index, begin + start, begin + end)
-            begin += round_s - workload.backward_s + before_backward_s
-            for position in range(count):
-                start, end = backward_ends[position - 1] if position else 0.0, backward_ends[position]
-                yield self._stretch(True, number, count - 1 - position, begin + start, begin + end)
+    return result
 
-    def _stretch(self, is_backward: bool, number: int, index: int, start_s: float, end_s: float) -> Stretch:
-        layer = index // len(self._workload.chunk_shares)
-        return Stretch(is_backward, number, layer, index, self._point(start_s), self._point(end_s))
 
-    def _point(self, seconds: float) -> float:
-        """Return the point of the iteration at seconds from the start of the forward."""
-        forward_s, backward_s = self._workload.forward_s, self._workload.backward_s
-        share = min(seconds / forward_s, 1.0)
-        if share < 1.0 - _ROUNDING:
-            return FORWARD + share
-        share = max(0.0, seconds - forward_s) / backward_s
-        return BACKWARD + (0.0 if share < _ROUNDING else share if share < 1.0 - _ROUNDING else 1.0)
+def _point(workload: Workload, seconds: float) -> float:
+    """Return the point of the iteration at seconds from the start of the forward."""
+    share = seconds / workload.forward_s
+    if share < 1.0 - _ROUNDING:
+        return FORWARD + share
+    share = (seconds - workload.forward_s) / workload.backward_s
+    return BACKWARD + (0.0 if share < _ROUNDING else share if share < 1.0 - _ROUNDING else 1.0)
 
 
 def saved_activations(
@@ -176,14 +162,16 @@ def place(workload: Workload, plan: LayerPlan | None) -> Workload:
     placed = replace(placed, layer_memory=memory)
     if workload.gpu_free is None:
         return placed
-    free = tuple((seconds_at(placed, point_at(workload, at_s)), size) for at_s, size in workload.gpu_free)
-    times = sorted({at_s for at_s, _ in free} | {one.at_s for one in memory})
-    held = tuple((one.at_s, one.total) for one in memory)
-    left = [(at_s, value_at(free, at_s) - value_at(held, at_s)) for at_s in times]
+    steps = [(seconds_at(placed, point_at(workload, at_s)), size, None) for at_s, size in workload.gpu_free]
+    left: dict[float, float] = {}
+    free, held = value_at(workload.gpu_free, 0.0), 0.0
+    for at_s, size, one in sorted([*steps, *((one.at_s, 0.0, one) for one in memory)], key=itemgetter(0)):
+        free, held = (size, held) if one is None else (free, one.total)
+        left[at_s] = free - held
     return replace(
         placed,
-        gpu_free=tuple((at_s, max(0.0, size)) for at_s, size in left),
-        missing_bytes=workload.missing_bytes + max(0.0, *(-size for _, size in left)),
+        gpu_free=tuple((at_s, max(0.0, size)) for at_s, size in left.items()),
+        missing_bytes=workload.missing_bytes + max(0.0, *(-size for size in left.values())),
     )
 
 
@@ -194,35 +182,39 @@ def seconds_at(workload: Workload, point: float) -> float:
 
 
 def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
-    """Yield the device memory of the layers as a step function, from the start of the iteration."""
-    layers = workload.layers
+    """Yield the device memory of the layers as a step function, from the start of the iteration.
+
+    Activations of all chunks count from the start of a layer's forward to the end of its backward.
+    """
+    layers, shares, saved = workload.layers, workload.chunk_shares, plan.activations
     weights = _in_slots([workload.param_bytes * one.params for one in layers], plan.streamed, plan.weight_slots)
     gradients = [workload.grad_bytes * one.params for one in layers]
     held = workload.gradients_held_until_step
     in_slots = 0.0 if held else sum(sorted(gradients, reverse=True)[: plan.gradient_slots])
-    saved = plan.activations
-    offloaded = plan.offloaded
-    slots = _in_slots([one.nbytes for one in saved], frozenset(offloaded), plan.activation_slots, only_slots=True)
+    offloaded = sorted((one.nbytes for one in saved if one.offloaded), reverse=True)
     # A chunk that is computed, and computed again, has all of its activations.
-    stretches, shares = LayerTimes(workload, plan).stretches, workload.chunk_shares
     working = max(
         layers[index // len(shares)].forms[0].nbytes * shares[index % len(shares)] - one.nbytes
         for index, one in enumerate(saved)
     )
-    always = slots + max(0.0, working)
+    always = sum(offloaded[: plan.activation_slots]) + max(0.0, working)
     begin, turn, end = (seconds_at(workload, point) for point in (FORWARD, BACKWARD, BACKWARD + 1))
     changes = [(begin, 0.0, always), (turn, in_slots, 0.0), (end, -in_slots, -always)]
     # Gradients that are held, and added to in each micro-step, are there all the time.
     always_held = held and workload.accumulates
     if always_held:
         changes.append((0.0, sum(gradients), 0.0))
-    for stretch in stretches:
-        kept = 0.0 if saved[stretch.index].offloaded else saved[stretch.index].nbytes
-        at_s = seconds_at(workload, stretch.end if stretch.is_backward else stretch.start)
-        changes.append((at_s, 0.0, -kept if stretch.is_backward else kept))
-        if held and not always_held and stretch.is_backward and stretch.round == 0:
-            own = gradients[stretch.layer] * shares[stretch.index % len(shares)]
-            changes.append((seconds_at(workload, stretch.start), own, 0.0))
+    kept = [0.0] * len(layers)
+    for index, one in enumerate(saved):
+        kept[index // len(shares)] += 0.0 if one.offloaded else one.nbytes
+    for stretch in stretches_of(workload, plan):
+        chunk = stretch.index % len(shares)
+        if not stretch.is_backward and chunk == 0:
+            changes.append((seconds_at(workload, stretch.start), 0.0, kept[stretch.layer]))
+        elif stretch.is_backward and chunk == 0:
+            changes.append((seconds_at(workload, stretch.end), 0.0, -kept[stretch.layer]))
+        if stretch.is_backward and chunk == len(shares) - 1 and held and not always_held and not stretch.round:
+            changes.append((seconds_at(workload, stretch.start), gradients[stretch.layer], 0.0))
     now = LayerMemory(0.0, weights, 0.0, 0.0)
     for at_s, gradient, activation in sorted(changes):
         if at_s > now.at_s:
@@ -231,8 +223,8 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     yield now
 
 
-def _in_slots(sizes: Sequence[float], moved: frozenset[int], slots: int, only_slots: bool = False) -> float:
-    """Return the bytes of what stays, unless only slots count, and of the slots of what moves."""
+def _in_slots(sizes: Sequence[float], moved: frozenset[int], slots: int) -> float:
+    """Return the bytes of what stays, and of the slots of what moves."""
     largest = max((sizes[index] for index in moved), default=0.0)
-    stays = 0.0 if only_slots else sum(size for index, size in enumerate(sizes) if index not in moved)
+    stays = sum(size for index, size in enumerate(sizes) if index not in moved)
     return stays + min(slots, len(moved)) * largest

@@ -25,7 +25,7 @@ LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _OFFLOAD = -1
 _MOST_SLOTS = 4
 # So many operations the search simulates, and so many plans of the policy itself it makes.
-_SEARCHED_OPS, _PLANS = 250_000, 4
+_SEARCHED_OPS, _PLANS = 200_000, 3
 # Up to so many choices all are compared.
 _EXACT_CHOICES = 400
 
@@ -79,19 +79,28 @@ def plan_of_choice(choice: LayerChoice, workload: Workload, machine: Machine, ma
     placed = place(workload, layers)
     limit = available_host_bytes(workload, machine)
     left = None if limit is None else max(0.0, limit - layers.host_bytes(workload))
-    # Weights are streamed when the update has ended.
-    state = make(replace(placed, host_free_bytes=left, missing_bytes=0.0), not layers.streamed)
-    plan = with_layer_operations(state, placed, layers)
-    return Evaluated(cost_of(simulate_steps(plan, placed, machine), limit), plan)
+    state_workload = replace(placed, host_free_bytes=left, missing_bytes=0.0)
+
+    def evaluate(state_workload: Workload) -> Evaluated:
+        # Weights are streamed when the update has ended.
+        state = make(state_workload, not layers.streamed)
+        plan = with_layer_operations(state, placed, layers)
+        return Evaluated(cost_of(simulate_steps(plan, placed, machine), limit), plan)
+
+    result = evaluate(state_workload)
+    if result.cost[0] and not placed.missing_bytes and placed.min_free_bytes is not None:
+        # Copies of layers delay those of state: without windows it is on the device as long as there is memory.
+        always_free = replace(state_workload, gpu_free=((0.0, placed.min_free_bytes),))
+        result = min(result, evaluate(always_free), key=lambda one: one.cost)
+    return result
 
 
 def cost_of(steps: Steps, host_limit_bytes: float | None) -> Cost:
     """Return the cost of simulated steps."""
     schedule = steps.valid
     missing = schedule.workload.missing_bytes
-    if not missing and schedule.fits_device(None) is False:
-        free = schedule.workload.min_free_bytes or 0.0
-        missing = max(1.0, schedule.peak_device_bytes - free)
+    if schedule.fits_device(None) is False:
+        missing += max(1.0, schedule.peak_device_bytes - (schedule.workload.min_free_bytes or 0.0))
     excess = 0.0 if host_limit_bytes is None else max(0.0, schedule.host_bytes() - host_limit_bytes)
     return missing, excess, steps.iteration_s
 
@@ -113,14 +122,16 @@ def plan_with_layers(
     """
     search = LayerSearch(workload, machine, options)
     if len(search.singles) == 1:
-        return plan_of_choice(search.singles[0], workload, machine, make).plan
+        best = plan_of_choice(search.singles[0], workload, machine, make)
+        return best.plan.validate(place(workload, best.plan.layers))
     ranked = search.run(quick)
     results = [plan_of_choice(choice, workload, machine, make) for choice in ranked[:_PLANS]]
     for choice in search.singles:
         best = min(result.cost for result in results)
         if choice not in ranked[:_PLANS] and search.may_be_better(choice, best):
             results.append(plan_of_choice(choice, workload, machine, make))
-    return min(results, key=lambda result: result.cost).plan
+    plan = min(results, key=lambda result: result.cost).plan
+    return plan.validate(place(workload, plan.layers))
 
 
 class LayerSearch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ebbtide.interleave.model.layers import LayerPlan, LayerTimes, Stretch
+from ebbtide.interleave.model.layers import LayerPlan, Stretch, stretches_of
 from ebbtide.interleave.model.operations import UPDATE, Op, OpKind, Resource, layers_of_subgroups
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -26,7 +26,7 @@ class LayerOperations:
         self._plan = plan
         self._weight_bytes = [workload.param_bytes * layer.params for layer in workload.layers]
         self._last: dict[Resource, int] | None = {} if in_order else None
-        self.stretches: list[Stretch] = LayerTimes(workload, plan).stretches
+        self.stretches: list[Stretch] = stretches_of(workload, plan)
         following = [*self.stretches[1:], None]
         self.is_last = [
             after is None or after[:3] != one[:3] for one, after in zip(self.stretches, following, strict=True)
@@ -104,7 +104,7 @@ class LayerOperations:
 
 
 def with_layer_operations(plan: Plan, placed: Workload, layers: LayerPlan) -> Plan:
-    """Return a plan for the optimizer's state with the operations of a plan for layers before its own.
+    """Return a plan for the optimizer's state with the operations of a plan for layers before its own, not validated.
 
     Parameters of streamed layers stay on the host when the CPU has updated them, and are copied there when the GPU has,
     unless they stay on the device for the next forward. Compute waits for the slots of gradients that leave early.
@@ -114,9 +114,7 @@ def with_layer_operations(plan: Plan, placed: Workload, layers: LayerPlan) -> Pl
     layer_of = layers_of_subgroups(placed)
     streamed = sorted(layers.streamed)
     evicted = frozenset(streamed[layers.weight_slots :])
-    backward_starts = {
-        one.layer: one.start for one in reversed(LayerTimes(placed, layers).stretches) if one.is_backward
-    }
+    backward_starts = {one.layer: one.start for one in reversed(stretches_of(placed, layers)) if one.is_backward}
     written = []
     for op in plan.ops:
         layer = layer_of[op.subgroup] if op.subgroup >= 0 else -1
@@ -131,4 +129,4 @@ def with_layer_operations(plan: Plan, placed: Workload, layers: LayerPlan) -> Pl
     for index, op in written:
         nbytes = placed.param_bytes * op.params
         ops.append(Op("weights down", "d2h", layer_of[op.subgroup], 0, nbytes, op.point, (index,)))
-    return replace(plan, ops=tuple(ops), layers=layers).validate(placed)
+    return replace(plan, ops=tuple(ops), layers=layers)

@@ -173,19 +173,31 @@ def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
         PolicyError: The string selects no policy, or the policy cannot plan this workload.
         MachineError: The machine lacks a rate that the policy needs.
     """
+    spec = parse(text)
     if workload.layers and not workload.layer_memory:
-        spec = parse(text)
-        # Plans of other policies take the place of one whose search takes long.
-        quick = _without_late(spec) if spec.name != "adaptive" else "pipelined"
         return plan_with_layers(
             workload,
             machine,
             spec.options,
             lambda placed, late: make_plan(text if late else _without_late(spec), placed, machine),
-            lambda placed, _: make_plan(quick, placed, machine),
+            lambda placed, _: make_plan(_quick(spec, placed, machine), placed, machine),
         )
+    moved = [key for key, values in LAYER_OPTIONS.items() if spec.options.get(key, values[0]) != values[0]]
+    if moved and not workload.layers:
+        raise PolicyError(f"{text!r}: {moved[0]} is for workloads with layers, and {workload.name} has none")
     plan = plan_in_memory(text, workload, machine)
-    return with_storage(plan, workload, machine) if POLICIES[parse(text).name].uses_storage else plan
+    return with_storage(plan, workload, machine) if POLICIES[spec.name].uses_storage else plan
+
+
+def _quick(spec: PolicySpec, placed: Workload, machine: Machine) -> str:
+    """Return the string of a policy whose plans are made quickly: that of a spec itself, but for adaptive one that
+    keeps as much state on the device as there is memory for, and interleaves the rest."""
+    if spec.name != "adaptive":
+        return _without_late(spec)
+    if machine.gpu_update_params_per_s is None:
+        return "pipelined"
+    state_bytes = (placed.state_bytes + placed.grad_bytes) * placed.params
+    return f"interleaved:2@{max(0.0, 1 - (placed.min_free_bytes or 0.0) / state_bytes):.6f}"
 
 
 def _without_late(spec: PolicySpec) -> str:

@@ -10,6 +10,7 @@ from ebbtide.interleave.model.durations import norm_s
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
+from ebbtide.interleave.simulation.layer_bound import min_layer_iteration_s
 from ebbtide.interleave.simulation.linear_program import OVERHEAD, Vector, cycle_intervals_of, intervals_of
 from ebbtide.interleave.simulation.whole_subgroups import WholeSubgroupProgram
 from ebbtide.machines.machine import Machine
@@ -54,6 +55,8 @@ def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -
     no policy is below that bound.
     """
     machine.need(_NEEDED, "the bound")
+    if workload.layers and not workload.layer_memory:
+        return _bound_with_layers(workload, machine, overlap)
     exposed, whole = (_mean_exposed_s(workload, machine, whole, overlap) for whole in (False, True))
     return Bound(
         update_s=_min_exposed_s(workload, machine, windows=False, whole_subgroups=False, overlap=NO_OVERLAP),
@@ -62,6 +65,16 @@ def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -
         # The rows of some other bound may be tighter.
         exposed_whole_s=max(whole, exposed),
     )
+
+
+def _bound_with_layers(workload: Workload, machine: Machine, overlap: Overlap) -> Bound:
+    """Return the bound of plans that also move weights and activations: that of the state alone, in all memory that the
+    layers may leave and with parameters that need not return to the device, and that of all bytes, whichever is
+    longer."""
+    state = bound(replace(workload, sizes=workload.subgroups, layers=(), param_bytes=0.0), machine, overlap)
+    least_s = min_layer_iteration_s(workload, machine) - workload.compute_s
+    exposed_s = max(state.exposed_s, least_s)
+    return Bound(state.update_s, workload.compute_s + exposed_s, exposed_s, max(state.exposed_whole_s, least_s))
 
 
 def min_iteration_s(workload: Workload, machine: Machine, overlap: Overlap) -> float:
