@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.layers import LayerPlan, Stretch, stretches_of
-from ebbtide.interleave.model.operations import LAYER_KINDS, Op
+from ebbtide.interleave.model.operations import LAYER_KINDS, UPDATE, Op
 from ebbtide.interleave.model.workload import Workload
 
 
@@ -23,7 +23,8 @@ def check_layers(policy: str, ops: Sequence[Op], plan: LayerPlan | None, workloa
     stretches = stretches_of(workload, plan)
     streamed = sorted(plan.streamed)
     weights = [(one, one.layer) for one in stretches if one.layer in plan.streamed]
-    arrivals = [op for op in on_layers if op.kind == "weights up"]
+    # Later ones are for an update on the GPU, which frees them again.
+    arrivals = [op for op in on_layers if op.kind == "weights up" and op.point < UPDATE]
     at_start, at_end = streamed[: plan.weight_slots], frozenset(streamed[: plan.weight_slots])
     if _walk(policy, "weights of layer", weights, arrivals, at_start, plan.weight_slots) != at_end:
         raise PlanError(f"policy {policy}: weights of the first layers are not on the device when the iteration ends")

@@ -33,7 +33,7 @@ class LayerPlan(NamedTuple):
 
     Attributes:
         streamed: Layers whose weights are on the host, and come to the device for the forward and for the backward.
-        activations: By layer and then by chunk.
+        activations: By layer and then by chunk, of a round.
         weight_slots: Streamed layers whose weights the device holds at a time.
         activation_slots: Offloaded activations that it holds at a time.
         gradient_slots: Layers whose gradients it holds until they are copied to the host.
@@ -136,18 +136,20 @@ def saved_activations(
 def place(workload: Workload, plan: LayerPlan | None) -> Workload:
     """Return a workload with the times and the free memory that a plan for its layers leaves.
 
-    The backward has the recomputation; memory of the layers is not free; times of its layers are those of a round. With
-    several rounds the forward has all but the last backward. A workload without layers, or a placed one, is returned
+    The backward has the recomputation; memory of the layers is not free; its layers and chunks are those of a round. With
+    several rounds, which are alike, the forward has all but the last backward. A workload without layers, or a placed one, is returned
     itself.
     """
     if plan is None or not workload.layers or workload.layer_memory:
         return workload
-    chunks, rounds = len(workload.chunk_shares), plan.rounds
+    rounds, shares = plan.rounds, workload.chunk_shares[: len(workload.chunk_shares) // plan.rounds]
+    chunks = len(shares)
     again = [saved.recompute_s for saved in plan.activations]
     layers = tuple(
         one._replace(
             forward_s=one.forward_s / rounds,
             backward_s=(one.backward_s + sum(again[layer * chunks : (layer + 1) * chunks])) / rounds,
+            forms=tuple(form._replace(nbytes=form.nbytes / rounds) for form in one.forms),
         )
         for layer, one in enumerate(workload.layers)
     )
@@ -155,6 +157,7 @@ def place(workload: Workload, plan: LayerPlan | None) -> Workload:
     placed = replace(
         workload,
         layers=layers,
+        chunk_shares=tuple(share / sum(shares) for share in shares),
         forward_s=workload.forward_s + (rounds - 1) * backward_s,
         backward_s=backward_s,
     )

@@ -77,6 +77,7 @@ class Policy:
         simulation_only: Whether the engine cannot run its plans; `replay` can.
         uses_storage: Whether state that host memory does not hold may be in storage. Without, it does not fit.
         in_deepspeed: Whether DeepSpeed's configuration alone selects it.
+        plans_layers: Whether it decides itself what happens to weights and activations of layers.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Policy:
     simulation_only: bool = False
     uses_storage: bool = True
     in_deepspeed: bool = False
+    plans_layers: bool = False
 
 
 POLICIES: dict[str, Policy] = {}
@@ -102,6 +104,7 @@ def policy(
     simulation_only: bool = False,
     uses_storage: bool = True,
     in_deepspeed: bool = False,
+    plans_layers: bool = False,
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
     """Register the decorated function as a policy, with the attributes of `Policy`."""
@@ -110,7 +113,8 @@ def policy(
         if isinstance(run, DefaultRun):
             options.update(LAYER_OPTIONS)
         summary = (function.__doc__ or "").strip().split("\n")[0]
-        POLICIES[name] = Policy(name, function, options, summary, run, simulation_only, uses_storage, in_deepspeed)
+        flags = simulation_only, uses_storage, in_deepspeed, plans_layers
+        POLICIES[name] = Policy(name, function, options, summary, run, *flags)
         return function
 
     return register
@@ -174,7 +178,7 @@ def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
         MachineError: The machine lacks a rate that the policy needs.
     """
     spec = parse(text)
-    if workload.layers and not workload.layer_memory:
+    if workload.layers and not workload.layer_memory and not POLICIES[spec.name].plans_layers:
         return plan_with_layers(
             workload,
             machine,
