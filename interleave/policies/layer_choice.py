@@ -3,10 +3,10 @@ offloaded, together with the policy of the optimizer's state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
@@ -24,10 +24,10 @@ LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 # Activations that are kept in their last form, and offloaded in their first one; others are numbers of forms.
 _OFFLOAD = -1
 _MOST_SLOTS = 4
-# So many operations the search simulates, and so many plans of the policy itself it makes.
-_SEARCHED_OPS, _PLANS = 200_000, 3
-# Up to so many choices all are compared.
-_EXACT_CHOICES = 400
+# So many operations the search simulates, at least so many for each plan, and so many plans of the policy it makes.
+_SEARCHED_OPS, _LEAST_OPS, _PLANS = 200_000, 150, 3
+# Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time.
+_EXACT_CHOICES, _PAIRED_BLOCKS = 900, 6
 
 
 class LayerChoice(NamedTuple):
@@ -64,6 +64,10 @@ class LayerChoice(NamedTuple):
 Maker = Callable[[Workload, bool], Plan]
 # Bytes of device and of host memory that are missing, and the mean iteration, s.
 Cost = tuple[float, float, float]
+
+
+# Yields choices that are somewhat different.
+Change = Callable[[LayerChoice], Iterator[LayerChoice]]
 
 
 class Evaluated(NamedTuple):
@@ -161,7 +165,8 @@ class LayerSearch:
             for choice in self._all():
                 self._cost(choice, make)
         else:
-            for start in sorted(self._starts(), key=lambda choice: self._cost(choice, make))[:2]:
+            starts = sorted(self._starts(), key=lambda choice: self._cost(choice, make))
+            for start in dict.fromkeys([starts[0], *starts[1:3]]):
                 self._climb(start, make)
         return sorted(self._costs, key=self._costs.__getitem__)
 
@@ -180,10 +185,11 @@ class LayerSearch:
                 yield from (LayerChoice(weights, forms, *one) for one in product(slots, slots))
 
     def _starts(self) -> Iterator[LayerChoice]:
-        """Yield choices that are alike for all layers, and some with every second, third or fourth layer streamed."""
-        yield from self.singles
+        """Yield choices that are alike for all layers, and some with every second, third or fourth layer resident."""
         count = len(self._workload.layers)
         for single in self.singles:
+            yield single
+            yield single._replace(weight_slots=1, activation_slots=1)
             if len(self._weights) > 1 and single.streamed[0]:
                 for stride in (2, 3, 4):
                     yield single.changed(range(0, count, stride), False, None)
@@ -192,16 +198,25 @@ class LayerSearch:
         """Change blocks of layers, and then smaller ones, as long as that lowers the cost."""
         count = len(self._workload.layers)
         size = count
-        while size:
-            improved = False
+        while size and self._ops_left > 0:
+            before = choice
             blocks = [range(first, min(count, first + size)) for first in range(0, count, size)]
-            for change in (self._change_slots, *(partial(self._change_layers, layers=layers) for layers in blocks)):
-                for candidate in change(choice):
-                    if self._ops_left < 0:
-                        return
-                    if self._cost(candidate, make) < self._cost(choice, make):
-                        choice, improved = candidate, True
-            size = size if improved else size // 2
+            changes = [self._change_slots, *(partial(self._change_layers, layers=layers) for layers in blocks)]
+            choice = self._improved(choice, changes, make)
+            if choice == before and 1 < len(blocks) <= _PAIRED_BLOCKS:
+                pairs = combinations(blocks, 2)
+                choice = self._improved(choice, [partial(self._change_pair, pair=pair) for pair in pairs], make)
+            size = size if choice != before else size // 2
+
+    def _improved(self, choice: LayerChoice, changes: Sequence[Change], make: Maker) -> LayerChoice:
+        """Return a choice after all changes that lower its cost."""
+        for change in changes:
+            for candidate in change(choice):
+                if self._ops_left < 0:
+                    return choice
+                if self._cost(candidate, make) < self._cost(choice, make):
+                    choice = candidate
+        return choice
 
     def _change_slots(self, choice: LayerChoice) -> Iterator[LayerChoice]:
         """Yield choices with another number of slots."""
@@ -214,12 +229,17 @@ class LayerSearch:
     def _change_layers(self, choice: LayerChoice, layers: range) -> Iterator[LayerChoice]:
         """Yield choices that differ in a block of layers."""
         for streamed, form in product((None, *self._weights), (None, *self._forms)):
-            if streamed is None or form is None:
-                yield choice.changed(layers, streamed, form)
+            yield choice.changed(layers, streamed, form)
+
+    def _change_pair(self, choice: LayerChoice, pair: tuple[range, range]) -> Iterator[LayerChoice]:
+        """Yield choices in which one block gives memory that another one may take."""
+        for first in self._change_layers(choice, pair[0]):
+            yield from self._change_layers(first, pair[1])
 
     def _cost(self, choice: LayerChoice, make: Maker) -> Cost:
         if choice not in self._costs:
             result = plan_of_choice(choice, self._workload, self._machine, make)
-            self._ops_left -= len(result.plan.ops) + 2 * len(self._workload.layers) * len(self._workload.chunk_shares)
+            chunks = len(self._workload.layers) * len(self._workload.chunk_shares)
+            self._ops_left -= max(_LEAST_OPS, len(result.plan.ops) + 2 * chunks)
             self._costs[choice] = result.cost
         return self._costs[choice]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.cli import run
-from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload
 from ebbtide.machines.machine import Machine
 from tests.docs.run_page import ROOT
 
@@ -49,7 +49,8 @@ def test_machine_file__has_the_keys_of_machines() -> None:
 
 
 def test_workload_file__has_the_keys_of_workloads() -> None:
-    written = set(Workload("job", 1, 1, 0.0, 0.0).as_json())
+    layer = Layer("layer", 1, 1.0, 1.0, (ActivationForm("kept", 1.0, 0.0),))
+    written = set(Workload("job", 1, 1, 1.0, 1.0, layers=(layer,)).as_json())
     assert {key for row in rows("Workload file") for key in keys(row[0])} == written
 
 

@@ -46,6 +46,9 @@ RESULT = [
     "stored_subgroups",
     "exact",
     "note",
+    "weights",
+    "activations",
+    "job_peak_device_bytes",
 ]
 WITHOUT_OVERLAP = ["iteration_ms", "exposed_ms", "exposed_whole_subgroups_ms"]
 WITH_OVERLAP = [f"overlap_{key}" for key in WITHOUT_OVERLAP]
