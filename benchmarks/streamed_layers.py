@@ -198,7 +198,7 @@ RATES_FILE = FOLDER / "streamed-layers.rates.json"
 
 
 def spread(names: Sequence[str], count: int) -> list[tuple[Job, Settings]]:
-    """Return so many runs of some files, evenly over each file and so over budgets and sequences; times do not matter."""
+    """Return so many runs of some files, evenly over budgets and sequences, whatever their times."""
     chosen = [run for run in runs() if run[0].name.startswith(tuple(names))]
     return [chosen[(2 * number + 1) * len(chosen) // (2 * count)] for number in range(count)]
 

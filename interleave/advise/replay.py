@@ -20,7 +20,7 @@ from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
-from ebbtide.units import ms_text
+from ebbtide.units import bytes_text, ms_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,6 +68,13 @@ class PolicyResult:
     activations: dict[str, int] | None  # Layers by what most of their activations are: keep, recompute or offload.
     job_peak_device_bytes: float | None  # Largest device memory of the layers and of what the plan puts there.
 
+    @property
+    def layers_text(self) -> str:
+        """The kinds of layers and their memory in words; empty without layers."""
+        counts = [*(self.weights or {}).items(), *(self.activations or {}).items()]
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts if count)
+        return f"layers {kinds}, {bytes_text(self.job_peak_device_bytes or 0.0)} with state" if kinds else ""
+
 
 @dataclass(frozen=True, repr=False)
 class Replay(TabularResult):
@@ -97,6 +104,10 @@ class Replay(TabularResult):
         if "gpu-only" in fitting and fastest != "gpu-only":
             share = f"{100 * (fitting['gpu-only'] / fitting[fastest] - 1):.1f} %"
             yield f"{fastest}: {ms_text(fitting[fastest])}, but gpu-only is within {share}: the simpler one wins"
+
+    def layer_lines(self) -> Iterator[str]:
+        """Yield how many layers are streamed, and what happens to activations, under each policy."""
+        yield from (f"{result.policy}: {result.layers_text}" for result in self.results if result.layers_text)
 
     def memory_lines(self) -> Iterator[str]:
         """Yield which memory is too small for each policy that does not fit, and whose state is not as large."""

@@ -31,6 +31,7 @@ def replay_view(replayed: Replay, baseline: str) -> View:
     notes = (*job.notes, unified_memory_text(replayed.machine))
     yield from (f"note: {note}" for note in notes if note)
     yield _policies(replayed, baseline)
+    yield from replayed.layer_lines()
     yield from replayed.memory_lines()
     yield from replayed.simplest_lines()
     for one in _parts(replayed):

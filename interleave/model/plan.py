@@ -61,6 +61,9 @@ __all__ = [
     "uses_state_on_host",
 ]
 
+# Points that differ by less differ by rounding.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -289,7 +292,7 @@ class PlanChecker:
             raise self._error(op, "does not wait for the clipping that its update speculates about")
 
     def _require_gradient(self, op: Op) -> None:
-        if op.point < self._gradient_points[op.subgroup]:
+        if op.point < self._gradient_points[op.subgroup] - _ROUNDING:
             raise self._error(op, "starts before its gradient is ready")
 
     def _require(self, op: Op, kind: str) -> None:

@@ -45,7 +45,7 @@ def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None
     done = ebbtide_in_process("plan", *SIZE.split(), *machines, "--json", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     printed = json.loads(done.stdout)
-    assert list(printed) == ["job", "plans", "smallest_machine"]
+    assert list(printed) == ["job", "plans", "smallest_machine", "whole_job"]
     assert printed["job"]["params"] == 2e9
     small, large, tiny = printed["plans"]
     assert small.keys() >= KEYS

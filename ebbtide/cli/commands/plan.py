@@ -83,6 +83,12 @@ def plan(
         options.valued("KEY", "Order of the table: iteration or cost.", "cost with prices, else iteration"),
     ] = None,
     plot: options.Plot = None,
+    save_workload: Annotated[
+        Path | None,
+        options.valued(
+            "FILE.json", "Also write the workload file with layers (with --layers and --hidden, for one machine)."
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", hidden=True)] = None,
     code: Annotated[str | None, options.valued("M", "Print the lines to paste for this machine.")] = None,
     explain: Annotated[
@@ -97,6 +103,9 @@ def plan(
     Figures are per rank, times are ranges that hold with a probability of 80 %."""
     plot = plot or output
     check_outputs(plot, None)
+    moves_layers = layers is not None and hidden is not None and (ranks or 1) == 1
+    if save_workload is not None and not (moves_layers and len(machine or ()) == 1):
+        raise typer.BadParameter("--save-workload needs --params, --layers, --hidden and one --machine, for one rank")
     traces = [name for name in names or () if _is_trace(name)]
     machines = [*(machine or ()), *(name for name in names or () if not _is_trace(name))]
     _check_sources(traces, workload, params, machine is not None, list(names or ()))
@@ -109,8 +118,10 @@ def plan(
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
     from ebbtide.interleave.advise.levers.search import smallest_machine
     from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
+    from ebbtide.interleave.advise.whole_job import plan_whole_job, workload_file
     from ebbtide.interleave.model.workload import load_workload
     from ebbtide.machines.catalog import preset, presets
+    from ebbtide.output_files import new_output
     from ebbtide.profiler.trace import open_trace
 
     batch = BatchSettings(ranks, micro_batch, sequence, tokens)
@@ -127,6 +138,10 @@ def plan(
         machines.append(code)
     card = own_preset(recording) if not machines else None
     targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
+    whole = [plan_whole_job(job, target.machine) for target in targets] if moves_layers and machines else []
+    if save_workload is not None:
+        with new_output(save_workload, force, Path.is_file, "a file") as file:
+            file.write_text(workload_file(job, targets[0].machine))
     with new_outputs(plot, None, force) as (picture, _):
         plans = []
         for target in targets:
@@ -141,15 +156,18 @@ def plan(
     smallest = smallest_machine(job, map(preset, presets()))
     if as_json:
         name = smallest.name if smallest is not None else None
-        echo(json.dumps({"job": job.as_json(), "plans": [one.as_json() for one in plans], "smallest_machine": name}))
+        result = {"job": job.as_json(), "plans": [one.as_json() for one in plans], "smallest_machine": name}
+        echo(json.dumps(result | {"whole_job": [one.as_json() for one in whole]}))
     elif code is not None:
         print_code(plans[machines.index(code)])
     else:
         is_named = bool(machines) or len(plans) == 1
+        for one in whole:
+            echo_line(one.text)
         print_plans(job, plans, sort or ("cost" if price_per_hour else "iteration"), explain, is_named, smallest)
         if card is not None and recording is not None:
             echo_line(own_preset_text(card, recording))
-    print_outputs(plot)
+    print_outputs(plot, save_workload)
 
 
 def _is_trace(name: str) -> bool:

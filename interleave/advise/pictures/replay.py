@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -33,10 +34,24 @@ OPERATION_LOOKS: dict[str, dict[str, Any]] = {
     "flush": {"facecolor": "#b2182b", "hatch": "\\\\\\\\"},
     "read": {"facecolor": "#762a83", "hatch": ""},
     "write": {"facecolor": "#bf812d", "hatch": "\\\\\\\\"},
+    "weights up": {"facecolor": "#4393c3", "hatch": "...."},
+    "weights down": {"facecolor": "#92c5de", "hatch": "...."},
+    "activation down": {"facecolor": "#c2a5cf", "hatch": ""},
+    "activation up": {"facecolor": "#9970ab", "hatch": "////"},
+    "layer gradient down": {"facecolor": "#f6c58f", "hatch": ""},
+    "layer gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
+}
+# Device memory of a plan for layers, from below.
+_MEMORY_LOOKS: dict[str, dict[str, Any]] = {
+    "weights": {"facecolor": "#4393c3", "hatch": "...."},
+    "gradients": {"facecolor": "#f6c58f", "hatch": ""},
+    "activations": {"facecolor": "#9970ab", "hatch": "////"},
+    "optimizer state": {"facecolor": "#b2182b", "hatch": "\\\\\\\\"},
 }
 OPERATION_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
 _OTHER_COLOR = "#d0d0d0"
 _HALF_HEIGHT = 0.42
+_MEMORY_HEIGHT = 1.3  # In inches.
 _FONT = 8
 # Shorter operations, as a share of the axis, have no white edges.
 _LEAST_EDGED_SHARE = 0.006
@@ -113,21 +128,35 @@ matplotlib.use("Agg")
 def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
     """Draw the lanes of all resources for each policy, under the phases of the iteration.
 
-    Operations that end in the next iteration continue at the left. All policies have the same scale."""
+    Operations that end in the next iteration continue at the left. All policies have the same scale. Device memory of
+    plans for layers is above their lanes."""
     lanes = [["phase", *resource_lanes(schedule)] for schedule in schedules]
-    height = 1.1 + sum(0.45 + 0.22 * len(names) for names in lanes)
+    has_layers = [bool(schedule.workload.layer_memory) for schedule in schedules]
+    height = 1.1 + sum(0.45 + 0.22 * len(names) for names in lanes) + _MEMORY_HEIGHT * sum(has_layers)
     figure = Figure(figsize=(9.5, height), layout="constrained", dpi=130)
     figure.set_label("ebbtide: simulated schedules")
-    ratios = [len(names) + 1.0 for names in lanes]
-    rows = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    memory_ratio = _MEMORY_HEIGHT / 0.22
+    ratios = [
+        ratio
+        for names, layers in zip(lanes, has_layers, strict=True)
+        for ratio in (*[memory_ratio] * layers, len(names) + 1.0)
+    ]
+    rows = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     longest_s = max(schedule.iteration_s for schedule in schedules)
-    for axes, schedule, names in zip(rows, schedules, lanes, strict=True):
-        _draw(axes, schedule, names, _LEAST_EDGED_SHARE * longest_s)
+    remaining = iter(rows)
+    for schedule, names, layers in zip(schedules, lanes, has_layers, strict=True):
+        if layers:
+            _draw_memory(next(remaining), schedule)
+        _draw(next(remaining), schedule, names, _LEAST_EDGED_SHARE * longest_s)
     rows[-1].set_xlim(0.0, longest_s * 1.01)
     rows[-1].set_xlabel("time of an iteration (s), simulated")
     kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
     handles = [Patch(**looks, **OPERATION_EDGE, label=kind) for kind, looks in OPERATION_LOOKS.items() if kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=9, frameon=False, fontsize=_FONT)
+    if any(has_layers):
+        handles += [Patch(**looks, label=f"memory: {name}") for name, looks in _MEMORY_LOOKS.items()]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=5 if any(has_layers) else 9, frameon=False, fontsize=_FONT
+    )
     return figure
 
 
@@ -136,6 +165,23 @@ def resource_lanes(schedule: Schedule) -> list[str]:
     paths = max((op.path + 1 for op in schedule.plan.ops if op.resource in STORAGE_RESOURCES), default=0)
     storage = [f"{name} {path}" if path else name for path in range(paths) for name in STORAGE_RESOURCES]
     return [*RESOURCES, *storage]
+
+
+def _draw_memory(axes: Axes, schedule: Schedule) -> None:
+    """Draw the device memory of layers and of the plan over an iteration, stacked, in GiB."""
+    times, memory = schedule.layer_memory_line()
+    state_times, state = schedule.device_memory_line()
+    instants = np.unique([*times, *state_times, schedule.iteration_s])
+    of_layers = np.array([one[1:] for one in memory])[np.searchsorted(times, instants, "right") - 1]
+    of_state = state[np.searchsorted(state_times, instants, "right") - 1]
+    base = np.zeros(len(instants))
+    for size, looks in zip([*of_layers.T, of_state], _MEMORY_LOOKS.values(), strict=True):
+        axes.fill_between(instants, base, base + size / 2**30, step="post", lw=0, **looks)
+        base = base + size / 2**30
+    axes.set_ylim(0.0, 1.08 * float(base.max()))
+    axes.set_ylabel("GiB", fontsize=_FONT - 1)
+    axes.tick_params(axis="y", labelsize=_FONT - 1)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw(axes: Axes, schedule: Schedule, names: list[str], least_edged_s: float) -> None:

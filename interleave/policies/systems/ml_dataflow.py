@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.layers import LayerPlan, SavedActivation, Stretch, place
-from ebbtide.interleave.model.operations import STEP, UPDATE, Op, OpKind, gradient_ready_points
+from ebbtide.interleave.model.operations import STEP, UPDATE, Op, OpKind
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -146,7 +146,6 @@ class _DataflowOperations(LayerOperations):
             raise PolicyError("ml-dataflow needs subgroups that are whole layers: leave subgroup_params and sizes out")
         self.rest = frozenset(range(count, subgroups))
         self._gradients_down: dict[int, int] = {}
-        self._ready = gradient_ready_points(workload)
 
     def run(self) -> list[Op]:
         """Return all operations."""
@@ -172,10 +171,7 @@ class _DataflowOperations(LayerOperations):
         needed = self.use_of_layer(taker, True, stretch.round) if taker >= 0 and not stretch.round else None
         kind: OpKind = "gradient down" if is_last_round else "layer gradient down"
         size = self._workload.grad_bytes * self._workload.layers[layer].params
-        point = max(stretch.end, self._ready[layer]) if is_last_round else stretch.end
-        if needed is not None:
-            needed = max(needed, point)
-        self._gradients_down[layer] = self.add(kind, "d2h", layer, size, point, needed)
+        self._gradients_down[layer] = self.add(kind, "d2h", layer, size, stretch.end, needed)
 
     def _fetch_gradient(self, stretch: Stretch) -> None:
         """Copy a gradient of the rounds before into a slot, when it is free: the last layers' within the forward."""
