@@ -1,6 +1,6 @@
 """Compare runs of ml_dataflow, which streams all layers of a model, with plans of the policy `ml-dataflow`.
 
-    python benchmarks/streamed_layers.py fit | predict | table
+    python benchmarks/streamed_layers.py fit | predict | table | bound
 
 `fit` fits the rates of cards to runs and prints them; `predict` writes the predicted steps of all runs; `table` prints
 the comparison. Data are those of `benchmarks/accuracy/`; settings are apart from times.
@@ -21,6 +21,7 @@ from accuracy_jobs import FOLDER, Job, read_rows, write_rows
 
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
 from ebbtide.interleave.policies.systems.ml_dataflow import dataflow_layers, dataflow_plan, slots_in
+from ebbtide.interleave.simulation.layer_bound import min_layer_iteration_s
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
@@ -205,24 +206,26 @@ def spread(names: Sequence[str], count: int) -> list[tuple[Job, Settings]]:
 
 def fit(rates: Rates, sample: Sequence[tuple[Job, Settings]], free: Sequence[int]) -> Rates:
     """Return the rates with which the mean size of the errors of a sample is least; those of `free` may differ."""
-    from scipy.optimize import minimize
+    from scipy.optimize import least_squares
 
     measured = measured_s()
 
     def changed(values: Sequence[float]) -> Rates:
         numbers = list(rates)
         for index, value in zip(free, values, strict=True):
-            numbers[index] = min(max(float(value), 0.05), 1.2)
+            numbers[index] = float(value)
         return Rates(*numbers)
 
-    def error(values: Sequence[float]) -> float:
+    def errors(values: Sequence[float]) -> list[float]:
         guess = changed(values)
-        return statistics.fmean(abs(math.log(step_s(job, one, guess) / measured[job.name])) for job, one in sample)
+        return [math.log(step_s(job, one, guess) / measured[job.name]) for job, one in sample]
 
     start = [rates[index] for index in free]
-    options = {"maxfev": 25 * len(free), "xatol": 2e-3, "fatol": 2e-5}
-    result = minimize(error, start, method="Nelder-Mead", options=options)
-    print(f"{sample[0][0].machine}: {len(sample)} runs, mean {100 * result.fun:.2f} %, {changed(result.x)}", flush=True)
+    # Steps in which something else went wrong count less.
+    options = {"loss": "soft_l1", "f_scale": 0.02, "diff_step": 0.02, "max_nfev": 7}
+    result = least_squares(errors, start, bounds=(0.05, 1.2), **options)
+    error = statistics.fmean(map(abs, errors(result.x)))
+    print(f"{sample[0][0].machine}: {len(sample)} runs, mean {100 * error:.2f} %, {changed(result.x)}", flush=True)
     return changed(result.x)
 
 
@@ -263,10 +266,68 @@ def predict_all() -> None:
     write_rows(FOLDER / "streamed-layers.predicted.csv", ["predicted by the policy ml-dataflow; s a step"], steps)
 
 
+def regime(job: Job, settings: Settings, rates: Rates) -> str:
+    """Return whether compute or the link limits a run, by the work of each alone."""
+    workload = workload_of(job, settings, rates, 1)
+    share = machine_of(job, rates).h2d_bytes_per_s or 1.0
+    weights = workload.layers[0].params * 2.0 * job.layers
+    acts = (
+        2
+        * settings.chunk_tokens
+        * (
+            (settings.saved_full + settings.saved_attention + settings.saved_input)
+            * (job.hidden + 2 * SHAPES[job.params][1])
+            + (settings.saved_full + settings.saved_attention) * job.hidden
+            + settings.saved_full * (2 * job.hidden + 2 * SHAPES[job.params][0])
+        )
+    )
+    up_s = (3 * weights * (1 - slots_in(workload, 1).weights / job.layers) + acts) / share
+    return "link" if up_s > workload.compute_s else "compute"
+
+
+def table() -> None:
+    """Print the errors of runs that no rate was fitted to, by card, size and regime, and whether the bound held."""
+    rates, excluded = fitted()
+    measured = measured_s()
+    predicted = {one.name: one.step_s for one in read_rows(Step, FOLDER / "streamed-layers.predicted.csv")}
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for job, settings in runs():
+        if job.name in excluded:
+            continue
+        error = predicted[job.name] / measured[job.name] - 1
+        size = f"{job.params / 1e9:.0f} B"
+        kind = regime(job, settings, rates[job.machine])
+        for group in ((job.machine, size, kind), ("all", "", kind), ("all", "", "")):
+            groups.setdefault(group, []).append(error)
+    print("| card | size | limited by | runs | median error | 90 % below | mean, with sign |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for group, errors in sorted(groups.items()):
+        sizes = sorted(map(abs, errors))
+        values = statistics.median(sizes), sizes[int(0.9 * (len(sizes) - 1))], statistics.fmean(errors)
+        print("| " + " | ".join([*group, str(len(errors)), *(f"{100 * value:+.1f} %" for value in values)]) + " |")
+
+
+def check_bound() -> None:
+    """Print the share of the step that the bound has in each run, and where it is above the measured time."""
+    rates, _ = fitted()
+    measured = measured_s()
+    shares = []
+    for job, settings in runs():
+        own = rates[job.machine]._replace(product=1.0, attention=1.0, attention_64=1.0, link=1.0, both=1.0)
+        rounds = min(settings.rounds, MOST_ROUNDS)
+        workload = workload_of(job, settings, own, rounds)
+        least_s = min_layer_iteration_s(workload, machine_of(job, own), rounds) * settings.rounds / rounds
+        shares.append(least_s / measured[job.name])
+        if shares[-1] > 1:
+            print(f"{job.name}: bound {least_s:.2f} s, measured {measured[job.name]:.2f} s")
+    print(f"bound at the sheets' peaks: {min(shares):.2f} to {max(shares):.2f} of {len(shares)} measured steps")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["fit", "predict", "table"])
-    {"fit": fit_all, "predict": predict_all}[parser.parse_args().part]()
+    parser.add_argument("part", choices=["fit", "predict", "table", "bound"])
+    parts = {"fit": fit_all, "predict": predict_all, "table": table, "bound": check_bound}
+    parts[parser.parse_args().part]()
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ class Scenario:
 
 def _scaled(workload: Workload, factor: float, shrink_free: bool) -> Workload:
     """Scale the number of parameters; `shrink_free`: subtract the additional parameters from the free memory."""
+    if workload.layers:
+        raise WorkloadError(f"{workload.name} has layers, which are not scaled: leave --scale-params out")
     params = round(workload.params * factor)
     if params < 1:
         raise WorkloadError(f"{factor:g} times {workload.params:,} parameters is less than one parameter")
@@ -193,6 +195,10 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
+# Figures of a result that are several each.
+_NOT_COLUMNS = ("busy", "storage_busy", "weights", "activations")
+
+
 def make_task(workload: Workload, machine: Machine, scenario: Scenario, policy: str) -> Task:
     """Return everything that the row depends on, as names, numbers and lists of them."""
     return {
@@ -249,7 +255,7 @@ def _replayed_row(task: Task) -> Row:
         "largest_subgroup_params": max(workload.subgroups),
         "least_free_bytes": workload.min_free_bytes,
         "compute_ms": workload.compute_s * 1e3,
-        **{name: value for name, value in result.items() if name not in ("busy", "storage_busy")},
+        **{name: value for name, value in result.items() if name not in _NOT_COLUMNS},
         # Null where the policy does not use storage.
         **{f"{resource}_busy_share": result["busy"].get(resource) for resource in (*RESOURCES, *STORAGE_RESOURCES)},
         **{f"bound_{name}": value for name, value in replayed["bound"].items()},

@@ -27,7 +27,7 @@ MACHINE = Machine(
     cpu_update_params_per_s=2e9,
     gpu_update_params_per_s=50e9,
 )
-FORMS = [
+FORMS: list[dict[str, Any]] = [
     {"name": "full", "bytes": 3e9, "recompute_s": 0},
     {"name": "input and attention", "bytes": 1e9, "recompute_s": 0.06},
     {"name": "input", "bytes": 2e8, "recompute_s": 0.1},
