@@ -131,6 +131,11 @@ COMMANDS: dict[str, list[str | Path]] = {
         *(part for policy in ("zero-offload", "adaptive", "systems") for part in ("--policy", policy)),
         "--plot",
     ],
+    "layers.png": [
+        *("replay", "--workload", TRACES.parent / "examples" / "workload-8b-layers.json", "--machine", "rtx4090"),
+        *("--policy", "adaptive,weights=streamed,activations=recompute"),
+        *("--policy", "adaptive,weights=auto,activations=auto", "--plot-schedules"),
+    ],
 }
 REPORT = "report.png"
 # Many ranks of which some differ, as `benchmarks/fleet.py` makes them.
