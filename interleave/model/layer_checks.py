@@ -65,7 +65,7 @@ def _walk(
 
 def _check_activations(policy: str, ops: Sequence[Op], plan: LayerPlan, stretches: Sequence[Stretch]) -> None:
     """Check that each copied activation goes down when it is computed and is back when its backward begins."""
-    bounds = {(one.index, one.is_backward, one.round): one for one in stretches}
+    bounds = {(one.activation, one.is_backward, one.round): one for one in stretches}
     down: dict[tuple[int, int], int] = {}
     back = set()
     rounds: dict[tuple[str, int], int] = {}

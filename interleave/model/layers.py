@@ -80,7 +80,7 @@ class Stretch(NamedTuple):
     is_backward: bool
     round: int
     layer: int
-    index: int  # Of its activation.
+    activation: int  # The index of its activation.
     start: float
     end: float
 
@@ -211,7 +211,7 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     for index, one in enumerate(saved):
         kept[index // len(shares)] += 0.0 if one.offloaded else one.nbytes
     for stretch in stretches_of(workload, plan):
-        chunk = stretch.index % len(shares)
+        chunk = stretch.activation % len(shares)
         if not stretch.is_backward and chunk == 0:
             changes.append((seconds_at(workload, stretch.start), 0.0, kept[stretch.layer]))
         elif stretch.is_backward and chunk == 0:

@@ -126,8 +126,8 @@ def plan_with_layers(
     """
     search = LayerSearch(workload, machine, options)
     if len(search.singles) == 1:
-        best = plan_of_choice(search.singles[0], workload, machine, make)
-        return best.plan.validate(place(workload, best.plan.layers))
+        single = plan_of_choice(search.singles[0], workload, machine, make).plan
+        return single.validate(place(workload, single.layers))
     ranked = search.run(quick)
     results = [plan_of_choice(choice, workload, machine, make) for choice in ranked[:_PLANS]]
     for choice in search.singles:
@@ -201,11 +201,15 @@ class LayerSearch:
         while size and self._ops_left > 0:
             before = choice
             blocks = [range(first, min(count, first + size)) for first in range(0, count, size)]
-            changes = [self._change_slots, *(partial(self._change_layers, layers=layers) for layers in blocks)]
+            changes: list[Change] = [
+                self._change_slots,
+                *(partial(self._change_layers, layers=layers) for layers in blocks),
+            ]
             choice = self._improved(choice, changes, make)
             if choice == before and 1 < len(blocks) <= _PAIRED_BLOCKS:
-                pairs = combinations(blocks, 2)
-                choice = self._improved(choice, [partial(self._change_pair, pair=pair) for pair in pairs], make)
+                with_slots = [partial(self._change_layers_and_slots, layers=layers) for layers in blocks]
+                pairs = [partial(self._change_pair, pair=pair) for pair in combinations(blocks, 2)]
+                choice = self._improved(choice, [*with_slots, *pairs], make)
             size = size if choice != before else size // 2
 
     def _improved(self, choice: LayerChoice, changes: Sequence[Change], make: Maker) -> LayerChoice:
@@ -230,6 +234,11 @@ class LayerSearch:
         """Yield choices that differ in a block of layers."""
         for streamed, form in product((None, *self._weights), (None, *self._forms)):
             yield choice.changed(layers, streamed, form)
+
+    def _change_layers_and_slots(self, choice: LayerChoice, layers: range) -> Iterator[LayerChoice]:
+        """Yield choices that differ in a block of layers and in a number of slots."""
+        for candidate in self._change_layers(choice, layers):
+            yield from self._change_slots(candidate)
 
     def _change_pair(self, choice: LayerChoice, pair: tuple[range, range]) -> Iterator[LayerChoice]:
         """Yield choices in which one block gives memory that another one may take."""

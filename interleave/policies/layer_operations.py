@@ -32,7 +32,7 @@ class LayerOperations:
             after is None or after[:3] != one[:3] for one, after in zip(self.stretches, following, strict=True)
         ]
         # When compute uses each activation, and first uses each layer, by direction and round.
-        self._uses = {(one.is_backward, one.round, one.index): one.start for one in self.stretches}
+        self._uses = {(one.is_backward, one.round, one.activation): one.start for one in self.stretches}
         self._layer_uses = {(one.is_backward, one.round, one.layer): one.start for one in reversed(self.stretches)}
         self._streamed = sorted(plan.streamed)
         self._offloaded = plan.offloaded
@@ -75,15 +75,15 @@ class LayerOperations:
 
     def move_activation(self, stretch: Stretch) -> None:
         """Copy what a forward has computed to the host, or into the slot that a backward frees what is needed next."""
-        position, slots = self._position.get(stretch.index), self._plan.activation_slots
+        position, slots = self._position.get(stretch.activation), self._plan.activation_slots
         if position is None:
             return
         if not stretch.is_backward:
             if position + slots < len(self._offloaded):
                 taker = self._uses[False, stretch.round, self._offloaded[position + slots]]
-                nbytes = self._plan.activations[stretch.index].nbytes
-                self._downs[stretch.index] = self.add(
-                    "activation down", "d2h", stretch.layer, nbytes, stretch.end, taker, activation=stretch.index
+                nbytes = self._plan.activations[stretch.activation].nbytes
+                self._downs[stretch.activation] = self.add(
+                    "activation down", "d2h", stretch.layer, nbytes, stretch.end, taker, activation=stretch.activation
                 )
         elif position >= slots:
             index = self._offloaded[position - slots]

@@ -29,15 +29,17 @@ def min_layer_iteration_s(workload: Workload, machine: Machine, rounds: int = 1)
         program.limit(moved, 0.0)
     program.add_row({on_cpu: 1.0, resident: 1.0, moved: 1.0}, 1.0, 1.0)
     state, gradients = (width * workload.params / unit for width in (workload.state_bytes, workload.grad_bytes))
-    recomputed, kept, copied = {}, {}, {}
+    recomputed: dict[int, float] = {}
+    kept: dict[int, float] = {}
+    copied: dict[int, float] = {}
     for number, layer in enumerate(workload.layers):
         shares = {}
         for form_number, form in enumerate(layer.forms):
-            for place in ("device", "host"):
-                share = program.add_variable(f"{place} {form_number}", number, upper=1.0)
+            for side in ("device", "host"):
+                share = program.add_variable(f"{side} {form_number}", number, upper=1.0)
                 shares[share] = 1.0
                 recomputed[share] = form.recompute_s / compute_s
-                (kept if place == "device" else copied)[share] = form.nbytes / unit
+                (kept if side == "device" else copied)[share] = form.nbytes / unit
         program.add_row(shares, 1.0, 1.0)
     program.add_row({length: 1.0, **{share: -seconds for share, seconds in recomputed.items()}}, 1.0)
     missing = {at_start: rounds, at_turn: rounds}
