@@ -115,18 +115,23 @@ def with_layer_operations(plan: Plan, placed: Workload, layers: LayerPlan) -> Pl
     streamed = sorted(layers.streamed)
     evicted = frozenset(streamed[layers.weight_slots :])
     backward_starts = {one.layer: one.start for one in reversed(stretches_of(placed, layers)) if one.is_backward}
-    written = []
+    # By the index of its update on the GPU: each subgroup whose parameters are to be copied to the host.
+    written: dict[int, Op] = {}
     for op in plan.ops:
         layer = layer_of[op.subgroup] if op.subgroup >= 0 else -1
-        moved = op._replace(after=tuple(first + index for index in op.after))
+        after = tuple(first + index for index in op.after)
+        moved = op._replace(after=after)
         if op.kind == "upload" and layer in evicted:
             moved = moved._replace(nbytes=0.0)
-        if op.kind == "gradient down" and not op.blocking and (taker := layer - layers.gradient_slots) >= 0:
-            moved = moved._replace(needed=max(backward_starts[taker], op.point)) if op.point < UPDATE else moved
+        taker = layer - layers.gradient_slots
+        if op.kind == "gradient down" and not op.blocking and taker >= 0 and op.point < UPDATE:
+            moved = moved._replace(needed=max(backward_starts[taker], op.point))
         if op.kind == "update" and op.resource == "gpu" and layer in layers.streamed:
-            written.append((len(ops), op))
+            written[len(ops)] = op
+        if op.kind == "flush" and (update := next((index for index in after if index in written), None)) is not None:
+            moved = moved._replace(nbytes=op.nbytes + placed.param_bytes * written.pop(update).params)
         ops.append(moved)
-    for index, op in written:
+    for index, op in written.items():
         nbytes = placed.param_bytes * op.params
         ops.append(Op("weights down", "d2h", layer_of[op.subgroup], 0, nbytes, op.point, (index,)))
     return replace(plan, ops=tuple(ops), layers=layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
@@ -179,13 +179,14 @@ def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
     """
     spec = parse(text)
     if workload.layers and not workload.layer_memory and not POLICIES[spec.name].plans_layers:
-        return plan_with_layers(
+        plan = plan_with_layers(
             workload,
             machine,
             spec.options,
             lambda placed, late: make_plan(text if late else _without_late(spec), placed, machine),
             lambda placed, _: make_plan(_quick(spec, placed, machine), placed, machine),
         )
+        return replace(plan, policy=text)
     moved = [key for key, values in LAYER_OPTIONS.items() if spec.options.get(key, values[0]) != values[0]]
     if moved and not workload.layers:
         raise PolicyError(f"{text!r}: {moved[0]} is for workloads with layers, and {workload.name} has none")

@@ -138,7 +138,7 @@ def plan(
         machines.append(code)
     card = own_preset(recording) if not machines else None
     targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
-    whole = [plan_whole_job(job, target.machine) for target in targets] if moves_layers and machines else []
+    whole = [plan_whole_job(job, target.machine) for target in targets] if moves_layers and len(machines) == 1 else []
     if save_workload is not None:
         with new_output(save_workload, force, Path.is_file, "a file") as file:
             file.write_text(workload_file(job, targets[0].machine))
