@@ -27,7 +27,7 @@ class SavedActivation(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """What a plan does with the weights and activations of layers.
+    """The part of a plan that is on layers: what happens to their weights and activations.
 
     All chunks pass a layer before the first one passes the next layer.
 
@@ -167,10 +167,10 @@ def place(workload: Workload, plan: LayerPlan | None) -> Workload:
         return placed
     steps = [(seconds_at(placed, point_at(workload, at_s)), size, None) for at_s, size in workload.gpu_free]
     left: dict[float, float] = {}
-    free, held = value_at(workload.gpu_free, 0.0), 0.0
+    free, used = value_at(workload.gpu_free, 0.0), 0.0
     for at_s, size, one in sorted([*steps, *((one.at_s, 0.0, one) for one in memory)], key=itemgetter(0)):
-        free, held = (size, held) if one is None else (free, one.total)
-        left[at_s] = free - held
+        free, used = (size, used) if one is None else (free, one.total)
+        left[at_s] = free - used
     return replace(
         placed,
         gpu_free=tuple((at_s, max(0.0, size)) for at_s, size in left.items()),
@@ -192,8 +192,8 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     layers, shares, saved = workload.layers, workload.chunk_shares, plan.activations
     weights = _in_slots([workload.param_bytes * one.params for one in layers], plan.streamed, plan.weight_slots)
     gradients = [workload.grad_bytes * one.params for one in layers]
-    held = workload.gradients_held_until_step
-    in_slots = 0.0 if held else sum(sorted(gradients, reverse=True)[: plan.gradient_slots])
+    until_step = workload.gradients_held_until_step
+    in_slots = 0.0 if until_step else sum(sorted(gradients, reverse=True)[: plan.gradient_slots])
     offloaded = sorted((one.nbytes for one in saved if one.offloaded), reverse=True)
     # A chunk that is computed, and computed again, has all of its activations.
     working = max(
@@ -204,8 +204,8 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     begin, turn, end = (seconds_at(workload, point) for point in (FORWARD, BACKWARD, BACKWARD + 1))
     changes = [(begin, 0.0, always), (turn, in_slots, 0.0), (end, -in_slots, -always)]
     # Gradients that are held, and added to in each micro-step, are there all the time.
-    always_held = held and workload.accumulates
-    if always_held:
+    all_the_time = until_step and workload.accumulates
+    if all_the_time:
         changes.append((0.0, sum(gradients), 0.0))
     kept = [0.0] * len(layers)
     for index, one in enumerate(saved):
@@ -216,7 +216,7 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
             changes.append((seconds_at(workload, stretch.start), 0.0, kept[stretch.layer]))
         elif stretch.is_backward and chunk == 0:
             changes.append((seconds_at(workload, stretch.end), 0.0, -kept[stretch.layer]))
-        if stretch.is_backward and chunk == len(shares) - 1 and held and not always_held and not stretch.round:
+        if stretch.is_backward and chunk == len(shares) - 1 and until_step and not all_the_time and not stretch.round:
             changes.append((seconds_at(workload, stretch.start), gradients[stretch.layer], 0.0))
     now = LayerMemory(0.0, weights, 0.0, 0.0)
     for at_s, gradient, activation in sorted(changes):

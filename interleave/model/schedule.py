@@ -218,8 +218,8 @@ class Schedule:
             return None
         plan_times, plan_sizes = self.device_memory_line()
         instants = np.union1d(times, plan_times)
-        held = np.array([one.total for one in memory])[np.searchsorted(times, instants, "right") - 1]
-        return float((held + plan_sizes[np.searchsorted(plan_times, instants, "right") - 1]).max())
+        layers = np.array([one.total for one in memory])[np.searchsorted(times, instants, "right") - 1]
+        return float((layers + plan_sizes[np.searchsorted(plan_times, instants, "right") - 1]).max())
 
     def pinned_bytes(self) -> float:
         """Return the part of the host memory that must be pinned: the state of subgroups that are fetched or flushed,

@@ -34,7 +34,7 @@ def ml_dataflow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
 
 
 class Slots(NamedTuple):
-    """How many layers' weights, layers' gradients and chunks' activations the device holds at a time."""
+    """The number of layers' weights, layers' gradients and chunks' activations that the device holds at a time."""
 
     weights: int
     gradients: int

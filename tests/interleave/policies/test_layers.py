@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import PlanError, PolicyError, WorkloadError
-from ebbtide.interleave.model.layers import LayerPlan, place, saved_activations
+from ebbtide.interleave.model.layers import LayerPlan, SavedActivation, place
 from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.interleave.policies import layer_choice, make_plan
 from ebbtide.interleave.policies.layer_choice import Cost, LayerChoice, cost_of, plan_of_choice
@@ -227,7 +227,7 @@ def test_min_layer_iteration_s__is_the_link_where_nothing_fits() -> None:
 
 def test_place__counts_rounds_into_the_forward() -> None:
     workload = _workload()
-    plan = LayerPlan(frozenset(), saved_activations(workload, [1, 1, 1]), rounds=2)
+    plan = LayerPlan(frozenset(), (SavedActivation(0.5e9, 0.06),) * 3, rounds=2)
     placed = place(workload, plan)
     assert placed.compute_s == pytest.approx(workload.compute_s + 3 * 0.06)
     assert placed.backward_s == pytest.approx((0.6 + 0.18) / 2)
