@@ -43,6 +43,8 @@ SHEETS = {
 HBM_SHARE = 0.8
 # More rounds than these are alike.
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 4
+# A step that is longer than its compute by this factor waits for copies.
+WAITING = 1.05
 
 
 @dataclass(frozen=True)
@@ -271,23 +273,13 @@ def predict_all() -> None:
     write_rows(FOLDER / "streamed-layers.predicted.csv", ["predicted by the policy ml-dataflow; s a step"], steps)
 
 
-def regime(job: Job, settings: Settings, rates: Rates) -> str:
-    """Return whether compute or the link limits a run, by the work of each alone."""
+def regime(job: Job, settings: Settings, rates: Rates, step_s: float) -> str:
+    """Return whether compute alone is nearly as long as the predicted step of a run, or it waits for copies."""
     workload = workload_of(job, settings, rates, 1)
-    share = machine_of(job, rates).h2d_bytes_per_s or 1.0
-    weights = workload.layers[0].params * 2.0 * job.layers
-    acts = (
-        2
-        * settings.chunk_tokens
-        * (
-            (settings.saved_full + settings.saved_attention + settings.saved_input)
-            * (job.hidden + 2 * SHAPES[job.params][1])
-            + (settings.saved_full + settings.saved_attention) * job.hidden
-            + settings.saved_full * (2 * job.hidden + 2 * SHAPES[job.params][0])
-        )
-    )
-    up_s = (3 * weights * (1 - slots_in(workload, 1).weights / job.layers) + acts) / share
-    return "link" if up_s > workload.compute_s else "compute"
+    numbers = [settings.saved_full, settings.saved_attention, settings.saved_input]
+    slots = slots_in(workload, 1)._replace(activations=settings.on_device)
+    again_s = sum(saved.recompute_s for saved in dataflow_layers(workload, 1, slots, numbers).activations)
+    return "compute" if step_s < WAITING * settings.rounds * (workload.compute_s + again_s) else "copies"
 
 
 def table() -> None:
@@ -301,7 +293,7 @@ def table() -> None:
             continue
         error = predicted[job.name] / measured[job.name] - 1
         size = f"{job.params / 1e9:.0f} B"
-        kind = regime(job, settings, rates[job.machine])
+        kind = regime(job, settings, rates[job.machine], predicted[job.name])
         for group in ((job.machine, size, kind), ("all", "", kind), ("all", "", "")):
             groups.setdefault(group, []).append(error)
     print("| card | size | limited by | runs | median error | 90 % below | mean, with sign |")
