@@ -30,6 +30,8 @@ _LIMITING_MEMORY_SHARE = 0.95
 _LIMITING_BUSY_SHARE = 0.75
 _DAY_S = 86400.0
 _LATE = "adaptive,overlap=forward"
+# The policy of all that may move, of workloads with layers.
+WHOLE_JOB = "adaptive,weights=auto,activations=auto"
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,11 @@ class Replay(TabularResult):
             yield f"{fastest}: {ms_text(fitting[fastest])}, but gpu-only is within {share}: the simpler one wins"
 
     def layer_lines(self) -> Iterator[str]:
-        """Yield how many layers are streamed, and what happens to activations, under each policy."""
-        yield from (f"{result.policy}: {result.layers_text}" for result in self.results if result.layers_text)
+        """Yield how many layers are streamed, and what happens to activations, under each policy that moves any."""
+        for result, schedule in zip(self.results, self.schedules, strict=True):
+            layers = schedule.plan.layers
+            if layers is not None and (layers.streamed or any(one.moves for one in layers.activations)):
+                yield f"{result.policy}: {result.layers_text}"
 
     def memory_lines(self) -> Iterator[str]:
         """Yield which memory is too small for each policy that does not fit, and whose state is not as large."""
@@ -149,7 +154,7 @@ def replay(
     and MachineError for a missing rate."""
     results, schedules = [], []
     skipped = {}
-    for text in with_systems(policies or BUILT_IN):
+    for text in with_systems(policies or (*BUILT_IN, *[WHOLE_JOB] * bool(workload.layers))):
         try:
             own = own_workload(workload, job) if text == "gpu-only" else workload
             steps = simulate_steps(make_plan(text, own, machine), own, machine)

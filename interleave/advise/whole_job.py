@@ -8,11 +8,9 @@ from typing import Any
 
 from ebbtide.interleave.advise.job.layers import layered_workload
 from ebbtide.interleave.advise.job.training_job import TrainingJob
-from ebbtide.interleave.advise.replay import PolicyResult, replay
+from ebbtide.interleave.advise.replay import WHOLE_JOB, PolicyResult, replay
 from ebbtide.machines.machine import Machine
 from ebbtide.units import ms_text
-
-POLICY = "adaptive,weights=auto,activations=auto"
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class WholeJobPlan:
 
 def plan_whole_job(job: TrainingJob, machine: Machine) -> WholeJobPlan:
     """Return the plan of all that may move of a job of known shape on a machine."""
-    replayed = replay(layered_workload(job, machine), machine, [POLICY])
+    replayed = replay(layered_workload(job, machine), machine, [WHOLE_JOB])
     (result,) = replayed.results
     tokens = None if job.tokens is None else job.tokens / (result.iteration_ms / 1e3)
     return WholeJobPlan(machine.name, result, replayed.bound.iteration_s * 1e3, tokens)

@@ -25,6 +25,11 @@ class SavedActivation(NamedTuple):
     recompute_s: float = 0.0  # Of an iteration.
     offloaded: bool = False  # Whether it goes to the host, unless the backward comes to it first.
 
+    @property
+    def moves(self) -> bool:
+        """Whether it is not simply kept on the device."""
+        return self.offloaded or self.recompute_s > 0
+
 
 class LayerPlan(NamedTuple):
     """The part of a plan that is on layers: what happens to their weights and activations.
