@@ -56,6 +56,22 @@ def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None
     assert (tiny["fits"], tiny["change"], tiny["policy"], tiny["iteration_ms"]) == (False, None, None, None)
 
 
+def test_plan__of_a_shape_also_moves_layers_and_saves_them(folder: Path, capsys: Printed) -> None:
+    shape = "--params 4e8 --layers 4 --hidden 2048 --sequence 512 --micro-batch 1"
+    (whole,) = answer(capsys, f"{shape} --machine small.json --save-workload layers.json")["whole_job"]
+    assert sum(whole["result"]["weights"].values()) == sum(whole["result"]["activations"].values()) == 4
+    assert whole["bound_ms"] <= whole["result"]["iteration_ms"]
+    assert whole["tokens_per_s"] == pytest.approx(512e3 / whole["result"]["iteration_ms"])
+    command = (
+        "replay --workload layers.json --machine small.json --policy adaptive,weights=auto,activations=auto --json"
+    )
+    assert run(command.split()) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["iteration_ms"] == pytest.approx(whole["result"]["iteration_ms"])
+    assert run(f"plan {shape} --machine small.json large.json --save-workload other.json".split()) == 2
+    assert "--save-workload needs --params" in capsys.readouterr().err
+
+
 def test_plan__of_a_trace_on_its_machine_is_the_recommendation(folder: Path, capsys: Printed) -> None:
     printed = answer(capsys, f"{TRACE} --machine a100-40gb-published --sequence 2048 --policy zero-offload")
     (plan,) = printed["plans"]

@@ -103,12 +103,12 @@ def plan(
     Figures are per rank, times are ranges that hold with a probability of 80 %."""
     plot = plot or output
     check_outputs(plot, None)
-    moves_layers = layers is not None and hidden is not None and (ranks or 1) == 1
-    if save_workload is not None and not (moves_layers and len(machine or ()) == 1):
-        raise typer.BadParameter("--save-workload needs --params, --layers, --hidden and one --machine, for one rank")
     traces = [name for name in names or () if _is_trace(name)]
     machines = [*(machine or ()), *(name for name in names or () if not _is_trace(name))]
     _check_sources(traces, workload, params, machine is not None, list(names or ()))
+    moves_layers = layers is not None and hidden is not None and (ranks or 1) == len(machines) == 1
+    if save_workload is not None and not moves_layers:
+        raise typer.BadParameter("--save-workload needs --params, --layers, --hidden and one --machine, for one rank")
     if params is None and (layers or hidden or heads or runtime or attention or checkpointing):
         raise typer.BadParameter("--layers, --hidden, --heads, --runtime, --attention, --checkpointing need --params")
 
@@ -138,7 +138,7 @@ def plan(
         machines.append(code)
     card = own_preset(recording) if not machines else None
     targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
-    whole = [plan_whole_job(job, target.machine) for target in targets] if moves_layers and len(machines) == 1 else []
+    whole = [plan_whole_job(job, target.machine) for target in targets] if moves_layers else []
     if save_workload is not None:
         with new_output(save_workload, force, Path.is_file, "a file") as file:
             file.write_text(workload_file(job, targets[0].machine))
