@@ -1,6 +1,6 @@
 """Compare runs of ml_dataflow, which streams all layers of a model, with plans of the policy `ml-dataflow`.
 
-    python benchmarks/streamed_layers.py fit CARD | predict | table | bound
+    python benchmarks/streamed_layers.py fit CARD | predict | table | bound | budgets
 
 `fit` fits the rates of a card to some of its runs; `predict` writes the predicted steps of all runs; `table` prints
 the comparison. Data are those of `benchmarks/accuracy/`; settings are apart from times.
@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -72,6 +72,18 @@ class Rates(NamedTuple):
     attention_64: float = 0.45
     link: float = 0.8  # A direction.
     both: float = 0.75  # Both directions together.
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Budgets of a run, and whether the job ran in them (1) or not."""
+
+    machine: str
+    params: int
+    sequence: int
+    host_gib: float
+    device_gib: float
+    fits: int
 
 
 @dataclass(frozen=True)
@@ -320,15 +332,46 @@ def check_bound() -> None:
     print(f"bound at the sheets' peaks: {min(shares):.2f} to {max(shares):.2f} of {len(shares)} measured steps")
 
 
+# Host memory beside blocks and activations, for an embedding of 525 M parameters: the median of 8 G parameters.
+HOST_REST_BYTES = 0.285e9
+
+
+def fits_budget(budget: Budget, job: Job) -> bool:
+    """Return whether the device holds a layer with gradient and two activations, and the host all others' inputs."""
+    d, (e, kv, _) = job.hidden, SHAPES[job.params]
+    tokens = 16384 if job.machine in ("h100-80gb", "a100-80gb-sxm") else 8192
+    activations = job.layers * max(1, job.sequence // tokens)
+    settings = Settings("", budget.host_gib, budget.device_gib, 0, 0, tokens, 0, 0, 0, activations, 1)
+    weights = 2 * d * d + 2 * d * kv + 3 * d * e
+    if _free_bytes(job, settings) < 4 * weights + 2 * 2 * tokens * (4 * d + 2 * kv + 2 * e):
+        return False
+    on_device = slots_in(workload_of(job, settings, Rates(), 1), 1).activations
+    rest = (4 + HOST_REST_BYTES / 525_336_576) * job.vocabulary * d
+    inputs = (activations - on_device) * 2 * tokens * (d + 2 * kv)
+    return budget.host_gib * GIB >= 8 * weights * job.layers + rest + inputs
+
+
+def check_budgets() -> None:
+    """Print how often it is predicted rightly whether a job runs in its budgets."""
+    jobs = {(job.machine, job.params): job for job, _ in runs()}
+    counts: dict[tuple[str, bool, bool], int] = {}
+    for budget in read_rows(Budget, FOLDER / "streamed.budgets.csv"):
+        job = replace(jobs[budget.machine, budget.params], sequence=budget.sequence)
+        key = budget.machine, bool(budget.fits), fits_budget(budget, job)
+        counts[key] = counts.get(key, 0) + 1
+    right = sum(count for (_, ran, predicted), count in counts.items() if ran == predicted)
+    print(f"{right} of {sum(counts.values())} budgets are predicted rightly; (card, ran, predicted): {counts}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["fit", "predict", "table", "bound"])
+    parser.add_argument("part", choices=["fit", "predict", "table", "bound", "budgets"])
     parser.add_argument("card", nargs="?", choices=list(FITS), help="card whose rates are fitted")
     arguments = parser.parse_args()
     if arguments.part == "fit":
         fit_card(arguments.card)
         return
-    {"predict": predict_all, "table": table, "bound": check_bound}[arguments.part]()
+    {"predict": predict_all, "table": table, "bound": check_bound, "budgets": check_budgets}[arguments.part]()
 
 
 if __name__ == "__main__":

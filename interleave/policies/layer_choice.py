@@ -25,7 +25,7 @@ LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _OFFLOAD = -1
 _MOST_SLOTS = 4
 # So many operations the search simulates, at least so many for each plan, and so many plans of the policy it makes.
-_SEARCHED_OPS, _LEAST_OPS, _PLANS = 200_000, 150, 3
+_SEARCHED_OPS, _LEAST_OPS, _PLANS = 200_000, 100, 3
 # Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time.
 _EXACT_CHOICES, _PAIRED_BLOCKS = 900, 6
 
@@ -166,7 +166,7 @@ class LayerSearch:
                 self._cost(choice, make)
         else:
             starts = sorted(self._starts(), key=lambda choice: self._cost(choice, make))
-            for start in dict.fromkeys([starts[0], *starts[1:3]]):
+            for start in dict.fromkeys([starts[0], *starts[1:5]]):
                 self._climb(start, make)
         return sorted(self._costs, key=self._costs.__getitem__)
 
