@@ -195,8 +195,8 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-# Figures of a result that are several each.
-_NOT_COLUMNS = ("busy", "storage_busy", "weights", "activations")
+# Figures of a result that are several each, or of layers.
+_NOT_COLUMNS = ("busy", "storage_busy", "weights", "activations", "job_peak_device_bytes")
 
 
 def make_task(workload: Workload, machine: Machine, scenario: Scenario, policy: str) -> Task:
