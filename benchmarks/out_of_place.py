@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from tables import machine_line, spread, table
@@ -22,14 +21,10 @@ from tables import machine_line, spread, table
 from ebbtide.interleave.engine.numerics import compiled, compiled_beside
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
 
 IN_PLACE, STREAMING, ORDINARY = "in place", "out of place, streaming stores", "out of place, ordinary stores"
 WHOLE_PAGES = "out of place, streaming stores, rows whole pages apart"
-
-
-def _ordinary_update(grad: Any, old: Any, new: Any, out: Any, scalars: Any) -> None:
-    compiled_beside._update_elements(grad, old, new, out, scalars, 0, grad.size)
 
 
 def state(params: int, stride: int) -> torch.Tensor:
@@ -40,7 +35,10 @@ def state(params: int, stride: int) -> torch.Tensor:
 def updates(params: int, threads: int) -> dict[str, Callable[[], None]]:
     """Return each update; all share the same memory."""
     kernel, ordinary_kernel = CpuKernel(threads), CpuKernel(threads)
-    ordinary_kernel._beside = SimpleNamespace(update=compiled.compile_loop(_ordinary_update))  # type: ignore[assignment]
+    elements = compiled.compile_loop(compiled_beside._update_elements, rule=ADAMW, step=compiled.make_step(ADAMW))
+    ordinary_kernel._beside = SimpleNamespace(  # type: ignore[assignment]
+        update_of=lambda rule: lambda grad, *arguments: elements(grad, *arguments, 0, grad.size)
+    )
     gradient = torch.full((params,), 1e-3, dtype=torch.bfloat16)
     half = torch.ones_like(gradient)
     stride = row_stride(params)
@@ -49,7 +47,7 @@ def updates(params: int, threads: int) -> dict[str, Callable[[], None]]:
     scalars = Hyper().scalars(1)
     everything = [(0, params, scalars)]
     return {
-        IN_PLACE: lambda: kernel.update(gradient, *old, half, scalars),
+        IN_PLACE: lambda: kernel.update(gradient, tuple(old), half, scalars),
         STREAMING: lambda: kernel.update_beside(gradient, old, new, half, everything),
         WHOLE_PAGES: lambda: kernel.update_beside(gradient, old_in_pages, new_in_pages, half, everything),
         ORDINARY: lambda: ordinary_kernel.update_beside(gradient, old, new, half, everything),

@@ -22,7 +22,7 @@ from tables import machine_line, spread, table
 from ebbtide import host_limits
 from ebbtide.interleave.engine.devices import host_memory
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.rules.adamw import Hyper
 
 
 def take(nbytes: int, pages: int, threads: int) -> tuple[float, torch.Tensor]:
@@ -43,9 +43,9 @@ def update_seconds(memory: torch.Tensor, kernel: CpuKernel) -> float:
     params = len(memory) // 16 // 64 * 64
     state = memory[: 12 * params].view(torch.float32).view(3, params)
     grad, out = (memory[begin * params : (begin + 2) * params].view(torch.bfloat16) for begin in (12, 14))
-    kernel.update(grad, *state, out, Hyper().scalars(1))
+    kernel.update(grad, tuple(state), out, Hyper().scalars(1))
     begin_s = time.perf_counter()
-    kernel.update(grad, *state, out, Hyper().scalars(2))
+    kernel.update(grad, tuple(state), out, Hyper().scalars(2))
     return time.perf_counter() - begin_s
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+    from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+    from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 
-__all__ = ["InterleavedAdamW"]
+__all__ = ["InterleavedAdamW", "InterleavedOptimizer"]
+_MODULES = {"InterleavedAdamW": "interleaved_adamw", "InterleavedOptimizer": "optimizer"}
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: only training needs torch and numba.
-    if name == "InterleavedAdamW":
-        from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-
-        return InterleavedAdamW
+    if name in _MODULES:
+        return getattr(import_module(f"ebbtide.interleave.engine.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

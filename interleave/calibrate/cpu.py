@@ -15,7 +15,7 @@ import torch
 from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time, measure_times
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.rules.adamw import Hyper
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
 _FP32_GRAD_BYTES = 4
@@ -77,8 +77,7 @@ class OnePassAdamW:
     def __call__(self) -> None:
         self._steps += 1
         scalars = _HYPER.scalars(self._steps)
-        master, exp_avg, exp_avg_sq = self.state
-        self._kernel.update(self.gradient, master, exp_avg, exp_avg_sq, self.half, scalars)
+        self._kernel.update(self.gradient, tuple(self.state), self.half, scalars)
 
     def update_beside(self) -> None:
         """Write the state after the next step to other memory (allocated at first), so that the step stays the same."""
@@ -92,10 +91,8 @@ class OnePassAdamW:
         self._steps += 1
         if self._remainders is None:
             self._remainders = torch.zeros(len(self.half), dtype=torch.int16)
-        _, exp_avg, exp_avg_sq = self.state
-        self._kernel.update(
-            self.gradient, self._remainders, exp_avg, exp_avg_sq, self.half, _HYPER.scalars(self._steps)
-        )
+        state = (self._remainders, *self.state[1:])
+        self._kernel.update(self.gradient, state, self.half, _HYPER.scalars(self._steps))
 
 
 def cpu_kernels(params: int, threads: int) -> dict[str, Callable[[], UpdateCall]]:

@@ -16,7 +16,7 @@ from ebbtide.interleave.calibrate import cpu, gpu, host_memory, link
 from ebbtide.interleave.calibrate import storage as storage_rates
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.box import Box

@@ -13,7 +13,7 @@ from ebbtide.interleave.deepspeed.state_access import CpuAdamScalars, StateAcces
 from ebbtide.interleave.deepspeed.supported import check_optimizer, hyper_of
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.model.schedule import Schedule
 
 

@@ -11,9 +11,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ebbtide.interleave.deepspeed import subgroup_slices
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.options import EngineOptions
 from ebbtide.interleave.engine.params.gates import MethodGate
+from ebbtide.interleave.engine.rules.adamw import Hyper
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup
 
@@ -42,17 +43,10 @@ class CpuAdamScalars:
         self._betas, self._step = betas, step
         one, lr = np.float32(1), np.float32(hyper.lr)
         power1, power2 = self._powers
-        return Scalars(
-            scale=np.float32(scale),
-            beta1=beta1,
-            share1=one - beta1,
-            beta2=beta2,
-            share2=one - beta2,
-            kept=one - lr * np.float32(hyper.weight_decay),
-            rate=lr / (one - power1),
-            root=np.float32(math.sqrt(one - power2)),
-            eps=np.float32(hyper.eps),
-        )
+        kept = one - lr * np.float32(hyper.weight_decay)
+        rate, root = lr / (one - power1), np.float32(math.sqrt(one - power2))
+        # In the order of the formula of AdamW.
+        return (np.float32(scale), beta1, one - beta1, beta2, one - beta2, kept, rate, root, np.float32(hyper.eps))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes to go on with the same bits."""

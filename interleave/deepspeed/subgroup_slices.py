@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.runtime.layout import EXP_AVG, EXP_AVG_SQ, MASTER, ParamSegment, Subgroup
+from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
-_MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+_MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}
 
 
 @dataclass(frozen=True)

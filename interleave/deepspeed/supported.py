@@ -4,8 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.options import check_group
+from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
 from ebbtide.interleave.policies import parse
 
 # The tested versions: these and those between them.
@@ -81,7 +80,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 def hyper_of(optimizer: Any, group: dict[str, Any]) -> Hyper:
     """Return the hyperparameters of a group. Raises EngineError for those that are not supported."""
-    check_group(group)
+    ADAMW.check_group(group)
     if not group.get("bias_correction", True):
         raise EngineError("bias_correction is off, which is not supported: turn it on")
     decay = float(group["weight_decay"])

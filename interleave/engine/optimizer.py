@@ -1,4 +1,4 @@
-"""AdamW with an fp32 master and state where a policy puts it, with the same bits under every policy."""
+"""Optimizers with an fp32 master and state where a policy puts it, with the same bits under every policy."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,12 +12,14 @@ import torch
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.reference import LossScale, Scalars, scalars_of
-from ebbtide.interleave.engine.options import Budget, EngineOptions, check_group, with_overlap_option
+from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
+from ebbtide.interleave.engine.options import Budget, EngineOptions, with_overlap_option
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.pending_params import locked, weak_call
 from ebbtide.interleave.engine.params.read_checks import UnguardedAccess
 from ebbtide.interleave.engine.params.state_dict import make_entry, read_state_dict
+from ebbtide.interleave.engine.rules import find_rule
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.model.plan import Plan
@@ -27,14 +29,15 @@ from ebbtide.machines.machine import Machine
 log = logging.getLogger("ebbtide")
 
 
-class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
-    """torch.optim.AdamW with an fp32 master, for parameters whose optimizer state does not fit on the device.
+class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """An optimizer with an fp32 master, for parameters whose optimizer state does not fit on the device.
 
     Parameters have the same bits under every policy (`reference` defines them).
 
     Args:
-        params: Parameters or parameter groups, as for torch.optim.AdamW.
-        lr: As for torch.optim.AdamW, like `betas`, `eps` and `weight_decay`.
+        params: Parameters or parameter groups, as for optimizers of torch.
+        rule: The update: `adamw`, `adam`, `sgd` or `lion`. Its hyperparameters are further keyword arguments, named as
+            in torch or in the paper, with the defaults of these.
         policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
         machine: The first rates. By default, `adaptive` measures this machine for a fraction of a second.
         subgroup_params: Number of parameters whose state is moved and updated as one.
@@ -59,7 +62,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             further bits, so that the state has 10 B. Ties round away from zero then (`remainder` defines the bits).
 
     Raises:
-        EngineError: If a parameter or an option is not supported.
+        EngineError: If there is no such rule, or a parameter or an option is not supported.
         PolicyError: If the policy is not valid.
         MachineError: If the machine lacks a rate that the policy needs.
     """
@@ -67,10 +70,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def __init__(
         self,
         params: Any,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        rule: str = "adamw",
         *,
         policy: str = "adaptive",
         machine: Machine | None = None,
@@ -86,9 +86,14 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         storage: str | Path | Sequence[str | Path] | None = None,
         host_memory_budget: float | None = None,
         master: Literal["fp32", "remainder"] = "fp32",
+        **hyperparameters: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_group(defaults)
+        self._rule = find_rule(rule)
+        if unknown := hyperparameters.keys() - self._rule.defaults.keys():
+            names = ", ".join(self._rule.defaults)
+            raise EngineError(f"{min(unknown)} is no hyperparameter of {rule}: these are {names}")
+        defaults = {**self._rule.defaults, **hyperparameters}
+        self._rule.check_group(defaults)
         self._loss_scale = LossScale(loss_scale)
         supported = Overlap(forward=model is not None, backward=gradients == "streamed" and master == "fp32")
         options = EngineOptions(
@@ -104,6 +109,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             host_memory_budget,
             master,
             supported,
+            self._rule,
         )
         self._runner = AdaptiveRunner(options)
         self._offloaded = OffloadedParams(self._runner, weak_call(self._expected_scalars))
@@ -177,7 +183,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """Update all parameters that have a gradient, or none if this raises before the engine has begun to."""
         offloaded = self._offloaded
         for group in self.param_groups:
-            check_group(group)
+            self._rule.check_group(group)
         params = self._params_with_state()
         # Not deferred: the engine may take long to open.
         offloaded.open(params)
@@ -204,7 +210,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """Also update the parameters of a group from now on.
 
         Raises EngineError if the parameters or hyperparameters are not supported; nothing is changed."""
-        check_group({**self.defaults, **param_group})
+        self._rule.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if not self._offloaded.is_checked:
             # The constructor checks all groups together.
@@ -217,7 +223,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     @locked
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch.optim.AdamW, with the fp32 master in addition to the moments, on the host.
+        """Return the state dict of torch's optimizer, with the fp32 master in addition to the moments, on the host.
 
         It is the one after the last step, also in the middle of a backward and from another thread: it waits for a
         step that runs, and steps wait for it."""
@@ -226,7 +232,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         def add_states(state_dict: dict[str, Any]) -> None:
             for param, state in zip(self._offloaded.params, self._offloaded.gather(), strict=True):
                 if self._step_count(param):
-                    state_dict["state"][index[param]] = make_entry(param, state, self._step_count(param))
+                    entry = make_entry(self._rule, param, state, self._step_count(param))
+                    state_dict["state"][index[param]] = entry
 
         return self._base_state_dict(add_states)
 
@@ -242,7 +249,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     @locked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this optimizer (under any policy) or torch.optim.AdamW saved, or what `commit` has returned.
+        """Load what this optimizer (under any policy) or that of torch saved, or what `commit` has returned.
 
         A master is used where it rounds to the parameter at the next step; others, and missing ones, start from there.
 
@@ -254,7 +261,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             state_dict = hook(self, state_dict) or state_dict
         self._group_params()
         own_params = set(offloaded.params or self._params_with_state())
-        saved = read_state_dict(state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
+        saved = read_state_dict(self._rule, state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
         if "loss_scale" in state_dict:
             self._loss_scale.load_state_dict(state_dict["loss_scale"])
         if saved.states is None:
@@ -314,8 +321,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """Raise EngineError, for copies and pickles: they would not have the state."""
         raise EngineError(
-            "an InterleavedAdamW cannot be copied or pickled, since its state is with its engine: create another one "
-            "and load the state_dict() of this one"
+            f"an {type(self).__name__} cannot be copied or pickled, since its state is with its engine: create another "
+            "one and load the state_dict() of this one"
         )
 
     @locked
@@ -374,7 +381,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _scalars(self, updated: Collection[int], scale: float) -> list[Scalars | None]:
         """Return the factors of the next update of each parameter; None for those that are not updated."""
-        return scalars_of(self._offloaded.params, self.param_groups, self._step_count, updated, scale)
+        return scalars_of(self._rule, self._offloaded.params, self.param_groups, self._step_count, updated, scale)
 
     @property
     def _expected_scale(self) -> float:
@@ -386,7 +393,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         count = len(self._offloaded.params)
         try:
             for group in self.param_groups:
-                check_group(group)
+                self._rule.check_group(group)
         except EngineError:
             # The step raises it.
             return [None] * count

@@ -1,6 +1,5 @@
 """The options of InterleavedAdamW and of the engine behind it, and their checks."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, Overlap
 from ebbtide.interleave.policies import parse
@@ -39,6 +40,7 @@ class EngineOptions:
     host_memory_budget: float | None = None
     master: str = "fp32"
     supported: Overlap = NO_OVERLAP
+    rule: UpdateRule = ADAMW
 
     def __post_init__(self) -> None:
         if self.gradients not in ("kept", "streamed"):
@@ -109,20 +111,3 @@ def with_overlap_option(policy: str, overlap: str, gradients: str, supported: Ov
         best = "auto" if supported == BOTH else supported.name
         overlap = best if "overlap" in options else "none"
     return ",".join(others) if overlap == "none" else ",".join((*others, f"overlap={overlap}"))
-
-
-def check_group(group: dict[str, Any]) -> None:
-    """Check the hyperparameters of a parameter group. Raises EngineError if one is not valid or not supported."""
-    try:
-        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-        eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
-    except (TypeError, ValueError):
-        raise EngineError("lr, eps and weight_decay must be numbers, betas two numbers") from None
-    if not (all(0 <= rate < math.inf for rate in (lr, eps, weight_decay)) and 0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise EngineError(
-            "lr, eps and weight_decay must be at least 0, betas at least 0 and below 1: they are "
-            f"{lr:g}, {eps:g}, {weight_decay:g} and {beta1:g}, {beta2:g}"
-        )
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise EngineError(f"{name} is not supported: leave it off")

@@ -70,11 +70,15 @@ class LaunchRecorder:
             return
         # The count of tensors comes after the table, or after the table and the results.
         is_update = name == "update"
-        columns = triton_compiled.UPDATE_COLUMNS if is_update else triton_compiled.BLOCK_COLUMNS
+        columns = _ADAMW_COLUMNS if is_update else triton_compiled.BLOCK_COLUMNS
         count = _argument(arguments, 1 if is_update else 2, ctypes.c_int32)
         address = _argument(arguments, 0, ctypes.c_uint64)
         words = np.frombuffer(ctypes.string_at(address, 8 * count * (1 + columns)), np.int64)
         self.launches.append(Launch(name, programs, threads, words[:count], words[count:].reshape(count, columns)))
+
+
+# Length, addresses of five tensors, and nine factors in five words.
+_ADAMW_COLUMNS = 11
 
 
 def _argument(arguments: Any, index: int, kind: Any) -> int:

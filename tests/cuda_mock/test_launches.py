@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.params.gradients import GradientNorm
+from ebbtide.interleave.engine.rules.adamw import Hyper
 from tests.cuda_mock.launches import LaunchRecorder
 from tests.interleave.engine.states import DTYPES
 
@@ -22,7 +23,7 @@ def make_piece(length: int, grad: torch.dtype, out: torch.dtype, step: int = 1, 
     """Return an update whose tensors begin at some element of their memory."""
     gradient, param = (torch.zeros(begin + length, dtype=dtype)[begin:] for dtype in (grad, out))
     state = torch.zeros(3, begin + length)[:, begin:]
-    return TensorUpdate(gradient, state[0], state[1], state[2], param, Hyper(lr=0.1 * step).scalars(step, 0.5))
+    return TensorUpdate(gradient, tuple(state), param, Hyper(lr=0.1 * step).scalars(step, 0.5))
 
 
 def test_gpu_update__tables_have_all_addresses_lengths_and_scalars(recorder: LaunchRecorder) -> None:
@@ -40,13 +41,12 @@ def test_gpu_update__tables_have_all_addresses_lengths_and_scalars(recorder: Lau
     # All tables come first: if there is no memory for one, nothing was updated.
     assert recorder.kernels == ["load_table"] * 9 + ["update"] * 9
     for launch, pair in zip(recorder.launches[9:], pairs, strict=True):
-        group = [item for item in updates if (item.grad.dtype, item.out.dtype) == pair and len(item.master)]
+        group = [item for item in updates if (item.grad.dtype, item.out.dtype) == pair and len(item.out)]
         assert (launch.programs, launch.threads) == (1 + 1 + 5 + 2, 256)
         assert launch.first_programs.tolist() == [0, 1, 2, 7]
         for row, item in zip(launch.rows, group, strict=True):
-            tensors = (item.grad, item.master, item.exp_avg, item.exp_avg_sq, item.out)
-            assert row[:5].tolist() == [tensor.data_ptr() for tensor in tensors]
-            assert row[5] == len(item.master)
+            assert row[0] == len(item.out)
+            assert row[1:6].tolist() == [tensor.data_ptr() for tensor in (item.grad, item.out, *item.state)]
             assert row[6:].view(np.float32)[:9].tolist() == list(map(float, item.scalars))
     assert recorder.waits == 0
 
@@ -56,7 +56,14 @@ def test_gpu_update__tables_have_all_addresses_lengths_and_scalars(recorder: Lau
     [
         (lambda item: {"out": item.out.double()}, "must be bfloat16"),
         (lambda item: {"grad": item.grad[1:]}, "one dimension and length"),
-        (lambda item: {name: getattr(item, name).to("meta") for name in vars(item) if name != "scalars"}, "cpu device"),
+        (
+            lambda item: {
+                "grad": item.grad.to("meta"),
+                "state": [row.to("meta") for row in item.state],
+                "out": item.out.to("meta"),
+            },
+            "cpu device",
+        ),
     ],
 )
 def test_gpu_update__launches_nothing_if_one_piece_is_not_supported(
@@ -135,7 +142,7 @@ def test_step__of_580_tensors_has_few_launches_and_compiles_nothing(recorder: La
         group = [state[: len(value)] for value in values[begin : begin + 10]]
         triton_kernel.gpu_update(
             [
-                TensorUpdate(value, row, row, row, value, Hyper().scalars(begin + 1))
+                TensorUpdate(value, (row, row, row), value, Hyper().scalars(begin + 1))
                 for value, row in zip(values[begin : begin + 10], group, strict=True)
             ]
         )

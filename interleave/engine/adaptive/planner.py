@@ -19,7 +19,7 @@ from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from ebbtide.machines.storage import StoragePath
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
-from ebbtide.state_bytes import REMAINDER_STATE_BYTES, STATE_BYTES
+from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
 
 _Rates = TypeVar("_Rates", Machine, StoragePath)
@@ -141,7 +141,7 @@ class Planner:
             backward_s=0.0,
             param_bytes=width,
             grad_bytes=width,
-            state_bytes=REMAINDER_STATE_BYTES if has_remainders else STATE_BYTES,
+            state_bytes=max((own.rule.state_bytes(has_remainders) for own in subgroups), default=STATE_BYTES),
             master="remainder" if has_remainders else "fp32",
             gradients_held_until_step=not streamed,
         )

@@ -11,17 +11,19 @@ import torch
 from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device, Direction, copy_now
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
-from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 from ebbtide.machines.machine import Machine
-from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES
 
 # Number of parameters whose state is copied and updated on the GPU. On the CPU more are updated: see _cpu_params.
 _PARAMS = 2 << 20
 # Bytes of the last-level caches where the host does not report them.
 _CACHE_BYTES = 32 << 20
-# Device memory per parameter: state copied to the device, state copied from it, and a gradient and a parameter.
-_DEVICE_BYTES = 3 * STATE_BYTES
+# States on the device: copied to it, copied from it, and the memory of one for a gradient and a parameter.
+_DEVICE_STATES = 3
 # Number of measurements, and seconds after which there is none; the shortest counts.
 _ROUNDS, _MAX_S = 3, 0.25
 
@@ -34,6 +36,7 @@ def probe(
     out_of_place: bool = False,
     remainder: bool = False,
     host_bytes: float | None = None,
+    rule: UpdateRule = ADAMW,
 ) -> Machine:
     """Measure the rates of a device and the CPU.
 
@@ -47,26 +50,28 @@ def probe(
         remainder: Whether to also measure `cpu_remainder_ratio`, which only masters as remainders depend on.
         host_bytes: Host memory of this rank, in bytes; None: what is available.
     """
-    max_params = params if device_bytes is None else int(device_bytes / _DEVICE_BYTES)
-    cpu_params, params = min(params, _cpu_params(host_bytes)), max(1, min(params, _PARAMS, max_params))
-    scalars = Hyper().scalars(1)
+    state_bytes = rule.state_bytes()
+    max_params = params if device_bytes is None else int(device_bytes / (_DEVICE_STATES * state_bytes))
+    cpu_params, params = min(params, _cpu_params(host_bytes, state_bytes)), max(1, min(params, _PARAMS, max_params))
+    scalars = rule.scalars(rule.defaults, 1)
+    one_pass_bytes = GRAD_BYTES + 2 * state_bytes + PARAM_BYTES
     half = torch.zeros(cpu_params, dtype=torch.bfloat16, device="cpu")
-    host_states = [device.allocate_host((3, params), torch.float32) for _ in range(2)]
-    device_states = [device.allocate_state(params) for _ in range(2)]
-    scratch = device.allocate_state(params)
+    host_states = [device.allocate_host((rule.rows, params), torch.float32) for _ in range(2)]
+    device_states = [device.allocate_state(params, rule.rows) for _ in range(2)]
+    scratch = device.allocate_state(params, 2)
     device_grad, device_out = (row.view(torch.bfloat16)[:params] for row in scratch[:2])
     nbytes = host_states[0].nbytes
-    state, out = _host_state(cpu_params), half.clone()
+    state, out = _host_state(rule, cpu_params), half.clone()
     updated = device_states[0]
 
     def update_on_cpu() -> None:
-        kernel.update(half, state[0], state[1], state[2], out, scalars)
+        kernel.update(half, tuple(state), out, scalars, rule=rule)
 
     def update_beside(new_state: torch.Tensor) -> Callable[[], None]:
-        return lambda: kernel.update_beside(half, state, new_state, out, [(0, cpu_params, scalars)])
+        return lambda: kernel.update_beside(half, state, new_state, out, [(0, cpu_params, scalars)], rule=rule)
 
     def update_remainders(remainders: torch.Tensor) -> Callable[[], None]:
-        return lambda: kernel.update(half, remainders, state[1], state[2], out, scalars)
+        return lambda: kernel.update(half, (remainders, *state[1:]), out, scalars, rule=rule)
 
     def copy(direction: Direction, count: int = 1) -> Callable[[], None]:
         h2d = direction == "h2d"
@@ -74,7 +79,7 @@ def probe(
         return lambda: copy_now(device, direction, [pair] * count)
 
     def update_on_gpu() -> None:
-        device.update([TensorUpdate(device_grad, updated[0], updated[1], updated[2], device_out, scalars)])
+        device.update([TensorUpdate(device_grad, tuple(updated), device_out, scalars, rule)])
         device.record("gpu").synchronize()
 
     try:
@@ -82,7 +87,7 @@ def probe(
             copy_now(device, "h2d", [(host_states[0], device_state)])
         copy_now(device, "h2d", [(half[:params], device_grad)])
         cpu_s = _min_seconds(update_on_cpu)
-        share = cpu_s / _min_seconds(update_beside(_host_state(cpu_params))) if out_of_place else None
+        share = cpu_s / _min_seconds(update_beside(_host_state(rule, cpu_params))) if out_of_place else None
         remainders = torch.zeros(cpu_params, dtype=torch.int16, device="cpu")
         ratio = cpu_s / _min_seconds(update_remainders(remainders)) if remainder else None
         h2d_s, d2h_s = _min_seconds(copy("h2d")), _min_seconds(copy("d2h"))
@@ -93,10 +98,10 @@ def probe(
     finally:
         for tensor in (*device_states, scratch):
             device.release(tensor)
-    traffic_bytes = ONE_PASS_BYTES * cpu_params + 2 * nbytes * copies
+    traffic_bytes = one_pass_bytes * cpu_params + 2 * nbytes * copies
     longest_s = max(cpu_s, copies * h2d_s, copies * d2h_s)
     slowed_down = together_s > 1.2 * longest_s
-    memory_bytes_per_s = traffic_bytes / together_s if slowed_down else 2 * ONE_PASS_BYTES * cpu_params / cpu_s
+    memory_bytes_per_s = traffic_bytes / together_s if slowed_down else 2 * one_pass_bytes * cpu_params / cpu_s
     return Machine(
         name="probed",
         host_memory_bytes=_host_memory_bytes(),
@@ -114,14 +119,14 @@ def probe(
     )
 
 
-def _cpu_params(host_bytes: float | None) -> int:
+def _cpu_params(host_bytes: float | None, state_bytes: int) -> int:
     """Return the number of parameters whose update takes four times the caches, or an eighth of this rank's memory."""
     nbytes = min(4 * (host_limits.cache_bytes() or _CACHE_BYTES), (host_bytes or _host_memory_bytes() or math.inf) / 8)
-    return max(_PARAMS, int(nbytes / (STATE_BYTES + GRAD_BYTES + PARAM_BYTES)))
+    return max(_PARAMS, int(nbytes / (state_bytes + GRAD_BYTES + PARAM_BYTES)))
 
 
-def _host_state(params: int) -> torch.Tensor:
-    return torch.zeros((3, row_stride(params)), dtype=torch.float32, device="cpu")[:, :params]
+def _host_state(rule: UpdateRule, params: int) -> torch.Tensor:
+    return torch.zeros((rule.rows, row_stride(params)), dtype=torch.float32, device="cpu")[:, :params]
 
 
 def _host_memory_bytes() -> float | None:

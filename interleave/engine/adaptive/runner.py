@@ -14,8 +14,8 @@ from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.options import Budget, EngineOptions
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
@@ -141,12 +141,12 @@ class AdaptiveRunner:
             commit: What `commit` has returned, whose state the new engine has; None for new state.
         """
         self._state_share = min(map(_state_share, subgroups), default=1.0)
-        has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
+        has_remainders, rule = any(subgroup.has_remainders for subgroup in subgroups), self.options.rule
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
         plan = planner.plan(self._current_budget())
         dtypes = {(subgroup.grad_dtype, subgroup.dtype) for subgroup in subgroups}
-        self.kernel.warm_up(dtypes, self.options.supported.backward and self._needs_rates, has_remainders)
-        self.device.warm_up(dtypes, has_remainders)
+        self.kernel.warm_up(dtypes, self.options.supported.backward and self._needs_rates, has_remainders, rule)
+        self.device.warm_up(dtypes, has_remainders, rule)
         # First, since the new one may use its files.
         self._close_engine()
         stored = None if self.storage is None else self.storage.open(subgroups, self.device, commit)
@@ -170,7 +170,14 @@ class AdaptiveRunner:
             host_bytes = None if self.storage is None else self.storage.host_bytes
             speculates = options.supported.backward
             machine = probe(
-                self.device, self.kernel, params, min_budget(budget), speculates, has_remainders, host_bytes
+                self.device,
+                self.kernel,
+                params,
+                min_budget(budget),
+                speculates,
+                has_remainders,
+                host_bytes,
+                options.rule,
             )
         return replace(machine, storage=()) if self.storage is None else self.storage.added_to(machine)
 

@@ -15,6 +15,8 @@ from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
 from ebbtide.interleave.engine.devices.host_memory import allocate_pinned, gpu_node
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 log = logging.getLogger("ebbtide")
 
@@ -255,10 +257,15 @@ class CudaDevice:
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
         return self._started(self._kernel.gpu_fingerprint, values)
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
+    def warm_up(
+        self,
+        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+        remainder: bool = False,
+        rule: UpdateRule = ADAMW,
+    ) -> None:
         try:
             with torch.cuda.device(self._device):
-                self._kernel.warm_up(self._device, dtypes, remainder)
+                self._kernel.warm_up(self._device, dtypes, remainder, rule)
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(

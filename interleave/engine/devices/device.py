@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 import torch
 
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 Direction = Literal["h2d", "d2h"]
 # Queues of work on the device: one for each resource of a plan, that to which the calling thread issues its own work
@@ -75,7 +77,12 @@ class Device(Streams, Protocol):
 
         They are of the values that the gradients have now. The thread that computed these calls this."""
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
+    def warm_up(
+        self,
+        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+        remainder: bool = False,
+        rule: UpdateRule = ADAMW,
+    ) -> None:
         """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run them on a few elements.
 
         There is one for each combination of dtypes of gradient and parameter. For `remainder` see remainder.py."""

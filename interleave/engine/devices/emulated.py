@@ -14,6 +14,8 @@ from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 # Copies are throttled in chunks of this size, so that a changed rate takes effect at once.
 _CHUNK_BYTES = 1 << 20
@@ -206,9 +208,8 @@ class EmulatedDevice(EmulatedStreams):
         """Update all tensors, at the rate of the device. The stream `gpu` calls this."""
         start_s, params = time.perf_counter(), 0
         for update in updates:
-            state = (update.master, update.exp_avg, update.exp_avg_sq)
-            self._kernel.update(update.grad, *state, update.out, update.scalars)
-            params += update.master.numel()
+            self._kernel.update(update.grad, update.state, update.out, update.scalars, rule=update.rule)
+            params += update.out.numel()
         if self.gpu_update_params_per_s:
             _sleep_until(start_s + params / self.gpu_update_params_per_s)
 
@@ -220,8 +221,13 @@ class EmulatedDevice(EmulatedStreams):
         fingerprints = self._kernel.fingerprints(values)
         return lambda: fingerprints
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
-        self._kernel.warm_up(dtypes, remainder=remainder)
+    def warm_up(
+        self,
+        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+        remainder: bool = False,
+        rule: UpdateRule = ADAMW,
+    ) -> None:
+        self._kernel.warm_up(dtypes, remainder=remainder, rule=rule)
 
     def is_capturing(self) -> bool:
         return False

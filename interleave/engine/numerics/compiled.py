@@ -11,8 +11,13 @@ compiled code). All conversions work on bits, by additions of integers, so they 
 # numba types these functions, for each combination of argument types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
+from __future__ import annotations
+
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -26,7 +31,8 @@ from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_N
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 # Digest of all code that the loops may call.
-_SOURCES = sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()[:8]
+_FILES = sorted(file for name in ("numerics", "rules") for file in (Path(__file__).parents[1] / name).glob("*.py"))
+_SOURCES = sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()[:8]
 
 F = np.float32
 U = np.uint32
@@ -115,52 +121,85 @@ def _choose_store(array, i, value):
     return convert_and_store
 
 
+def over_rows(arguments, body, **names):
+    """Return a function of compiled code that does the same with each row of its first argument.
+
+    The body is an expression, and the result a tuple, or a statement. K in it stands for the index of the row. So LLVM
+    sees the operations of each row, and no loop over rows."""
+    rows = arguments.partition(",")[0]
+
+    def choose(count):
+        parts = [body.replace("K", str(row)) for row in range(count)]
+        code = "; ".join(parts) if " = " in body else f"return ({', '.join(parts)},)"
+        exec(f"def over_{count}_rows({arguments}): {code}", names)
+        return names[f"over_{count}_rows"]
+
+    function = eval(f"lambda {arguments}: None")
+    overload(function, inline="always")(eval(f"lambda {arguments}: choose(len({rows}.types))", {"choose": choose}))
+    return function
+
+
+load = over_rows("rows, i", "rows[K][i]")
+save = over_rows("rows, i, values", "rows[K][i] = values[K]")
+_canonical = over_rows("values", "canonical(values[K])", canonical=_canonical_nan)
+
+
 @register_jitable
-def step(stored, p, m, v, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
-    g = _widen(stored) * scale
-    difference = g - m
-    m = _canonical_nan(m + share1 * difference if share1 < _HALF else g - beta1 * difference)
-    v = _canonical_nan(beta2 * v + share2 * g * g)
-    return _canonical_nan(kept * p - rate * m / (np.sqrt(v) / root + eps)), m, v
+def _divide(dividend, divisor):
+    return dividend / divisor
 
 
-def _update(grad, master, exp_avg, exp_avg_sq, out, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
-    for i in range(master.size):
-        p, m, v = step(
-            grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
-        )
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
-        master[i] = p
-        store(out, i, p)
+@register_jitable
+def _sign(value):
+    if value > F(0):
+        return F(1)
+    if value < F(0):
+        return F(-1)
+    return value - value
 
 
-def _update_state(grad, master, exp_avg, exp_avg_sq, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
-    for i in range(master.size):
-        p, m, v = step(
-            grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
-        )
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
-        master[i] = p
+_ARITHMETIC = {"divide": _divide, "square_root": register_jitable(lambda value: np.sqrt(value)), "sign": _sign}
 
 
-def _update_remainder(
-    grad, remainder, exp_avg, exp_avg_sq, param, scale, beta1, share1, beta2, share2, kept, rate, root, eps
-):
+def make_step(rule):
+    """Return a function for loops: the new master and moments of (stored gradient, state, factors)."""
+    formula = register_jitable(rule.formula_with(_ARITHMETIC))
+
+    @register_jitable
+    def step(stored, state, scalars):
+        g = _widen(stored) * scalars[0]
+        return _canonical(formula(g, *(state + scalars[1:])))
+
+    return step
+
+
+def step(stored, state, scalars):
+    """Stands for the step of a rule in the loops (see `make_step`)."""
+
+
+def _update(grad, rows, out, scalars):
+    for i in range(grad.size):
+        new = step(grad[i], load(rows, i), scalars)
+        save(rows, i, new)
+        store(out, i, new[0])
+
+
+def _update_state(grad, rows, scalars):
+    for i in range(grad.size):
+        save(rows, i, step(grad[i], load(rows, i), scalars))
+
+
+def _update_remainder(grad, remainder, moments, param, scalars):
     for i in range(remainder.size):
         low = U(remainder[i])
         upper = U(U(param[i]) - U(low >> U(15)))
         master = U(U(upper << U(16)) | low).view(F)
-        p, m, v = step(
-            grad[i], master, exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
-        )
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
+        new = step(grad[i], (master, *load(moments, i)), scalars)
         # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
-        bits = F(p).view(U)
+        bits = F(new[0]).view(U)
         remainder[i] = np.uint16(bits & U(0xFFFF))
         param[i] = np.uint16(U(bits + U(0x8000)) >> U(16))
+        save(moments, i, new[1:])
 
 
 def _block_sums(grad, sums):
@@ -211,19 +250,40 @@ def _fingerprint(words):
     return total
 
 
-def compile_loop(loop):
-    """Compile a loop on its first call for each combination of types, and cache it on disk if a folder is writable."""
+def with_functions(code, **functions):
+    """Return a function whose code calls other functions by these names."""
+    return FunctionType(code.__code__, {**code.__globals__, **functions}, code.__name__)
+
+
+def compile_loop(loop, **functions):
+    """Compile a loop on its first call for each combination of types, and cache it on disk if a folder is writable.
+
+    It calls the functions by these names; `rule` is no function but a rule, whose name the cached file has."""
+    rule = functions.pop("rule", None)
     # numba compiles a cached loop again if its own file has changed, but not if one has that the loop calls: so the
     # name of the cached file stands for all of them.
-    loop.__qualname__ = f"{loop.__qualname__}_{_SOURCES}"
+    loop = with_functions(loop, **functions)
+    loop.__qualname__ = f"{loop.__name__}_{'' if rule is None else rule.name.replace('-', '_')}_{_SOURCES}"
     try:
         return njit(**_OPTIONS, cache=True)(loop)
     except RuntimeError:  # numba has no folder that it can write to.
         return njit(**_OPTIONS)(loop)
 
 
-update = compile_loop(_update)
-update_state = compile_loop(_update_state)
-update_remainder = compile_loop(_update_remainder)
+@cache
+def loops_of(rule):
+    """Return the loops of a rule: the update, the update of the state alone, and that of remainders."""
+    functions = {"rule": rule, "step": make_step(rule)}
+    return Loops(*(compile_loop(loop, **functions) for loop in (_update, _update_state, _update_remainder)))
+
+
+class Loops(NamedTuple):
+    """The compiled loops of a rule."""
+
+    update: Any
+    update_state: Any
+    update_remainder: Any
+
+
 block_sums = compile_loop(_block_sums)
 fingerprint = compile_loop(_fingerprint)

@@ -1,7 +1,7 @@
 """Loops that read the old optimizer state and write the new one beside it, compiled like those in compiled.py.
 
-They write past the caches where lines of a target are whole, and as usual elsewhere. A state is a tuple of master,
-exp_avg and exp_avg_sq.
+They write past the caches where lines of a target are whole, and as usual elsewhere. A state is a tuple of master and
+moments.
 
 An ordinary store to a line that is in no cache reads the line first: writing beside the old state would move half as
 much memory again. A streaming (non-temporal) store writes whole lines without reading them. LLVM chooses the
@@ -12,6 +12,7 @@ instruction: on x86 `movnt`, on a processor without any an ordinary store.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 import platform
+from functools import cache
 
 import numpy as np
 from llvmlite import ir
@@ -19,7 +20,16 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
-from ebbtide.interleave.engine.numerics.compiled import compile_loop, step, store
+from ebbtide.interleave.engine.numerics.compiled import (
+    compile_loop,
+    load,
+    make_step,
+    over_rows,
+    save,
+    step,
+    store,
+    with_functions,
+)
 
 LINE_BYTES = 64
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -27,6 +37,8 @@ _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # Results wait on the stack until they fill lines of any type: so many elements of the state, which LLVM computes side
 # by side in registers, and so many of the parameter.
 _GROUP, _BLOCK = 32, 64
+# Elements of the largest state in a group: master and two moments.
+_STACK = 3 * _GROUP
 _STATE_PER_LINE = LINE_BYTES // 4
 
 
@@ -104,56 +116,44 @@ def elements_before_line(array, first):
     return -(array.ctypes.data + first * array.itemsize) % LINE_BYTES // array.itemsize
 
 
-@register_jitable
+slice_rows = over_rows("rows, begin, end", "rows[K][begin:end]")
+group_rows = over_rows("rows, memory", "memory[K * _GROUP : (K + 1) * _GROUP]", _GROUP=_GROUP)
+are_line_begins = over_rows("rows, first", "is_line_begin(rows[K], first)", is_line_begin=is_line_begin)
+put_rows = over_rows(
+    "rows, first, sources, streams", "put(rows[K], first, sources[K], 0, _GROUP, streams[K])", put=put, _GROUP=_GROUP
+)
+
+
 def _update_elements(grad, old, new, out, scalars, begin, end):
     """Update elements with ordinary stores."""
     # In slices numba knows that no index is negative; without them the loop takes eight times as long.
-    grad, old_master, old_exp_avg, old_exp_avg_sq = (
-        grad[begin:end],
-        old[0][begin:end],
-        old[1][begin:end],
-        old[2][begin:end],
-    )
-    master, exp_avg, exp_avg_sq = new[0][begin:end], new[1][begin:end], new[2][begin:end]
+    grad, old, new = grad[begin:end], slice_rows(old, begin, end), slice_rows(new, begin, end)
     if out is not None:
         half = out[begin:end]
     for i in range(grad.size):
-        p, m, v = step(grad[i], old_master[i], old_exp_avg[i], old_exp_avg_sq[i], *scalars)
-        master[i] = p
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
+        values = step(grad[i], load(old, i), scalars)
+        save(new, i, values)
         if out is not None:
-            store(half, i, p)
+            store(half, i, values[0])
 
 
-@register_jitable
 def _update_blocks(grad, old, new, out, scalars, begin, end):
     """Update elements of whole blocks with streaming stores."""
-    old_master, old_exp_avg, old_exp_avg_sq = old
-    master, exp_avg, exp_avg_sq = new
-    p = carray(stack_memory(np.float32, _GROUP), _GROUP)
-    m = carray(stack_memory(np.float32, _GROUP), _GROUP)
-    v = carray(stack_memory(np.float32, _GROUP), _GROUP)
+    results = group_rows(new, carray(stack_memory(np.float32, _STACK), _STACK))
+    streams = are_line_begins(new, begin)
     if out is not None:
         half = carray(stack_memory(out.dtype, _BLOCK), _BLOCK)
         streams_half = is_line_begin(out, begin)
-    streams_p, streams_m, streams_v = (
-        is_line_begin(master, begin),
-        is_line_begin(exp_avg, begin),
-        is_line_begin(exp_avg_sq, begin),
-    )
     for block in range(begin, end, _BLOCK):
         for group in range(0, _BLOCK, _GROUP):
             first = block + group
-            g, old_p = grad[first : first + _GROUP], old_master[first : first + _GROUP]
-            old_m, old_v = old_exp_avg[first : first + _GROUP], old_exp_avg_sq[first : first + _GROUP]
+            g, old_rows = grad[first : first + _GROUP], slice_rows(old, first, first + _GROUP)
             for i in range(_GROUP):
-                p[i], m[i], v[i] = step(g[i], old_p[i], old_m[i], old_v[i], *scalars)
+                values = step(g[i], load(old_rows, i), scalars)
+                save(results, i, values)
                 if out is not None:
-                    store(half, group + i, p[i])
-            put(master, first, p, 0, _GROUP, streams_p)
-            put(exp_avg, first, m, 0, _GROUP, streams_m)
-            put(exp_avg_sq, first, v, 0, _GROUP, streams_v)
+                    store(half, group + i, values[0])
+            put_rows(new, first, results, streams)
         if out is not None:
             put(out, block, half, 0, _BLOCK, streams_half)
 
@@ -185,5 +185,13 @@ def _copy(old, new):
     fence()
 
 
-update = compile_loop(_update)
+@cache
+def update_of(rule):
+    """Return the loop that updates the state of a rule out of place."""
+    parts = [
+        register_jitable(with_functions(part, step=make_step(rule))) for part in (_update_elements, _update_blocks)
+    ]
+    return compile_loop(_update, rule=rule, _update_elements=parts[0], _update_blocks=parts[1])
+
+
 copy = compile_loop(_copy)

@@ -71,12 +71,12 @@ def is_remainder(master: torch.Tensor) -> bool:
     return bool(master.dtype == torch.int16)
 
 
-def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], rows: int) -> None:
     """Check that an update that must not change the old state does not write to it: master and moments of each.
 
     Raises ValueError if they share memory."""
-    if len(old) != 3 or len(new) != 3:
-        raise ValueError(f"old and new state must have three rows, not {len(old)} and {len(new)}")
+    if len(old) != rows or len(new) != rows:
+        raise ValueError(f"old and new state must have {rows} rows, not {len(old)} and {len(new)}")
     spans = sorted((row.data_ptr(), row.data_ptr() + row.nbytes) for row in (*old, *new))
     if any(end > begin for (_, end), (begin, _) in itertools.pairwise(spans)):
         raise ValueError("master and moments, old and new, must share no memory")

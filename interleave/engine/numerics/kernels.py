@@ -13,7 +13,8 @@ import torch
 from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics import host_arrays
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
-from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.numa.binding import bind_thread, cpus_within
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -65,46 +66,49 @@ class CpuKernel:
     def update(
         self,
         grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        state: Sequence[torch.Tensor],
         out: torch.Tensor | None,
         scalars: Scalars,
         share: float = 1.0,
+        rule: UpdateRule = ADAMW,
     ) -> None:
-        """Update master and moments in place and write the parameter; return when all is done.
+        """Update the state in place and write the parameter; return when all is done.
 
         All tensors are contiguous CPU tensors with one dimension and the same length.
 
         Args:
-            master: Master weights, fp32; or their remainders, int16, whose parameters (bfloat16) are in `out`.
+            state: Master and moments, fp32. In place of the master: its remainders, int16; then `out` has the
+                parameters (bfloat16).
             out: Parameter to write, bfloat16, float16 or float32, as the gradient; None to only update the state.
             share: The share of the threads to use, at least one: the others leave the host's memory to copies.
         """
-        self.update_ranges(grad, master, exp_avg, exp_avg_sq, out, [(0, len(master), scalars)], share)
+        self.update_ranges(grad, state, out, [(0, len(grad), scalars)], share, rule)
 
     def update_ranges(
         self,
         grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        state: Sequence[torch.Tensor],
         out: torch.Tensor | None,
         ranges: Iterable[tuple[int, int, Scalars]],
         share: float = 1.0,
+        rule: UpdateRule = ADAMW,
     ) -> None:
         """Run `update` on ranges of elements: (first, the one after the last, factors) of each; they do not overlap.
 
         Thousands of small ranges take no longer than a few large ones."""
-        outs = () if out is None else (out,)
-        host_arrays.check_update("cpu", grad, (master, exp_avg, exp_avg_sq), out)
-        arrays = [host_arrays.as_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
-        loop = self._compiled.update if outs else self._compiled.update_state
-        if host_arrays.is_remainder(master):
-            loop = self._compiled.update_remainder
+        host_arrays.check_update("cpu", grad, state, out)
+        gradient, rows = host_arrays.as_array(grad), [host_arrays.as_array(row) for row in state]
+        parameter = None if out is None else host_arrays.as_array(out)
+        loops, has_remainders = self._compiled.loops_of(rule), host_arrays.is_remainder(state[0])
 
         def part(begin: int, end: int, scalars: Scalars) -> None:
-            loop(*[array[begin:end] for array in arrays], *scalars)
+            stored, parts = gradient[begin:end], tuple([row[begin:end] for row in rows])
+            if parameter is None:
+                loops.update_state(stored, parts, scalars)
+            elif has_remainders:
+                loops.update_remainder(stored, parts[0], parts[1:], parameter[begin:end], scalars)
+            else:
+                loops.update(stored, parts, parameter[begin:end], scalars)
 
         self._run(part, ranges, _ALIGNMENT, max(1, round(share * self.threads)))
 
@@ -116,25 +120,27 @@ class CpuKernel:
         out: torch.Tensor | None,
         ranges: Iterable[tuple[int, int, Scalars]],
         share: float = 1.0,
+        rule: UpdateRule = ADAMW,
     ) -> None:
         """Run `update_ranges` out of place: read the old state, and write the new one to other memory.
 
-        A state is master, first and second moment, fp32: a (3, n) tensor, or three tensors as for `update`. The old one
-        stays as it is. Elements in no range have the same values in both, and are not written to `out`."""
+        A state is master and moments, fp32: a (rows, n) tensor, or tensors as for `update`. The old one stays as it is.
+        Elements in no range have the same values in both, and are not written to `out`."""
         old, new = tuple(state), tuple(new_state)
         host_arrays.check_tensors("cpu", (grad,) if out is None else (grad, out), (*old, *new))
-        host_arrays.check_disjoint(old, new)
+        host_arrays.check_disjoint(old, new, rule.rows)
         gradient, parameter = host_arrays.as_array(grad), None if out is None else host_arrays.as_array(out)
         old_rows, new_rows = ([host_arrays.as_array(row) for row in rows] for rows in (old, new))
+        update = self._beside.update_of(rule)
 
         def part(begin: int, end: int, scalars: Scalars | None) -> None:
-            sources, targets = (tuple(row[begin:end] for row in rows) for rows in (old_rows, new_rows))
+            sources, targets = (tuple([row[begin:end] for row in rows]) for rows in (old_rows, new_rows))
             if scalars is None:
                 for source, target in zip(sources, targets, strict=True):
                     self._beside.copy(source, target)
             else:
                 half = None if parameter is None else parameter[begin:end]
-                self._beside.update(gradient[begin:end], sources, targets, half, tuple(scalars))
+                update(gradient[begin:end], sources, targets, half, scalars)
 
         self._run(part, _with_gaps(ranges, grad.numel()), _ALIGNMENT, max(1, round(share * self.threads)))
 
@@ -164,21 +170,26 @@ class CpuKernel:
         return [total(itertools.islice(remaining, count)) for count in blocks]
 
     def warm_up(
-        self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], out_of_place: bool = False, remainder: bool = False
+        self,
+        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+        out_of_place: bool = False,
+        remainder: bool = False,
+        rule: UpdateRule = ADAMW,
     ) -> None:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element.
 
         With remainders all parameters are bfloat16."""
-        state = torch.zeros((3, 1), dtype=torch.float32, device="cpu")
+        state = torch.zeros((rule.rows, 1), dtype=torch.float32, device="cpu")
+        scalars = rule.scalars(rule.defaults, 1)
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))
             if remainder:
                 low = torch.zeros(1, dtype=torch.int16, device="cpu")
-                self.update(grad, low, state[1], state[2], out, Hyper().scalars(1))
+                self.update(grad, (low, *state[1:]), out, scalars, rule=rule)
             for target in () if remainder else (out, None):
-                self.update(grad, state[0], state[1], state[2], target, Hyper().scalars(1))
+                self.update(grad, tuple(state), target, scalars, rule=rule)
                 if out_of_place:
-                    self.update_beside(grad, state, state.clone(), target, [(0, 1, Hyper().scalars(1))])
+                    self.update_beside(grad, state, state.clone(), target, [(0, 1, scalars)], rule=rule)
             self.sum_of_squares(grad)
             self.fingerprint(out)
 

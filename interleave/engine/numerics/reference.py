@@ -1,16 +1,12 @@
-"""The definition of the AdamW update with an fp32 master: every kernel on every device gives these bits.
+"""The definition of an update with an fp32 master: every kernel on every device gives these bits.
 
 All arithmetic is IEEE binary32: each operation rounds once, to nearest with ties to even; quotient and root are
-correctly rounded too, no multiply-add is fused, subnormals are kept. From the gradient g of a parameter, its master p,
-its moments m and v and the scalars of the step (`Hyper.scalars`), products before sums and from left to right:
+correctly rounded too, no multiply-add is fused, subnormals are kept. The gradient, converted to fp32, which is exact,
+is multiplied by its factor. Then the formula of a rule (`rules`) gives the new master p' and the new moments, products
+before sums and from left to right, and
 
-    g  = g * scale                            the gradient converted to fp32, which is exact
-    m' = m + share1 * (g - m)                 share1 is 1 - beta1; if it is 0.5 or more: g - beta1 * (g - m)
-    v' = beta2 * v + share2 * g * g           share2 is 1 - beta2
-    p' = kept * p - rate * m' / (sqrt(v') / root + eps)
     out = p' in the parameter's precision     to nearest, ties to even; infinite beyond its range
 
-This is torch.optim.AdamW and its order of operations (decoupled weight decay: Loshchilov and Hutter, arXiv:1711.05101).
 The kernels of torch fuse some operations, and their vectorized root is not always rounded correctly. Multiplying by a
 scale of 1 changes no bit, so it is never skipped. A NaN result is stored as the one quiet NaN without sign and payload,
 since processors differ in the NaN that they produce.
@@ -19,13 +15,15 @@ since processors differ in the NaN that they produce.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
@@ -39,80 +37,39 @@ _BACKOFF, _GROWTH = 0.5, 2.0
 _INTERVAL = 2000
 
 
-class Scalars(NamedTuple):
-    """The factors of one step, named as in the formula of this module; each rounded once, from double to fp32."""
-
-    scale: np.float32
-    beta1: np.float32
-    share1: np.float32
-    beta2: np.float32
-    share2: np.float32
-    kept: np.float32
-    rate: np.float32
-    root: np.float32
-    eps: np.float32
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """Hyperparameters of AdamW, named as in torch. `weight_decay` is decoupled."""
-
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-
-    def scalars(self, step: int, scale: float = 1.0) -> Scalars:
-        """Return the factors of a step, counted from 1.
-
-        `scale` is the factor for each gradient (clip factor times 1 / loss scale)."""
-        kept = 1 - self.lr * self.weight_decay
-        rate = self.lr / (1 - self.beta1**step)
-        root = math.sqrt(1 - self.beta2**step)
-        values = (scale, self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2, kept, rate, root, self.eps)
-        return Scalars(*map(np.float32, values))
-
-
 @dataclass(frozen=True)
 class TensorUpdate:
     """Tensors of an update: contiguous, on one device, with one dimension and the same length.
 
-    Moments are fp32, gradient and parameter (`out`) bfloat16, float16 or float32. The master is fp32, or the
-    remainders, int16, of masters whose parameters (bfloat16) are in `out`."""
+    Gradient and parameter (`out`) are bfloat16, float16 or float32. The state is master and moments, fp32; instead of
+    the master it may have the remainders, int16, of masters whose parameters (bfloat16) are in `out`."""
 
     grad: torch.Tensor
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    state: Sequence[torch.Tensor]
     out: torch.Tensor
     scalars: Scalars
+    rule: UpdateRule = ADAMW
 
 
 def update(
-    grad: torch.Tensor,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    out: torch.Tensor,
-    scalars: Scalars,
+    grad: torch.Tensor, state: Sequence[torch.Tensor], out: torch.Tensor, scalars: Scalars, rule: UpdateRule = ADAMW
 ) -> None:
-    """Update master and moments (fp32) in place and write the parameter `out`.
+    """Update the state, master and moments (fp32), in place and write the parameter `out`.
 
     All are CPU tensors of one shape; `grad` and `out` are bfloat16, float16 or float32."""
-    scale, beta1, share1, beta2, share2, kept, rate, root, eps = scalars
+    scale, *factors = scalars
     grad, out = grad.detach(), out.detach()
-    p, m, v = (tensor.detach().numpy() for tensor in (master, exp_avg, exp_avg_sq))
+    rows = [tensor.detach().numpy() for tensor in state]
     # NaN and overflow are ordinary results here.
     with np.errstate(all="ignore"):
-        g = grad.float().numpy() * scale
-        m[...] = canonical_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
-        v[...] = canonical_nan(beta2 * v + share2 * g * g)
-        p[...] = canonical_nan(kept * p - rate * m / (np.sqrt(v) / root + eps))
+        results = rule.formula(grad.float().numpy() * scale, *rows, *factors)
+    for row, result in zip(rows, results, strict=True):
+        row[...] = canonical_nan(result)
+    master = rows[0]
     if out.dtype == torch.float32:
-        out.numpy()[...] = p
+        out.numpy()[...] = master
     else:
-        bits = bfloat16_bits(p) if out.dtype == torch.bfloat16 else float16_bits(p)
+        bits = bfloat16_bits(master) if out.dtype == torch.bfloat16 else float16_bits(master)
         out.view(torch.uint16).numpy()[...] = bits
 
 
@@ -179,6 +136,7 @@ class LossScale:
 
 
 def scalars_of(
+    rule: UpdateRule,
     params: Sequence[torch.Tensor],
     param_groups: Sequence[Mapping[str, Any]],
     step_count: Callable[[torch.Tensor], int],
@@ -187,20 +145,16 @@ def scalars_of(
 ) -> list[Scalars | None]:
     """Return the factors of the next update of each parameter; None for those that are not `updated` (indices), or in
     no group. `step_count` returns how often a parameter was updated before; `scale` is the factor of all gradients."""
-    hypers: dict[torch.Tensor, Hyper] = {}
-    for group in param_groups:
-        beta1, beta2 = group["betas"]
-        hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-        hypers |= dict.fromkeys(group["params"], hyper)
+    groups = {param: group for group in param_groups for param in group["params"]}
     # The same object for all parameters of a group with as many updates.
     scalars: dict[tuple[int, int], Scalars] = {}
     result: list[Scalars | None] = []
     for index, param in enumerate(params):
-        if index not in updated or param not in hypers:
+        if index not in updated or param not in groups:
             result.append(None)
             continue
-        hyper, step = hypers[param], step_count(param) + 1
-        if (id(hyper), step) not in scalars:
-            scalars[id(hyper), step] = hyper.scalars(step, scale)
-        result.append(scalars[id(hyper), step])
+        group, step = groups[param], step_count(param) + 1
+        if (id(group), step) not in scalars:
+            scalars[id(group), step] = rule.scalars(group, step, scale)
+        result.append(scalars[id(group), step])
     return result

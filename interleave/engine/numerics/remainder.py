@@ -1,4 +1,4 @@
-"""The definition of the AdamW update whose master is a bfloat16 parameter and the remainder of its rounding.
+"""The definition of an update whose master is a bfloat16 parameter and the remainder of its rounding.
 
 An fp32 master has the bits of its parameter above, and 16 further bits, the remainder, below. So the optimizer state
 takes 10 B per parameter instead of 12: the parameter is on the device already. With `bits` of the master:
@@ -16,11 +16,17 @@ differ from those of reference.py where a master is exactly between two of them;
 - A parameter that somebody else has written starts with the remainder 0: the master is the parameter.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from ebbtide.interleave.engine.numerics import reference
-from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, Floats, Halves, Scalars
+from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, Floats, Halves
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 
 
 def split(masters: Floats) -> tuple[Halves, Halves]:
@@ -41,20 +47,16 @@ def join(parameters: Halves, remainders: Halves) -> Floats:
 
 
 def update(
-    grad: torch.Tensor,
-    remainder: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    param: torch.Tensor,
-    scalars: Scalars,
+    grad: torch.Tensor, state: Sequence[torch.Tensor], param: torch.Tensor, scalars: Scalars, rule: UpdateRule = ADAMW
 ) -> None:
-    """Update remainder, moments and parameter in place, as `reference.update` updates the master.
+    """Update the state (remainders and moments) and the parameter in place, as `reference.update` updates the master.
 
     Remainders are int16, moments fp32, the parameter bfloat16, the gradient bfloat16, float16 or float32."""
+    remainder, *moments = state
     halves = param.detach().view(torch.uint16).numpy()
     low = remainder.view(torch.uint16).numpy()
     master = torch.from_numpy(join(halves, low))
-    reference.update(grad, master, exp_avg, exp_avg_sq, torch.empty_like(master), scalars)
+    reference.update(grad, (master, *moments), torch.empty_like(master), scalars, rule)
     halves[...], low[...] = split(master.numpy())
 
 

@@ -6,9 +6,12 @@ wide instructions without a mask, any other block element by element.
 """
 
 # triton types these functions, for each combination of argument types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: RUF005 (Triton has no starred elements)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 from __future__ import annotations
+
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -19,8 +22,7 @@ from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
 
-# Columns of the tables' rows. The words of an update from column 6 on are the scalars, two in each word.
-UPDATE_COLUMNS = 11
+# Columns of the tables' rows, of all kernels but the update.
 BLOCK_COLUMNS = 3
 # Elements that a program updates. Four for each thread: the widest access to fp32, and no exchange between threads.
 UPDATE_BLOCK = 1024
@@ -34,7 +36,6 @@ _BFLOAT16_NAN = tl.constexpr(BFLOAT16_NAN)
 _FLOAT16_NAN = tl.constexpr(FLOAT16_NAN)
 _FACTOR = tl.constexpr(FACTOR)
 _MIX_FACTOR = tl.constexpr(MIX_FACTOR)
-_UPDATE_COLUMNS = tl.constexpr(UPDATE_COLUMNS)
 _BLOCK_COLUMNS = tl.constexpr(BLOCK_COLUMNS)
 _UPDATE_BLOCK = tl.constexpr(UPDATE_BLOCK)
 _TABLE_BLOCK = tl.constexpr(TABLE_BLOCK)
@@ -137,73 +138,93 @@ def _store_split(master, param, remainder, mask):
 
 
 @triton.jit
+def _sign(value):
+    return tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, value - value))
+
+
+@cache
+def formula_of(rule):
+    """Return the formula of a rule, compiled. The interpreter looks for `tl` in the globals of a function."""
+    return triton.jit(rule.formula_with({"divide": _quotient, "square_root": _root, "sign": _sign, "tl": tl}))
+
+
+@triton.jit
 def _update_block(
-    grad, master, exp_avg, exp_avg_sq, out, scalars, mask, out_dtype: tl.constexpr, is_remainder: tl.constexpr
+    grad,
+    rows,
+    out,
+    scalars,
+    mask,
+    out_dtype: tl.constexpr,
+    is_remainder: tl.constexpr,
+    formula: tl.constexpr,
+    factors: tl.constexpr,
 ):
-    scale, beta1, share1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-    beta2, share2, kept = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
-    rate, root, eps = tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8)
-    g = _widen(tl.load(grad, mask=mask)) * scale
-    m = tl.load(exp_avg, mask=mask)
-    m = _canonical_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
-    v = _canonical_nan(beta2 * tl.load(exp_avg_sq, mask=mask) + share2 * g * g)
-    denominator = _quotient(_root(v), root) + eps
-    p = tl.load(master, mask=mask)
+    g = _widen(tl.load(grad, mask=mask)) * tl.load(scalars)
+    master = tl.load(rows[0], mask=mask)
     if is_remainder:
-        p = _joined(tl.load(out, mask=mask), p)
-    p = _canonical_nan(kept * p - _quotient(rate * m, denominator))
-    tl.store(exp_avg, m, mask=mask)
-    tl.store(exp_avg_sq, v, mask=mask)
+        master = _joined(tl.load(out, mask=mask), master)
+    values = (master,)
+    for row in tl.static_range(1, len(rows)):
+        values = values + (tl.load(rows[row], mask=mask),)
+    for factor in tl.static_range(1, factors):
+        values = values + (tl.load(scalars + factor),)
+    results = formula(g, *values)
+    for row in tl.static_range(1, len(rows)):
+        tl.store(rows[row], _canonical_nan(results[row]), mask=mask)
+    p = _canonical_nan(results[0])
     if is_remainder:
-        _store_split(p, out, master, mask)
+        _store_split(p, out, rows[0], mask)
     else:
-        tl.store(master, p, mask=mask)
+        tl.store(rows[0], p, mask=mask)
         tl.store(out, _round(p, out_dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table"])
-def update(table, count, grad_dtype: tl.constexpr, out_dtype: tl.constexpr, master_dtype: tl.constexpr):
+def update(
+    table,
+    count,
+    grad_dtype: tl.constexpr,
+    out_dtype: tl.constexpr,
+    master_dtype: tl.constexpr,
+    formula: tl.constexpr,
+    moments: tl.constexpr,
+    factors: tl.constexpr,
+):
     """Update all tensors of a table, in blocks of `UPDATE_BLOCK`. Masters of uint16 are remainders.
 
-    Columns of a row: addresses of gradient, master, first and second moment and parameter; length; scalars."""
+    Columns of a row: length; addresses of gradient, parameter, master and moments; factors, two in each word."""
     tensor = _find_tensor(table, count)
-    row = table + count + tensor.to(tl.int64) * _UPDATE_COLUMNS
+    row = table + count + tensor.to(tl.int64) * (4 + moments + (factors + 1) // 2)
     begin = (tl.program_id(0) - tl.load(table + tensor)) * _UPDATE_BLOCK
     offsets = tl.arange(0, _UPDATE_BLOCK)
-    grad_address, master_address = tl.load(row), tl.load(row + 1)
-    exp_avg_address, exp_avg_sq_address, out_address = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    length, grad_address, out_address, master_address = (
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+    )
     grad = _pointer(grad_address, grad_dtype) + begin
-    master = _pointer(master_address, master_dtype) + begin
-    exp_avg = _pointer(exp_avg_address, tl.float32) + begin
-    exp_avg_sq = _pointer(exp_avg_sq_address, tl.float32) + begin
     out = _pointer(out_address, out_dtype) + begin
-    length = tl.load(row + 5)
-    scalars = (row + 6).to(tl.pointer_type(tl.float32), bitcast=True)
-    addresses = grad_address | master_address | exp_avg_address | exp_avg_sq_address | out_address
+    rows = (_pointer(master_address, master_dtype) + begin,)
+    addresses = grad_address | out_address | master_address
+    for moment in tl.static_range(moments):
+        address = tl.load(row + 4 + moment)
+        rows = rows + (_pointer(address, tl.float32) + begin,)
+        addresses |= address
+    scalars = (row + 4 + moments).to(tl.pointer_type(tl.float32), bitcast=True)
+    wide = ()
+    narrow = ()
+    for number in tl.static_range(1 + moments):
+        wide = wide + (tl.multiple_of(rows[number], _WIDE) + offsets,)
+        narrow = narrow + (rows[number] + offsets,)
+    is_remainder: tl.constexpr = master_dtype == tl.uint16
     if (addresses % _WIDE == 0) & (begin + _UPDATE_BLOCK <= length):
-        _update_block(
-            tl.multiple_of(grad, _WIDE) + offsets,
-            tl.multiple_of(master, _WIDE) + offsets,
-            tl.multiple_of(exp_avg, _WIDE) + offsets,
-            tl.multiple_of(exp_avg_sq, _WIDE) + offsets,
-            tl.multiple_of(out, _WIDE) + offsets,
-            scalars,
-            None,
-            out_dtype,
-            master_dtype == tl.uint16,
-        )
+        wide_grad, wide_out = tl.multiple_of(grad, _WIDE) + offsets, tl.multiple_of(out, _WIDE) + offsets
+        _update_block(wide_grad, wide, wide_out, scalars, None, out_dtype, is_remainder, formula, factors)
     else:
-        _update_block(
-            grad + offsets,
-            master + offsets,
-            exp_avg + offsets,
-            exp_avg_sq + offsets,
-            out + offsets,
-            scalars,
-            begin + offsets < length,
-            out_dtype,
-            master_dtype == tl.uint16,
-        )
+        mask = begin + offsets < length
+        _update_block(grad + offsets, narrow, out + offsets, scalars, mask, out_dtype, is_remainder, formula, factors)
 
 
 @triton.jit

@@ -24,7 +24,9 @@ from ebbtide.interleave.engine.numerics import triton_compiled as compiled
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_update, is_remainder
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
-from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 
 class SharedHostMemory:
@@ -83,20 +85,27 @@ _WARM_UP_PARAMS = 64
 def gpu_update(updates: Sequence[TensorUpdate]) -> None:
     """Run updates on one GPU, on its current stream; return before it is done.
 
-    There is one launch of the update for each combination of dtypes of gradient, parameter and master. Raises
+    There is one launch for each rule and combination of dtypes of gradient, parameter and master. Raises
     ValueError, before any launch, if `CpuKernel.update` does not support the tensors, or they are not on one GPU."""
-    groups: dict[tuple[Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
+    groups: dict[tuple[UpdateRule, Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
     for item in updates:
-        check_update(_DEVICE, item.grad, (item.master, item.exp_avg, item.exp_avg_sq), item.out)
-        if item.master.numel():
-            master = tl.uint16 if is_remainder(item.master) else tl.float32
-            groups[_BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
-    with _on_device_of([item.master for item in updates]):
+        check_update(_DEVICE, item.grad, item.state, item.out)
+        if item.out.numel():
+            master = tl.uint16 if is_remainder(item.state[0]) else tl.float32
+            groups[item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
+    with _on_device_of([item.out for item in updates]):
         # Nothing is updated before there is memory for all tables.
         loaded = [(key, len(group), *_load_updates(group)) for key, group in groups.items()]
-        for (grad, out, master), count, programs, table in loaded:
-            dtypes = {"grad_dtype": grad, "out_dtype": out, "master_dtype": master}
-            _launch(compiled.update, programs, table, count, **dtypes, num_warps=compiled.UPDATE_WARPS)
+        for (rule, grad, out, master), count, programs, table in loaded:
+            constants = {
+                "grad_dtype": grad,
+                "out_dtype": out,
+                "master_dtype": master,
+                "formula": compiled.formula_of(rule),
+                "moments": len(rule.moments),
+                "factors": rule.factor_count,
+            }
+            _launch(compiled.update, programs, table, count, **constants, num_warps=compiled.UPDATE_WARPS)
 
 
 def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
@@ -137,16 +146,22 @@ def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
     return results
 
 
-def warm_up(device: torch.device, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
+def warm_up(
+    device: torch.device,
+    dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+    remainder: bool = False,
+    rule: UpdateRule = ADAMW,
+) -> None:
     """Compile all kernels for these dtypes of gradient and parameter, load them on a GPU, and run them.
 
     They run on a few elements, and are done when this returns. No launch compiles anything after it."""
     updates = []
     for grad_dtype, out_dtype in dtypes:
         grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
-        state = torch.zeros((3, _WARM_UP_PARAMS), dtype=torch.float32, device=device)
-        master = torch.zeros(_WARM_UP_PARAMS, dtype=torch.int16, device=device) if remainder else state[0]
-        updates.append(TensorUpdate(grad, master, state[1], state[2], out, Hyper().scalars(1)))
+        state = list(torch.zeros((rule.rows, _WARM_UP_PARAMS), dtype=torch.float32, device=device))
+        if remainder:
+            state[0] = torch.zeros(_WARM_UP_PARAMS, dtype=torch.int16, device=device)
+        updates.append(TensorUpdate(grad, state, out, rule.scalars(rule.defaults, 1), rule))
     gpu_update(updates)
     gpu_sums_of_squares([item.grad for item in updates])()
     gpu_fingerprint([item.out for item in updates])()
@@ -191,12 +206,11 @@ def _on_device_of(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[obj
 
 def _load_updates(updates: Sequence[TensorUpdate]) -> tuple[int, torch.Tensor]:
     """Return the number of programs and the table of an update, which is in flight to the device."""
-    tensors = [(item.grad, item.master, item.exp_avg, item.exp_avg_sq, item.out) for item in updates]
-    addresses = [[tensor.data_ptr() for tensor in row] for row in tensors]
-    lengths = [item.master.numel() for item in updates]
+    addresses = [[tensor.data_ptr() for tensor in (item.grad, item.out, *item.state)] for item in updates]
+    lengths = [item.out.numel() for item in updates]
     scalars = scalar_columns([item.scalars for item in updates])
     programs = [triton.cdiv(length, compiled.UPDATE_BLOCK) for length in lengths]
-    table = _host_table(programs, np.column_stack([addresses, lengths, scalars]))
+    table = _host_table(programs, np.column_stack([lengths, addresses, scalars]))
     return sum(programs), _load_table(table)
 
 

@@ -9,11 +9,11 @@ import torch
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.params import state_dict
 from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
 from ebbtide.interleave.engine.params.local_shards import check_apart, check_params, device_of, flat_view, local_shard
 from ebbtide.interleave.engine.params.pending_params import PendingParams
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
 
@@ -97,7 +97,7 @@ class OffloadedParams:
         engine = self._runner.engine
         with engine.paused():
             changed = self._changed(self._values()) if self._options.has_remainders else ()
-            return state_dict.gather_states(engine.store.states, self.params, changed, self._loaded)
+            return state_dict.gather_states(self._options.rule, engine.store.states, self.params, changed, self._loaded)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[state_dict.ParamState | None]) -> None:
         """Set the states of all parameters that the engine has, and perhaps more, and recall offloaded gradients.
@@ -200,7 +200,8 @@ class OffloadedParams:
 
     def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
         shards = [local_shard(param) for param in params]
-        return divide(shards, self._options.subgroup_params, self._options.has_remainders)
+        options = self._options
+        return divide(shards, options.subgroup_params, options.has_remainders, options.rule)
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _set_params(

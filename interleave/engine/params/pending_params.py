@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.params.gates import ForwardGates
 from ebbtide.interleave.engine.params.local_shards import has_shared_memory, local_shard
 from ebbtide.interleave.engine.params.read_checks import ReadChecks, UnguardedAccess
+from ebbtide.interleave.engine.rules.rule import Scalars
 
 log = logging.getLogger("ebbtide")
 

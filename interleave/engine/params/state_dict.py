@@ -1,31 +1,28 @@
-"""State dicts: converts between the state of subgroups and the state per parameter of torch.optim.AdamW."""
+"""State dicts: converts between the state of subgroups and the state per parameter of torch's optimizer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
 from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
-from ebbtide.interleave.engine.options import check_group
 from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view, local_shard, unflatten, wrap_shard
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup, state_rows, state_shape
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 # Explicit, so that the defaults of torch that a job sets have no effect.
 _HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+# The name of masters in state dicts.
+_MASTER = "master"
 
 
-class ParamState(NamedTuple):
-    """The state of a parameter in host memory: fp32, flat, in the order of the parameter's memory, rows as in
-    SubgroupStates."""
-
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+# The state of a parameter in host memory: master and moments, fp32, flat, in the order of the parameter's memory.
+ParamState = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,7 @@ class SavedStates:
 
 
 def gather_states(
+    rule: UpdateRule,
     states: SubgroupStates,
     params: Sequence[torch.Tensor],
     changed: Collection[int] = (),
@@ -50,7 +48,7 @@ def gather_states(
     Where masters are remainders: those of parameters that were changed since the states (their indices) are the
     parameters; those of `loaded`, as for `update_masters`, which no step has used yet, are the loaded ones."""
     param_states = [
-        ParamState(*(torch.empty(local_shard(param).numel(), **_HOST) for _ in ParamState._fields)) for param in params
+        tuple(torch.empty(local_shard(param).numel(), **_HOST) for _ in range(rule.rows)) for param in params
     ]
     for number, subgroup in enumerate(states.subgroups):
         segments = subgroup.segments
@@ -78,9 +76,10 @@ def scatter_states(
 
     A state is None before the first update: the master is the parameter, the moments are 0."""
     # One buffer for all: a new one for each would exist beside that of the subgroup before.
-    buffer = torch.empty(3 * max((subgroup.params for subgroup in states.subgroups), default=0), **_HOST)
+    sizes = [subgroup.rule.rows * subgroup.params for subgroup in states.subgroups]
+    buffer = torch.empty(max(sizes, default=0), **_HOST)
     for number, subgroup in enumerate(states.subgroups):
-        state = buffer[: 3 * subgroup.params].view(3, -1).zero_()
+        state = buffer[: sizes[number]].view(subgroup.rule.rows, -1).zero_()
         for segment in subgroup.segments:
             param_state, elements = param_states[segment.param], slice(segment.begin, segment.end)
             if param_state is None:
@@ -93,7 +92,7 @@ def scatter_states(
 
 def rounded_masters(state: ParamState) -> torch.Tensor:
     """Return the parameter (bfloat16) of which the masters of a state are stored as remainders."""
-    return split_tensor(state.master)[0]
+    return split_tensor(state[MASTER])[0]
 
 
 def _split_masters(state: torch.Tensor, subgroup: Subgroup) -> torch.Tensor:
@@ -144,28 +143,29 @@ def update_masters(
     return replaced
 
 
-def make_entry(param: torch.Tensor, state: ParamState, step: int) -> dict[str, Any]:
-    """Return the entry of a parameter in a state dict: that of torch.optim.AdamW, and the fp32 master.
+def make_entry(rule: UpdateRule, param: torch.Tensor, state: ParamState, step: int) -> dict[str, Any]:
+    """Return the entry of a parameter in a state dict: that of the optimizer of a rule, and the fp32 master.
 
     The tensors of a DTensor's entry are DTensors."""
     entry: dict[str, Any] = {"step": torch.tensor(float(step), **_HOST)}
-    for name, row in state._asdict().items():
+    for name, row in zip((_MASTER, *rule.moments), state, strict=True):
         entry[name] = wrap_shard(param, unflatten(row, param))
     return entry
 
 
 def read_state_dict(
+    rule: UpdateRule,
     state_dict: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
     defaults: Mapping[str, Any],
     updated_params: Collection[torch.Tensor],
     check: Callable[[Sequence[torch.Tensor]], None],
 ) -> SavedStates:
-    """Read a state dict of InterleavedAdamW or torch.optim.AdamW, or a commit, without a change of anything.
+    """Read a state dict of this optimizer or that of the rule, or a commit, without a change of anything.
 
-    Raises EngineError if it is not one of AdamW for the same model. `check` does so for parameters that the optimizer
-    cannot update; `updated_params` are those that it has state of, and it needs state of all of them."""
-    name_of, saved = _saved_names(state_dict, param_groups, defaults)
+    Raises EngineError if it is not one of the rule for the same model. `check` does so for parameters that the
+    optimizer cannot update; `updated_params` are those that it has state of, and it needs state of all of them."""
+    name_of, saved = _saved_names(rule, state_dict, param_groups, defaults)
     # Parameters that are frozen now may have been updated before.
     params = [param for param, name in name_of.items() if param in updated_params or name in saved]
     if "storage" in state_dict:
@@ -175,14 +175,17 @@ def read_state_dict(
     steps = []
     for param in params:
         entry, source = saved.get(name_of[param]), f"state of parameter {name_of[param]}"
-        state, step = _parse_entry(param, entry, source) if entry is not None else (None, 0)
+        state, step = _parse_entry(rule, param, entry, source) if entry is not None else (None, 0)
         states.append(state)
         steps.append(step)
     return SavedStates(params, states, steps)
 
 
 def _saved_names(
-    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+    rule: UpdateRule,
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
 ) -> tuple[dict[torch.Tensor, Any], dict[Any, Any]]:
     """Return the name of each parameter in a state dict, and the states that it has by name."""
     groups, saved = state_dict.get("param_groups"), state_dict.get("state")
@@ -198,31 +201,34 @@ def _saved_names(
             f"optimizer {own_sizes}"
         )
     for group in groups:
-        check_group({**defaults, **group})
+        rule.check_group({**defaults, **group})
     saved_names = [name for group in groups for name in group["params"]]
     own_params = [param for group in param_groups for param in group["params"]]
     return dict(zip(own_params, saved_names, strict=True)), saved
 
 
-def _parse_entry(param: torch.Tensor, entry: Mapping[str, Any], source: str) -> tuple[ParamState, int]:
+def _parse_entry(
+    rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any], source: str
+) -> tuple[ParamState, int]:
     """Return the state and the step in an entry. Without a master, as torch writes it, the master is the parameter."""
+    other = f"this is not a state dict of {rule.title}"
     if not isinstance(entry, Mapping):
-        raise EngineError(f"{source} is {type(entry).__name__}: this is not a state dict of AdamW")
+        raise EngineError(f"{source} is {type(entry).__name__}: {other}")
     if "max_exp_avg_sq" in entry:
         raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
     rows = []
-    for name in ParamState._fields:
+    for name in (_MASTER, *rule.moments):
         value = entry.get(name)
-        if value is None and name == "master":
+        if value is None and name == _MASTER:
             value = param.detach()
         if not isinstance(value, torch.Tensor):
-            raise EngineError(f"{source} has no {name} that is a tensor: this is not a state dict of AdamW")
+            raise EngineError(f"{source} has no {name} that is a tensor: {other}")
         value = local_shard(value)
         if value.shape != local_shard(param).shape:
             shapes = f"{tuple(value.shape)}, the parameter is {tuple(local_shard(param).shape)}"
             raise EngineError(f"{source}: {name} is {shapes}: this is the state dict of another model")
         rows.append(flat_like(value, param).to(**_HOST))
     try:
-        return ParamState(*rows), int(entry.get("step", 0))
+        return tuple(rows), int(entry.get("step", 1))
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise EngineError(f"{source}: step is not a number: this is not a state dict of AdamW") from None
+        raise EngineError(f"{source}: step is not a number: {other}") from None

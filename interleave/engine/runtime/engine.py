@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ebbtide.interleave.engine.devices.device import Mark
-from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-# Rows of a subgroup's state, in the order of ParamState. The first has masters or their remainders.
-MASTER, EXP_AVG, EXP_AVG_SQ = range(3)
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
+
+# The row of a subgroup's state that has masters or their remainders; the moments of its rule follow.
+MASTER = 0
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class ParamSegment:
 
 @dataclass(frozen=True)
 class Subgroup:
-    """Parameters of one dtype whose state is moved and updated as one. Segments are in order and without gaps.
+    """Parameters of one dtype whose state is moved and updated as one, by a rule. Segments are in order, without gaps.
 
     `has_remainders`: the state has remainders of masters instead of masters, see remainder.py."""
 
@@ -38,9 +41,12 @@ class Subgroup:
     segments: tuple[ParamSegment, ...]
     grad_dtype: torch.dtype
     has_remainders: bool = False
+    rule: UpdateRule = ADAMW
 
 
-def divide(params: Sequence[torch.Tensor], subgroup_params: int, has_remainders: bool = False) -> tuple[Subgroup, ...]:
+def divide(
+    params: Sequence[torch.Tensor], subgroup_params: int, has_remainders: bool = False, rule: UpdateRule = ADAMW
+) -> tuple[Subgroup, ...]:
     """Divide parameters into subgroups of `subgroup_params` elements, in order; large parameters are split.
 
     The last subgroup before a change of dtype may be smaller, since a subgroup has one dtype."""
@@ -52,7 +58,7 @@ def divide(params: Sequence[torch.Tensor], subgroup_params: int, has_remainders:
     def close() -> None:
         nonlocal segments, size
         if size:
-            subgroups.append(Subgroup(size, dtype, tuple(segments), dtype, has_remainders))
+            subgroups.append(Subgroup(size, dtype, tuple(segments), dtype, has_remainders, rule))
         segments, size = [], 0
 
     for index, param in enumerate(params):
@@ -74,17 +80,18 @@ def divide(params: Sequence[torch.Tensor], subgroup_params: int, has_remainders:
 def state_elements(subgroup: Subgroup) -> int:
     """Return the number of fp32 elements of memory for a subgroup's state."""
     # Two remainders take the memory of one fp32 number.
-    return 2 * subgroup.params + -(-subgroup.params // 2) if subgroup.has_remainders else 3 * subgroup.params
+    masters = -(-subgroup.params // 2) if subgroup.has_remainders else subgroup.params
+    return masters + len(subgroup.rule.moments) * subgroup.params
 
 
 def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
-    """Return the shape of a subgroup's state, fp32: (3, params), or flat if it has remainders."""
-    return (state_elements(subgroup),) if subgroup.has_remainders else (3, subgroup.params)
+    """Return the shape of a subgroup's state, fp32: (rows, params), or flat if it has remainders."""
+    return (state_elements(subgroup),) if subgroup.has_remainders else (subgroup.rule.rows, subgroup.params)
 
 
-def state_rows(state: torch.Tensor, subgroup: Subgroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return views of a state of `state_shape`: master (fp32) or remainder (int16), first and second moment (fp32)."""
+def state_rows(state: torch.Tensor, subgroup: Subgroup) -> tuple[torch.Tensor, ...]:
+    """Return views of a state of `state_shape`: master (fp32) or remainder (int16), and the moments (fp32)."""
     if not subgroup.has_remainders:
-        return state[MASTER], state[EXP_AVG], state[EXP_AVG_SQ]
-    moments, end = state[: 2 * subgroup.params].view(2, -1), 2 * subgroup.params
-    return state[end:].view(torch.int16)[: subgroup.params], moments[0], moments[1]
+        return tuple(state)
+    end = len(subgroup.rule.moments) * subgroup.params
+    return state[end:].view(torch.int16)[: subgroup.params], *state[:end].view(-1, subgroup.params)

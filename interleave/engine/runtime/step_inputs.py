@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 

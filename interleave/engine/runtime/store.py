@@ -9,7 +9,8 @@ import torch
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Scalars, TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, state_rows
 from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates, StepInputs
@@ -304,28 +305,30 @@ class Store:
         gradient, state = self._buffers.gradients[subgroup], self.states.on_host[subgroup]
         ranges = replace(self.inputs, scalars=self.inputs.assumed).update_ranges(self.subgroups[subgroup])
         spare = self.speculative.spare(subgroup)
+        rule = self.subgroups[subgroup].rule
         if spare is None:
-            master, exp_avg, exp_avg_sq = state
-            self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
+            self._kernel.update_ranges(gradient, tuple(state), out, ranges, self._cpu_share, rule)
         else:
-            self._kernel.update_beside(gradient, state, spare, out, ranges, self._cpu_share)
+            self._kernel.update_beside(gradient, state, spare, out, ranges, self._cpu_share, rule)
 
     def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient = self._buffers.gradients[subgroup]
-        master, exp_avg, exp_avg_sq = state_rows(self.states.on_host[subgroup], self.subgroups[subgroup])
+        own = self.subgroups[subgroup]
+        state = state_rows(self.states.on_host[subgroup], own)
         self._corrupted.add(subgroup)
-        ranges = self.inputs.update_ranges(self.subgroups[subgroup])
-        self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
+        ranges = self.inputs.update_ranges(own)
+        self._kernel.update_ranges(gradient, state, out, ranges, self._cpu_share, own.rule)
         self._corrupted.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:
-        rows = state_rows(self.states.on_device[op.subgroup], self.subgroups[op.subgroup])
+        subgroup = self.subgroups[op.subgroup]
+        rows = state_rows(self.states.on_device[op.subgroup], subgroup)
         is_returned = op.subgroup in self._returned
         inputs, updates = self.inputs, []
-        for segment, scalars in inputs.updated_segments(self.subgroups[op.subgroup]):
+        for segment, scalars in inputs.updated_segments(subgroup):
             own = self._returned.gradient(op.subgroup, segment, inputs) if is_returned else inputs.gradient(segment)
-            master, exp_avg, exp_avg_sq = (row[segment.span] for row in rows)
-            updates.append(TensorUpdate(own, master, exp_avg, exp_avg_sq, inputs.value(segment), scalars))
+            state = tuple(row[segment.span] for row in rows)
+            updates.append(TensorUpdate(own, state, inputs.value(segment), scalars, subgroup.rule))
         self._corrupted.add(op.subgroup)
         try:
             self.device.update(updates)

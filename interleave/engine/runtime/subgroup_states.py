@@ -14,7 +14,7 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class SubgroupStates:
-    """The state of each subgroup, fp32, of `state_shape`: master or remainder, exp_avg, exp_avg_sq.
+    """The state of each subgroup, fp32, of `state_shape`: master or remainder, and moments.
 
     A state is on the host, on the device, or on both while it is copied or where the device's is the newer one. With
     storage it may also be in a file, or pass through a buffer on the host between its read and its write.
@@ -250,10 +250,11 @@ class SubgroupStates:
         return self.on_host[subgroup]
 
     def _allocate(self, subgroup: int) -> torch.Tensor:
-        params = self.subgroups[subgroup].params
+        shape = state_shape(self.subgroups[subgroup])
         if self.subgroups[subgroup].has_remainders:
-            return self._device.allocate_host(state_shape(self.subgroups[subgroup]), torch.float32)
-        return self._device.allocate_host((3, row_stride(params)), torch.float32)[:, :params]
+            return self._device.allocate_host(shape, torch.float32)
+        rows, params = shape
+        return self._device.allocate_host((rows, row_stride(params)), torch.float32)[:, :params]
 
 
 def _row_pairs(source: torch.Tensor, target: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

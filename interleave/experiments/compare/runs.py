@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.experiments.compare.testbed import Testbed
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import parse

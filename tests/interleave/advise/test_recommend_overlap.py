@@ -20,7 +20,7 @@ from ebbtide.interleave.advise.choice import (
 from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.recommendation import recommend
 from ebbtide.interleave.deepspeed import enable
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps

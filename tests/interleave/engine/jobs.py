@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics import reference
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.rules.adamw import Hyper
 
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.4", "interleaved:2", "interleaved:3@0.6", "gpu-only")
 
@@ -58,7 +58,7 @@ class ReferenceAdamW:
                 continue
             self.steps[index] += 1
             scalars = self.hyper.scalars(self.steps[index], scale)
-            reference.update(param.grad.reshape(-1), *state, param.detach().view(-1), scalars)
+            reference.update(param.grad.reshape(-1), state, param.detach().view(-1), scalars)
 
 
 def train(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.interleave.engine.training import MACHINE
 
 WIDTH = 16

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ebbtide.interleave.engine.numerics import reference
-from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.rules.rule import Scalars
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -47,10 +49,16 @@ def plausible_state(length: int, grad: torch.dtype, out: torch.dtype, seed: int)
     return [gradient.to(grad), master, first, second.square(), torch.zeros(length, dtype=out)]
 
 
+def arguments(state: Iterable[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Return gradient, state and parameter, as kernels take them."""
+    gradient, *rows, parameter = state
+    return gradient, rows, parameter
+
+
 def updated(state: State, scalars: Scalars) -> State:
     """Return a copy of the state, updated by the reference."""
     copies = [tensor.clone() for tensor in state]
-    reference.update(*copies, scalars)
+    reference.update(*arguments(copies), scalars)
     return copies
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.machines.machine import Machine
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import MACHINE, Job, maker

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.params.gradients import GradientNorm
 
 

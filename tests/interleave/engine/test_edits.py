@@ -11,7 +11,7 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.interleave.engine.jobs import POLICIES, Outcome

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.conftest import FUZZ
 from tests.interleave.engine.jobs import POLICIES, closing
 from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, finish, maker, run, throttle_cpu

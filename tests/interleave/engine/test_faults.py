@@ -18,13 +18,16 @@ from hypothesis import strategies as st
 from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Scalars, TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import OTHER, Op, Plan
 from ebbtide.interleave.model.workload import Workload
 from tests.interleave.engine.plans import PLACEMENTS, device_bytes, make, plans, workload_of
+from tests.interleave.engine.states import arguments
 from tests.interleave.engine.twins import (
     Jitter,
     JitteryDevice,
@@ -81,19 +84,18 @@ class FaultyKernel(CpuKernel):
     def update_ranges(
         self,
         grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        state: Sequence[torch.Tensor],
         out: torch.Tensor | None,
         ranges: Iterable[tuple[int, int, Scalars]],
         share: float = 1.0,
+        rule: UpdateRule = ADAMW,
     ) -> None:
         for begin, end, scalars in ranges:
             if self.fault.strikes("kernel"):
                 done = len(part((grad[begin:end],), self.fault.when)[0])
-                super().update_ranges(grad, master, exp_avg, exp_avg_sq, None, [(begin, begin + done, scalars)])
+                super().update_ranges(grad, state, None, [(begin, begin + done, scalars)], share, rule)
                 raise Broken
-            super().update_ranges(grad, master, exp_avg, exp_avg_sq, out, [(begin, end, scalars)], share)
+            super().update_ranges(grad, state, out, [(begin, end, scalars)], share, rule)
 
 
 class FaultyDevice(JitteryDevice):
@@ -112,8 +114,8 @@ class FaultyDevice(JitteryDevice):
     def update(self, updates: Sequence[TensorUpdate]) -> None:
         for update in updates:
             if self.fault.strikes("update"):
-                tensors = (update.grad, update.master, update.exp_avg, update.exp_avg_sq, update.out)
-                super().update([TensorUpdate(*part(tensors, self.fault.when), update.scalars)])
+                tensors = part((update.grad, *update.state, update.out), self.fault.when)
+                super().update([TensorUpdate(*arguments(tensors), update.scalars, update.rule)])
                 raise Broken
             super().update([update])
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.conftest import run_process
 from tests.interleave.engine.test_late_updates import late_optimizer
 from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, throttle_cpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 
 
 def job(make: Any) -> tuple[nn.Module, Any]:

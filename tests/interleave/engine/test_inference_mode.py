@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.interleave.engine.jobs import Outcome
 from tests.interleave.engine.training import MACHINE, Job, finish
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime import executor
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from tests.conftest import examples

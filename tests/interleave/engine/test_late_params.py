@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.params.gates import ForwardGates
 from ebbtide.interleave.engine.params.pending_params import LateParams, PendingParams
 from tests.conftest import examples, slow

@@ -15,7 +15,7 @@ import torch
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.interleave.engine.jobs import Outcome
 from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, run, throttle_cpu
 from tests.interleave.engine.twins import Jitter, JitteryDevice

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ebbtide.interleave.engine.adaptive import runner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.params import offloaded_params
 from tests.conftest import slow
 from tests.interleave.engine.jobs import closing

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.interleave.engine.jobs import POLICIES, Outcome, ReferenceAdamW, train
 from tests.interleave.engine.training import (
     MACHINE,

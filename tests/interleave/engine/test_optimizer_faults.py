@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.interleave.engine.jobs import ReferenceAdamW, closing
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.test_faults import CALLS, SEEDS, UPDATES, WHEN, Fault, FaultyDevice

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.interleave.engine.jobs import Outcome
 from tests.interleave.engine.test_late_updates import late_optimizer
 from tests.interleave.engine.training import Job, Net, ReferenceOptimizer, throttle_cpu

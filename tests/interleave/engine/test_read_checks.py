@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.interleave.engine.test_late_updates import expected_outcome, late_optimizer, random_job
 from tests.interleave.engine.training import Job
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics import remainder
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.rules.adamw import Hyper
 from tests.conftest import examples
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import MACHINE
@@ -49,7 +49,7 @@ class ReferenceJob:
             if gradient is not None:
                 self.steps[index] += 1
                 scalars = Hyper().scalars(self.steps[index], scale)
-                remainder.update(gradient, *self.rows[index], self.params[index], scalars)
+                remainder.update(gradient, self.rows[index], self.params[index], scalars)
 
 
 def optimizer_of(params: list[torch.Tensor], policy: str, **options: Any) -> InterleavedAdamW:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates
 from tests.conftest import examples
 from tests.interleave.engine.jobs import closing
@@ -144,8 +144,8 @@ def _end_of_updates_beside(optimizer: InterleavedAdamW) -> threading.Event:
     ended = threading.Event()
     update = optimizer._runner.kernel.update_beside
 
-    def update_and_tell(*arguments: Any) -> None:
-        update(*arguments)
+    def update_and_tell(*arguments: Any, **options: Any) -> None:
+        update(*arguments, **options)
         ended.set()
 
     optimizer._runner.kernel.update_beside = update_and_tell  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.states import bits

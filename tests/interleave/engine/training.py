@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.rules.adamw import Hyper
 from ebbtide.machines.machine import Machine
 from tests.interleave.engine.jobs import Outcome
 
@@ -74,7 +74,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             state["step"] += 1
             hyper = Hyper(float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
             scalars = hyper.scalars(state["step"], scale)
-            reference.update(param.grad.reshape(-1), *state["rows"], param.detach().view(-1), scalars)
+            reference.update(param.grad.reshape(-1), state["rows"], param.detach().view(-1), scalars)
 
 
 class Net(nn.Module):  # type: ignore[misc]
@@ -107,9 +107,9 @@ def throttle_cpu(optimizer: InterleavedAdamW, params_per_s: Callable[[], float])
     kernel = optimizer._runner.kernel
 
     def throttle(update: Callable[..., None]) -> Callable[..., None]:
-        def throttled(*arguments: Any) -> None:
+        def throttled(*arguments: Any, **options: Any) -> None:
             end_s = time.perf_counter() + len(arguments[0]) / params_per_s()
-            update(*arguments)
+            update(*arguments, **options)
             time.sleep(max(0.0, end_s - time.perf_counter()))
 
         return throttled

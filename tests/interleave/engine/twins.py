@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice, EmulatedMark, WorkQueue
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars, TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.arena import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor
@@ -175,15 +177,14 @@ class WatchedKernel(CpuKernel):
     def update_ranges(
         self,
         grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        state: Sequence[torch.Tensor],
         out: torch.Tensor | None,
         ranges: Iterable[tuple[int, int, Scalars]],
         share: float = 1.0,
+        rule: UpdateRule = ADAMW,
     ) -> None:
-        self._before([grad], [master, exp_avg, exp_avg_sq, *([] if out is None else [out])])
-        super().update_ranges(grad, master, exp_avg, exp_avg_sq, out, ranges, share)
+        self._before([grad], [*state, *([] if out is None else [out])])
+        super().update_ranges(grad, state, out, ranges, share, rule)
         self._after()
 
 

@@ -251,9 +251,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         if fake.compile_error is not None:
             raise fake.compile_error
         for own in updates:
-            state = (own.master, own.exp_avg, own.exp_avg_sq)
-            fake.order.access("update", fake.current_stream().name, [own.grad], [*state, own.out])
-            kernel.update(own.grad, *state, own.out, own.scalars)
+            fake.order.access("update", fake.current_stream().name, [own.grad], [*own.state, own.out])
+            kernel.update(own.grad, own.state, own.out, own.scalars, rule=own.rule)
 
     def deferred(call: Callable[..., Any]) -> Callable[..., Any]:
         def start(tensors: Sequence[torch.Tensor]) -> Callable[[], list[Any]]:
@@ -262,7 +261,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
         return start
 
-    def warm_up(device: torch.device, dtypes: object, remainder: bool) -> None:
+    def warm_up(*_: object) -> None:
         if fake.compile_error is not None:
             raise fake.compile_error
 

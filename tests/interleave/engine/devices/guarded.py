@@ -60,7 +60,7 @@ class GuardedDevice(JitteryDevice):
             super().run_copies(direction, pairs)
 
     def run_updates(self, updates: Sequence[TensorUpdate]) -> None:
-        with self._open([tensor for own in updates for tensor in (own.grad, own.master, own.exp_avg, own.exp_avg_sq)]):
+        with self._open([tensor for own in updates for tensor in (own.grad, *own.state)]):
             super().run_updates(updates)
 
     @contextmanager

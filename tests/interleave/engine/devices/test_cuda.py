@@ -17,12 +17,13 @@ from ebbtide.interleave.engine.devices import host_memory
 from ebbtide.interleave.engine.devices.cuda import MARGIN, CudaDevice
 from ebbtide.interleave.engine.devices.device import copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
-from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import Hyper
 from tests.interleave.engine.devices import fake_cuda
 from tests.interleave.engine.devices.fake_cuda import FakeCuda, capture_mode, current_device, install, open_fake
 from tests.interleave.engine.jobs import ReferenceAdamW
-from tests.interleave.engine.states import bits, plausible_state
+from tests.interleave.engine.states import arguments, bits, plausible_state
 
 GIB = 1 << 30
 
@@ -171,7 +172,7 @@ def test_update__that_cannot_start_says_so(cuda: FakeCuda) -> None:
     before = [tensor.clone() for tensor in state]
     cuda.compile_error = RuntimeError("Failed to find C compiler")
     with pytest.raises(UpdateNotStarted, match="C compiler"):
-        device.update([TensorUpdate(*state, Hyper().scalars(1))])
+        device.update([TensorUpdate(*arguments(state), Hyper().scalars(1))])
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(state, before, strict=True))
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from ebbtide.interleave.engine.devices.device import copy_now
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
-from tests.interleave.engine.states import DTYPES, assert_same, bits, plausible_state, updated
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import Hyper
+from tests.interleave.engine.states import DTYPES, arguments, assert_same, bits, plausible_state, updated
 from tests.interleave.engine.twins import no_thread_left
 
 
@@ -122,7 +123,7 @@ def test_update__takes_at_least_the_time_of_its_rate_and_gives_the_bits_of_the_r
     scalars = Hyper().scalars(3, 0.5)
     expected = updated(state, scalars)
     begin = time.perf_counter()
-    device.update([TensorUpdate(*state, scalars)])
+    device.update([TensorUpdate(*arguments(state), scalars)])
     device.record("gpu").synchronize()
     assert time.perf_counter() - begin >= 0.05
     assert_same(state, expected)

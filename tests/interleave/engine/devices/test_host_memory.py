@@ -13,10 +13,10 @@ import torch
 
 from ebbtide.interleave.engine.devices.host_memory import allocate_pinned, gpu_node
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.rules.adamw import Hyper
 from ebbtide.numa import binding, topology
 from ebbtide.numa.topology import NumaNode, read_nodes
-from tests.interleave.engine.states import assert_same, plausible_state, updated
+from tests.interleave.engine.states import arguments, assert_same, plausible_state, updated
 from tests.test_numa import invent_nodes, policy_of
 
 CPUS = os.sched_getaffinity(0)
@@ -88,7 +88,7 @@ def test_cpu_kernel__runs_on_the_cores_of_the_node_that_it_is_bound_to(monkeypat
     for step, (node, cpus) in enumerate([(0, {min(CPUS)}), (1, CPUS)], 1):
         kernel.bind(node)
         affinities.clear()
-        kernel.update(*state, Hyper().scalars(step))
+        kernel.update(*arguments(state), Hyper().scalars(step))
         assert kernel.threads == len(cpus)
         assert affinities
         assert all(affinity == cpus for affinity in affinities)

@@ -12,8 +12,18 @@ import torch
 from ebbtide.interleave.engine.numerics import remainder
 from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
 from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
-from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
-from tests.interleave.engine.states import DTYPES, State, any_bits, any_state, assert_same, plausible_state, updated
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.adamw import Hyper
+from tests.interleave.engine.states import (
+    DTYPES,
+    State,
+    any_bits,
+    any_state,
+    arguments,
+    assert_same,
+    plausible_state,
+    updated,
+)
 
 # The second one has a share of 0.5 or more for the first moment, no epsilon, and no weight decay.
 HYPERS = (Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0))
@@ -39,7 +49,7 @@ def check_updates(lengths: list[int], begin: int, device: str) -> None:
                 for tensor, values in zip(after, updated([t[begin:] for t in state], scalars), strict=True):
                     tensor[begin:] = values
                 on_device = [tensor.to(device) for tensor in state]
-                updates.append(TensorUpdate(*(tensor[begin:] for tensor in on_device), scalars))
+                updates.append(TensorUpdate(*arguments(tensor[begin:] for tensor in on_device), scalars))
                 states.append(on_device)
                 expected.append(after)
     gpu_update(updates)
@@ -58,15 +68,15 @@ def check_remainder_updates(lengths: list[int], begin: int, device: str) -> None
         param, low = remainder.split_tensor(master)
         state, scalars = [gradient, low, exp_avg, exp_avg_sq, param], HYPERS[number % 2].scalars(number + 1, 0.7)
         after = [tensor.clone() for tensor in state]
-        remainder.update(*(tensor[begin:] for tensor in after), scalars)
+        remainder.update(*arguments(tensor[begin:] for tensor in after), scalars)
         on_device = [tensor.to(device) for tensor in state]
-        updates.append(TensorUpdate(*(tensor[begin:] for tensor in on_device), scalars))
+        updates.append(TensorUpdate(*arguments(tensor[begin:] for tensor in on_device), scalars))
         states.append(on_device)
         expected.append(after)
     usual = plausible_state(100, DTYPES[0], DTYPES[0], 0)
     expected.append(updated(usual, HYPERS[0].scalars(1)))
     states.append([tensor.to(device) for tensor in usual])
-    gpu_update([*updates, TensorUpdate(*states[-1], HYPERS[0].scalars(1))])
+    gpu_update([*updates, TensorUpdate(*arguments(states[-1]), HYPERS[0].scalars(1))])
     for state, after in zip(states, expected, strict=True):
         assert_same(state, after)
 

@@ -7,7 +7,8 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from numba import njit
 from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics import compiled, compiled_beside, reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
 from tests.conftest import run_process
-from tests.interleave.engine.states import DTYPES, any_state, assert_same, bits, plausible_state, updated
+from tests.interleave.engine.states import DTYPES, any_state, arguments, assert_same, bits, plausible_state, updated
 
 HYPERS = st.sampled_from([Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0), Hyper(0.0, 0.0, 0.0, 1e-3, 1.0)])
 SCALES = st.sampled_from([1.0, 0.3, 2.0**-16, 2.0**-140, 0.0, float("inf"), float("nan")])
@@ -72,7 +73,7 @@ def test_update__gives_the_bits_of_the_reference(
     state = (plausible_state if plausible else any_state)(length, grad, out, seed)
     scalars = hyper.scalars(step, scale)
     expected = updated(state, scalars)
-    kernels[threads].update(*state, scalars)
+    kernels[threads].update(*arguments(state), scalars)
     assert_same(state, expected)
 
 
@@ -85,7 +86,7 @@ def test_update__gives_the_bits_of_the_reference_for_millions_of_elements(
     for step in (1, 2):
         scalars = Hyper().scalars(step, 0.7)
         expected = updated(state, scalars)
-        kernels[2].update(*state, scalars)
+        kernels[2].update(*arguments(state), scalars)
         assert_same(state, expected)
 
 
@@ -97,14 +98,14 @@ def test_update__does_not_depend_on_where_a_parameter_is_split(
     scalars = Hyper().scalars(2)
     expected = updated(state, scalars)
     for part in (slice(0, cut), slice(cut, length)):
-        kernels[2].update(*(tensor[part] for tensor in state), scalars)
+        kernels[2].update(*arguments(tensor[part] for tensor in state), scalars)
     assert_same(state, expected)
 
 
-def check_code(loop: Callable[..., None], *arguments: object) -> str:
+def check_code(loop: Any, *arguments: object) -> str:
     """Check that compiled code fuses no operations and approximates none; return it."""
     # numba shows no code that comes from its cache.
-    fresh = njit(**compiled._OPTIONS)(loop)
+    fresh = njit(**compiled._OPTIONS)(loop.py_func)
     fresh(*arguments)
     (code,) = fresh.inspect_asm().values()
     assert "sqrt" in code
@@ -118,7 +119,7 @@ def check_code(loop: Callable[..., None], *arguments: object) -> str:
 )
 def test_compiled_update__fuses_no_operations(stored: type) -> None:
     halves, state = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32)
-    check_code(compiled._update, halves[0], *state, halves[1], *Hyper().scalars(1))
+    check_code(compiled.loops_of(ADAMW).update, halves[0], tuple(state), halves[1], Hyper().scalars(1))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,8 @@ def test_compiled_update__fuses_no_operations(stored: type) -> None:
 )
 def test_compiled_update_beside__fuses_no_operations_and_writes_past_the_caches(stored: type) -> None:
     halves, old, new = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32), np.zeros((3, 10), np.float32)
-    code = check_code(compiled_beside._update, halves[0], tuple(old), tuple(new), halves[1], tuple(Hyper().scalars(1)))
+    loop = compiled_beside.update_of(ADAMW)
+    code = check_code(loop, halves[0], tuple(old), tuple(new), halves[1], Hyper().scalars(1))
     if platform.machine() == "x86_64":
         assert "movnt" in code
         assert "sfence" in code
@@ -140,7 +142,7 @@ def test_update__keeps_subnormals_if_the_caller_flushes_them(kernels: dict[int, 
         pytest.skip("this processor cannot flush subnormals")
     try:
         kernel = CpuKernel(2)
-        kernel.update(*state, scalars)
+        kernel.update(*arguments(state), scalars)
         flushed = float(torch.tensor([1e-40]) * torch.ones(1)) == 0.0
     finally:
         torch.set_flush_denormal(False)
@@ -155,7 +157,7 @@ def test_update__lets_other_threads_run_python(kernels: dict[int, CpuKernel]) ->
     master = state[1].numpy()
     for step in range(1, 100):
         first, last = master[0], master[-1]
-        working = threading.Thread(target=kernels[1].update, args=(*state, Hyper(lr=0.1).scalars(step)))
+        working = threading.Thread(target=kernels[1].update, args=(*arguments(state), Hyper(lr=0.1).scalars(step)))
         working.start()
         seen_midway = False
         while working.is_alive():
@@ -183,7 +185,7 @@ def test_update__refuses_tensors_that_do_not_match(
     state = plausible_state(10, torch.bfloat16, torch.bfloat16, 0)
     before = [tensor.clone() for tensor in state]
     with pytest.raises(ValueError, match="must"):
-        kernels[1].update(*state[:index], wrong, *state[index + 1 :], Hyper().scalars(1))
+        kernels[1].update(*arguments([*state[:index], wrong, *state[index + 1 :]]), Hyper().scalars(1))
     assert_same(state, before)
 
 
@@ -236,7 +238,7 @@ assert "numba" in sys.modules
 def test_update__writes_to_tensors_that_require_grad(kernels: dict[int, CpuKernel]) -> None:
     state = plausible_state(10, torch.float32, torch.float32, 0)
     state[4] = torch.nn.Parameter(state[4])
-    kernels[1].update(*state, Hyper().scalars(1))
+    kernels[1].update(*arguments(state), Hyper().scalars(1))
     assert torch.equal(bits(state[4].detach()), bits(state[1]))
 
 
@@ -247,6 +249,6 @@ def test_update_ranges__updates_each_range_with_its_scalars_and_nothing_else(ker
     ranges = [(begin, end, Hyper(lr=1e-3 * (index + 1)).scalars(2)) for index, (begin, end) in enumerate(bounds)]
     expected = [tensor.clone() for tensor in state]
     for begin, end, scalars in ranges:
-        reference.update(*(tensor[begin:end] for tensor in expected), scalars)
-    kernels[3].update_ranges(*state, ranges)
+        reference.update(*arguments(tensor[begin:end] for tensor in expected), scalars)
+    kernels[3].update_ranges(*arguments(state), ranges)
     assert_same(state, expected)

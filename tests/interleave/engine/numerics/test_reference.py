@@ -11,14 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.numerics import reference
-from ebbtide.interleave.engine.numerics.reference import (
-    BFLOAT16_NAN,
-    FLOAT16_NAN,
-    NAN,
-    Hyper,
-    bfloat16_bits,
-    float16_bits,
-)
+from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN, bfloat16_bits, float16_bits
+from ebbtide.interleave.engine.rules.adamw import Hyper
+from tests.interleave.engine.states import arguments
 
 ROUNDINGS = pytest.mark.parametrize(
     ("rounded", "half"), [(bfloat16_bits, torch.bfloat16), (float16_bits, torch.float16)]
@@ -59,7 +54,7 @@ def test_update__stores_one_nan_for_nan_in_any_input(index: int) -> None:
     for pattern in (0x7FFFFFFF, -1, 0x7F800001):
         tensors = [torch.ones(3) for _ in range(5)]
         tensors[index] = torch.full((3,), pattern, dtype=torch.int32).view(torch.float32)
-        reference.update(*tensors, Hyper().scalars(1))
+        reference.update(*arguments(tensors), Hyper().scalars(1))
         _, master, first, second, out = (set(tensor.view(torch.int32).tolist()) for tensor in tensors)
         assert master == out == {NAN}
         assert (first == {NAN}, second == {NAN}) == {0: (True, True), 2: (True, False), 3: (False, True)}.get(
@@ -80,7 +75,7 @@ def test_update__scale_multiplies_the_gradient() -> None:
     results = []
     for scale, given_gradient in ((1.0, gradient * 0.3), (0.3, gradient)):
         state = [torch.ones(1000), torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)]
-        reference.update(given_gradient, *state, Hyper().scalars(1, scale))
+        reference.update(*arguments([given_gradient, *state]), Hyper().scalars(1, scale))
         results.append(state)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
@@ -129,7 +124,7 @@ def test_update__is_that_of_torch_within_four_ulp(hyper: Hyper, history: str) ->
         }
         optimizer.step()
         largest = np.maximum(master.abs().numpy(), np.float32(hyper.lr))
-        reference.update(gradient, master, first, second, out, hyper.scalars(step))
+        reference.update(gradient, (master, first, second), out, hyper.scalars(step))
         unit = np.spacing(np.maximum(largest, master.abs().numpy()))
         assert ((master.double() - other.detach().double()).abs().numpy() <= 4 * unit).all(), step
         assert torch.equal(out, master)
@@ -139,5 +134,5 @@ def test_update__first_moment_is_the_gradient_without_momentum() -> None:
     """With a small beta1, m + (g - m) would lose a gradient that is small compared with m."""
     gradient, first = torch.full((10,), 1e-12), torch.ones(10)
     state = [torch.ones(10), first, torch.ones(10), torch.zeros(10)]
-    reference.update(gradient, *state, Hyper(beta1=0.0).scalars(3))
+    reference.update(*arguments([gradient, *state]), Hyper(beta1=0.0).scalars(3))
     assert torch.equal(first, gradient)

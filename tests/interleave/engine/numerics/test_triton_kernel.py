@@ -13,6 +13,8 @@ import torch
 
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.norm import BLOCK
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 from tests.conftest import run_process
 from tests.cuda_mock.triton_cache import ENVIRONMENT
 from tests.interleave.engine.numerics import gpu_checks
@@ -101,11 +103,16 @@ def wide_accesses(ptx: str) -> Counter[str]:
     return Counter(re.findall(r"\b((?:ld|st)\.global\.v\d\.b32)\b", ptx))
 
 
-def compile_update(capability: int, grad: str, out: str, fusion: bool = False, master: str = "float32") -> str:
+def compile_update(
+    capability: int, grad: str, out: str, fusion: bool = False, master: str = "float32", rule: UpdateRule = ADAMW
+) -> str:
     import triton.language as tl
 
+    from ebbtide.interleave.engine.numerics.triton_compiled import formula_of
+
     dtypes = {"grad_dtype": getattr(tl, grad), "out_dtype": getattr(tl, out), "master_dtype": getattr(tl, master)}
-    return compile_kernel("update", capability, fusion=fusion, **dtypes)
+    constants = {"formula": formula_of(rule), "moments": len(rule.moments), "factors": rule.factor_count}
+    return compile_kernel("update", capability, fusion=fusion, **dtypes, **constants)
 
 
 PAIRS = ["uint16-uint16", "float16-float16", "float32-float32", "float32-uint16"]

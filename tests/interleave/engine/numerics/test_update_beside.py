@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from ebbtide.interleave.engine.rules.adamw import Hyper
+from ebbtide.interleave.engine.rules.rule import Scalars
 from tests.conftest import examples
-from tests.interleave.engine.states import DTYPES, State, any_state, assert_same, bits, plausible_state
+from tests.interleave.engine.states import DTYPES, State, any_state, arguments, assert_same, bits, plausible_state
 
 Ranges = list[tuple[int, int, Scalars]]
 
@@ -41,7 +42,7 @@ def check_update_beside(kernel: CpuKernel, state: State, new: list[torch.Tensor]
     before = [tensor.clone() for tensor in state]
     expected = [tensor.clone() for tensor in state]
     for begin, end, scalars in ranges:
-        reference.update(*(tensor[begin:end] for tensor in expected), scalars)
+        reference.update(*arguments(tensor[begin:end] for tensor in expected), scalars)
     if cast:
         expected[4] = before[4]
     kernel.update_beside(state[0], state[1:4], new, None if cast else state[4], reversed(ranges))
@@ -102,7 +103,7 @@ def test_update_beside__takes_rows_of_one_tensor(kernels: dict[int, CpuKernel]) 
     scalars = Hyper().scalars(1)
     kernels[3].update_beside(state[0], old[:, length:], new[:, :length], state[4], [(0, length, scalars)])
     expected = plausible_state(length, torch.bfloat16, torch.bfloat16, 0)
-    reference.update(*expected, scalars)
+    reference.update(*arguments(expected), scalars)
     assert_same([state[0], *new[:, :length], state[4]], expected)
     assert not bits(new[:, length:].contiguous()).any()
 
@@ -116,7 +117,7 @@ def test_row_stride__puts_rows_at_different_places_of_pages(params: int) -> None
     assert min(places[1] - places[0], places[2] - places[1], 4096 + places[0] - places[2]) >= 1024
 
 
-@pytest.mark.parametrize(("rows", "message"), [(slice(1, 4), "share no memory"), (slice(1, 3), "three rows")])
+@pytest.mark.parametrize(("rows", "message"), [(slice(1, 4), "share no memory"), (slice(1, 3), "3 rows")])
 def test_update_beside__refuses_states_that_do_not_fit(
     kernels: dict[int, CpuKernel], rows: slice, message: str
 ) -> None:

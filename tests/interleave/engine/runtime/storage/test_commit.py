@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.interleave.engine.runtime.storage.test_optimizer import ALL, SMALL, storing_optimizer
 from tests.interleave.engine.training import Job, ReferenceOptimizer
 

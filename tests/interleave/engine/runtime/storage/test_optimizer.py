@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.storage.direct_file import aligned
 from ebbtide.machines.storage import StoragePath
 from tests.conftest import examples

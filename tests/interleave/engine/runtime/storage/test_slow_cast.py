@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.store import Store
 from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, run
 

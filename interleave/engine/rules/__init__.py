@@ -1,0 +1,11 @@
+"""Update rules, one file each: what a step does to a parameter, and the state that it needs."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from ebbtide.interleave.engine.rules.rule import RULES, UpdateRule, find_rule
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["RULES", "UpdateRule", "find_rule"]

@@ -1,0 +1,32 @@
+"""Adam with weight decay in the gradient (Kingma and Ba, arXiv:1412.6980), in the order of torch.optim.Adam."""
+
+from __future__ import annotations
+
+from ebbtide.interleave.engine.rules.adamw import moment_factors
+from ebbtide.interleave.engine.rules.arithmetic import divide, square_root
+from ebbtide.interleave.engine.rules.rule import Group, UpdateRule, register
+
+
+def _formula(g, p, m, v, b1, s1, b2, s2, decay, rate, root, eps):  # type: ignore[no-untyped-def]
+    g = g + decay * p
+    m = m + s1 * (g - m) if s1 < 0.5 else g - b1 * (g - m)
+    v = b2 * v + s2 * g * g
+    return p - divide(rate * m, divide(square_root(v), root) + eps), m, v
+
+
+def _factors(group: Group, step: int) -> tuple[float, ...]:
+    *shares, rate, root = moment_factors(group, step)
+    return *shares, group["weight_decay"], rate, root, group["eps"]
+
+
+register(
+    UpdateRule(
+        name="adam",
+        title="Adam",
+        moments=("exp_avg", "exp_avg_sq"),
+        defaults={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+        formula=_formula,
+        factors=_factors,
+        unsupported=("amsgrad", "maximize"),
+    )
+)

@@ -1,0 +1,179 @@
+"""Update rules: their formulas against torch and the papers, and their bits under every policy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.interleave import InterleavedAdamW, InterleavedOptimizer
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics import reference
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.rules import RULES, find_rule
+from tests.interleave.engine.rules.random_jobs import check
+from tests.interleave.engine.states import DTYPES, any_bits, bits
+
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "adamw": [{"weight_decay": 0.1}, {"betas": (0.4, 0.5), "eps": 0.0}],
+    "adam": [{"weight_decay": 0.1}, {"betas": (0.4, 0.5), "eps": 0.0}],
+    "lion": [{"weight_decay": 0.1}, {"betas": (0.5, 0.4)}],
+    "sgd": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.2}],
+}
+CASES = [(name, {**RULES[name].defaults, **group}) for name, groups in GROUPS.items() for group in groups]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[CpuKernel]:
+    kernel = CpuKernel(2)
+    yield kernel
+    kernel.close()
+
+
+@given(
+    case=st.sampled_from(CASES),
+    seed=st.integers(0, 2**31),
+    length=st.integers(0, 300),
+    dtype=st.sampled_from(DTYPES),
+    step=st.integers(1, 3),
+    out_of_place=st.booleans(),
+)
+def test_kernel__gives_the_bits_of_the_reference(
+    kernel: CpuKernel,
+    case: tuple[str, dict[str, Any]],
+    seed: int,
+    length: int,
+    dtype: torch.dtype,
+    step: int,
+    out_of_place: bool,
+) -> None:
+    rule, scalars = find_rule(case[0]), find_rule(case[0]).scalars(case[1], step, 0.7)
+    generator = torch.Generator().manual_seed(seed)
+    gradient = any_bits(length, dtype, generator)
+    state = torch.stack([any_bits(length, torch.float32, generator) for _ in range(rule.rows)])
+    expected, out, other = state.clone(), torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
+    reference.update(gradient, expected, other, scalars, rule)
+    if out_of_place:
+        new = torch.empty_like(state)
+        kernel.update_beside(gradient, state, new, out, [(0, length, scalars)], rule=rule)
+        state = new
+    else:
+        kernel.update(gradient, tuple(state), out, scalars, rule=rule)
+    assert torch.equal(bits(state), bits(expected))
+    assert torch.equal(bits(out), bits(other))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] != "lion"], ids=str)
+def test_reference__is_that_of_torch_within_four_ulp(case: tuple[str, dict[str, Any]]) -> None:
+    rule, group = find_rule(case[0]), case[1]
+    generator = torch.Generator().manual_seed(7)
+    state = torch.zeros(rule.rows, 20_000)
+    state[0] = 0.02 * torch.randn(20_000, generator=generator)
+    out = torch.empty(20_000)
+    for step in range(1, 15):
+        gradient = 1e-3 * torch.randn(20_000, generator=generator)
+        other = torch.nn.Parameter(state[0].clone())
+        other.grad = gradient.clone()
+        optimizer = getattr(torch.optim, rule.title)([other], **group, foreach=False)
+        if step > 1:
+            rows = zip(rule.moments, state[1:], strict=True)
+            optimizer.state[other] = {name: row.clone() for name, row in rows} | {"step": torch.tensor(step - 1.0)}
+        optimizer.step()
+        before = state[0].clone()
+        largest = np.maximum(before.abs().numpy(), np.float32(group["lr"]))
+        reference.update(gradient, state, out, rule.scalars(group, step), rule)
+        unit = np.spacing(np.maximum(largest, state[0].abs().numpy()))
+        # torch fuses the sum of gradient and decay, which differs where the two cancel.
+        decay = group["weight_decay"] * before
+        clear = (gradient + decay).abs() > 0.01 * (gradient.abs() + decay.abs())
+        different = (state[0].double() - other.detach().double()).abs().numpy() > 4 * unit
+        assert not different[clear.numpy()].any(), step
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] == "lion"], ids=str)
+def test_lion__is_that_of_the_paper_within_four_ulp(case: tuple[str, dict[str, Any]]) -> None:
+    """Algorithm 2 of arXiv:2302.06675, in float64 from the same fp32 state."""
+    rule, group = find_rule("lion"), case[1]
+    generator = torch.Generator().manual_seed(7)
+    state, out = torch.zeros(2, 20_000), torch.empty(20_000)
+    state[0] = 0.02 * torch.randn(20_000, generator=generator)
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    for step in range(1, 15):
+        gradient = 1e-3 * torch.randn(20_000, generator=generator)
+        master, moment, wide = state[0].double(), state[1].double(), gradient.double()
+        blend = beta1 * moment + (1 - beta1) * wide
+        expected = master - lr * (blend.sign() + group["weight_decay"] * master)
+        # Where the sum cancels, its sign is that of rounding.
+        clear = blend.abs() > 1e-6 * (moment.abs() + wide.abs())
+        reference.update(gradient, state, out, rule.scalars(group, step), rule)
+        unit = np.spacing(np.maximum(master.abs().float().numpy(), np.float32(lr)))
+        assert ((state[0].double() - expected).abs().numpy() <= 4 * unit)[clear.numpy()].all(), step
+        tolerance = 2**-22 * (moment.abs() + wide.abs())
+        assert ((state[1].double() - beta2 * moment - (1 - beta2) * wide).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_optimizer__gives_the_bits_of_the_reference_in_random_jobs(name: str) -> None:
+    wrong = [text for seed in range(12) if (text := check(find_rule(name), seed))]
+    assert wrong == []
+
+
+def test_random_jobs__see_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator finds what it looks for."""
+    monkeypatch.setattr(reference, "canonical_nan", lambda values: np.nextafter(values, np.float32(9)))
+    assert check(find_rule("lion"), 0) is not None
+
+
+def test_rules__are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[4] / "docs/optimizers.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| [^|]*\| ([^|]*) \| (\d+) \| ([^|]*) \|$", page, re.MULTILINE)
+    assert {
+        name: (re.findall(r"`(\w+)`", state), int(size), re.findall(r"`(\w+)`", names))
+        for name, state, size, names in rows
+    } == {rule.name: (list(rule.moments), rule.state_bytes(), list(rule.defaults)) for rule in RULES.values()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "adagrad"}, "rule is 'adagrad': it must be one of adam, adamw, lion, sgd"),
+        ({"rule": "sgd", "betas": (0.9, 0.99)}, "betas is no hyperparameter of sgd: these are lr, momentum"),
+        ({"rule": "sgd", "nesterov": True}, "nesterov needs a momentum, and no dampening"),
+        ({"rule": "lion", "lr": -1.0}, "lr is -1.0: it must be at least 0"),
+        ({"rule": "lion", "betas": 0.9}, "betas is 0.9: it must be 2 numbers"),
+    ],
+)
+def test_optimizer__says_what_a_rule_does_not_support(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        InterleavedOptimizer([torch.nn.Parameter(torch.zeros(3))], **options)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_state_dict__is_that_of_torch_and_back(name: str) -> None:
+    rule = find_rule(name)
+    hyperparameters = {"momentum": 0.9} if name == "sgd" else {}
+    param = torch.nn.Parameter(torch.randn(40, generator=torch.Generator().manual_seed(0)))
+    plain = getattr(torch.optim, rule.title)([param], lr=0.1, **hyperparameters)
+    param.grad = torch.ones(40)
+    plain.step()
+    own = InterleavedOptimizer([param], name, lr=0.1, policy="zero-offload", **hyperparameters)
+    own.load_state_dict(plain.state_dict())
+    entry = own.state_dict()["state"][0]
+    assert entry.keys() == {"step", "master", *rule.moments}
+    for moment in rule.moments:
+        assert torch.equal(entry[moment], plain.state[param][moment])
+    own.close()
+
+
+def test_interleaved_adamw__is_the_rule_adamw() -> None:
+    optimizer = InterleavedAdamW([torch.nn.Parameter(torch.zeros(3))], 1e-2, policy="zero-offload")
+    assert isinstance(optimizer, InterleavedOptimizer)
+    assert optimizer.defaults == {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    optimizer.close()
