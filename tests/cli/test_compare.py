@@ -46,7 +46,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong_updates(self: Any, updates: Sequence[TensorUpdate]) -> None:
         update(self, updates)
         for changed in updates:
-            changed.master.mul_(1 + 2**-7)
+            changed.state[0].mul_(1 + 2**-7)
 
     monkeypatch.setattr(EmulatedDevice, "run_updates", wrong_updates)
 

@@ -121,7 +121,7 @@ def test_compare__notices_a_device_with_wrong_results(monkeypatch: pytest.Monkey
     def wrong_updates(self: Any, updates: Sequence[TensorUpdate]) -> None:
         update(self, updates)
         for changed in updates:
-            changed.master.mul_(1 + 2**-7)
+            changed.state[0].mul_(1 + 2**-7)
 
     monkeypatch.setattr(EmulatedDevice, "run_updates", wrong_updates)
     comparison = compare_small("pipelined", "interleaved:2", "zero-offload", iterations=5)
