@@ -115,12 +115,15 @@ class Replay(TabularResult):
                 yield f"{result.policy}: {result.layers_text}"
 
     def memory_lines(self) -> Iterator[str]:
-        """Yield which memory is too small for each policy that does not fit, and whose state is not as large."""
+        """Yield which memory is too small for the policies that do not fit, and whose state is not as large."""
+        policies_of: dict[str, list[str]] = {}
         for schedule in self.schedules:
             if (own := schedule.workload.state_bytes) != (others := self.workload.state_bytes):
                 yield f"{schedule.plan.policy} has the job's own state of {own:g} B a parameter, others {others:g} B"
             if (excess := memory_excess(schedule, self.machine)) is not None:
-                yield f"{schedule.plan.policy} does not fit: {excess}"
+                policies_of.setdefault(excess, []).append(schedule.plan.policy)
+        for excess, policies in policies_of.items():
+            yield f"{', '.join(policies)} {'does' if len(policies) == 1 else 'do'} not fit: {excess}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
