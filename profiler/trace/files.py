@@ -264,14 +264,17 @@ def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
 @contextlib.contextmanager
 def _opened(file: Path, text: Sequence[str]) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file whose rows may be read; `text`: columns that are text."""
-    with open_regular(file) as opened:
+    # pyarrow reads the open file itself, in this thread: a thread of its own that lets go of a file of Python while the
+    # process ends would abort it.
+    with open_regular(file) as opened, pa.OSFile(f"/dev/fd/{opened.fileno()}") as source:
         # Text of few different values is read as a dictionary: decoding each value takes three times as long.
         try:
-            parquet = pq.ParquetFile(opened, read_dictionary=text)
+            parquet = pq.ParquetFile(source, read_dictionary=text, pre_buffer=False)
         except KeyError:
             # Files of earlier versions lack some columns.
-            names = set(pq.read_schema(opened).names)
-            parquet = pq.ParquetFile(opened, read_dictionary=[column for column in text if column in names])
+            names = set(pq.read_schema(source).names)
+            stored = [column for column in text if column in names]
+            parquet = pq.ParquetFile(source, read_dictionary=stored, pre_buffer=False)
         with parquet:
             check_size(parquet.metadata, os.fstat(opened.fileno()).st_size)
             yield parquet

@@ -99,7 +99,7 @@ class Trace:
     def stored_bytes(self) -> int:
         """The size of the files of the ranks; 0 of a trace in memory."""
         folders = [folder for rank in self.ranks if os.path.isdir(folder := f"{self.path}/rank-{rank}")]
-        return sum(file.stat().st_size for folder in folders for file in os.scandir(folder))
+        return sum(file.stat(follow_symlinks=False).st_size for folder in folders for file in os.scandir(folder))
 
     def rank(self, rank: int) -> RankInfo:
         """Return the metadata of one rank. Raises TraceError for a rank that was not recorded."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ import pytest
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.profiler.trace.schema import TABLES
-from tests.conftest import examples, run_process
+from tests.conftest import ebbtide_in_process, examples, run_process
+from tests.profiler.trace.mutations import mutate
 
 TRACES = Path(__file__).parents[3] / "traces"
 MS = 1_000_000
@@ -127,46 +131,110 @@ def test_summary__refuses_a_bomb_before_it_takes_memory(path: Path) -> None:
     assert "20,000,000 rows" in run.stderr
 
 
-def mutate(folder: Path, generator: random.Random) -> None:
-    """Damage one file of a trace: its bytes, its length, or what it is."""
-    file = generator.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-    data = bytearray(file.read_bytes())
-    kind = generator.randrange(6)
-    if kind == 0:
-        for _ in range(generator.randrange(1, 20)):
-            data[generator.randrange(len(data))] = generator.randrange(256)
-    elif kind == 1:
-        del data[generator.randrange(len(data)) :]
-    elif kind == 2:
-        place = generator.randrange(len(data))
-        data[place:place] = generator.randbytes(generator.randrange(1, 200))
-    elif kind == 3 and file.suffix == ".json":
-        words = data.decode().split(",")
-        others = ('"x":1e999', '"x":-1', "null", '"rank":99999999999999999999', "[]", "{}", '"\\ud800"')
-        words[generator.randrange(len(words))] = generator.choice(others)
-        data = bytearray(",".join(words).encode())
-    elif kind == 4:
-        file.unlink()
-        generator.choice((lambda: file.symlink_to("/dev/zero"), lambda: os.mkfifo(file), file.mkdir, lambda: None))()
-        return
-    else:
-        other = generator.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-        data = bytearray(other.read_bytes())
-    file.write_bytes(data)
+def test_stored_bytes__follows_no_link(path: Path) -> None:
+    file = path / "rank-0" / "kernels.parquet"
+    before = open_trace(path).stored_bytes
+    size = file.stat().st_size
+    file.unlink()
+    file.symlink_to(file.name)
+    assert open_trace(path).stored_bytes == before - size + len(file.name)
 
 
-@pytest.mark.parametrize("name", ["a100-torch-profiler", "a100-13b-async", "h100-20b-async"])
+def test_columns__reads_in_the_calling_thread(path: Path) -> None:
+    """A thread of pyarrow that lets go of an object of Python while the process ends would abort it."""
+    script = """
+import os, sys
+from ebbtide.profiler.trace import open_trace
+from ebbtide.profiler.trace.schema import TABLES
+trace = open_trace(sys.argv[1])
+trace.columns(0, "ops")  # Has no rows.
+before = os.listdir("/proc/self/task")
+print(sum(len(trace.columns(0, table)) for table in TABLES), trace.labels(0, "kernels", "name"))
+assert os.listdir("/proc/self/task") == before
+"""
+    run = run_process([sys.executable, "-c", script, path])
+    assert (run.returncode, run.stdout, run.stderr) == (0, "12 ['gemm']\n", "")
+
+
+# Commands that read every table.
+COMMANDS = (
+    ("summary", "--json"),
+    ("summary", "-v"),
+    ("findings",),
+    ("windows",),
+    ("summary", "--by", "activity", "--critical-path"),
+    ("memory",),
+    ("memory", "--at", "peak"),
+)
+MAX_BYTES = 1 << 30
+MAX_CPU_S = 10
+MAX_S = 120  # Of a command that waits for another process. The processor has other work, too.
+
+
+def made_trace(path: Path) -> None:
+    """Write a trace with the tables that those of traces/ lack."""
+    builder = TraceBuilder("recorded")
+    for number in range(3):
+        rank = builder.rank(number)
+        for iteration in range(6):
+            start = iteration * 10 * MS
+            rank.phase("forward", start, start + 3 * MS, iteration).phase(
+                "backward", start + 3 * MS, start + 7 * MS, iteration
+            )
+            rank.phase("update", start + 7 * MS, start + 9 * MS, iteration)
+            for pool, size in (("allocated", 5 << 30), ("reserved", 6 << 30), ("device", 7 << 30), ("total", 8 << 30)):
+                rank.memory(start, size, pool).memory(start + 5 * MS, size + iteration, pool)
+            rank.gpu(start, utilization_percent=50.0, power_w=300.0).kernel(start + MS, start + 2 * MS, name="gemm")
+            rank.transfer("h2d", start, start + MS, 1 << 20)
+            names = {"category": "activations", "module": "layers.0", "stack": "train.py:1 step"}
+            rank.add("allocations", start_ns=start, end_ns=start + 4 * MS, device="cuda:0", bytes=1 << 20, **names)
+    builder.write(path)
+
+
+def problem_of_commands(path: Path) -> str:
+    """Run all commands in a child of this process, under limits; return what went wrong, or nothing."""
+    report = path.with_suffix(".txt")
+    child = os.fork()
+    if not child:
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+            resource.setrlimit(resource.RLIMIT_DATA, (3 * MAX_BYTES, 3 * MAX_BYTES))
+            signal.alarm(MAX_S)
+            report.write_text("\n".join(filter(None, (problem(command, path) for command in COMMANDS))))
+        except BaseException:
+            report.write_text(traceback.format_exc())
+        os._exit(0)
+    _, status, usage = os.wait4(child, 0)
+    if status:
+        return f"status {status}"
+    problems = report.read_text()
+    return problems or ("" if usage.ru_maxrss * 1024 < MAX_BYTES else f"{usage.ru_maxrss} KiB")
+
+
+def problem(command: tuple[str, ...], path: Path) -> str:
+    run = ebbtide_in_process(command[0], path, *command[1:])
+    if run.returncode in (0, 2) and run.stderr.count("\n") <= 1:
+        return ""
+    return f"{' '.join(command)}: exit code {run.returncode}, {run.stderr}"
+
+
+@pytest.mark.parametrize("name", ["a100-torch-profiler", "a100-13b-async", "h100-20b-async", "made"])
 def test_commands__survive_mutated_folders(tmp_path: Path, name: str) -> None:
-    from tests.conftest import ebbtide_in_process
-
-    generator = random.Random(name)
-    for number in range(examples(40, by_default=6)):
+    original = TRACES / f"{name}.ebb"
+    if name == "made":
+        original = tmp_path / "made.ebb"
+        made_trace(original)
+    # Children have what this run imports.
+    assert not [line for command in COMMANDS if (line := problem(command, original))]
+    problems = {}
+    for number in range(examples(40, by_default=4)):
+        generator = random.Random(f"{name} {number}")
         copy = tmp_path / f"{number}.ebb"
-        shutil.copytree(TRACES / f"{name}.ebb", copy)
+        shutil.copytree(original, copy)
         for _ in range(generator.randrange(1, 3)):
             mutate(copy, generator)
-        for command in ("summary", "findings"):
-            run = ebbtide_in_process(command, copy)
-            assert run.returncode in (0, 2), (command, number)
-            assert run.stderr.count("\n") <= 1, (command, number)
-        shutil.rmtree(copy)
+        if line := problem_of_commands(copy):
+            problems[number] = line
+        else:
+            shutil.rmtree(copy)
+    assert not problems
