@@ -27,10 +27,10 @@ from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predict
 from ebbtide.analysis.metrics.ranks.comparison import NOT_COMPARED, RankDifferences, rank_differences
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
+from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
 from ebbtide.phases import ITERATION_PARTS
-from ebbtide.profiler.agent.without_gradients import NAME as WITHOUT_GRADIENTS
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
@@ -282,19 +282,11 @@ def _summarize(trace: Trace) -> Summary:
         iteration_range=predicted_range(trace, "iteration"),
         storage=tuple(storage_use(trace)),
         rank_differences=rank_differences(trace),
-        without_gradients_ms=_without_gradients(trace),
+        without_gradients_ms=without_gradients_ms(trace),
         times_ms={
             part: [None if np.isnan(time) else float(time) for time in times] for part, times in slowest.columns.items()
         },
     )
-
-
-def _without_gradients(trace: Trace) -> float | None:
-    if not any(WITHOUT_GRADIENTS in trace.labels(rank, "ops", "name") for rank in trace.ranks):
-        return None
-    from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms  # imports pandas
-
-    return without_gradients_ms(trace)
 
 
 def _range(values: TimeRange | None) -> dict[str, float | None]:

@@ -33,7 +33,7 @@ class Columns:
             # A name that is not UTF-8 is to be refused where the file is read.
             for column in TABLES[table]:
                 if is_text(column.type):
-                    self._codes(column.name)
+                    self.codes(column.name)
         else:
             self.frame = rows
             self.nbytes = int(rows.memory_usage(index=False).sum())
@@ -69,7 +69,7 @@ class Columns:
 
     def matches(self, name: str, selects: Callable[[str], bool]) -> Bools:
         """Return which texts of a column a function of a text selects; never those that are missing."""
-        codes, labels = self._codes(name)
+        codes, labels = self.codes(name)
         return np.array([*map(selects, labels), False])[codes]
 
     def equal(self, name: str, text: str | None) -> Bools:
@@ -82,13 +82,14 @@ class Columns:
 
     def texts(self, name: str) -> npt.NDArray[np.object_]:
         """Return a column of text; None where the value is missing."""
-        codes, labels = self._codes(name)
+        codes, labels = self.codes(name)
         return np.array([*labels, None], object)[codes]
 
     def _array(self, name: str) -> pa.Array:
         return self._once(f"{name}:arrow", lambda: _one_array(self._arrow.column(name)))
 
-    def _codes(self, name: str) -> Codes:
+    def codes(self, name: str) -> Codes:
+        """Return the different texts of a column, and the position of each value among them; -1 where it is missing."""
         codes: Codes = self._once(f"{name}:codes", lambda: _text_codes(self._array(name)))
         return codes
 
@@ -115,11 +116,15 @@ def _text_codes(values: pa.Array) -> Codes:
         codes = _numbers(values.indices)
         if values.indices.null_count:
             codes = np.where(_recorded(values.indices), codes, -1)
-        return codes, values.dictionary.to_pylist()
+        labels = values.dictionary.to_pylist()
+        # A dictionary may have a text twice.
+        positions = {label: position for position, label in enumerate(dict.fromkeys(labels))}
+        if len(positions) < len(labels):
+            codes = np.array([*map(positions.__getitem__, labels), -1])[codes]
+        return codes, list(positions)
     texts = values.to_pylist()
-    labels = distinct_texts(values)
-    positions = {text: position for position, text in enumerate(labels)}
-    return np.array([positions.get(text, -1) for text in texts], np.int64), labels
+    positions = {text: position for position, text in enumerate(distinct_texts(values))}
+    return np.array([positions.get(text, -1) for text in texts], np.int64), list(positions)
 
 
 def distinct_texts(values: pa.Array | pa.ChunkedArray) -> list[str]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
-from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels, work_columns
+from ebbtide.analysis.metrics.activity.busy_time import all_work, busy_time, main_kernels, main_work
 from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew, collective_skew
-from ebbtide.analysis.metrics.activity.phase_activity import phase_activity, recorded_iterations, time_without_compute
+from ebbtide.analysis.metrics.activity.phase_activity import (
+    COLUMNS,
+    phase_times,
+    recorded_iterations,
+    time_without_compute,
+)
+from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
@@ -20,7 +25,11 @@ from ebbtide.analysis.timeseries.step_functions import Ints, difference, length,
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 _MAX_KERNELS = 50
+_TIMED_KINDS = ("compute", "communication")
 
 
 @dataclass(frozen=True)
@@ -42,26 +51,36 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
     """Return the kernels with most time, the largest first, at most `count`; empty where none were recorded."""
     if busy_time(trace, rank) is None:
         return []
-    rows = main_kernels(trace, rank)
-    rows = rows[rows["kind"].isin(["compute", "communication"])]
-    length = rows["end_ns"] - rows["start_ns"]
-    total = int(length.sum())
-    sums = length.groupby([rows["name"], rows["kind"]], observed=True).agg(["size", "sum", "min", "median", "max"])
-    sums = sums.sort_values("sum", ascending=False, kind="stable").head(count)
-    return [
-        KernelTime(
-            name=str(name),
-            kind=str(kind),
-            count=int(runs),
-            time_ms=time / 1e6,
-            mean_us=time / runs / 1e3,
-            min_us=shortest / 1e3,
-            median_us=median / 1e3,
-            max_us=longest / 1e3,
-            share=time / total if total else 0.0,
-        )
-        for (name, kind), runs, time, shortest, median, longest in sums.itertuples(name=None)
+    rows = trace.columns(rank, "kernels")
+    own = rows.equal("device", main_device(trace, rank)) & rows.matches("kind", _TIMED_KINDS.__contains__)
+    (names, texts), (kinds, kind_texts) = rows.codes("name"), rows.codes("kind")
+    groups = names[own].astype(np.int64) * len(kind_texts) + kinds[own]
+    lengths = (rows.ints("end_ns") - rows.ints("start_ns"))[own]
+    order = np.lexsort((lengths, groups))
+    present, first = np.unique(groups[order], return_index=True)
+    by_group = zip(present.tolist(), np.split(lengths[order], first[1:]), strict=True)
+    total = int(lengths.sum())
+    times = [
+        _kernel_time(texts[group // len(kind_texts)], kind_texts[group % len(kind_texts)], runs, total)
+        for group, runs in by_group
     ]
+    return sorted(times, key=lambda kernel: (-kernel.time_ms, kernel.name, kernel.kind))[:count]
+
+
+def _kernel_time(name: str, kind: str, lengths: Ints, total: int) -> KernelTime:
+    """Summarize the runs of a kernel; `lengths`: their times in ascending order, ns, `total`: those of all kernels."""
+    time = int(lengths.sum())
+    return KernelTime(
+        name=name,
+        kind=kind,
+        count=len(lengths),
+        time_ms=time / 1e6,
+        mean_us=time / len(lengths) / 1e3,
+        min_us=int(lengths[0]) / 1e3,
+        median_us=float(np.median(lengths)) / 1e3,
+        max_us=int(lengths[-1]) / 1e3,
+        share=time / total if total else 0.0,
+    )
 
 
 def kernels_ms(trace: Trace, rank: int) -> dict[str, float]:
@@ -95,26 +114,25 @@ class KernelLaunches:
 
 def kernel_launches(trace: Trace, rank: int) -> KernelLaunches | None:
     """Measure the launches of compute kernels; None where no launch was recorded."""
-    rows = main_kernels(trace, rank)
-    rows = rows[(rows["kind"] == "compute") & rows["launch_ns"].notna()]
-    if rows.empty:
+    work = main_work(trace, rank, "kernels")
+    work = work.only((work.kinds == "compute") & work.launched)
+    if not len(work.starts):
         return None
-    starts, launches = (np.sort(rows[column].to_numpy(np.int64)) for column in ("start_ns", "launch_ns"))
-    delays = (rows["start_ns"].to_numpy(np.int64) - rows["launch_ns"].to_numpy(np.int64)) / 1e3
+    starts, launches = np.sort(work.starts), np.sort(work.launches)
+    delays = (work.starts - work.launches) / 1e3
     # Clocks of host and device may differ by microseconds: a kernel then seems to begin before its launch.
     queued = np.maximum(np.searchsorted(launches, launches) - np.searchsorted(starts, launches, side="right"), 0)
     delay, depth = np.percentile(delays, [50, 95]), np.percentile(queued, [50, 95])
-    return KernelLaunches(len(rows), float(delay[0]), float(delay[1]), float(depth[0]), float(depth[1]))
+    return KernelLaunches(len(starts), float(delay[0]), float(delay[1]), float(depth[0]), float(depth[1]))
 
 
 def queue_length(trace: Trace, rank: int) -> tuple[Ints, Ints]:
     """Return times, ns, and from each on the number of kernels and copies of the first device that were launched and
     have not begun; empty where launches were not recorded."""
-    rows = work_columns(trace, rank, "launch_ns", "start_ns").dropna().astype("int64")
-    rows = rows[rows["start_ns"] > rows["launch_ns"]]
-    times = np.concatenate([rows["launch_ns"], rows["start_ns"]])
-    edges, position = np.unique(times, return_inverse=True)
-    changes = np.bincount(position, np.repeat([1.0, -1.0], len(rows)), len(edges))
+    work = all_work(trace, rank)
+    work = work.only(work.launched & (work.starts > work.launches))
+    edges, position = np.unique(np.concatenate([work.launches, work.starts]), return_inverse=True)
+    changes = np.bincount(position, np.repeat([1.0, -1.0], len(work.starts)), len(edges))
     return edges, np.cumsum(changes).astype(np.int64)
 
 
@@ -133,11 +151,13 @@ def stream_times(trace: Trace, rank: int) -> list[StreamTime]:
     busy = busy_time(trace, rank)
     if busy is None:
         return []
-    rows = work_columns(trace, rank, "start_ns", "end_ns", "stream")
+    work = all_work(trace, rank)
     span, streams = length(busy.recorded), []
-    for stream, own in rows.groupby(rows["stream"].fillna(-1)):
-        used = union_length(own["start_ns"].to_numpy(np.int64), own["end_ns"].to_numpy(np.int64))
-        streams.append(StreamTime(int(stream) if stream >= 0 else None, len(own), used / 1e6, (span - used) / 1e6))
+    for stream in np.unique(work.streams).tolist():
+        own = work.only(work.streams == stream)
+        used = union_length(own.starts, own.ends)
+        number = stream if stream >= 0 else None
+        streams.append(StreamTime(number, len(own.starts), used / 1e6, (span - used) / 1e6))
     return sorted(streams, key=lambda entry: -entry.busy_ms)
 
 
@@ -238,18 +258,16 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
 
 
 def _phases(trace: Trace, rank: int) -> list[PhaseActivity]:
-    if busy_time(trace, rank) is None:
+    times = phase_times(trace, rank)
+    if times is None:
         return [PhaseActivity(phase, None, None, None, None) for phase in ITERATION_PARTS]
-    table = phase_activity(trace, rank)
-    table = table[table["iteration"].isin(steady_iterations(trace).numbers)].set_index(["iteration", "phase"])
-    iterations = table.index.unique("iteration")
+    steady = np.isin(times.numbers, steady_iterations(trace).numbers)
+    kinds = [COLUMNS.index(kind) for kind in ("compute", "communication", "copy", "idle")]
     entries = []
-    for phase in ITERATION_PARTS:
-        rows = table[table.index.get_level_values("phase") == phase].droplevel("phase")
+    for part, phase in enumerate(ITERATION_PARTS):
         # An iteration without a phase that others have spent no time in it.
-        rows = rows.reindex(iterations, fill_value=0.0) if len(rows) else rows
-        kinds = ("compute", "communication", "copy", "idle")
-        entries.append(PhaseActivity(phase, *(median_or_none(rows[kind].astype("float64")) for kind in kinds)))
+        counted = steady & times.has_phase[steady, part].any()
+        entries.append(PhaseActivity(phase, *(median_or_none(times.ms[counted, part, kind]) for kind in kinds)))
     return entries
 
 

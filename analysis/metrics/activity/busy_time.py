@@ -46,6 +46,7 @@ class GpuWork(NamedTuple):
     ends: Ints  # ns
     launches: Ints  # ns; any number where not recorded.
     launched: Bools  # Whether the launch was recorded.
+    streams: Ints  # -1 where not recorded.
     kinds: npt.NDArray[np.object_]
 
     def only(self, selected: Bools) -> GpuWork:
@@ -57,7 +58,8 @@ def main_work(trace: Trace, rank: int, table: str) -> GpuWork:
     """Return the kernels or copies of a rank's first device; `table`: `kernels` or `transfers`."""
     rows, kinds = trace.columns(rank, table), "kind" if table == "kernels" else "direction"
     starts, ends, launches = (rows.ints(name) for name in ("start_ns", "end_ns", "launch_ns"))
-    work = GpuWork(starts, ends, launches, rows.recorded("launch_ns"), rows.texts(kinds))
+    streams = np.where(rows.recorded("stream"), rows.ints("stream"), -1)
+    work = GpuWork(starts, ends, launches, rows.recorded("launch_ns"), streams, rows.texts(kinds))
     return work.only(rows.equal("device", main_device(trace, rank)))
 
 
@@ -67,11 +69,10 @@ def main_transfers(trace: Trace, rank: int) -> pd.DataFrame:
     return rows[rows["device"] == main_device(trace, rank)].reset_index(drop=True)
 
 
-def work_columns(trace: Trace, rank: int, *columns: str) -> pd.DataFrame:
-    """Return columns that both tables have, of all work of the rank's first device."""
-    import pandas as pd
-
-    return pd.concat([rows[[*columns]] for rows in (main_kernels(trace, rank), main_transfers(trace, rank))])
+def all_work(trace: Trace, rank: int) -> GpuWork:
+    """Return the kernels of the rank's first device, then its copies."""
+    work = [main_work(trace, rank, table) for table in ("kernels", "transfers")]
+    return GpuWork._make(np.concatenate(columns) for columns in zip(*work, strict=True))
 
 
 @once_per_trace

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # The operation in the name of a kernel: ncclDevKernel_AllReduce_Sum_f32_RING_LL(...). The algorithm may differ by rank.
 _OPERATION = re.compile(r"(?:nccl|rccl)\w*?_([A-Za-z]+)", re.IGNORECASE)
@@ -63,6 +65,8 @@ def collective_skew(trace: Trace) -> CollectiveSkew | None:
 def common_collectives(trace: Trace, ranks: Sequence[int]) -> list[dict[int, pd.DataFrame]]:
     """Return the collectives of each process group of which at least two ranks recorded the same: those of each rank in
     the order of their launches, as rows of `main_kernels`."""
+    if len(ranks) < 2:
+        return []
     tables = {rank: _collectives(trace, rank) for rank in ranks}
     if all(table["group"].isna().all() for table in tables.values()):
         groups = [tables]
@@ -75,6 +79,8 @@ def common_collectives(trace: Trace, ranks: Sequence[int]) -> list[dict[int, pd.
 
 def _collectives(trace: Trace, rank: int) -> pd.DataFrame:
     """Return the collectives of a rank in the order of their launches."""
+    import pandas as pd
+
     rows = trace.columns(rank, "kernels")
     on_main = rows.equal("device", main_device(trace, rank))
     own = np.flatnonzero(on_main & rows.equal("kind", "communication"))

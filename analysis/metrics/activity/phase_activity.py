@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pandas as pd
 
-from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_work
+from ebbtide.analysis.metrics.activity.busy_time import all_work, busy_time, main_work
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, positions, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import (
@@ -23,6 +22,9 @@ from ebbtide.analysis.timeseries.step_functions import (
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # In the order of output, with their texts. Together with `compute` they are the whole time.
 CAUSE_TEXTS = {
@@ -64,10 +66,8 @@ def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
     copy = difference(busy.copy, merged(busy.compute, busy.communication))
     memset = difference(busy.memset, merged(busy.compute, busy.communication, busy.copy))
     starts, ends = difference(busy.recorded, busy.all)
-    work = [
-        work.only(work.launched) for work in (main_work(trace, rank, "kernels"), main_work(trace, rank, "transfers"))
-    ]
-    begins, launches = (np.concatenate([getattr(rows, name) for rows in work]) for name in ("starts", "launches"))
+    work = all_work(trace, rank)
+    begins, launches = work.starts[work.launched], work.launches[work.launched]
     # The earliest launch of what begins at the same time.
     order = np.lexsort((launches, begins))
     begins, first = np.unique(begins[order], return_index=True)
@@ -127,16 +127,6 @@ def phase_times(trace: Trace, rank: int) -> PhaseTimes | None:
     )
 
 
-def phase_activity(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return a row per phase of each iteration of `phase_times`: columns iteration, phase and, in ms, COLUMNS."""
-    times = phase_times(trace, rank)
-    if times is None:
-        return pd.DataFrame(columns=["iteration", "phase", *COLUMNS])
-    iteration, part = np.nonzero(times.has_phase)
-    keys = {"iteration": times.numbers[iteration], "phase": np.array(ITERATION_PARTS, object)[part]}
-    return pd.DataFrame({**keys, **dict(zip(COLUMNS, times.ms[iteration, part].T, strict=True))})
-
-
 def recorded_iterations(trace: Trace, rank: int) -> Ints:
     """Return the iterations that lie within the time in which activity was recorded."""
     iterations, spans = intervals(trace, rank), trace.rank(rank).transfers_spans_ns
@@ -186,6 +176,8 @@ def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
     Columns are COLUMNS. Kernels of several phases may run at once, so `compute` and `communication` count such time
     once for each phase. `phase` None: all of them.
     """
+    import pandas as pd
+
     rows, steady = {}, steady_iterations(trace).numbers
     for rank in trace.ranks:
         times = phase_times(trace, rank)

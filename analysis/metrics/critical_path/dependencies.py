@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.activity.busy_time import main_kernels, main_transfers, work_columns
+from ebbtide.analysis.metrics.activity.busy_time import all_work, main_kernels, main_transfers
 from ebbtide.analysis.metrics.critical_path.graph import GraphBuilder
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.timeseries.step_functions import Ints
@@ -109,7 +109,8 @@ def _work(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
 def _calls(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
     """Return the calls in a span; where only the times of launches are known, these as calls without length."""
     calls = trace.calls(rank)
-    launches = np.unique(work_columns(trace, rank, "launch_ns").dropna().to_numpy(np.int64))
+    work = all_work(trace, rank)
+    launches = np.unique(work.launches[work.launched])
     calls = calls.assign(name=calls["name"].astype(object), launches=np.isin(calls["start_ns"], launches))
     alone = np.setdiff1d(launches, calls["start_ns"].to_numpy(np.int64))
     alone = alone[(alone > span[0]) & (alone < span[1])]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
@@ -15,6 +15,9 @@ from ebbtide.analysis.timeseries.step_functions import overlapping
 from ebbtide.phases import OTHER
 from ebbtide.profiler.agent.without_gradients import NAME as WITHOUT_GRADIENTS
 from ebbtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Resources timed by the host's clock; all others use device times.
 ON_HOST = ("host", "cpu", "worker")
@@ -59,6 +62,8 @@ def split_by_phase(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[
     (ops, phases). ops: rows of `named_ops` with phase, iteration and first; of an op that continues in another phase,
     `first` marks the part with its start. phases: iteration, phase, ms, of the iterations with any op.
     """
+    import pandas as pd
+
     ops = named_ops(trace, rank)
     on_host = ops["resource"].isin(ON_HOST) | ops["resource"].str.startswith(STORAGE)
     parts = []
@@ -74,6 +79,8 @@ def split_by_phase(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[
 
 def _split(ops: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
     """Split ops at the edges of disjoint phases in order; leave out parts outside phases and parts without length."""
+    import pandas as pd
+
     begins, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     starts, stops = ops["start_ns"].to_numpy(np.int64), ops["end_ns"].to_numpy(np.int64)
     row, phase = overlapping(starts, stops, (begins, ends))

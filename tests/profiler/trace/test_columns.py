@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from ebbtide.profiler.trace.columns import Columns
 
@@ -22,3 +23,12 @@ def test_columns__of_a_frame_without_rows_have_no_texts() -> None:
     assert rows.labels("device") == rows.labels("pool") == []
     assert rows.texts("device").tolist() == []
     assert rows.ints("bytes").tolist() == []
+
+
+def test_codes__count_equal_texts_of_a_dictionary_as_one() -> None:
+    labels = pa.DictionaryArray.from_arrays(pa.array([2, 0, None, 1], pa.int32()), pa.array(["a", "b", "a"]))
+    numbers = pa.array(range(4), pa.int64())
+    columns = {"start_ns": numbers, "end_ns": numbers, "device": labels, "kind": labels, "name": labels}
+    rows = Columns("kernels", pa.table({**columns, "group": labels}))
+    codes, texts = rows.codes("group")
+    assert (codes.tolist(), texts) == ([0, 0, -1, 1], ["a", "b"])
