@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # NVML's own window for utilization is at most so long: an older value says nothing of the present.
 _MAX_HOLD_NS = 1_000_000_000
+# No driver gives larger values: they are impossible, and their sums would not be finite.
+_MAX_VALUE = 1e20
 # Bits of `throttle_reasons` for a limit that was reached. An idle GPU, or clocks that the user has set, are not limits.
 LIMITS = {
     0x04: "software power cap",
@@ -150,7 +152,7 @@ def _stretches(phases: PhaseArrays, times: Ints) -> tuple[Ints, Ints, Floats]:
 def _samples(rows: Columns, on_device: Bools, quantity: str) -> tuple[Ints, Floats]:
     """Return (times in ns, values) of a quantity in rows of the table `gpu`: those of one device."""
     values = rows.floats(_COLUMNS[quantity])
-    recorded = on_device & np.isfinite(values)
+    recorded = on_device & (np.abs(values) < _MAX_VALUE)
     times, values = rows.ints("t_ns")[recorded], values[recorded]
     if quantity == "throttled":
         values = 100.0 * (values.astype(np.int64) & _LIMIT_BITS != 0)

@@ -89,7 +89,7 @@ def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
 COLUMNS = ("compute", "communication", "copy", "idle", *(f"cause_{cause}" for cause in CAUSES))
 
 
-class PhaseTimes(NamedTuple):
+class PhaseActivityTimes(NamedTuple):
     """Activity of a GPU in each phase of each iteration that was recorded as a whole."""
 
     numbers: Ints  # The iterations.
@@ -98,7 +98,7 @@ class PhaseTimes(NamedTuple):
 
 
 @once_per_trace
-def phase_times(trace: Trace, rank: int) -> PhaseTimes | None:
+def phase_times(trace: Trace, rank: int) -> PhaseActivityTimes | None:
     """Measure the first device of a rank in each phase of each iteration; None where kernels were not recorded.
 
     A kernel belongs to the phase that launched it, wherever it runs; one whose launch was not recorded, to the phases
@@ -122,7 +122,7 @@ def phase_times(trace: Trace, rank: int) -> PhaseTimes | None:
         lengths = union_length_by_group(*_assigned(trace, rank, kind, numbers), count)
         sums[kind] = np.where(has_phase, lengths, 0)
     shape = len(numbers), len(ITERATION_PARTS)
-    return PhaseTimes(
+    return PhaseActivityTimes(
         numbers, has_phase.reshape(shape), np.stack([sums[c] / 1e6 for c in COLUMNS], 1).reshape(*shape, -1)
     )
 

@@ -138,10 +138,10 @@ def test_gpu_state__throttled_is_the_time_with_a_power_or_thermal_limit(reasons:
     assert figures["update"] == (0.0, 0.0, 0.0)
 
 
-def test_gpu_state__leaves_out_missing_and_infinite_values() -> None:
+def test_gpu_state__leaves_out_missing_and_impossible_values() -> None:
     builder, rank = trained()
     rank.gpu(0, power_w=100.0, utilization_percent=math.inf).gpu(200 * MS, power_w=None, memory_clock_mhz=5.0)
-    rank.gpu(400 * MS, power_w=math.nan)
+    rank.gpu(400 * MS, power_w=math.nan).gpu(500 * MS, power_w=1e308)
     trace = builder.build()
     assert set(figures_of(trace, "power").values()) == {(100.0, 100.0, 100.0)}
     assert {figure.quantity for figure in gpu_state(trace).figures} == {"power", "memory_clock"}
