@@ -57,13 +57,12 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
     groups = names[own].astype(np.int64) * len(kind_texts) + kinds[own]
     lengths = (rows.ints("end_ns") - rows.ints("start_ns"))[own]
     order = np.lexsort((lengths, groups))
+    lengths, total, times = lengths[order], int(lengths.sum()), []
     present, first = np.unique(groups[order], return_index=True)
-    by_group = zip(present.tolist(), np.split(lengths[order], first[1:]), strict=True)
-    total = int(lengths.sum())
-    times = [
-        _kernel_time(texts[group // len(kind_texts)], kind_texts[group % len(kind_texts)], runs, total)
-        for group, runs in by_group
-    ]
+    ends = np.append(first[1:], len(lengths))
+    for group in np.argsort(-np.add.reduceat(lengths, first), kind="stable")[:count].tolist():
+        name, kind = divmod(int(present[group]), len(kind_texts))
+        times.append(_kernel_time(texts[name], kind_texts[kind], lengths[first[group] : ends[group]], total))
     return sorted(times, key=lambda kernel: (-kernel.time_ms, kernel.name, kernel.kind))[:count]
 
 
@@ -152,12 +151,13 @@ def stream_times(trace: Trace, rank: int) -> list[StreamTime]:
     if busy is None:
         return []
     work = all_work(trace, rank)
+    work = work.only(np.argsort(work.streams, kind="stable"))
     span, streams = length(busy.recorded), []
-    for stream in np.unique(work.streams).tolist():
-        own = work.only(work.streams == stream)
-        used = union_length(own.starts, own.ends)
-        number = stream if stream >= 0 else None
-        streams.append(StreamTime(number, len(own.starts), used / 1e6, (span - used) / 1e6))
+    numbers, first = np.unique(work.streams, return_index=True)
+    for number, start, end in zip(numbers.tolist(), first, np.append(first[1:], len(work.streams)), strict=True):
+        used = union_length(work.starts[start:end], work.ends[start:end])
+        stream = number if number >= 0 else None
+        streams.append(StreamTime(stream, int(end - start), used / 1e6, (span - used) / 1e6))
     return sorted(streams, key=lambda entry: -entry.busy_ms)
 
 
