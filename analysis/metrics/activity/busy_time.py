@@ -49,7 +49,7 @@ class GpuWork(NamedTuple):
     streams: Ints  # -1 where not recorded.
     kinds: npt.NDArray[np.object_]
 
-    def only(self, selected: Bools) -> GpuWork:
+    def only(self, selected: Bools | Ints) -> GpuWork:
         return GpuWork._make(values[selected] for values in self)
 
 
