@@ -128,9 +128,19 @@ def within_quotas(count: int, root: Path) -> int:
     return max(1, min([count, *allowed]))
 
 
-def too_few_threads(threads: int, possible: int) -> bool:
-    """Return whether a rank uses too few of the logical cores that it may use: torch uses one for two of a core."""
-    return threads * 2 < possible
+def threads_per_core(root: Path = Path("/")) -> int | None:
+    """Return how many logical cores a core of this process has; None where the host does not report it."""
+    cpu = min(os.sched_getaffinity(0))
+    text = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings")
+    return (int(text.replace(",", ""), 16).bit_count() or None) if text else None
+
+
+def too_few_threads(threads: int, possible: int, threads_per_core: int | None = None) -> bool:
+    """Return whether a rank uses at most half of the cores that it may use.
+
+    `possible`: logical cores. Where a core has two of them, or that is not known, half of these are all cores: torch
+    starts one thread for two."""
+    return threads * 2 <= possible - (threads_per_core != 1)
 
 
 def cache_bytes(root: Path = Path("/")) -> int | None:

@@ -261,6 +261,7 @@ def describe_host() -> dict[str, Any]:
             "name": _search("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.machine(),
             "capacity_bytes": host_limits.memory_bytes(),
             "cores": host_limits.cores(),
+            "threads_per_core": host_limits.threads_per_core(),
         },
         "gpus": [],
     }

@@ -49,6 +49,7 @@ class DeviceInfo(_Section, frozen=True, kw_only=True):
     link: LinkInfo = LinkInfo()
     driver: str | None = None
     cores: Count | None = None
+    threads_per_core: Count | None = None
     index: Count | None = None
     link_source: str | None = None
     link_missing: str | None = None

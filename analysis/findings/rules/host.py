@@ -22,9 +22,9 @@ def too_few_threads(metrics: JobMetrics) -> Finding | Unknown | None:
     on_cpu = metrics.offloaded or (not metrics.has_gpu and bool(metrics.trace.ranks))
     if not on_cpu or not update or not iteration or update < _MIN_SHARE * iteration:
         return None
-    threads, host_cores = metrics.entry.threads, metrics.trace.meta.host.cpu.cores
+    threads, cpu = metrics.entry.threads, metrics.trace.meta.host.cpu
     try:
-        used, cores = int(str(threads.torch or threads.omp)), int(str(host_cores))
+        used, cores = int(str(threads.torch or threads.omp)), int(str(cpu.cores))
     except ValueError:
         return too_few_threads.unknown(
             "how many threads does the CPU update use, on how many cores?",
@@ -34,7 +34,7 @@ def too_few_threads(metrics: JobMetrics) -> Finding | Unknown | None:
     # Ranks that were not recorded may run on this host too.
     ranks = len(same_host) + metrics.world_size - len(metrics.trace.ranks)
     possible = max(cores // ranks, 1)
-    if not host_limits.too_few_threads(used, possible):
+    if not host_limits.too_few_threads(used, possible, cpu.threads_per_core):
         return None
     evidence = (
         f"the update takes {ms_text(update)} on {used} thread{'s' if used > 1 else ''} a rank",

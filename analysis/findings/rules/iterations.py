@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import ENOUGH_VALUES, ITERATIONS, PASSES, RANKS
 from ebbtide.analysis.findings.rule import rule
@@ -39,8 +41,8 @@ def between_phases(metrics: JobMetrics) -> Finding | None:
     """Compare the time outside phases with the iteration, without the time of forwards without gradients. Where kernels
     were recorded, also without the time in which the GPU computes or communicates: it does not wait for the host then.
     """
-    other, iteration = metrics.phase_ms(OTHER), metrics.iteration_ms
-    if not other or not iteration or metrics.phase_ms(FORWARD) is None or metrics.phase_ms(BACKWARD) is None:
+    other, iteration = metrics.phase_ms(OTHER) or 0.0, metrics.iteration_ms
+    if not iteration or metrics.phase_ms(FORWARD) is None or metrics.phase_ms(BACKWARD) is None:
         # The time of a phase that was not recorded counts as other.
         return None
     named = min(metrics.without_gradients_ms or 0.0, other)
@@ -60,13 +62,45 @@ def between_phases(metrics: JobMetrics) -> Finding | None:
             + "look at data loading (workers, pinned batches), logging, and synchronising calls such as loss.item()",
         )
     if named < least:
-        return None
+        return _stalls(metrics)
     return between_phases.finding(
         f"Forwards without gradients take {100 * named / iteration:.0f} % of the iteration",
         None,
         (part,),
         "reference models, generation and evaluation are work of the job: `ebbtide summary --by substep` has their "
         "times; where outputs of a frozen model do not change between epochs, compute them once",
+    )
+
+
+# An iteration stalls if its `other` is longer than the median by this share of a median iteration. So many stalls are
+# no chance, and together they are to cost this share of all time.
+_STALL_SHARE = 0.5
+_MIN_STALLS = 3
+_MIN_LOST_SHARE = 0.05
+
+
+def _stalls(metrics: JobMetrics) -> Finding | None:
+    """Report iterations with much more time outside phases than others, on the rank that loses most by them."""
+    lost: list[tuple[float, int, float, int]] = []
+    for rank in metrics.by_rank:
+        times, other = (rank.series.columns[name] for name in ("iteration_ms", "other_ms"))
+        usual = median_or_none(times) or 0.0
+        excess = np.minimum(times - usual, other - (median_or_none(other) or 0.0))
+        longer = excess[excess > _STALL_SHARE * usual]
+        if len(longer) >= _MIN_STALLS and longer.sum() >= _MIN_LOST_SHARE * np.nansum(times):
+            lost.append((float(longer.sum()), len(longer), float(np.nansum(times)), len(times)))
+    if not lost:
+        return None
+    stalled, count, total, iterations = max(lost)
+    return between_phases.finding(
+        "Some iterations stall outside forward, backward and update",
+        stalled / iterations,
+        (
+            f"{count} of {iterations} iterations take {ms_text(stalled / count)} longer than the median outside phases",
+            f"that is {100 * stalled / total:.0f} % of all time; medians do not show it",
+        ),
+        "look at what runs now and then: checkpoints, evaluation, logging, a data loader that runs dry (workers, "
+        "prefetch_factor), Python's garbage collector",
     )
 
 

@@ -208,12 +208,13 @@ def memory_growth(trace: Trace, rank: int) -> list[Growth] | None:
     if device is None or not len(trace.columns(rank, "allocations")):
         return None
     rows = categorized_allocations(trace, rank, device)
-    updates = trace.phases(rank)
-    updates = updates[(updates["phase"] == "update") & updates["iteration"].notna()]
-    ends = updates.groupby("iteration")["end_ns"].max()
-    # The captured iterations: those that end in the span of the allocations.
+    phases = trace.phases(rank)
+    phases = phases[phases["phase"].isin(["backward", "update"]) & phases["iteration"].notna()]
+    times = phases.groupby("iteration").agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"))
+    times = times[times.index.isin(phases.loc[phases["phase"] == "update", "iteration"])]
+    # The captured iterations. The last one ends after its last allocation: it counts if its backward has some.
     span = int(rows["start_ns"].min()), int(rows["start_ns"].max())
-    bounds = ends[(ends > span[0]) & (ends <= span[1])].to_numpy(np.int64)
+    bounds = times.loc[(times["end_ns"] > span[0]) & (times["start_ns"] <= span[1]), "end_ns"].to_numpy(np.int64)
     if len(bounds) < 3:
         return None
     number = np.searchsorted(bounds, rows["start_ns"].to_numpy(np.int64))

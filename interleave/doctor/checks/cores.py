@@ -48,7 +48,7 @@ def threads(host: JobHost) -> Iterator[Answer]:
         each = max(1, len(host.cpus) // 2)
         text = f"each of {host.ranks} ranks starts {each} threads or more on {possible} cores"
         yield "warning", f"OMP_NUM_THREADS is not set: {text}", remedy
-    elif own is not None and host_limits.too_few_threads(own, possible):
+    elif own is not None and host_limits.too_few_threads(own, possible, host_limits.threads_per_core(host.root)):
         by = "OMP_NUM_THREADS" if host.job.environment.get("OMP_NUM_THREADS") else f"default of {host.job.launcher}"
         yield (
             "warning",

@@ -286,10 +286,10 @@ BASELINES = {
 
 def run_baseline(
     name: str, training: training_runs.TrainingRun, testbed: Testbed
-) -> tuple[list[training_runs.PhaseTimes], list[float]]:
+) -> tuple[list[training_runs.StepTimes], list[float]]:
     """Train with another optimizer and return the times and the loss of each iteration."""
     job = training_runs.Job(training.shape, training.seed, testbed.device, training.waits)
-    times: list[training_runs.PhaseTimes] = []
+    times: list[training_runs.StepTimes] = []
     # Some of them print as they are imported, and stdout is for the result.
     with redirect_stdout(sys.stderr):
         try:

@@ -156,7 +156,7 @@ class SteppingOptimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class PhaseTimes:
+class StepTimes:
     """Time in s of each phase of an iteration."""
 
     forward_s: float
@@ -217,7 +217,7 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
         )
     except UserError as error:
         raise CannotRun(str(error)) from error
-    times: list[PhaseTimes] = []
+    times: list[StepTimes] = []
     schedules: list[Schedule] = []
 
     def add_schedule() -> None:
@@ -225,7 +225,7 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
         if (schedule := optimizer.last_schedule) is not None and not (schedules and schedule is schedules[-1]):
             schedules.append(schedule)
 
-    def add_step(of_step: PhaseTimes) -> None:
+    def add_step(of_step: StepTimes) -> None:
         times.append(of_step)
         add_schedule()
 
@@ -242,7 +242,7 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
 
 
 def train(
-    job: Job, optimizer: SteppingOptimizer, training: TrainingRun, on_times: Callable[[PhaseTimes], object]
+    job: Job, optimizer: SteppingOptimizer, training: TrainingRun, on_times: Callable[[StepTimes], object]
 ) -> list[float]:
     """Train a job, call `on_times` with the times of each iteration, and return the losses."""
     losses = []
@@ -259,14 +259,14 @@ def train(
             optimizer.step()
             _synchronize(job)
             update_end = time.perf_counter()
-            on_times(PhaseTimes(forward_end - begin, backward_end - forward_end, update_end - backward_end))
+            on_times(StepTimes(forward_end - begin, backward_end - forward_end, update_end - backward_end))
             losses.append(loss.item())
             training.on_iteration()
             begin = update_end
     return losses
 
 
-def _with_phases(schedule: Schedule, times: PhaseTimes) -> Schedule:
+def _with_phases(schedule: Schedule, times: StepTimes) -> Schedule:
     """Return the schedule with the phases of the training loop.
 
     The update begins where the backward has returned, also where the optimizer first does other work than that of its

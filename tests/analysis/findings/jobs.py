@@ -23,7 +23,8 @@ PARAMS = 10**9
 class Job:
     """A job with equal iterations on some ranks.
 
-    ms: lengths of `other` and the phases. slower: additional ms of a phase, by rank and phase.
+    ms: lengths of `other` and the phases. slower: additional ms of a phase, by rank and phase. stalls: additional ms of
+    `other`, by iteration.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Job:
         ranks: int = 2,
         iterations: int = 8,
         slower: dict[tuple[int, str], float] | None = None,
+        stalls: dict[int, float] | None = None,
         **ms: float,
     ) -> None:
         self.builder = TraceBuilder("recorded")
@@ -45,7 +47,8 @@ class Job:
                 now = start
                 for phase in ("other", *PHASES):
                     self.begins.setdefault((number, phase), []).append(now)
-                    length = round((self.ms[phase] + (slower or {}).get((number, phase), 0.0)) * MS)
+                    stall = (stalls or {}).get(iteration, 0.0) if phase == "other" else 0.0
+                    length = round((self.ms[phase] + (slower or {}).get((number, phase), 0.0) + stall) * MS)
                     if phase != "other":
                         rank.phase(phase, now, now + length, iteration)
                     now += length
@@ -149,7 +152,7 @@ def devices(job: Job, peak: float | None = PEAK) -> Job:
     return job.meta(threads={"torch": 32, "omp": "32"})
 
 
-def on_gpu(ranks: int = 1, slower: dict[tuple[int, str], float] | None = None, used: float = 72, **ms: float) -> Job:
+def on_gpu(ranks: int = 1, slower: dict[tuple[int, str], float] | None = None, used: float = 72, **ms: Any) -> Job:
     """Make a job with state on the GPU, step counts on the CPU as in torch, pinned batches, and the loss read back."""
     job = devices(Job(ranks, slower=slower, **ms))
     job.meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cpu", "cuda"]}])
@@ -190,7 +193,7 @@ def async_copies(job: Job) -> Job:
     return job
 
 
-def on_cpu(ranks: int = 1, torch: int = 16, cores: int = 16, **ms: float) -> Job:
+def on_cpu(ranks: int = 1, torch: int = 16, cores: int = 16, **ms: Any) -> Job:
     """Make a job without a GPU."""
     job = Job(ranks, **ms)
     cpu = {"device": "cpu", "kind": "cpu", "capacity_bytes": CAPACITY, "cores": cores}

@@ -53,6 +53,21 @@ def test_between_phases__gains_what_is_not_a_forward() -> None:
     assert with_forwards(on_cpu(other=130), 65).result(between_phases) is None
 
 
+@pytest.mark.parametrize("make", [on_gpu, on_cpu])
+@pytest.mark.parametrize(
+    ("stalls", "ms", "reported"), [(3, 400, True), (2, 900, False), (3, 200, False), (7, 400, True)]
+)
+def test_between_phases__sees_stalls_that_medians_hide(make: type[Job], stalls: int, ms: float, reported: bool) -> None:
+    # 405 ms an iteration; the first two of them warm up.
+    job = make(iterations=17, stalls=dict.fromkeys(range(2, 2 + 2 * stalls, 2), ms))
+    assert (job.result(between_phases) is not None) == reported
+    if reported:
+        finding = job.finding(between_phases)
+        assert finding.potential_gain_ms == pytest.approx(stalls * ms / 15)
+        assert finding.title == "Some iterations stall outside forward, backward and update"
+        assert finding.evidence[0].startswith(f"{stalls} of 15 iterations take {ms:.1f} ms longer")
+
+
 @pytest.mark.parametrize("ranks", [2, slow_case(3), slow_case(4)])
 @pytest.mark.parametrize("delay", [9, 60])
 def test_slow_rank__gain_is_its_delay(ranks: int, delay: float) -> None:

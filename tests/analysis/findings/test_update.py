@@ -107,6 +107,15 @@ def test_too_few_threads__accepts_half_of_cores() -> None:
     assert offloaded(4, update=400).meta(threads={"torch": 8, "omp": None}).result(too_few_threads) is None
 
 
+def test_too_few_threads__counts_all_logical_cores_where_each_is_a_core() -> None:
+    job = offloaded(4, update=400).meta(threads={"torch": 8, "omp": None})
+    job.builder.meta["host"]["cpu"]["threads_per_core"] = 1
+    assert job.finding(too_few_threads).potential_gain_ms == pytest.approx(200)
+    assert job.meta(threads={"torch": 9, "omp": None}).result(too_few_threads) is None
+    job.builder.meta["host"]["cpu"]["threads_per_core"] = 2
+    assert job.meta(threads={"torch": 8, "omp": None}).result(too_few_threads) is None
+
+
 def test_too_few_threads__counts_unrecorded_ranks() -> None:
     job = offloaded(1, update=400).meta(threads={"torch": 8, "omp": None}, world_size=8)
     assert job.result(too_few_threads) is None

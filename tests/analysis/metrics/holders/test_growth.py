@@ -27,12 +27,17 @@ def job(iterations: int, leaking: int) -> Trace:
 
 
 def test_memory_growth__finds_the_site_that_each_iteration_leaves_blocks_of() -> None:
-    assert memory_growth(job(5, 5), 0) == [Growth("keep (/job/model.py:3)", None, 64, 3)]
+    assert memory_growth(job(5, 5), 0) == [Growth("keep (/job/model.py:3)", None, 64, 4)]
 
 
 def test_memory_growth__ignores_blocks_that_only_some_iterations_leave() -> None:
     assert memory_growth(job(5, 1), 0) == []
     assert memory_growth(job(5, 0), 0) == []
+
+
+def test_memory_growth__counts_the_last_captured_iteration() -> None:
+    # Nothing is allocated between its last block and its end, nor is anything recorded after it.
+    assert memory_growth(job(3, 3), 0) == [Growth("keep (/job/model.py:3)", None, 64, 2)]
 
 
 def test_memory_growth__is_not_known_of_two_iterations_or_without_allocations() -> None:
