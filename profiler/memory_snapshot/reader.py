@@ -62,7 +62,8 @@ class Snapshot:
 
     def events_of(self, device: int) -> pd.DataFrame:
         """Return the events of a device, without a copy: they follow each other."""
-        return self.events[slice(*np.searchsorted(self.events["device"], [device, device + 1]))]
+        numbers = self.events["device"].to_numpy()
+        return self.events[slice(*np.searchsorted(numbers, np.array([device, device + 1], numbers.dtype)))]
 
 
 def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS) -> Snapshot:
@@ -129,7 +130,7 @@ def _check_ranges(tables: dict[str, pd.DataFrame]) -> None:
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= limits[column]:
             raise SnapshotError(f"it has {low if low < 0 else high} for {column}")
-        if limits[column] == _MAX_BYTES and values.astype(float).sum() >= _MAX_SUM_BYTES:
+        if limits[column] == _MAX_BYTES and values.to_numpy().sum(dtype=float) >= _MAX_SUM_BYTES:
             raise SnapshotError("its sizes add up to more than any device has")
 
 
@@ -164,21 +165,32 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
     else:
         segments = snapshot.segments
         signs, end_bytes = _RESERVED, int(segments.loc[segments["device"] == device, "bytes"].sum())
-    sign = np.zeros(len(ACTIONS), np.int64)
+    sign = np.zeros(len(ACTIONS), np.int8)
     sign[[ACTIONS[action] for action in signs]] = list(signs.values())
     signed = sign[events["action"]]
-    changes = (signed * events["bytes"].to_numpy(np.int64))[signed != 0]
-    sums = np.concatenate([[0], changes.cumsum()])
+    changing = signed != 0
+    changes = events["bytes"].to_numpy()[changing]
+    changes *= signed[changing]
+    # Millions of events: sums and times are made in place.
+    sums, times = np.zeros(len(changes) + 2, np.int64), np.empty(len(changes) + 2, np.int64)
+    np.cumsum(changes, out=sums[1:-1])
+    del changes
+    sums[-1] = sums[-2]
     missing = max(int(sums[-1] - sums.min()) - end_bytes, 0)
-    # Events are in their order, but the clocks of several cores may differ a little: times are made monotonic.
-    times = np.maximum.accumulate(events["time_us"].to_numpy(np.int64)) * 1000
-    first, last = start_ns(snapshot, device), int(snapshot.events["time_us"].max()) * 1000
-    return PoolTimeline(
-        np.concatenate([[first], times[signed != 0], [last]]),
-        np.append(sums, sums[-1]) + (end_bytes - sums[-1] + missing),
-        missing,
-        bool((changes < 0).any()),
-    )
+    sums += end_bytes - sums[-1] + missing
+    times[0], times[-1] = start_ns(snapshot, device), int(snapshot.events["time_us"].max()) * 1000
+    times[1:-1] = _times_ns(events, changing)
+    return PoolTimeline(times, sums, missing, bool((signed < 0).any()))
+
+
+def _times_ns(events: pd.DataFrame, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Return times of some events of a device, monotonic from its first event on: clocks of cores differ a little."""
+    times: npt.NDArray[np.int64] = events["time_us"].to_numpy()[chosen]
+    if len(times):
+        times[0] = max(times[0], events["time_us"].iloc[0])
+        np.maximum.accumulate(times, out=times)
+        times *= 1000
+    return times
 
 
 def start_ns(snapshot: Snapshot, device: int) -> int:
@@ -254,24 +266,41 @@ def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFr
     events = snapshot.events_of(device)
     live = blocks_in_use(snapshot, device, events)
     release = ACTIONS["free_requested" if releases_requested(events) else "free_completed"]
-    times_ns = np.maximum.accumulate(events["time_us"].to_numpy(np.int64)) * 1000
-    events = events.assign(t_ns=times_ns)[events["action"].isin([ACTIONS["alloc"], release]).to_numpy()]
-    allocated = (events["action"] == ACTIONS["alloc"]).to_numpy()
-    # The events of one address in turn: each one ends the allocation before it.
-    by_address = events.assign(allocated=allocated).groupby("address")
-    end_ns = by_address["t_ns"].shift(-1, fill_value=_MISSING).to_numpy(np.int64)
-    ended_before = ~allocated & ~by_address["allocated"].shift(1, fill_value=False).to_numpy(bool)
-    made, older = events[allocated], events[ended_before]
+    action = events["action"].to_numpy()
+    chosen = (action == ACTIONS["alloc"]) | (action == release)
+    made = action[chosen] == ACTIONS["alloc"]
+    address, size, stack = (events[name].to_numpy()[chosen] for name in ("address", "bytes", "stack"))
+    following, after_made = _following(address, made)
+    t_ns = _times_ns(events, chosen)
+    end_ns = np.where(following >= 0, t_ns[following], _MISSING)[made]
+    older = ~made & ~after_made
     # Blocks held at the end without an allocation in the events are older than these.
-    remaining = live[~live["address"].isin(made.loc[end_ns[allocated] == _MISSING, "address"])]
-    rows = pd.DataFrame(
-        {
-            "start_ns": np.concatenate([made["t_ns"], np.full(len(older) + len(remaining), start_ns)]),
-            "end_ns": np.concatenate([end_ns[allocated], older["t_ns"], np.full(len(remaining), _MISSING)]),
-            "bytes": np.concatenate([made["bytes"], older["bytes"], remaining["requested"]]),
-            "address": np.concatenate([made["address"], older["address"], remaining["address"]]),
-            "stack": np.concatenate([made["stack"], np.full(len(older), -1), remaining["stack"]]),
-        }
-    ).astype("int64")
-    stacks = pd.Categorical.from_codes(rows["stack"].to_numpy(), categories=snapshot.stacks)
-    return rows.assign(stack=stacks, end_ns=rows["end_ns"].astype("Int64").mask(rows["end_ns"] == _MISSING))
+    remaining = live[~live["address"].isin(address[made & (following < 0)])]
+    del following
+    unknown = np.full(older.sum() + len(remaining), start_ns)
+    ends = np.concatenate([end_ns, t_ns[older], np.full(len(remaining), _MISSING)])
+    stacks = np.concatenate([stack[made], np.full(older.sum(), -1, np.int32), remaining["stack"].astype(np.int32)])
+    columns = {
+        "start_ns": np.concatenate([t_ns[made], unknown]),
+        "end_ns": pd.arrays.IntegerArray(ends, ends == _MISSING),
+        "bytes": np.concatenate([size[made], size[older], remaining["requested"]]),
+        "address": np.concatenate([address[made], address[older], remaining["address"]]),
+        "stack": pd.Categorical.from_codes(stacks, categories=snapshot.stacks),
+    }
+    return pd.DataFrame(columns, copy=False)
+
+
+def _following(
+    address: npt.NDArray[np.int64], made: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Return the position of the next event of each event's address, or -1, and whether an allocation was before it.
+
+    The events of one address in turn: each one ends the allocation before it."""
+    order = np.argsort(address, kind="stable").astype(np.int32)
+    in_turn = address[order]
+    same = in_turn[1:] == in_turn[:-1]
+    del in_turn
+    before, after = order[:-1][same], order[1:][same]
+    following, after_made = np.full(len(address), -1, np.int32), np.zeros(len(address), bool)
+    following[before], after_made[after] = after, made[before]
+    return following, after_made

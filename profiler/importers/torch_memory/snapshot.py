@@ -82,8 +82,8 @@ def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
     if events.empty and snapshot.segments.empty:
         raise SourceError(f"{source} has no events and no memory")
     rank = rank_of(source, builder, SnapshotImporter.format, number)
-    devices = np.union1d(snapshot.segments["device"], events["device"])
-    activity = events["device"].value_counts().reindex(devices, fill_value=0)
+    activity = events["device"].value_counts()
+    activity = activity.reindex(np.union1d(snapshot.segments["device"], activity.index), fill_value=0)
     devices = activity.sort_values(ascending=False, kind="stable").index
     if len(devices) > 1:
         builder.note(
