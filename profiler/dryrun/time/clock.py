@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from ebbtide.profiler.dryrun.time.time_priors import CASES, MAX_QUEUED, TYPICAL,
 
 # Streams of the collectives of NCCL, which are not those of the job.
 COMMUNICATION_STREAM = 1_000
+_LAUNCH_NS = tuple(map(round, priors.LAUNCH_NS))
 Times = tuple[int, ...]  # one in each of the cases
 
 
@@ -128,18 +130,18 @@ class VirtualClock:
         for case, time_ns in zip(self._cases, times_ns, strict=True):
             case.host_ns += round(time_ns)
 
-    def run_kernel(self, work: KernelWork, stream: int | None = None) -> None:
-        """Launch a kernel on a stream; None: the current one."""
+    def run_kernel(self, work: KernelWork, stream: int | None = None, durations: Sequence[int] = ()) -> None:
+        """Launch a kernel on a stream; None: the current one. `durations`: its time in each case, if that is known."""
         stream = self.stream if stream is None else stream
         launch_ns = self.tick()
-        times = None
-        for number, duration in enumerate(self.rates.kernel_ns(work)):
-            latency = round(priors.LAUNCH_NS[number])
-            launched = self._cases[number].launch(stream, latency, duration)
-            times = launched if number == TYPICAL else times
-        assert times is not None
+        times = [
+            case.launch(stream, latency, duration)
+            for case, latency, duration in zip(
+                self._cases, _LAUNCH_NS, durations or self.rates.kernel_ns(work), strict=True
+            )
+        ]
         if not self._closed:
-            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times))
+            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times[TYPICAL]))
 
     def run_collective(self, work: KernelWork, is_async: bool = False) -> Times:
         """Launch a collective after the work of the current stream, and return its end in each case.
@@ -166,7 +168,7 @@ class VirtualClock:
         times = None
         for number, case in enumerate(self._cases):
             duration = round(1e9 * size / (rate * priors.COPY_EFFICIENCY[number]) + priors.COPY_NS[number])
-            launched = case.launch(self.stream, round(priors.LAUNCH_NS[number]), duration, direction)
+            launched = case.launch(self.stream, _LAUNCH_NS[number], duration, direction)
             if blocking or (not pinned and direction == "d2h"):
                 case.synchronize(self.stream)
             elif not pinned:
@@ -222,6 +224,19 @@ def _microseconds(prior: PriorRange) -> str:
     return " / ".join(f"{value / 1e3:g}" for value in prior)
 
 
+class Charge(NamedTuple):
+    """What an operation takes: a kernel, with its times, or time of the host alone.
+
+    `list_tensors`: tensors that a kernel takes as lists. `host_bytes`: bytes that the host reads and writes; None for
+    an operation on the device.
+    """
+
+    work: KernelWork | None = None
+    durations: Sequence[int] = ()
+    list_tensors: int = 0
+    host_bytes: int | None = None
+
+
 class OperationTimer:
     """Charges each operation to the host, and its kernel to the current stream.
 
@@ -231,35 +246,37 @@ class OperationTimer:
     def __init__(self, clock: VirtualClock, modules: list[str]) -> None:
         self._clock, self._modules = clock, modules
 
-    def run(
+    def charge_of(
         self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-    ) -> None:
-        """Advance by an operation that is no copy between host and device."""
+    ) -> Charge:
+        """Return the charge of an operation that is no copy between host and device."""
         tensors = [*inputs, *outputs]
         if not any(tensor.device.type == "cuda" for tensor in tensors):
-            self._run_on_host(func, tensors)
-            return
+            size = 0 if func.is_view else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            return Charge(host_bytes=size)
         work = kernel_work(func, args, kwargs, result, inputs, outputs)
         if work is None:
+            return Charge()
+        lists = len(inputs) if work.work_class is WorkClass.FOREACH else 0
+        return Charge(work, self._clock.rates.kernel_ns(work), lists)
+
+    def run(self, charge: Charge) -> None:
+        """Advance by an operation."""
+        if charge.host_bytes is not None:
+            # Once the job trains, large tensors of the host are optimizer state.
+            if self._clock.in_job and charge.host_bytes:
+                self._clock.run_host(self._clock.rates.host_ns(charge.host_bytes))
+        elif charge.work is None:
             self._clock.run_host(priors.VIEW_NS)
-            return
-        self._clock.run_host(self._launch_cost(len(inputs) if work.work_class is WorkClass.FOREACH else 0))
-        self._clock.run_kernel(work)
+        else:
+            self.run_kernel(charge.work, charge.durations, charge.list_tensors)
 
-    def run_kernel(self, work: KernelWork) -> None:
+    def run_kernel(self, work: KernelWork, durations: Sequence[int] = (), list_tensors: int = 0) -> None:
         """Advance by the launch of a kernel."""
-        self._clock.run_host(self._launch_cost(0))
-        self._clock.run_kernel(work)
-
-    def _launch_cost(self, list_tensors: int) -> PriorRange:
         in_engine = torch._C._current_graph_task_id() != -1 and not self._modules
         cost = priors.ENGINE_OPERATION_NS if in_engine else priors.PYTHON_OPERATION_NS
-        if not list_tensors:
-            return cost
-        return PriorRange(*(own + list_tensors * each for own, each in zip(cost, priors.LIST_TENSOR_NS, strict=True)))
-
-    def _run_on_host(self, func: Any, tensors: list[torch.Tensor]) -> None:
-        """Advance by an operation on large tensors of the host, once the job trains: they are optimizer state then."""
-        if self._clock.in_job and not func.is_view:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self._clock.run_host(self._clock.rates.host_ns(size))
+        if list_tensors:
+            each = priors.LIST_TENSOR_NS
+            cost = PriorRange(*(own + list_tensors * more for own, more in zip(cost, each, strict=True)))
+        self._clock.run_host(cost)
+        self._clock.run_kernel(work, durations=durations)
