@@ -121,8 +121,11 @@ def torchtune_lora(model: str, batch: int, length: int, quantized: bool) -> None
     _train_torchtune(network, loss_of, optimizer, batch, length)
 
 
-def litgpt(model: str, batch: int, rank: int, layers: str, dropout: float = 0.05) -> None:
-    """LitGPT's model, loss and loop in bf16, 512 tokens, with LoRA of a rank (0: full fine-tuning) on `layers`."""
+def litgpt(model: str, batch: int, rank: int, layers: str, dropout: float = 0.05, steps: int = 1) -> None:
+    """LitGPT's model, loss and loop in bf16, 512 tokens, with LoRA of a rank (0: full fine-tuning) on `layers`.
+
+    `steps`: micro-batches whose gradients are added.
+    """
     import litgpt.lora
     from litgpt.utils import chunked_cross_entropy
 
@@ -137,10 +140,11 @@ def litgpt(model: str, batch: int, rank: int, layers: str, dropout: float = 0.05
     network.max_seq_length = 512
     optimizer = torch.optim.AdamW([one for one in network.parameters() if one.requires_grad], lr=2e-4)
     while True:
-        tokens = torch.randint(0, 32_000, (batch, 512)).cuda()
-        logits = network(tokens, lm_head_chunk_size=128)
-        logits[-1] = logits[-1][..., :-1, :]
-        chunked_cross_entropy(logits, tokens[..., 1:]).backward()
+        for _ in range(steps):
+            tokens = torch.randint(0, 32_000, (batch, 512)).cuda()
+            logits = network(tokens, lm_head_chunk_size=128)
+            logits[-1] = logits[-1][..., :-1, :]
+            chunked_cross_entropy(logits, tokens[..., 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -37,11 +37,12 @@ class _Result(NamedTuple):
 
     def again(self, inputs: list[Any]) -> Any:
         """Return such a tensor, of another call."""
+        source = None if self.source is None else inputs[self.source]
         if self.is_source:
-            return inputs[self.source]
+            return source
         content = _empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        if self.source is not None:
-            content.set_(inputs[self.source].untyped_storage(), self.offset, self.shape, self.stride)
+        if source is not None:
+            content.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
         device = self.attributes["_fake_device"]
         tensor = _make_subclass(
             FakeTensor, content, self.requires_grad, dispatch_device=True, device_for_backend_keys=device
@@ -93,8 +94,8 @@ class KnownCalls:
                 return None
         return tuple(key)
 
-    def find(self, key: tuple[Any, ...] | None) -> KnownCall | None:
-        return None if key is None else self._calls.get(key)
+    def find(self, key: Any) -> KnownCall | None:
+        return self._calls.get(key)
 
     def add(self, key: tuple[Any, ...], func: Any, result: Any, inputs: list[Any]) -> KnownCall | None:
         """Add a call that has just been made, and return it; None if others may have another result."""
