@@ -131,14 +131,6 @@ class ShadowValues:
         except Exception:
             return None  # an operation that only a device has
 
-    def may_follow(self, func: Any, outputs: list[Any]) -> bool:
-        """Return whether `follow` has something to do for some call of an operation with results of this kind."""
-        is_large = any(tensor.numel() > MAX_ELEMENTS for tensor in outputs)
-        is_condition = len(outputs) == 1 and outputs[0].dtype == torch.bool
-        return (
-            func._schema.is_mutable or is_condition or not (is_large or func in _UNINITIALIZED or _RANDOM in func.tags)
-        )
-
     def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> None:
         """Compute the values of what an operation has made or written, and forget those that are not known now."""
         large = any(tensor.numel() > MAX_ELEMENTS for tensor in outputs)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -25,10 +25,9 @@ from ebbtide.profiler.dryrun.device.known_calls import KnownCalls
 from ebbtide.profiler.dryrun.device.unknown_shapes import UnknownShapes
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
-from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, Need
+from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces
 from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
-from ebbtide.profiler.dryrun.time.clock import Charge, OperationTimer, VirtualClock
-from ebbtide.profiler.dryrun.time.kernel_work import depends_on_settings
+from ebbtide.profiler.dryrun.time.clock import OperationTimer, VirtualClock
 from ebbtide.profiler.dryrun.time.rates import KernelWork
 
 _aten = torch.ops.aten
@@ -77,20 +76,6 @@ class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
     @property
     def avoid_device_init(self) -> bool:
         return True
-
-
-class _Effects(NamedTuple):
-    """The effects of a call on clock and memory.
-
-    `has_values`: whether values of its results may be known, or those of its arguments are not any more.
-    """
-
-    charge: Charge
-    need: Need | None
-    has_values: bool
-    is_collective: bool
-    is_copy: bool
-    writes: bool
 
 
 class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
@@ -214,29 +199,25 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             kwargs = {**kwargs, "generator": None}
         args = self.shapes.without_boolean_index(func, args)
         inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
-        key = self._calls.key(func, args, kwargs)
+        key = self._calls.key(func, args, kwargs, inputs)
         call = self._calls.find(key)
-        if call is not None:
-            result = call.again(inputs)
-        else:
-            asked = self.shapes.asked
-            result = self._make_fake(func, types, args, kwargs)
-            call = self._calls.add(key, func, result, inputs) if key and self.shapes.asked == asked else None
+        result = self._make_fake(func, types, args, kwargs) if call is None else call.again(inputs)
         outputs = list(tensors_in((result,)))
-        effects = call.effects if call is not None else None
-        if effects is None:
-            effects = self._effects_of(func, args, kwargs, result, inputs, outputs)
-            if call is not None and not (effects.charge.work and depends_on_settings(effects.charge.work)):
-                call.effects = effects
-        if effects.has_values:
-            self.values.follow(func, args, kwargs, inputs, outputs)
-        if effects.is_collective:
+        if call is None:
+            on_device = any(isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda" for tensor in outputs)
+            effects = self._timer.charge_of(func, args, kwargs, result, inputs, outputs), on_device
+            # Otherwise the operation gave an argument another shape.
+            if key is not None and key == self._calls.key(func, args, kwargs, inputs):
+                self._calls.add(key, func, result, inputs, effects)
+        charge, on_device = effects if call is None else call.effects
+        self.values.follow(func, args, kwargs, inputs, outputs)
+        if func.namespace in COLLECTIVE_NAMESPACES:
             self.collectives.account(func, args, kwargs, outputs)
-        elif not effects.is_copy or not self._count_copy(func, args, kwargs, inputs, outputs):
-            self._timer.run(effects.charge)
-        self._follow_storages(in_place_target(func, args) if effects.writes else None, outputs)
-        if effects.need is not None:
-            self._workspaces.take(effects.need)
+        elif not self._count_copy(func, args, kwargs, inputs, outputs):
+            self._timer.run(charge)
+        self._follow_storages(func, args, outputs)
+        if on_device:
+            self._workspaces.note(func, args, kwargs, result)
         if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
             schema = func._schema
             if schema.is_mutable and schema.name.endswith("_") and isinstance(result, torch.Tensor):
@@ -258,27 +239,15 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 "torch.library.register_fake"
             ) from error
 
-    def _effects_of(
-        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]
-    ) -> _Effects:
-        is_collective = func.namespace in COLLECTIVE_NAMESPACES
-        on_device = any(isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda" for tensor in outputs)
-        return _Effects(
-            Charge() if is_collective else self._timer.charge_of(func, args, kwargs, result, inputs, outputs),
-            self._workspaces.needs(func, args, kwargs, result) if on_device else None,
-            self.values.may_follow(func, outputs),
-            is_collective,
-            func in _COPIES,
-            func in _WRITES,
-        )
-
     def _read_value(self, tensor: Any) -> Any:
         if tensor.device.type == "cuda":
             self._transfers.add("d2h", tensor.element_size())
         return self.values.value_of(tensor)
 
     def _count_copy(self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> bool:
-        """Return whether an operation of _COPIES is one between host and device, and count it."""
+        """Return whether an operation is a copy between host and device, and count it."""
+        if func not in _COPIES:
+            return False
         source = inputs[0] if func is _aten._to_copy.default else inputs[1]
         target = outputs[0]
         kinds = source.device.type, target.device.type
@@ -292,8 +261,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             self._transfers.add("d2h", target.numel() * source.element_size(), target, blocking)
         return bool(kinds[0] != kinds[1])
 
-    def _follow_storages(self, reused: Any, outputs: list[Any]) -> None:
-        """Follow the storages that an operation made; `reused`: that which it would write in place."""
+    def _follow_storages(self, func: Any, args: Any, outputs: list[Any]) -> None:
+        """Follow the storages that an operation made."""
+        reused = in_place_target(func, args)
         for tensor in outputs:
             if not isinstance(tensor, FakeTensor):
                 continue
@@ -305,11 +275,11 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
 
 
 def in_place_target(func: Any, args: Any) -> Any:
-    """Return the storage that an operation of _WRITES would write in place if autograd calls it; None: it would not.
+    """Return the storage that an operation called by autograd would write in place on a device; None if there is none.
 
     Autograd treats tensors of a subclass with care, and makes a new tensor.
     """
-    if torch._C._current_graph_task_id() == -1 or not _called_by_autograd():
+    if func not in _WRITES or torch._C._current_graph_task_id() == -1 or not _called_by_autograd():
         return None
     target = args[0]
     storage = target.untyped_storage()

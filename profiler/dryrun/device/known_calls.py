@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Arguments that are hashed by value.
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.inplace_view)
+_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 # The job, and `deepspeed.zero.Init`, may replace these.
 _dispatch_keys, _default_dtype, _in_inference = (
     torch._C._dispatch_keys, torch.get_default_dtype, torch.is_inference_mode_enabled,
 )  # fmt: skip
 _empty_strided, _make_subclass = torch.empty_strided, torch._C.TensorBase._make_subclass
+_precision = torch._C._get_fp32_precision_getter
 
 
 class _Result(NamedTuple):
@@ -32,7 +33,6 @@ class _Result(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    requires_grad: bool
     attributes: dict[str, Any]
 
     def again(self, inputs: list[Any]) -> Any:
@@ -44,28 +44,23 @@ class _Result(NamedTuple):
         if source is not None:
             content.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
         device = self.attributes["_fake_device"]
-        tensor = _make_subclass(
-            FakeTensor, content, self.requires_grad, dispatch_device=True, device_for_backend_keys=device
-        )
+        tensor = _make_subclass(FakeTensor, content, False, dispatch_device=True, device_for_backend_keys=device)
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         tensor.__dict__.update(self.attributes)
         return tensor
 
 
-@dataclass(slots=True)
-class KnownCall:
-    """A call, and what every call of the operation with such arguments has in common.
+class KnownCall(NamedTuple):
+    """A call: what every call of the operation with such arguments has in common.
 
-    Attributes:
-        func: The operation, which stays, as its address stands for it.
-        container: The type of its result, `tuple` or `list`; None: one value.
-        effects: What else follows from it; None until that is known.
+    `func`: the operation, which stays, as its address stands for it. `container`: the type of its result, `tuple` or
+    `list`; None: one value. `effects`: what else follows from it.
     """
 
     func: Any
     container: Any
     results: list[Any]
-    effects: Any = None
+    effects: Any
 
     def again(self, inputs: list[Any]) -> Any:
         """Return the result of a call with other tensors, those of its arguments in order."""
@@ -74,18 +69,20 @@ class KnownCall:
 
 
 class KnownCalls:
-    """The calls so far.
+    """The calls so far of torch's own operations whose results follow from their arguments without values.
 
     Torch has such a cache, too; this one takes a fifth of its time, and knows more calls, such as those of views.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self._fake_mode = fake_mode
-        self._calls: dict[tuple[Any, ...], KnownCall] = {}
+        self._calls: dict[Any, KnownCall] = {}
 
-    def key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-        """Return what a call has in common with equal ones; None if that is not known."""
-        key: list[Any] = [id(func), _default_dtype(), _in_inference()]
+    def key(self, func: Any, args: Any, kwargs: Any, inputs: list[Any]) -> tuple[Any, ...] | None:
+        """Return what a call has in common with equal ones; None if that is not known. `inputs`: tensors in order."""
+        if not is_builtin(func) or (func._schema.is_mutable and len(set(map(id, inputs))) < len(inputs)):
+            return None
+        key = [id(func), _default_dtype(), _in_inference(), _precision("cuda", "matmul"), _precision("cuda", "conv")]
         if not self._describe(args, key):
             return None
         if kwargs:
@@ -97,18 +94,16 @@ class KnownCalls:
     def find(self, key: Any) -> KnownCall | None:
         return self._calls.get(key)
 
-    def add(self, key: tuple[Any, ...], func: Any, result: Any, inputs: list[Any]) -> KnownCall | None:
-        """Add a call that has just been made, and return it; None if others may have another result."""
+    def add(self, key: Any, func: Any, result: Any, inputs: list[Any], effects: Any) -> None:
+        """Add a call that has just been made, unless others may have another result."""
+        if not _DEPENDENT.isdisjoint(func.tags):
+            return
         container = list if isinstance(result, list) else tuple if isinstance(result, tuple) else None
-        results = [result] if container is None else result
-        if any(tag in func.tags for tag in _DEPENDENT) or (func._schema.is_mutable and _repeat(inputs)):
-            return None
         try:
-            made = [_result_of(value, inputs) for value in results]
+            results = [_result_of(value, inputs) for value in ([result] if container is None else result)]
         except LookupError:
-            return None
-        call = self._calls[key] = KnownCall(func, container, made)
-        return call
+            return
+        self._calls[key] = KnownCall(func, container, results, effects)
 
     def _describe(self, values: Collection[Any], key: list[Any]) -> bool:
         key.append(len(values))
@@ -128,10 +123,6 @@ class KnownCalls:
         return True
 
 
-def _repeat(tensors: list[Any]) -> bool:
-    return len({id(tensor) for tensor in tensors}) < len(tensors)
-
-
 def _result_of(value: Any, inputs: list[Any]) -> Any:
     """Return how to make a value of a result again.
 
@@ -140,21 +131,19 @@ def _result_of(value: Any, inputs: list[Any]) -> Any:
     """
     if type(value) in _PLAIN:
         return value
-    if not isinstance(value, torch.Tensor):
+    if type(value) is not FakeTensor or value.constant is not None or value.layout is not torch.strided:
         raise LookupError
+    storage = value.untyped_storage()
     is_source = [number for number, tensor in enumerate(inputs) if tensor is value]
-    storage = value.untyped_storage()._cdata
-    sources = is_source or [n for n, tensor in enumerate(inputs) if tensor.untyped_storage()._cdata == storage]
-    is_plain = type(value) is FakeTensor and value.constant is None and value.layout is torch.strided
-    if len(sources) > 1 or not (is_source or is_plain) or value.is_conj() or value.is_neg():
+    sources = is_source or [n for n, tensor in enumerate(inputs) if tensor.untyped_storage()._cdata == storage._cdata]
+    shape, stride = value.shape, value.stride()
+    if len(sources) > 1 or value.is_conj() or value.is_neg() or value.requires_grad > bool(is_source):
         raise LookupError
-    return _Result(
-        sources[0] if sources else None,
-        bool(is_source),
-        value.shape,
-        value.stride(),
-        value.storage_offset(),
-        value.dtype,
-        value.requires_grad,
-        dict(vars(value)),
-    )
+    if (
+        not sources
+        and _empty_strided(shape, stride, dtype=value.dtype, device="meta").untyped_storage().nbytes()
+        != storage.nbytes()
+    ):
+        raise LookupError
+    source = sources[0] if sources else None
+    return _Result(source, bool(is_source), shape, stride, value.storage_offset(), value.dtype, dict(vars(value)))

@@ -28,20 +28,18 @@ class UnknownShapes:
     """Gives such operations the shape of known values, or else the largest one that is possible.
 
     `bounds`: results of that size, by operation. `least`: results with the smallest size, of libraries that state no
-    largest one: int8 products of bitsandbytes, which have few columns of outliers. `asked`: both.
+    largest one: int8 products of bitsandbytes, which have few columns of outliers.
     """
 
     def __init__(self, fake_mode: Any, values: ShadowValues) -> None:
         self.bounds: Counter[str] = Counter()
         self.least: Counter[str] = Counter()
-        self.asked = 0
         self._fake_mode, self._values = fake_mode, values
 
     def install(self, patches: Patches) -> None:
         """Answer the operations of libraries that ask for a size, until `patches.undo()`."""
 
         def size(context: Any, *, min: int = 0, max: int | None = None) -> int:
-            self.asked += 1
             name = str(context._op)
             (self.least if max is None else self.bounds)[name] += 1
             return min if max is None else max

@@ -33,9 +33,7 @@ class CallStacks:
 
     def __init__(self, torch: Any) -> None:
         self.texts: list[str] = []
-        # By lines, and by instructions, which take less time to find.
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._instructions: dict[tuple[Any, ...], int] = {}
         root = str(Path(torch.__file__).parent)
         self._left_out = (
             str(Path(__file__).parents[2]),
@@ -51,30 +49,20 @@ class CallStacks:
 
     def current(self) -> int:
         """Return the number of the stack of the caller."""
-        node: Any = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
-        caller = frame = sys._getframe(1)
-        places: list[Any] = [node and node.name()]
-        while frame is not None and len(places) < 2 * _MAX_FRAMES:
-            places += (frame.f_code, frame.f_lasti)
-            frame = frame.f_back  # type: ignore[assignment]
-        key = tuple(places)
-        number = self._instructions.get(key)
-        if number is None:
-            number = self._instructions[key] = self._number_lines(caller, node)
-        return number
-
-    def _number_lines(self, frame: FrameType | None, node: Any) -> int:
+        frame: FrameType | None = sys._getframe(1)
         places: list[tuple[CodeType, int]] = []
         while frame is not None and len(places) < _MAX_FRAMES:
             places.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
+        node: Any = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
         key = (*places, node and node.name())
-        if key not in self._numbers:
-            self._numbers[key] = len(self.texts)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.texts)
             text = self._text(places)
             from_engine = node is not None and text.rpartition("\n")[2].startswith("_engine_run_backward ")
             self.texts.append(f"{ENGINE}\n{node.name()}" if from_engine else text)
-        return self._numbers[key]
+        return number
 
     def _text(self, places: list[tuple[CodeType, int]]) -> str:
         frames = [

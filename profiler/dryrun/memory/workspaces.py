@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -97,13 +96,6 @@ def multiprocessors(device_name: str, capability: tuple[int, int]) -> Multiproce
     return Multiprocessors(next(counts, _H100_MULTIPROCESSORS), _THREADS.get(capability, _MOST_THREADS))
 
 
-class Need(NamedTuple):
-    """Memory that a kernel needs: buffers while it runs, or workspaces of a convolution; else that of cuBLAS."""
-
-    buffers: Sequence[int] = ()
-    convolution: list[tuple[int, int]] | None = None
-
-
 class KernelWorkspaces:
     """Accounts for the memory that kernels take.
 
@@ -118,30 +110,26 @@ class KernelWorkspaces:
         self._size = workspace_bytes(capability)
         self._threads: set[bool] = set()
 
-    def needs(self, func: Any, args: Any, kwargs: Any, result: Any) -> Need | None:
-        """Return what an operation on the device needs beside its result; None: nothing."""
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Account for an operation on the device that has just made its result."""
         kind = func._overloadpacket
         if kind in _MATRIX_PRODUCTS:
-            return Need()
-        if kind in CONVOLUTIONS:
-            return Need(convolution=convolution_bytes(kind, args, self._capability))
-        if kind in REDUCTIONS:
-            buffers = reduction_buffers(func, args, kwargs, result, self._gpu)
-        else:
-            buffers = index_buffers(kind, args) if kind in INDEX_WRITES else []
-        return Need(buffers=buffers) if buffers else None
-
-    def take(self, need: Need) -> None:
-        """Account for an operation that has just made its result."""
-        if need.convolution:
-            self._memory.add_convolution(need.convolution, self._stacks.current())
-        elif need.buffers:
-            self._memory.add_temporaries(need.buffers, self._stacks.current())
-        elif need.convolution is None:
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward not in self._threads:
                 self._threads.add(in_backward)
                 self._memory.add_workspace(self._size, self._stacks.current())
+            return
+        if kind in CONVOLUTIONS:
+            self._memory.add_convolution(convolution_bytes(kind, args, self._capability), self._stacks.current())
+            return
+        if kind in REDUCTIONS:
+            buffers = reduction_buffers(func, args, kwargs, result, self._gpu)
+        elif kind in INDEX_WRITES:
+            buffers = index_buffers(kind, args)
+        else:
+            return
+        if buffers:
+            self._memory.add_temporaries(buffers, self._stacks.current())
 
 
 @dataclass(frozen=True)

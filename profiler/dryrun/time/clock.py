@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from ebbtide.profiler.dryrun.time.time_priors import CASES, MAX_QUEUED, TYPICAL,
 
 # Streams of the collectives of NCCL, which are not those of the job.
 COMMUNICATION_STREAM = 1_000
-_LAUNCH_NS = tuple(map(round, priors.LAUNCH_NS))
 Times = tuple[int, ...]  # one in each of the cases
 
 
@@ -95,6 +94,7 @@ class VirtualClock:
 
     def __init__(self, machine: Machine | None = None) -> None:
         self.rates = GpuRates(machine)
+        self._kernel_ns = cache(self.rates.kernel_ns)
         self.kernels: list[LaunchedKernel] = []
         self.stream = 0
         self.in_job = False
@@ -130,18 +130,18 @@ class VirtualClock:
         for case, time_ns in zip(self._cases, times_ns, strict=True):
             case.host_ns += round(time_ns)
 
-    def run_kernel(self, work: KernelWork, stream: int | None = None, durations: Sequence[int] = ()) -> None:
-        """Launch a kernel on a stream; None: the current one. `durations`: its time in each case, if that is known."""
+    def run_kernel(self, work: KernelWork, stream: int | None = None) -> None:
+        """Launch a kernel on a stream; None: the current one."""
         stream = self.stream if stream is None else stream
         launch_ns = self.tick()
-        times = [
-            case.launch(stream, latency, duration)
-            for case, latency, duration in zip(
-                self._cases, _LAUNCH_NS, durations or self.rates.kernel_ns(work), strict=True
-            )
-        ]
+        times = None
+        for number, duration in enumerate(self._kernel_ns(work)):
+            latency = round(priors.LAUNCH_NS[number])
+            launched = self._cases[number].launch(stream, latency, duration)
+            times = launched if number == TYPICAL else times
+        assert times is not None
         if not self._closed:
-            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times[TYPICAL]))
+            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times))
 
     def run_collective(self, work: KernelWork, is_async: bool = False) -> Times:
         """Launch a collective after the work of the current stream, and return its end in each case.
@@ -168,7 +168,7 @@ class VirtualClock:
         times = None
         for number, case in enumerate(self._cases):
             duration = round(1e9 * size / (rate * priors.COPY_EFFICIENCY[number]) + priors.COPY_NS[number])
-            launched = case.launch(self.stream, _LAUNCH_NS[number], duration, direction)
+            launched = case.launch(self.stream, round(priors.LAUNCH_NS[number]), duration, direction)
             if blocking or (not pinned and direction == "d2h"):
                 case.synchronize(self.stream)
             elif not pinned:
@@ -225,14 +225,9 @@ def _microseconds(prior: PriorRange) -> str:
 
 
 class Charge(NamedTuple):
-    """What an operation takes: a kernel, with its times, or time of the host alone.
-
-    `list_tensors`: tensors that a kernel takes as lists. `host_bytes`: bytes that the host reads and writes; None for
-    an operation on the device.
-    """
+    """Cost of an operation: a kernel that takes `list_tensors` as lists, `host_bytes` to move, or that of a view."""
 
     work: KernelWork | None = None
-    durations: Sequence[int] = ()
     list_tensors: int = 0
     host_bytes: int | None = None
 
@@ -255,28 +250,27 @@ class OperationTimer:
             size = 0 if func.is_view else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             return Charge(host_bytes=size)
         work = kernel_work(func, args, kwargs, result, inputs, outputs)
-        if work is None:
-            return Charge()
-        lists = len(inputs) if work.work_class is WorkClass.FOREACH else 0
-        return Charge(work, self._clock.rates.kernel_ns(work), lists)
+        return Charge(work, len(inputs) if work is not None and work.work_class is WorkClass.FOREACH else 0)
 
     def run(self, charge: Charge) -> None:
         """Advance by an operation."""
-        if charge.host_bytes is not None:
-            # Once the job trains, large tensors of the host are optimizer state.
-            if self._clock.in_job and charge.host_bytes:
-                self._clock.run_host(self._clock.rates.host_ns(charge.host_bytes))
-        elif charge.work is None:
+        if charge.work is not None:
+            self._clock.run_host(self._launch_cost(charge.list_tensors))
+            self._clock.run_kernel(charge.work)
+        elif charge.host_bytes is None:
             self._clock.run_host(priors.VIEW_NS)
-        else:
-            self.run_kernel(charge.work, charge.durations, charge.list_tensors)
+        elif self._clock.in_job and charge.host_bytes:
+            # Once the job trains, large tensors of the host are optimizer state.
+            self._clock.run_host(self._clock.rates.host_ns(charge.host_bytes))
 
-    def run_kernel(self, work: KernelWork, durations: Sequence[int] = (), list_tensors: int = 0) -> None:
+    def run_kernel(self, work: KernelWork) -> None:
         """Advance by the launch of a kernel."""
+        self._clock.run_host(self._launch_cost(0))
+        self._clock.run_kernel(work)
+
+    def _launch_cost(self, list_tensors: int) -> PriorRange:
         in_engine = torch._C._current_graph_task_id() != -1 and not self._modules
         cost = priors.ENGINE_OPERATION_NS if in_engine else priors.PYTHON_OPERATION_NS
-        if list_tensors:
-            each = priors.LIST_TENSOR_NS
-            cost = PriorRange(*(own + list_tensors * more for own, more in zip(cost, each, strict=True)))
-        self._clock.run_host(cost)
-        self._clock.run_kernel(work, durations=durations)
+        if not list_tensors:
+            return cost
+        return PriorRange(*(own + list_tensors * each for own, each in zip(cost, priors.LIST_TENSOR_NS, strict=True)))

@@ -73,11 +73,6 @@ def kernel_work(
     return KernelWork(func._schema.name, _kind(func, name), work_class, flops, size, precision, dimensions, launches)
 
 
-def depends_on_settings(work: KernelWork) -> bool:
-    """Return whether the precision of a product follows from settings of torch, which a job may change."""
-    return bool(work.flops) and work.precision in ("float32", "tf32")
-
-
 def tensor_bytes(tensor: Any) -> int:
     """Return the bytes of a tensor on the device, each element once though it is expanded; 0 on the host."""
     if tensor.device.type != "cuda":
