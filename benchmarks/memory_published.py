@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import memory_published_jobs
+import torch
 from tables import machine_line, table
 
 from ebbtide.machines.catalog import find_machine
@@ -76,6 +77,7 @@ def _litgpt(
     arguments = {"model": model, "batch": batch, "rank": rank, "layers": layers, **changes}
     method = f"LoRA of rank {rank}" if rank else "full"
     title = f"{model}, bf16, {method}, {batch} x 512"
+    title += f", {changes['steps']} micro-batches" if "steps" in changes else ""
     return PublishedPeak(title, LIT, "a10", size, GB, "allocated", "litgpt", arguments)
 
 
@@ -156,6 +158,7 @@ def predicted_bytes(job: str, arguments: str, gpu: str) -> dict[str, int]:
     name = machine.gpu.name if machine.gpu is not None else gpu
     with DryRun(DryRunOptions(iterations=3, machine=machine, device_name=name)) as run:
         getattr(memory_published_jobs, job)(**json.loads(arguments))
+    torch.set_default_dtype(torch.float32)  # jobs change it
     _, _, allocated, reserved = (max(column) for column in zip(*run.memory.timeline, strict=True))
     return {"allocated": allocated, "reserved": reserved}
 
