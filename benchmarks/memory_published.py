@@ -2,8 +2,8 @@
 
     python benchmarks/memory_published.py [--only NAME]
 
-The environment needs timm, torchvision, transformers, torchao, bitsandbytes and torchtune beside ebbtide. All jobs run
-in this process, one after the other, on tensors without values. Prints Markdown.
+The environment needs timm, torchvision, transformers, torchao, bitsandbytes, torchtune and litgpt beside ebbtide. All
+jobs run in this process, one after the other, on tensors without values. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import memory_published_jobs
+import torch
 from tables import machine_line, table
 
 from ebbtide.machines.catalog import find_machine
@@ -26,6 +27,8 @@ from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 GIB, GB, MIB = 2**30, 10**9, 2**20
 AO = "pytorch/ao, torchao/optim/README.md"
 TUNE = "pytorch/torchtune, README.md (0.3 and later)"
+LIT = "Lightning-AI/litgpt, config_hub/finetune/README.md"
+ALL = "query key value projection mlp head"
 VIT_H = {"model": "vit_huge_patch14_224", "batch": 8, "amp": True, "checkpointing": False}
 VIT_G = {"model": "vit_giant_patch14_dinov2", "batch": 32, "amp": False, "checkpointing": True}
 LLAMA_2 = {"model": "llama2_7b", "batch": 2, "length": 256, "in_backward": False}
@@ -68,6 +71,16 @@ def _llama_2(optimizer: str, size: float) -> PublishedPeak:
     return PublishedPeak(title, AO, "a100-80gb-sxm", size, GIB, "allocated", "torchtune_full", arguments)
 
 
+def _litgpt(
+    model: str, size: float, batch: int, rank: int, layers: str = "query value", **changes: Any
+) -> PublishedPeak:
+    arguments = {"model": model, "batch": batch, "rank": rank, "layers": layers, **changes}
+    method = f"LoRA of rank {rank}" if rank else "full"
+    title = f"{model}, bf16, {method}, {batch} x 512"
+    title += f", {changes['steps']} micro-batches" if "steps" in changes else ""
+    return PublishedPeak(title, LIT, "a10", size, GB, "allocated", "litgpt", arguments)
+
+
 PEAKS = (
     _vit_g("bf16, checkpointing, batch 32", 9.82),
     _vit_g("the same, compiled", 9.90),
@@ -97,6 +110,17 @@ PEAKS = (
         "Llama 3.1 8B, QLoRA of rank 8, 2 x 2,048, compiled", TUNE, "rtx4090", 7.4, GIB, "reserved", "torchtune_lora",
         {**LLAMA_3, "model": "llama3_1_8b", "quantized": True},
     ),
+    _litgpt("falcon-7b", 16.69, 1, 32),
+    _litgpt("gemma-2b", 12.62, 2, 8, ALL, dropout=0.1),
+    _litgpt("Llama-2-7b-hf", 19.77, 2, 32),
+    _litgpt("Llama-3-8B", 19.73, 1, 32),
+    _litgpt("Mistral-7B-v0.1", 20.66, 2, 32),
+    _litgpt("phi-2", 13.98, 4, 8, ALL),
+    _litgpt("Phi-3-mini-4k-instruct", 19.75, 4, 8, ALL),
+    _litgpt("stablelm-base-alpha-3b", 8.58, 1, 32),
+    _litgpt("tiny-llama-1.1b", 13.50, 8, 32, ALL),
+    _litgpt("tiny-llama-1.1b", 14.10, 4, 0),
+    _litgpt("tiny-llama-1.1b", 14.10, 4, 0, steps=2),  # found after the comparison of the row before
     # NVML's figure, less the 1,343 MiB that it has for a context and one small tensor.
     PublishedPeak(
         "BERT large, fp32, Trainer, 4 x 512", "huggingface/transformers, model_memory_anatomy.md", "a100-80gb-sxm",
@@ -134,6 +158,7 @@ def predicted_bytes(job: str, arguments: str, gpu: str) -> dict[str, int]:
     name = machine.gpu.name if machine.gpu is not None else gpu
     with DryRun(DryRunOptions(iterations=3, machine=machine, device_name=name)) as run:
         getattr(memory_published_jobs, job)(**json.loads(arguments))
+    torch.set_default_dtype(torch.float32)  # jobs change it
     _, _, allocated, reserved = (max(column) for column in zip(*run.memory.timeline, strict=True))
     return {"allocated": allocated, "reserved": reserved}
 

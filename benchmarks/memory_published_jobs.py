@@ -7,6 +7,7 @@ Models are made from their configurations, and data is random: neither changes t
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import types
@@ -81,11 +82,11 @@ def optimizer_of(parameters: Any, name: str, offload: str | None = None) -> Any:
 
 def torchtune_full(model: str, optimizer: str, batch: int, length: int, in_backward: bool) -> None:
     """Full fine-tuning with torchtune's model and loss in bf16, with checkpointing."""
-    from torchtune import models, training
+    from torchtune import training
     from torchtune.modules.loss import CEWithChunkedOutputLoss
 
     with training.set_default_dtype(torch.bfloat16), torch.device("cuda"):
-        network = _torchtune_model(models, model)()
+        network = _torchtune_model(model)()
     loss_of = CEWithChunkedOutputLoss()
     network.set_num_output_chunks(loss_of.num_output_chunks)
     if in_backward:
@@ -99,12 +100,12 @@ def torchtune_full(model: str, optimizer: str, batch: int, length: int, in_backw
 
 def torchtune_lora(model: str, batch: int, length: int, quantized: bool) -> None:
     """LoRA with torchtune's model and loss in bf16, with checkpointing, as its single-device configurations have it."""
-    from torchtune import models, training
+    from torchtune import training
     from torchtune.modules.loss import CEWithChunkedOutputLoss
     from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
     build = partial(
-        _torchtune_model(models, ("qlora_" if quantized else "lora_") + model),
+        _torchtune_model(("qlora_" if quantized else "lora_") + model),
         lora_attn_modules=["q_proj", "v_proj", "output_proj"],
         apply_lora_to_mlp=True,
         lora_rank=8,
@@ -120,9 +121,37 @@ def torchtune_lora(model: str, batch: int, length: int, quantized: bool) -> None
     _train_torchtune(network, loss_of, optimizer, batch, length)
 
 
-def _torchtune_model(models: Any, name: str) -> Any:
-    family = "llama3_1" if "llama3_1" in name else "llama2"
-    return getattr(getattr(models, family), name)
+def litgpt(model: str, batch: int, rank: int, layers: str, dropout: float = 0.05, steps: int = 1) -> None:
+    """LitGPT's model, loss and loop in bf16, 512 tokens, with LoRA of a rank (0: full fine-tuning) on `layers`.
+
+    `steps`: micro-batches whose gradients are added.
+    """
+    import litgpt.lora
+    from litgpt.utils import chunked_cross_entropy
+
+    kinds = {f"lora_{kind}": kind in layers for kind in ("query", "key", "value", "projection", "mlp", "head")}
+    options = {"lora_r": rank, "lora_alpha": 16, "lora_dropout": dropout, **kinds} if rank else {}
+    package = litgpt.lora if rank else litgpt.model
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        network = package.GPT((litgpt.lora.Config if rank else litgpt.Config).from_name(model, **options))
+    if rank:
+        litgpt.lora.mark_only_lora_as_trainable(network)
+    network.max_seq_length = 512
+    optimizer = torch.optim.AdamW([one for one in network.parameters() if one.requires_grad], lr=2e-4)
+    while True:
+        for _ in range(steps):
+            tokens = torch.randint(0, 32_000, (batch, 512)).cuda()
+            logits = network(tokens, lm_head_chunk_size=128)
+            logits[-1] = logits[-1][..., :-1, :]
+            chunked_cross_entropy(logits, tokens[..., 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _torchtune_model(name: str) -> Any:
+    family = next(family for family in ("llama3_1", "llama3_2", "llama2") if family in name)
+    return getattr(importlib.import_module(f"torchtune.models.{family}"), name)
 
 
 def _train_torchtune(network: Any, loss_of: Any, optimizer: Any, batch: int, length: int) -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.profiler.dryrun.device.attention import WHOLE_ON_DEVICE
 from ebbtide.profiler.dryrun.device.collectives import COLLECTIVE_NAMESPACES, Collectives
+from ebbtide.profiler.dryrun.device.known_calls import KnownCalls
 from ebbtide.profiler.dryrun.device.unknown_shapes import UnknownShapes
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
@@ -62,10 +63,6 @@ _OWN_REFERENCES = 2
 _OWN_TENSOR_REFERENCES = 4
 
 
-# Arguments that are hashed by value.
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-
-
 @cache
 def _is_composite(func: Any) -> bool:
     if func in WHOLE_ON_DEVICE:
@@ -79,29 +76,6 @@ class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
     @property
     def avoid_device_init(self) -> bool:
         return True
-
-    def _prep_args_for_hash(self, result: list[Any], args: Any, state: Any, id_hashed_objects: list[Any]) -> None:
-        """Append arguments to the key of torch's cache of results, with what determines the result of an operation.
-
-        Torch describes a tensor by 17 fields, one by one, which takes a third of the time of a dry run.
-        """
-        if type(args) not in (list, tuple):
-            super()._prep_args_for_hash(result, args, state, id_hashed_objects)
-            return
-        result += (type(args), len(args))
-        for arg in args:
-            kind = type(arg)
-            if kind in _PLAIN:
-                result += (kind, arg)
-            elif kind is FakeTensor and arg.layout is torch.strided and arg.constant is None and arg.fake_mode is self:
-                result += (
-                    arg.dtype, arg.shape, arg.stride(), arg.fake_device, arg.storage_offset(),
-                    arg.untyped_storage().nbytes(), arg.requires_grad, arg.is_conj(), arg.is_neg(), arg.is_inference(),
-                )  # fmt: skip
-            elif kind in (list, tuple):
-                self._prep_args_for_hash(result, arg, state, id_hashed_objects)
-            else:
-                super()._prep_args_for_hash(result, iter((arg,)), state, id_hashed_objects)
 
 
 class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
@@ -127,6 +101,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.fake_mode = HostlessFakeMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.modules = modules
+        self.fake_mode.cache_enabled = False
+        self._calls = KnownCalls(self.fake_mode)
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
         self.enabled = True
@@ -222,10 +198,37 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": None}
         args = self.shapes.without_boolean_index(func, args)
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
+        key = self._calls.key(func, args, kwargs, inputs)
+        call = self._calls.find(key)
+        result = self._make_fake(func, types, args, kwargs) if call is None else call.again(inputs)
+        outputs = list(tensors_in((result,)))
+        if call is None:
+            on_device = any(isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda" for tensor in outputs)
+            effects = self._timer.charge_of(func, args, kwargs, result, inputs, outputs), on_device
+            # Otherwise the operation gave an argument another shape.
+            if key is not None and key == self._calls.key(func, args, kwargs, inputs):
+                self._calls.add(key, func, result, inputs, effects)
+        charge, on_device = effects if call is None else call.effects
+        self.values.follow(func, args, kwargs, inputs, outputs)
+        if func.namespace in COLLECTIVE_NAMESPACES:
+            self.collectives.account(func, args, kwargs, outputs)
+        elif not self._count_copy(func, args, kwargs, inputs, outputs):
+            self._timer.run(charge)
+        self._follow_storages(func, args, outputs)
+        if on_device:
+            self._workspaces.note(func, args, kwargs, result)
+        if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
+            schema = func._schema
+            if schema.is_mutable and schema.name.endswith("_") and isinstance(result, torch.Tensor):
+                return args[0]  # an operation in place on a real tensor, with fake arguments
+        return result
+
+    def _make_fake(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation that was not called with such arguments before."""
         try:
             result = self.shapes.run(func, args, kwargs)
-            if result is None:
-                result = self.fake_mode.dispatch(func, types, args, kwargs)
+            return self.fake_mode.dispatch(func, types, args, kwargs) if result is None else result
         except DataDependentOutputException as error:
             raise CannotFakeError(f"cannot dry-run {error.func}: it depends on values") from error
         except DynamicOutputShapeException as error:
@@ -235,19 +238,6 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 f"cannot dry-run {error.func}: it has no implementation for fake tensors; register one with "
                 "torch.library.register_fake"
             ) from error
-        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
-        outputs = list(tensors_in((result,)))
-        self.values.follow(func, args, kwargs, inputs, outputs)
-        if func.namespace in COLLECTIVE_NAMESPACES:
-            self.collectives.account(func, args, kwargs, outputs)
-        elif not self._count_copy(func, args, kwargs, inputs, outputs):
-            self._timer.run(func, args, kwargs, result, inputs, outputs)
-        self._follow_storages(func, args, kwargs, result, outputs)
-        if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
-            schema = func._schema
-            if schema.is_mutable and schema.name.endswith("_") and isinstance(result, torch.Tensor):
-                return args[0]  # an operation in place on a real tensor, with fake arguments
-        return result
 
     def _read_value(self, tensor: Any) -> Any:
         if tensor.device.type == "cuda":
@@ -271,9 +261,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             self._transfers.add("d2h", target.numel() * source.element_size(), target, blocking)
         return bool(kinds[0] != kinds[1])
 
-    def _follow_storages(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Any]) -> None:
+    def _follow_storages(self, func: Any, args: Any, outputs: list[Any]) -> None:
         """Follow the storages that an operation made."""
-        on_device = False
         reused = in_place_target(func, args)
         for tensor in outputs:
             if not isinstance(tensor, FakeTensor):
@@ -281,12 +270,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             storage = tensor.untyped_storage()
             if tensor.fake_device.type != "cuda":
                 self._host_memory.follow(storage)
-                continue
-            on_device = True
-            if not self._memory.has(storage) and (reused is None or not self._memory.take_over(reused, storage)):
+            elif not self._memory.has(storage) and (reused is None or not self._memory.take_over(reused, storage)):
                 self._memory.add(storage, self._stacks.current(), self.modules[-1] if self.modules else None)
-        if on_device:
-            self._workspaces.note(func, args, kwargs, result)
 
 
 def in_place_target(func: Any, args: Any) -> Any:

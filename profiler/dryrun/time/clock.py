@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,6 +94,7 @@ class VirtualClock:
 
     def __init__(self, machine: Machine | None = None) -> None:
         self.rates = GpuRates(machine)
+        self._kernel_ns = cache(self.rates.kernel_ns)
         self.kernels: list[LaunchedKernel] = []
         self.stream = 0
         self.in_job = False
@@ -133,7 +135,7 @@ class VirtualClock:
         stream = self.stream if stream is None else stream
         launch_ns = self.tick()
         times = None
-        for number, duration in enumerate(self.rates.kernel_ns(work)):
+        for number, duration in enumerate(self._kernel_ns(work)):
             latency = round(priors.LAUNCH_NS[number])
             launched = self._cases[number].launch(stream, latency, duration)
             times = launched if number == TYPICAL else times
@@ -222,6 +224,14 @@ def _microseconds(prior: PriorRange) -> str:
     return " / ".join(f"{value / 1e3:g}" for value in prior)
 
 
+class Charge(NamedTuple):
+    """Cost of an operation: a kernel that takes `list_tensors` as lists, `host_bytes` to move, or that of a view."""
+
+    work: KernelWork | None = None
+    list_tensors: int = 0
+    host_bytes: int | None = None
+
+
 class OperationTimer:
     """Charges each operation to the host, and its kernel to the current stream.
 
@@ -231,20 +241,27 @@ class OperationTimer:
     def __init__(self, clock: VirtualClock, modules: list[str]) -> None:
         self._clock, self._modules = clock, modules
 
-    def run(
+    def charge_of(
         self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-    ) -> None:
-        """Advance by an operation that is no copy between host and device."""
+    ) -> Charge:
+        """Return the charge of an operation that is no copy between host and device."""
         tensors = [*inputs, *outputs]
         if not any(tensor.device.type == "cuda" for tensor in tensors):
-            self._run_on_host(func, tensors)
-            return
+            size = 0 if func.is_view else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            return Charge(host_bytes=size)
         work = kernel_work(func, args, kwargs, result, inputs, outputs)
-        if work is None:
+        return Charge(work, len(inputs) if work is not None and work.work_class is WorkClass.FOREACH else 0)
+
+    def run(self, charge: Charge) -> None:
+        """Advance by an operation."""
+        if charge.work is not None:
+            self._clock.run_host(self._launch_cost(charge.list_tensors))
+            self._clock.run_kernel(charge.work)
+        elif charge.host_bytes is None:
             self._clock.run_host(priors.VIEW_NS)
-            return
-        self._clock.run_host(self._launch_cost(len(inputs) if work.work_class is WorkClass.FOREACH else 0))
-        self._clock.run_kernel(work)
+        elif self._clock.in_job and charge.host_bytes:
+            # Once the job trains, large tensors of the host are optimizer state.
+            self._clock.run_host(self._clock.rates.host_ns(charge.host_bytes))
 
     def run_kernel(self, work: KernelWork) -> None:
         """Advance by the launch of a kernel."""
@@ -257,9 +274,3 @@ class OperationTimer:
         if not list_tensors:
             return cost
         return PriorRange(*(own + list_tensors * each for own, each in zip(cost, priors.LIST_TENSOR_NS, strict=True)))
-
-    def _run_on_host(self, func: Any, tensors: list[torch.Tensor]) -> None:
-        """Advance by an operation on large tensors of the host, once the job trains: they are optimizer state then."""
-        if self._clock.in_job and not func.is_view:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self._clock.run_host(self._clock.rates.host_ns(size))
