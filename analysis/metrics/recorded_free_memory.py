@@ -105,9 +105,7 @@ def recorded_free_memory(
     for phase in (OTHER, FORWARD, BACKWARD, UPDATE):
         in_phase = [(step.position, step.free_bytes + state) for step in recorded if step.phase == phase]
         if phase_s.get(phase, 1.0):
-            steps += [
-                (begin + phase_s.get(phase, 0.0) * position, size) for position, size in _with_few_steps(in_phase)
-            ]
+            steps += [(begin + phase_s.get(phase, 0.0) * position, size) for position, size in with_few_steps(in_phase)]
         begin += phase_s.get(phase, 0.0)
     # No memory is known to be free before the first entry.
     return ((0.0, 0.0), *steps) if steps and steps[0][0] > 0 else tuple(steps) or None
@@ -128,7 +126,7 @@ def _least_of_ranks(trace: Trace, pool: str | None) -> list[FreeStep]:
     return least
 
 
-def _with_few_steps(steps: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def with_few_steps(steps: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Reduce a step function on [0, 1) to a number of steps; of merged neighbours the least counts."""
     if len(steps) <= _MAX_STEPS:
         return steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -205,9 +205,9 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
         layers[index // len(shares)].forms[0].nbytes * shares[index % len(shares)] - one.nbytes
         for index, one in enumerate(saved)
     )
-    always = sum(offloaded[: plan.activation_slots]) + max(0.0, working)
+    slots, working = sum(offloaded[: plan.activation_slots]), max(0.0, working)
     begin, turn, end = (seconds_at(workload, point) for point in (FORWARD, BACKWARD, BACKWARD + 1))
-    changes = [(begin, 0.0, always), (turn, in_slots, 0.0), (end, -in_slots, -always)]
+    changes = [(begin, 0.0, slots + working), (turn, in_slots, 0.0), (end, -in_slots, -slots - working)]
     # Gradients that are held, and added to in each micro-step, are there all the time.
     all_the_time = until_step and workload.accumulates
     if all_the_time:
@@ -215,7 +215,13 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     kept = [0.0] * len(layers)
     for index, one in enumerate(saved):
         kept[index // len(shares)] += 0.0 if one.offloaded else one.nbytes
-    for stretch in stretches_of(workload, plan):
+    stretches = stretches_of(workload, plan)
+    for before, after in pairwise(stretches):
+        if after.is_backward and not before.is_backward:
+            # What is after the last layer is computed without it.
+            last_end, first_start = seconds_at(workload, before.end), seconds_at(workload, after.start)
+            changes += [(last_end, 0.0, -working), (first_start, 0.0, working)]
+    for stretch in stretches:
         chunk = stretch.activation % len(shares)
         if not stretch.is_backward and chunk == 0:
             changes.append((seconds_at(workload, stretch.start), 0.0, kept[stretch.layer]))

@@ -187,11 +187,22 @@ def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
             lambda placed, _: make_plan(_quick(spec, placed, machine), placed, machine),
         )
         return replace(plan, policy=text)
-    moved = [key for key, values in LAYER_OPTIONS.items() if spec.options.get(key, values[0]) != values[0]]
+    moved = _options_of_layers(spec)
     if moved and not workload.layers:
         raise PolicyError(f"{text!r}: {moved[0]} is for workloads with layers, and {workload.name} has none")
     plan = plan_in_memory(text, workload, machine)
     return with_storage(plan, workload, machine) if POLICIES[spec.name].uses_storage else plan
+
+
+def moves_layers(text: str) -> bool:
+    """Return whether the policy that a string selects moves weights or activations of layers."""
+    spec = parse(text)
+    return POLICIES[spec.name].plans_layers or bool(_options_of_layers(spec))
+
+
+def _options_of_layers(spec: PolicySpec) -> list[str]:
+    """Return the options for layers that are not at their default."""
+    return [key for key, values in LAYER_OPTIONS.items() if spec.options.get(key, values[0]) != values[0]]
 
 
 def _quick(spec: PolicySpec, placed: Workload, machine: Machine) -> str:

@@ -86,7 +86,7 @@ def plan(
     save_workload: Annotated[
         Path | None,
         options.valued(
-            "FILE.json", "Also write the workload file with layers (with --layers and --hidden, for one machine)."
+            "FILE.json", "Also write the workload file with layers (of a dry run, or with --layers and --hidden)."
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", hidden=True)] = None,
@@ -106,19 +106,22 @@ def plan(
     traces = [name for name in names or () if _is_trace(name)]
     machines = [*(machine or ()), *(name for name in names or () if not _is_trace(name))]
     _check_sources(traces, workload, params, machine is not None, list(names or ()))
-    moves_layers = layers is not None and hidden is not None and (ranks or 1) == len(machines) == 1
-    if save_workload is not None and not moves_layers:
-        raise typer.BadParameter("--save-workload needs --params, --layers, --hidden and one --machine, for one rank")
+    has_shape = layers is not None and hidden is not None and (ranks or 1) == len(machines) == 1
+    if save_workload is not None and not (has_shape or traces):
+        raise typer.BadParameter(
+            "--save-workload needs a dry run, or --params, --layers, --hidden and one --machine, for one rank"
+        )
     if params is None and (layers or hidden or heads or runtime or attention or checkpointing):
         raise typer.BadParameter("--layers, --hidden, --heads, --runtime, --attention, --checkpointing need --params")
 
     from ebbtide.cli.advice import print_code, print_plans
+    from ebbtide.errors import WorkloadError
     from ebbtide.interleave.advise.job.decoder import Implementation, shape_of
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
     from ebbtide.interleave.advise.levers.search import smallest_machine
     from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
-    from ebbtide.interleave.advise.whole_job import plan_whole_job, workload_file
+    from ebbtide.interleave.advise.whole_job import layers_of_job, plan_whole_job
     from ebbtide.interleave.model.workload import load_workload
     from ebbtide.machines.catalog import preset, presets
     from ebbtide.output_files import new_output
@@ -138,10 +141,15 @@ def plan(
         machines.append(code)
     card = own_preset(recording) if not machines else None
     targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
-    whole = [plan_whole_job(job, target.machine) for target in targets] if moves_layers else []
+    layered = None
+    if has_shape or (recording is not None and (explain or save_workload) and len(targets) == 1 and batch.is_empty):
+        layered = layers_of_job(job, recording, targets[0].machine)
+    whole = [] if layered is None else [plan_whole_job(layered, job.tokens, targets[0].machine)]
     if save_workload is not None:
+        if layered is None:
+            raise WorkloadError(f"{job.workload.name}: layers are known of dry runs of one rank, on their own machine")
         with new_output(save_workload, force, Path.is_file, "a file") as file:
-            file.write_text(workload_file(job, targets[0].machine))
+            file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
     with new_outputs(plot, None, force) as (picture, _):
         plans = []
         for target in targets:

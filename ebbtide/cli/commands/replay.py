@@ -161,7 +161,8 @@ def replay(
         if policy_file is not None:
             inputs.load_policies(policy_file)
         recording = open_trace(traces[0]) if traces else None
-        job = inputs.resolve_workload(recording, workload[0] if workload else None, job_size, free, host_free)
+        file = workload[0] if workload else None
+        job = inputs.resolve_workload(recording, file, job_size, free, host_free, policy or ())
         own = inputs.own_preset(recording) if machines[0] is None else None
         name = machines[0] or own
         rates = inputs.share_box(inputs.resolve_machine(name, recording), ranks_per_host, recording)

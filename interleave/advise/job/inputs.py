@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, load_workload, workload_from
+from ebbtide.interleave.policies import moves_layers, with_systems
 from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
 from ebbtide.machines.gpu_compute import GpuCompute
@@ -44,11 +45,17 @@ def resolve_workload(
     size: JobSize | None = None,
     free_bytes: int | None = None,
     host_free_bytes: int | None = None,
+    policies: Sequence[str] = (),
 ) -> Workload:
     """Return the workload of a trace, a workload file or a size: exactly one of them.
 
-    The least free device memory, and host memory that the optimizer may use, take the place of what the source has."""
+    That of a trace has its layers, if it has any, where one of the policies moves them. The least free device memory,
+    and host memory that the optimizer may use, take the place of what the source has."""
     workload = _workload(trace, file, size)
+    if trace is not None and any(map(moves_layers, with_systems(policies))):
+        from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
+
+        workload = with_trace_layers(workload, trace)
     if free_bytes is not None:
         workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, float(free_bytes)))
     return workload if host_free_bytes is None else replace(workload, host_free_bytes=float(host_free_bytes))

@@ -56,6 +56,11 @@ class BatchSettings:
     sequence: int | None = None
     tokens: int | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the batch is that of the job's source."""
+        return self.ranks is None and self.micro_batch is None
+
 
 def job_of_size(
     shape: TransformerShape, batch: BatchSettings, checkpointing: bool, implementation: Implementation = NOT_STATED

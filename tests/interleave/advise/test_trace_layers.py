@@ -1,0 +1,124 @@
+"""Layers of a dry run, and the memory of its plans beside dry runs of the job with and without checkpointing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.analysis.metrics.devices import capacity_bytes
+from ebbtide.analysis.metrics.holders.categories import categorized_allocations
+from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
+from ebbtide.interleave.advise.job.workload_from_trace import workload_of
+from ebbtide.interleave.model.layers import place
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.layer_choice import LayerChoice
+from ebbtide.machines.catalog import find_machine
+from ebbtide.profiler import DryRun, DryRunOptions, trace_of_run
+from ebbtide.profiler.trace import Trace
+
+LAYERS, WIDTH, SAMPLES = 4, 512, 4096
+
+
+class Layer(nn.Module):
+    """A feed-forward layer with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A stack of layers, each recomputed in the backward or not, and a head."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.token = nn.Embedding(1000, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 1000)
+        self.recomputes = recomputes
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        return self.head(x)
+
+
+@cache
+def _dry_run(recomputes: bool, micro_steps: int = 1) -> Trace:
+    options = DryRunOptions(iterations=2, capacity_bytes=8 * 2**30, machine=find_machine("h100-80gb"))
+    with DryRun(options) as run:
+        model = Model(recomputes).to("cuda", torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        while True:
+            for _ in range(micro_steps):
+                tokens = torch.zeros(SAMPLES, dtype=torch.long, device="cuda")
+                torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return trace_of_run(run).build("run.ebb")
+
+
+def _workload(trace: Trace) -> Workload:
+    return with_trace_layers(workload_of(trace), trace)
+
+
+def _peak_bytes(trace: Trace) -> float:
+    """Return the peak of the last iteration beside optimizer state."""
+    rows = categorized_allocations(trace, 0, "cuda:0")
+    rows = rows[rows["category"] != "optimizer_state"]
+    phases = trace.phases(0)
+    begin = phases.loc[phases["iteration"] == phases["iteration"].max(), "start_ns"].min()
+    times = np.concatenate([rows["start_ns"], rows["end_ns"]])
+    changes = np.concatenate([rows["bytes"], -rows["bytes"]])
+    order = np.argsort(times, kind="stable")
+    return float(changes[order].cumsum()[times[order] >= begin].max())
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_with_trace_layers__has_the_memory_of_a_dry_run_with_that_checkpointing(recorded: bool) -> None:
+    trace = _dry_run(recorded)
+    workload = replace(_workload(trace), gradients_held_until_step=True)
+    capacity = (capacity_bytes(trace, 0) or 0) - workload.gpu_slack_bytes
+    for recomputes in (False, True):
+        plan = LayerChoice((False,) * LAYERS, (int(recomputes),) * LAYERS).plan(workload)
+        placed = place(workload, plan)
+        assert capacity - (placed.min_free_bytes or 0.0) == pytest.approx(_peak_bytes(_dry_run(recomputes)), rel=0.03)
+
+
+def test_with_trace_layers__takes_recomputation_out_of_the_backward() -> None:
+    kept, recomputed = _workload(_dry_run(False)), _workload(_dry_run(True))
+    assert [layer.name for layer in kept.layers] == [f"layers.{number}" for number in range(LAYERS)]
+    assert {layer.params for layer in kept.layers} == {8 * WIDTH**2 + 7 * WIDTH}
+    assert recomputed.backward_s == pytest.approx(kept.backward_s, rel=0.1)
+    for one, other in zip(kept.layers, recomputed.layers, strict=True):
+        assert one.forms[1].nbytes == other.forms[1].nbytes == 2 * SAMPLES * WIDTH
+        assert one.forms[0].nbytes == pytest.approx(other.forms[0].nbytes, rel=0.05)
+        # Torch leaves out the last product, which the backward does not need.
+        assert one.forms[1].recompute_s == one.forward_s
+        assert 0.5 < other.forms[1].recompute_s / one.forward_s < 1.0
+        assert one.backward_s == pytest.approx(other.backward_s, rel=0.25)
+
+
+def test_with_trace_layers__has_a_chunk_for_each_micro_step() -> None:
+    one, two = _workload(_dry_run(False)), _workload(_dry_run(False, 2))
+    assert two.chunk_shares == (0.5, 0.5)
+    assert two.layers[1].forms[0].nbytes == 2 * one.layers[1].forms[0].nbytes
+
+
+def test_with_trace_layers__leaves_traces_of_several_ranks_and_without_kernels() -> None:
+    trace = _dry_run(False)
+    workload = workload_of(trace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trace, "kernels", lambda self, rank: trace.ops(rank).head(0))
+        assert with_trace_layers(workload, trace) is workload
