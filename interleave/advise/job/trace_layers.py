@@ -115,8 +115,8 @@ class _TracedLayers:
             np.maximum.at(last, self.layer[again], self._starts[again])
             self._again |= again
             self.is_recomputed |= again & (self._ends > last[self.layer])
-        held = np.isin(category, ("parameter", "gradient"))
-        self._rest = ~(in_layer & held) & (category != "optimizer_state")
+        of_params = np.isin(category, ("parameter", "gradient"))
+        self._rest = ~(in_layer & of_params) & (category != "optimizer_state")
         if self._again.any():
             # What a forward frees that is computed again is in the memory of a layer at work.
             self._rest &= ~(in_layer & self._forward & ~self.is_saved)
