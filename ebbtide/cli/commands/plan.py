@@ -109,7 +109,7 @@ def plan(
     has_shape = layers is not None and hidden is not None and (ranks or 1) == len(machines) == 1
     if save_workload is not None and not (has_shape or traces):
         raise typer.BadParameter(
-            "--save-workload needs a dry run, or --params, --layers, --hidden and one --machine, for one rank"
+            "--save-workload needs --params, --layers, --hidden and one --machine, for one rank, or a dry run"
         )
     if params is None and (layers or hidden or heads or runtime or attention or checkpointing):
         raise typer.BadParameter("--layers, --hidden, --heads, --runtime, --attention, --checkpointing need --params")

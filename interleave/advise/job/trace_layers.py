@@ -147,7 +147,7 @@ class _TracedLayers:
     def sums(self, selected: Any) -> Floats:
         """Return the bytes of selected allocations by layer."""
         chosen = selected & (self.layer >= 0)
-        return np.bincount(self.layer[chosen], self._bytes[chosen], len(self.names))
+        return np.bincount(self.layer[chosen], self._bytes[chosen], len(self.names)).astype(np.float64)
 
     def output_bytes(self) -> Floats:
         """Return the bytes of the outputs of each layer's last kernels in all forwards."""
