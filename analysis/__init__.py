@@ -1,7 +1,5 @@
 """Explains traces: metrics per phase, windows of free memory, findings, plots and reports."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

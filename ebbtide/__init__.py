@@ -5,8 +5,6 @@ script, `metrics` gives a recorded job its own figures, `ebbtide.interleave.Inte
 optimizer. Importing this module does not import its packages.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

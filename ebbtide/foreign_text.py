@@ -1,7 +1,5 @@
 """Text from files of others, for a terminal: names of kernels, files and modules may contain any character."""
 
-from __future__ import annotations
-
 import re
 
 # Control characters of both ranges but line breaks and tabs, separators of lines, and marks that reorder what follows.

@@ -3,8 +3,6 @@
 The agent, which imports nothing of ebbtide, has the same names in `profiler/agent/spool.py`.
 """
 
-from __future__ import annotations
-
 FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"

@@ -1,7 +1,5 @@
 """Bytes per parameter in mixed-precision training with Adam."""
 
-from __future__ import annotations
-
 # bf16 or fp16, on the device.
 PARAM_BYTES = 2
 GRAD_BYTES = 2

@@ -1,7 +1,5 @@
 """Plans, simulates and runs optimizer updates, based on what traces show of a job."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """The settings of a job, its host and its first rank, from the metadata of a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules that find what slows a job down, by theme in the folder `rules`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The results of rules: findings, and questions that a trace cannot answer."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

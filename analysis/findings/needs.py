@@ -1,7 +1,5 @@
 """Conditions, limits and texts that several rules share."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.findings.rule import Need
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.phases import BACKWARD, FORWARD

@@ -1,7 +1,5 @@
 """Settings that a simulation recommends, which rules may advise. The layer above provides the simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol

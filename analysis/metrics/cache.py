@@ -1,7 +1,5 @@
 """Results that are computed once per trace, or kept while they are in use."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from functools import wraps
@@ -24,8 +22,7 @@ def once_per_trace(
     """Decorate a function of a trace and hashable arguments so that each result is kept as long as its trace.
 
     Callers share the result and must not change it. What is computed must depend on nothing but the trace and the
-    arguments.
-    """
+    arguments."""
     results: WeakKeyDictionary[Trace, dict[Any, Result]] = WeakKeyDictionary()
     _KEPT[f"{function.__module__}.{function.__qualname__}"] = results
 
@@ -67,8 +64,7 @@ def recent_per_trace(
 ) -> Callable[Concatenate[Trace, P], Result]:
     """Decorate a function like `once_per_trace`, for results as long as a table: only the last are kept.
 
-    The series of all ranks of a large job would not fit into memory together.
-    """
+    The series of all ranks of a large job would not fit into memory together."""
     results: WeakKeyDictionary[Trace, OrderedDict[Any, Result]] = WeakKeyDictionary()
     lock = Lock()
 

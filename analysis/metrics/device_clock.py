@@ -1,7 +1,5 @@
 """Puts a trace on the clock of its GPUs, which run after the host that launches their work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -18,8 +16,7 @@ def on_device_clock(trace: Trace) -> Trace:
     """Return the trace with phases and memory at the times of the GPU, as in the order of its work.
 
     A time of the host within a phase becomes the same position in that phase on the GPU. Ranks whose phases have no
-    times of the GPU stay as they are; the trace itself is returned where all do.
-    """
+    times of the GPU stay as they are; the trace itself is returned where all do."""
     clocks = {rank: clock for rank in trace.ranks if (clock := _clock(trace, rank)) is not None}
 
     def load(rank: int, name: str) -> Columns:

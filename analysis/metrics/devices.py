@@ -1,7 +1,5 @@
 """The device and the memory pools that a rank's figures describe."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
@@ -73,8 +71,7 @@ def free_pool(trace: Trace) -> str | None:
 
     Free memory is the capacity minus this pool: the first one recorded of `device`, `cuda`, `reserved`,
     `allocated`, `requested`, `tensors` and `heap`. Memory that torch has reserved is not free for others, even if no
-    tensor uses it.
-    """
+    tensor uses it."""
     return _first_recorded(trace, _FREE_POOLS)
 
 
@@ -83,8 +80,7 @@ def peak_pool(trace: Trace) -> str | None:
 
     It is the first one recorded of `device`, `allocated`, `requested`, `tensors`, `cuda` and `heap`.
 
-    `reserved` is not one of them: it includes blocks that no tensor uses, so its peak says little about the job.
-    """
+    `reserved` is not one of them: it includes blocks that no tensor uses, so its peak says little about the job."""
     return _first_recorded(trace, _PEAK_POOLS)
 
 

@@ -54,8 +54,7 @@ def find_drifts(trace: Trace) -> list[Drift]:
 
     A change is found by `find_change` among the values of the steady iterations: medians over each, for links and
     clocks of the samples under load. In a trace without iterations only the speed of the link is compared, over
-    samples: memory that grows while a job starts is no drift.
-    """
+    samples: memory that grows while a job starts is no drift."""
     drifts: dict[str, Drift] = {}
     for drift in (drift for rank in (None, *trace.ranks) for drift in rank_drifts(trace, rank).drifts):
         worst = drifts.get(drift.quantity)
@@ -111,8 +110,7 @@ def _keeps_falling(trace: Trace, rank: int | None, free: pd.Series[float]) -> bo
     """Return whether free memory falls because tensors take more, or falls to the end of the run.
 
     What torch has reserved, and what it has of the device, never shrinks by itself. In a healthy job with batches of
-    several sizes it rises whenever a batch is the largest so far: ever more rarely.
-    """
+    several sizes it rises whenever a batch is the largest so far: ever more rarely."""
     pool, capacity = peak_pool(trace), capacity_bytes(trace, rank or 0)
     tensors = "allocated" if pool == "device" else pool
     used = phase_peaks(trace, rank or 0, tensors or "").frame.max(axis=1).reindex(free.index).dropna()

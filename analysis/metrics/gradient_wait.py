@@ -1,7 +1,5 @@
 """Measures how long the backward waits while gradients are copied to host memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ebbtide.analysis.metrics.job import JobMetrics
@@ -35,8 +33,7 @@ def gradient_wait(metrics: JobMetrics) -> GradientWait | None:
     """Measure the wait for gradient copies: by DeepSpeed's sub-step, else by pageable copies, else by a backward that
     is far longer than its forward explains while the link is mostly idle.
 
-    None where state is not offloaded, phases were not recorded, or the backward does not wait.
-    """
+    None where state is not offloaded, phases were not recorded, or the backward does not wait."""
     forward, backward = metrics.phase_ms(FORWARD), metrics.phase_ms(BACKWARD)
     if not forward or not backward or metrics.offloaded is False:
         return None

@@ -100,8 +100,7 @@ class PhaseArrays(NamedTuple):
 @dataclass(frozen=True)
 class Intervals:
     """Times of a rank's iterations and phases, on the device's clock where every phase has device times, else on the
-    host's.
-    """
+    host's."""
 
     numbers: Ints  # The iterations, ascending.
     starts: Ints  # Their starts, ns. An iteration begins where the one before ended.
@@ -220,8 +219,7 @@ class SteadyIterations(NamedTuple):
 def steady_iterations(trace: Trace) -> SteadyIterations:
     """Return the iterations of all ranks without the warm-up.
 
-    The first two are warm-up where there are five or more, unless the trace's metadata states another number.
-    """
+    The first two are warm-up where there are five or more, unless the trace's metadata states another number."""
     numbers = sorted({number for rank in trace.ranks for number in _finished(trace, rank)})
     warmup = trace.meta.warmup_iterations
     if warmup is None:
@@ -242,8 +240,7 @@ def _finished(trace: Trace, rank: int) -> list[int]:
 def durations_ms(times: Intervals) -> IterationTable:
     """Return milliseconds per iteration and part (columns `iteration` and ITERATION_PARTS).
 
-    NaN for a phase that no iteration has.
-    """
+    NaN for a phase that no iteration has."""
     position = np.searchsorted(times.numbers, times.times.iterations)
     lengths = (times.times.ends - times.times.starts) / 1e6
     columns, absent = {}, np.full(len(times.numbers), np.nan)

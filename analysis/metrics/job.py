@@ -46,8 +46,7 @@ class JobMetrics:
     Medians leave the first two iterations out where there are five or more. Every result is a frozen dataclass with
     `as_json()`, the object that the command of its name prints with `--json`, and `to_pandas()`, its main table.
     Methods take the ranks to look at (None: all), or one rank (None: the first), and raise TraceError for a rank that
-    is not in the trace.
-    """
+    is not in the trace."""
 
     def __init__(self, trace: Trace, adviser: Adviser | None = None) -> None:
         """Take a trace, from `ebbtide.open_trace` or from an importer. Nothing is computed yet.

@@ -46,8 +46,7 @@ class PhaseLink:
 class CopyKind:
     """All copies of a rank in one direction from or to one kind of host memory, over the whole trace.
 
-    The driver stages a pageable copy through a buffer: it is slower, and the host waits for it.
-    """
+    The driver stages a pageable copy through a buffer: it is slower, and the host waits for it."""
 
     rank: int
     direction: str  # `h2d` or `d2h`.

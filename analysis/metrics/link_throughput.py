@@ -46,8 +46,7 @@ class Traffic:
         """Return the bytes moved in each interval (ns).
 
         NaN where samples cover less than half of an interval. Where they cover a part of it, the remainder is assumed
-        to have the same rate.
-        """
+        to have the same rate."""
         moved = self.total(ends) - self.total(starts)
         if self.covered is None:
             return moved
@@ -61,8 +60,7 @@ class Traffic:
     def idle_share(self, starts: Ints, ends: Ints, peak: float | None) -> Floats:
         """Return the share of each interval (ns) in which nothing moved.
 
-        1 - the busy share of copies, else 1 - rate / peak (bytes/s); NaN where neither can be computed.
-        """
+        1 - the busy share of copies, else 1 - rate / peak (bytes/s); NaN where neither can be computed."""
         length = np.maximum(ends - starts, 1).astype(np.float64)
         if self.busy is not None:
             share = self.busy(starts, ends) / length
@@ -104,8 +102,7 @@ class Copies(NamedTuple):
 def copies(trace: Trace, rank: int, direction: str | None) -> Copies:
     """Return copies of the table `transfers`, of one direction or (None) of both.
 
-    Only copies of the rank's first device count, as with counters; all of them where none is of that device.
-    """
+    Only copies of the rank's first device count, as with counters; all of them where none is of that device."""
     rows = _all_copies(trace, rank)
     return rows if direction is None else rows.only(rows.directions == direction)
 
@@ -123,8 +120,7 @@ def of_copies(rows: Copies, spans: Spans = ()) -> Traffic:
     """Return the traffic of rows of the table `transfers`.
 
     Copies without a size count as busy time, not as bytes. Where no copy has a size, the bytes are not known. `spans`
-    are the `transfers_spans_ns` of their rank.
-    """
+    are the `transfers_spans_ns` of their rank."""
     covered = covering(*np.array(spans, np.int64).T) if spans else None
     sized = rows.only(~np.isnan(rows.bytes))
     if len(rows.starts) and not len(sized.starts):

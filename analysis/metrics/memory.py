@@ -129,8 +129,7 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
     """Subtract one step function from another.
 
     Both count the same memory, so the difference is 0 where samples of different moments make the lower one larger.
-    (times ns, values), from where both have a value.
-    """
+    (times ns, values), from where both have a value."""
     times = merge_times(upper[0], lower[0])
     times = times[times >= max(upper[0][0], lower[0][0])]
     values = [sizes[np.searchsorted(edges, times, side="right") - 1] for edges, sizes in (upper, lower)]
@@ -142,8 +141,7 @@ def _per_phase(
 ) -> list[tuple[str | None, int, int]]:
     """Return (phase, low, peak) of a timeline, medians over iterations; without iterations, of the whole trace.
 
-    Iterations in which `pool` was not read are left out.
-    """
+    Iterations in which `pool` was not read are left out."""
     times, values = timeline
     if not steady_iterations(trace).numbers:
         return [(None, int(values.min()), int(values.max()))]

@@ -1,7 +1,5 @@
 """The iterations and spans of time in which a memory pool is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 
@@ -45,8 +43,7 @@ def in_read_iteration(trace: Trace, rank: int, pool: str, phases: PhaseArrays, t
 
     Of a recorded job with very short steps only some are read, each as a whole; in the others an old value stands. Of a
     recording on demand, only phases in the spans of the pool are. The phases are those of the host's clock; `times` are
-    those of the readings, ns.
-    """
+    those of the readings, ns."""
     if trace.meta.source != "recorded":
         return np.ones(len(phases.starts), bool)
     inside = within_spans(memory_spans(trace, rank, pool), phases.starts, phases.ends)

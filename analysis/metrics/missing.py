@@ -1,7 +1,5 @@
 """Lines on figures that a trace lacks: what was not recorded, and how to record it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ebbtide.analysis.metrics.devices import first_device, ran_on_cpu

@@ -1,7 +1,5 @@
 """Explains an out-of-memory error of a recorded job: its figures, the holders, and what would have freed memory."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,8 +79,7 @@ def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
     """Explain the last recorded out-of-memory error of a rank; None where there is none.
 
     The holders are those of the recorded allocations if they include the time of the error, else those of the inventory
-    that was taken at it, else of the last one before.
-    """
+    that was taken at it, else of the last one before."""
     records = trace.rank(rank).out_of_memory
     if not records:
         return None

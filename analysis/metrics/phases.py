@@ -54,8 +54,7 @@ class LinkTable:
     """Link use, an entry per iteration, phase and direction.
 
     Columns length_ms, bytes, busy_ms (time in which copies ran), both_ms (time in which copies ran in both directions
-    at once). NaN for figures that were not recorded, or too little of them.
-    """
+    at once). NaN for figures that were not recorded, or too little of them."""
 
     iterations: Ints
     phases: npt.NDArray[np.object_]  # Empty text for the whole trace.

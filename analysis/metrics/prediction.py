@@ -1,7 +1,5 @@
 """Traces of dry runs: the line that says so, and the ranges of their times."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,8 +35,7 @@ def predicted_range(trace: Trace, part: str) -> TimeRange | None:
     """Return the range of the time of a phase, `other` or `iteration`.
 
     Each end is the median over the steady iterations of the slowest rank's time, as that of measured times is. None
-    where no range is known: measured traces, or no steady iteration.
-    """
+    where no range is known: measured traces, or no steady iteration."""
     if trace.meta.prediction is None:
         return None
     numbers, slowest = set(steady_iterations(trace).numbers), dict[int, tuple[float, float]]()

@@ -1,7 +1,5 @@
 """The device memory that a recorded job leaves free over an iteration, and the bytes of a parameter and its state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -39,8 +37,7 @@ def free_steps(trace: Trace, rank: int, pool: str | None = None) -> list[FreeSte
 
     If a phase has several parts (micro-steps), the least of the whole phase counts: the parts before the last are over
     long before the optimizer has anything to move. The steps are in the order other, forward, backward, update, without
-    phases of which nothing was recorded; None if the memory or its capacity is not known.
-    """
+    phases of which nothing was recorded; None if the memory or its capacity is not known."""
     pool, capacity = pool or free_pool(trace), capacity_bytes(trace, rank)
     times, used = memory_timeline(trace, rank, pool or "")
     if capacity is None or not len(times):
@@ -92,8 +89,7 @@ def recorded_free_memory(
     Optimizer state that the recorded job kept on the device counts as free, since the replayed policy decides where it
     is kept. It is negative where the rest of a predicted job needs more than the device has. `phase_s` are the lengths
     of other, forward and backward, seconds, which come in this order; `pool` as for `free_steps`. None if it is not
-    known.
-    """
+    known."""
     if not metrics.has_gpu:
         return None
     recorded = _least_of_ranks(metrics.trace, pool)

@@ -1,7 +1,5 @@
 """The static split of the optimizer state between device and host: the largest part that fits on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,8 +46,7 @@ def split_fits(metrics: JobMetrics, sizes: Sequence[int], resident: range) -> bo
     """Return whether the state of some subgroups fits on the devices of a job for good; None: not known.
 
     Their gradients stay there until the update is over. The policies `twin-flow` and `gpu-only` are replayed by the
-    same rules.
-    """
+    same rules."""
     phase_s = {phase: (metrics.phase_ms(phase) or 0.0) / 1e3 for phase in (OTHER, FORWARD, BACKWARD)}
     free = recorded_free_memory(metrics, phase_s)
     if free is None:
@@ -65,8 +62,7 @@ def split_fits(metrics: JobMetrics, sizes: Sequence[int], resident: range) -> bo
 def recorded_sizes(metrics: JobMetrics) -> tuple[int, ...] | None:
     """Return the recorded sizes of the subgroups, which consist of whole tensors and so differ.
 
-    Sizes of another rank or model, which do not add up to these parameters, do not count.
-    """
+    Sizes of another rank or model, which do not add up to these parameters, do not count."""
     job, params = metrics.deepspeed, metrics.params or 0
     if job is None or not params <= sum(job.subgroups) <= (1 + _MAX_PADDING) * params:
         return None

@@ -1,7 +1,5 @@
 """Finds windows of free memory of the device, or of the host for a job without a GPU, and how idle the link is then."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -61,8 +59,7 @@ def recurring_segments(phases: pd.DataFrame, steady: Collection[int] = ()) -> li
 
     The typical iteration puts one segment after the other, each as long as its median: with medians of starts,
     neighbours would overlap. `phases` is the table that `phase_table` returns. Medians are over the `steady` iterations
-    where some of them are in it, else over all.
-    """
+    where some of them are in it, else over all."""
     phases = phases[phases["iteration"].notna()]
     every = set(phases["iteration"])
     groups = []
@@ -113,8 +110,7 @@ def phase_table(trace: Trace, rank: int) -> pd.DataFrame:
 
     Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of its
     phase it is within the iteration, from 0; of `other` the number of phases before it. Where the trace has no phases,
-    one row spans the samples of free memory, without iteration and phase.
-    """
+    one row spans the samples of free memory, without iteration and phase."""
     times = intervals(trace, rank, device_times=False)
     if times.spans.empty:
         samples = memory_timeline(trace, rank, free_pool(trace) or "")[0]
@@ -226,8 +222,7 @@ def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = Non
     """Find the windows in which at least `min_bytes` are free, cut where a phase begins or ends.
 
     Free memory is the device's capacity minus the pool of `free_pool`. There is no window before the first sample, and
-    none of a rank whose memory or capacity is not known: see `Windows.missing`. `ranks` None: all.
-    """
+    none of a rank whose memory or capacity is not known: see `Windows.missing`. `ranks` None: all."""
     pool = free_pool(trace)
     devices: list[dict[str, Any]] = []
     windows: list[Window] = []
@@ -309,8 +304,7 @@ class _WindowFinder:
 
         Their times are those of an iteration whose phases follow each other in their usual order, each as long as its
         median over the steady iterations. At each point of a phase the iteration with the least free memory counts, and
-        the one with the least idle link. A phase that some iteration lacks has no recurring window.
-        """
+        the one with the least idle link. A phase that some iteration lacks has no recurring window."""
         windows = []
         for segment in self._segments:
             for begins, ends, free in segment.windows(self._timeline, self._min_bytes):

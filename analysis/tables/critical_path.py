@@ -1,7 +1,5 @@
 """The table of the critical path of an iteration."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.metrics.critical_path.critical_path import DEVICE_KINDS, CriticalPath, RankPath
 from ebbtide.analysis.tables.activity import short_name
 from ebbtide.analysis.tables.table import Table, View, ms, number, share, text

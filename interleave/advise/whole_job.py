@@ -1,7 +1,5 @@
 """The plan of all that may move of a job on a machine: weights and activations of layers, and the optimizer's state."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

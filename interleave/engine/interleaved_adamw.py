@@ -1,7 +1,5 @@
 """AdamW as InterleavedOptimizer runs it, with the signature of torch.optim.AdamW."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Durations of the operations of a plan if nothing else runs, and the host memory that they read and write."""
 
-from __future__ import annotations
-
 from ebbtide.errors import MachineError
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Op, OpKind, Plan, Resource
 from ebbtide.interleave.model.workload import Workload
@@ -19,8 +17,7 @@ def host_traffic(op: Op, workload: Workload) -> float:
     """Return the bytes of host memory that an operation reads and writes.
 
     An update on the CPU reads gradient and state, and writes state and parameter. A copy passes through host memory
-    once. Clipping reads all gradients if their norm is computed on the host.
-    """
+    once. Clipping reads all gradients if their norm is computed on the host."""
     if op.resource == "gpu":
         return 0.0
     if op.kind == "update":
@@ -36,8 +33,7 @@ def norm_s(workload: Workload, machine: Machine) -> float:
     """Return the seconds that the norm of all gradients takes, where clipping waits for it.
 
     On the host it is one pass over the gradients, at `cpu_norm_params_per_s` if that is known, else at the bandwidth of
-    host memory. On the GPU it is as much shorter than an update as it moves fewer bytes.
-    """
+    host memory. On the GPU it is as much shorter than an update as it moves fewer bytes."""
     if not workload.clipping or workload.norm is None:
         return 0.0
     rate = "gpu_update_params_per_s" if workload.norm == "device" else "host_memory_bytes_per_s"
@@ -53,8 +49,7 @@ def norm_s(workload: Workload, machine: Machine) -> float:
 def link_shares(workload: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
     """Return the shares of the link that the job's collectives leave, to the device and to the host, by phase.
 
-    They take the time that their bytes need at the rate that `h2d_busy_share` and `d2h_busy_share` leave.
-    """
+    They take the time that their bytes need at the rate that `h2d_busy_share` and `d2h_busy_share` leave."""
     lengths = dict(zip(_PHASES, (workload.other_s, workload.forward_s, workload.backward_s), strict=True))
     rates = {
         "h2d": (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share),
@@ -82,8 +77,7 @@ class Durations:
     """Durations of a plan's operations if nothing else runs.
 
     A cast on the GPU whose rate is not known is as much shorter than an update there as it moves fewer bytes. Raises
-    MachineError if the machine lacks a rate that the plan needs.
-    """
+    MachineError if the machine lacks a rate that the plan needs."""
 
     def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
         needed = {"host_memory_bytes_per_s"}

@@ -1,7 +1,5 @@
 """Checks of the operations of a plan on layers: weights and activations are on the device when compute uses them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PlanError
@@ -13,8 +11,7 @@ from ebbtide.interleave.model.workload import Workload
 def check_layers(policy: str, ops: Sequence[Op], plan: LayerPlan | None, workload: Workload) -> None:
     """Check that no compute uses weights or activations that are not on the device, or more slots than there are.
 
-    The workload is a placed one. Raises PlanError.
-    """
+    The workload is a placed one. Raises PlanError."""
     on_layers = [op for op in ops if op.kind in LAYER_KINDS]
     if plan is None:
         if on_layers:
@@ -36,8 +33,7 @@ def _walk(
 ) -> frozenset[int]:
     """Walk through uses of what passes through slots, and return what is in them at the end.
 
-    An arrival takes the slot of what is used last of all. Each starts when that slot is free.
-    """
+    An arrival takes the slot of what is used last of all. Each starts when that slot is free."""
     next_uses: dict[int, list[float]] = {}
     for stretch, key in reversed(uses):
         next_uses.setdefault(key, []).append(stretch.start)

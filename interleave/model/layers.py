@@ -1,7 +1,5 @@
 """Layers of a job whose weights and activations a plan may move: what a plan does with them, when, and their memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -34,23 +32,15 @@ class SavedActivation(NamedTuple):
 class LayerPlan(NamedTuple):
     """The part of a plan that is on layers: what happens to their weights and activations.
 
-    All chunks pass a layer before the first one passes the next layer.
+    All chunks pass a layer before the first one passes the next layer."""
 
-    Attributes:
-        streamed: Layers whose weights are on the host, and come to the device for the forward and for the backward.
-        activations: By layer and then by chunk, of a round.
-        weight_slots: Streamed layers whose weights the device holds at a time.
-        activation_slots: Offloaded activations that it holds at a time.
-        gradient_slots: Layers whose gradients it holds until they are copied to the host.
-        rounds: Forwards with their backward in an iteration.
-    """
-
+    # Layers whose weights are on the host, and come to the device for the forward and for the backward.
     streamed: frozenset[int]
-    activations: tuple[SavedActivation, ...]
-    weight_slots: int = SLOTS
-    activation_slots: int = SLOTS
-    gradient_slots: int = SLOTS
-    rounds: int = 1
+    activations: tuple[SavedActivation, ...]  # By layer and then by chunk, of a round.
+    weight_slots: int = SLOTS  # Streamed layers whose weights the device holds at a time.
+    activation_slots: int = SLOTS  # Offloaded activations that it holds at a time.
+    gradient_slots: int = SLOTS  # Layers whose gradients it holds until they are copied to the host.
+    rounds: int = 1  # Forwards with their backward in an iteration.
 
     @property
     def offloaded(self) -> list[int]:
@@ -143,8 +133,7 @@ def place(workload: Workload, plan: LayerPlan | None) -> Workload:
 
     The backward has the recomputation; memory of the layers is not free; its layers and chunks are those of a round.
     With several rounds, which are alike, the forward has all but the last backward. A workload without layers, or a
-    placed one, is returned itself.
-    """
+    placed one, is returned itself."""
     if plan is None or not workload.layers or workload.layer_memory:
         return workload
     rounds, shares = plan.rounds, workload.chunk_shares[: len(workload.chunk_shares) // plan.rounds]
@@ -192,8 +181,7 @@ def seconds_at(workload: Workload, point: float) -> float:
 def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     """Yield the device memory of the layers as a step function, from the start of the iteration.
 
-    Activations of all chunks count from the start of a layer's forward to the end of its backward.
-    """
+    Activations of all chunks count from the start of a layer's forward to the end of its backward."""
     layers, shares, saved = workload.layers, workload.chunk_shares, plan.activations
     weights = _in_slots([workload.param_bytes * one.params for one in layers], plan.streamed, plan.weight_slots)
     gradients = [workload.grad_bytes * one.params for one in layers]

@@ -1,7 +1,5 @@
 """Operations of a plan: their kinds, resources, and the points at which they may start and must end."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Collection
 from itertools import accumulate
@@ -104,8 +102,7 @@ def plan_error(policy: str, op: Op, problem: str) -> PlanError:
 def gradient_ready_points(workload: Workload) -> list[float]:
     """Return the point of the iteration at which the backward has computed each subgroup's gradient.
 
-    The backward computes gradients in reverse: those of subgroup 0 come last.
-    """
+    The backward computes gradients in reverse: those of subgroup 0 come last."""
     if workload.layers:
         ends = [workload.backward_s]
         for layer in workload.layers[:-1]:
@@ -126,8 +123,7 @@ def backward_points(workload: Workload) -> list[float]:
 def forward_points(workload: Workload) -> list[float]:
     """Return the point of the iteration at which the forward first uses the parameters of each subgroup.
 
-    The forward uses subgroups in their order, each for a time in proportion to its parameters.
-    """
+    The forward uses subgroups in their order, each for a time in proportion to its parameters."""
     if workload.layers:
         starts = [0.0, *accumulate(layer.forward_s for layer in workload.layers)]
         return [FORWARD + min(1.0, starts[layer] / workload.forward_s) for layer in layers_of_subgroups(workload)]

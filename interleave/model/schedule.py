@@ -1,7 +1,5 @@
 """Schedules: plans with times, predicted by the simulator or measured by an executor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -71,8 +69,7 @@ class Schedule:
     def busy_shares(self) -> dict[str, float]:
         """Return the share of the update phase during which each resource is busy; of storage, the busiest path.
 
-        Storage is left out if the plan does not use it.
-        """
+        Storage is left out if the plan does not use it."""
         begin = self.iteration_s - self.update_s
         busy: dict[tuple[str, int], float] = {}
         for op, start, end in self.items():
@@ -138,8 +135,7 @@ class Schedule:
     def _wrapped(self, changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
         """Move changes after the end of the iteration to where the iteration before made them.
 
-        What was allocated in an earlier iteration and is released in this one is in use from the start.
-        """
+        What was allocated in an earlier iteration and is released in this one is in use from the start."""
         length = self.iteration_s
         in_use = sum(-size * (time // length) for time, size in changes)
         return [(0.0, in_use), *((time % length, size) for time, size in changes)]
@@ -254,8 +250,7 @@ def _stretched(time: float, lengths: Iterable[tuple[float, float]]) -> float:
 def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
     """Return the host memory that a plan may use: the rank's part of the host, or less where the job leaves less.
 
-    None: it is not known.
-    """
+    None: it is not known."""
     limits = (machine.host_memory_bytes, workload.host_free_bytes)
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -263,8 +258,7 @@ def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
 def copy_buffer_bytes(plan: Plan) -> float:
     """Return the host memory of gradients that are copied down and of parameters that are copied up.
 
-    Each of these copies has a buffer of its own, and parameters that are copied up twice have one.
-    """
+    Each of these copies has a buffer of its own, and parameters that are copied up twice have one."""
     buffers = {(op.kind, op.subgroup): op.nbytes for op in plan.ops if op.kind in ("gradient down", "upload")}
     return sum(buffers.values())
 
@@ -274,8 +268,7 @@ def needed_host_bytes(plan: Plan, workload: Workload) -> float:
 
     It is that of state that is neither resident nor in storage, of the buffers of state in storage, of a second place
     for state that is updated speculatively, of the buffers of copies, and of streamed weights and activations. State in
-    storage needs no second place: its new version is written beside the old one.
-    """
+    storage needs no second place: its new version is written beside the old one."""
     sizes, stored = workload.subgroups, plan.stored
     elsewhere = plan.resident | stored
     offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in elsewhere)

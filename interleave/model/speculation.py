@@ -1,7 +1,5 @@
 """Speculative updates: computed beside the old state before it is known whether clipping changes them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.interleave.model.plan import BACKWARD, STEP, Op, Plan, gradient_ready_points
@@ -15,8 +13,7 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
 
     They are the last ones that the CPU updates, whose gradients come first. Their results are uploaded when clipping
     has said that they are valid. If the workload does not clip, or holds gradients until the step, nothing is
-    speculated. Their uploads come before all other operations of the step (`uploads_first`), or after them.
-    """
+    speculated. Their uploads come before all other operations of the step (`uploads_first`), or after them."""
     if not workload.clipping or workload.gradients_held_until_step or count <= 0:
         return plan
     on_cpu = sorted(op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu")
@@ -49,8 +46,7 @@ def redone(plan: Plan) -> Plan:
     """Return the plan of a step that clipping changes: speculative updates are computed again from the old state.
 
     State in storage is read again for it, and written again. It is to be simulated; a plan that is run becomes this one
-    by what clipping says.
-    """
+    by what clipping says."""
     if plan.rolls_back:
         return _rolled_back(plan)
     ops: list[Op] = []

@@ -1,7 +1,5 @@
 """Checks of the operations of a plan that move state between storage and host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ebbtide.errors import PlanError

@@ -1,7 +1,5 @@
 """The workload of a job: the parameters to update, and the times and memory of the rest of an iteration."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -156,8 +154,7 @@ class Workload:
         """Bytes per parameter that an update on the CPU reads from and writes to host memory.
 
         Gradient and state are read, state and half-precision parameter are written. With the master as remainder the
-        parameter is read, too.
-        """
+        parameter is read, too."""
         param_accesses = 2 if self.master == "remainder" else 1
         return self.grad_bytes + 2 * self.state_bytes + param_accesses * self.param_bytes
 
@@ -165,8 +162,7 @@ class Workload:
     def returned_gradient_bytes(self) -> float:
         """Bytes of device memory per parameter for a gradient that was copied to the host and back.
 
-        It is in the memory of its parameter, unless that is a part of the state.
-        """
+        It is in the memory of its parameter, unless that is a part of the state."""
         return self.grad_bytes if self.master == "remainder" else 0.0
 
     @property
@@ -307,8 +303,7 @@ class _FileKeys(msgspec.Struct):
 def workload_from(values: dict[str, Any], where: str) -> Workload:
     """Convert the object of a workload file.
 
-    Null counts as missing. `where` is the source, for messages; it names a workload without a name.
-    """
+    Null counts as missing. `where` is the source, for messages; it names a workload without a name."""
     file = convert_object(values, _FileKeys, where, WorkloadError)
     params = round(file.params)
     subgroup_params = min(round(file.subgroup_params or params), params)
@@ -342,8 +337,7 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
 def with_layers(workload: Workload, layers: Sequence[Layer], chunks: int | Sequence[float], where: str) -> Workload:
     """Return a workload with layers, whose activations are those of all chunks of an iteration.
 
-    Raises WorkloadError where they have more parameters or take more time than the workload.
-    """
+    Raises WorkloadError where they have more parameters or take more time than the workload."""
     if not layers:
         return workload
     shares = [1.0] * chunks if isinstance(chunks, int) else chunks

@@ -1,7 +1,5 @@
 """The adaptive policy: where each subgroup's state is kept and updated follows from the machine and the free memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.errors import PolicyError

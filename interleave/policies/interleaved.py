@@ -1,7 +1,5 @@
 """Interleaved updates at a fixed stride, the policy of Deep Optimizer States."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from ebbtide.analysis.metrics.deepspeed import resident_range
@@ -67,8 +65,7 @@ def keepable_gradients(workload: Workload, resident: Iterable[int], on_gpu: Iter
     """Return the streamed subgroups whose gradients fit on the device until the update.
 
     They must fit in addition to resident state, its gradients and the buffers. All of them fit if the free memory is
-    not known. The other gradients are copied down and back up.
-    """
+    not known. The other gradients are copied down and back up."""
     sizes = workload.subgroups
     streamed = list(on_gpu)
     if workload.gpu_free is None or workload.gradients_held_until_step or not streamed:

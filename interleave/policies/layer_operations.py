@@ -1,7 +1,5 @@
 """The operations of a plan on layers: their weights and activations, beside those of the optimizer's state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -107,8 +105,7 @@ def with_layer_operations(plan: Plan, placed: Workload, layers: LayerPlan) -> Pl
     """Return a plan for the optimizer's state with the operations of a plan for layers before its own, not validated.
 
     Parameters of streamed layers stay on the host when the CPU has updated them, and are copied there when the GPU has,
-    unless they stay on the device for the next forward. Compute waits for the slots of gradients that leave early.
-    """
+    unless they stay on the device for the next forward. Compute waits for the slots of gradients that leave early."""
     ops = LayerOperations(placed, layers).run()
     first = len(ops)
     layer_of = layers_of_subgroups(placed)

@@ -1,7 +1,5 @@
 """The option `overlap`: phases that updates may run in, beside the step; and the best count of subgroups for that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,8 +20,7 @@ _POINT, _DUE = Op._fields.index("point"), Op._fields.index("due")
 def best_count(most: int, cost: Callable[[int], Cost]) -> int:
     """Return the best count from 0 to a number: of some evenly spread ones, and then near the best.
 
-    `cost` is that of a count (see `Steps.cost`); it is called once for each.
-    """
+    `cost` is that of a count (see `Steps.cost`); it is called once for each."""
     costs: dict[int, Cost] = {}
 
     def cost_of(count: int) -> Cost:
@@ -55,8 +52,7 @@ def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) 
 
     How many subgroups are speculated is what gives the shortest mean iteration, within the memory of the host. The plan
     must update subgroups in the order in which the forward needs them. `option` is `none`, which returns the plan
-    itself, `forward`, `backward`, `both`, or `auto`, the best of these.
-    """
+    itself, `forward`, `backward`, `both`, or `auto`, the best of these."""
     overlaps = overlaps_of(option)
     if not overlaps:
         return plan
@@ -90,8 +86,7 @@ def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) 
     backward. Updates of resident state are short and stay with the step, as does state that is parked: it leaves the
     device when the iteration begins. State is not fetched again before the backward, by which it has been flushed.
     Gradients that the job holds until the step are its own again when the step returns, so none is used later.
-    Operations of the subgroups `on_time` end with the step, too.
-    """
+    Operations of the subgroups `on_time` end with the step, too."""
     needed = forward_points(workload)
     used_in_place = plan.kept_gradients if workload.gradients_held_until_step else frozenset()
     on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked | used_in_place)

@@ -1,7 +1,5 @@
 """All updates on the CPU, overlapped with conversions and copies."""
 
-from __future__ import annotations
-
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import OVERLAP, with_overlap

@@ -1,7 +1,5 @@
 """PlanBuilder: assembles a plan from the ways in which one subgroup can be updated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

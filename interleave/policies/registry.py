@@ -1,7 +1,5 @@
 """The registry of policies, and the strings that select them: `twin-flow:0.4`, `interleaved:2@0.8,grads=blocking`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -53,42 +51,29 @@ class DefaultRun(NamedTuple):
 
 
 class SystemRun(NamedTuple):
-    """The run of another system, where the user asks for all of them.
+    """The run of another system, where the user asks for all of them."""
 
-    Attributes:
-        text: The policy's string, with typical values.
-        position: Sort key among the systems.
-        advised: The strings as the system runs today, which a recommendation compares; None: `text`.
-    """
-
-    text: str
-    position: int
+    text: str  # The policy's string, with typical values.
+    position: int  # Sort key among the systems.
+    # The strings as the system runs today, which a recommendation compares; None: `text`.
     advised: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A registered policy.
-
-    Attributes:
-        options: The values that each option may have, the default first.
-        summary: First line of the function's docstring.
-        run: How the policy is run by default, or where all systems are asked for; None: only by its name.
-        simulation_only: Whether the engine cannot run its plans; `replay` can.
-        uses_storage: Whether state that host memory does not hold may be in storage. Without, it does not fit.
-        in_deepspeed: Whether DeepSpeed's configuration alone selects it.
-        plans_layers: Whether it decides itself what happens to weights and activations of layers.
-    """
+    """A registered policy."""
 
     name: str
     function: PolicyFunction
-    options: Mapping[str, tuple[str, ...]]
-    summary: str
+    options: Mapping[str, tuple[str, ...]]  # The values that each option may have, the default first.
+    summary: str  # First line of the function's docstring.
+    # How the policy is run by default, or where all systems are asked for; None: only by its name.
     run: DefaultRun | SystemRun | None = None
-    simulation_only: bool = False
+    simulation_only: bool = False  # Whether the engine cannot run its plans; `replay` can.
+    # Whether state that host memory does not hold may be in storage. Without, it does not fit.
     uses_storage: bool = True
-    in_deepspeed: bool = False
-    plans_layers: bool = False
+    in_deepspeed: bool = False  # Whether DeepSpeed's configuration alone selects it.
+    plans_layers: bool = False  # Whether it decides itself what happens to weights and activations of layers.
 
 
 POLICIES: dict[str, Policy] = {}

@@ -1,7 +1,5 @@
 """Storage for what host memory does not hold: when it is used, which state is there, and its reads and writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -22,24 +20,17 @@ STORED_VERSIONS = 2
 
 @dataclass(frozen=True)
 class StorageLayout:
-    """A choice of which state is in storage, and of the buffers that it passes through.
+    """A choice of which state is in storage, and of the buffers that it passes through."""
 
-    Attributes:
-        placement: Which subgroups, in the order of their updates: evenly `spread`, the `first` or the `last` ones.
-        buffers: How many of them may be in host memory at once, of each path.
-        paths: How many paths of the storage are used, the fastest ones; None: all.
-    """
-
-    placement: str
-    buffers: int
-    paths: int | None = None
+    placement: str  # Which subgroups, in the order of their updates: evenly `spread`, the `first` or the `last` ones.
+    buffers: int  # How many of them may be in host memory at once, of each path.
+    paths: int | None = None  # How many paths of the storage are used, the fastest ones; None: all.
 
 
 def stored_in(plan: Plan, workload: Workload, machine: Machine, layout: StorageLayout) -> Plan:
     """Return a plan whose state is in storage as far as host memory does not hold it, not validated.
 
-    Reads may begin with the backward; the last write of each buffer is due when the next backward begins.
-    """
+    Reads may begin with the backward; the last write of each buffer is due when the next backward begins."""
     chains = _Chains(plan, workload, machine, layout)
     return replace(plan, ops=tuple(chains.ops()), storage_buffers=chains.buffer_bytes) if chains.path_of else plan
 
@@ -76,8 +67,7 @@ class _Chains:
 
         Each path has buffers of its own, since a slow one would hold up the others: at least as many as subgroups that
         the plan has on their way through the device at once. An update of this iteration cannot wait for a buffer that
-        a late one frees. If any comes after a late one, both kinds have buffers of their own.
-        """
+        a late one frees. If any comes after a late one, both kinds have buffers of their own."""
         stored = list(path_of)
         late = [subgroup for subgroup in stored if self._uses[subgroup].late]
         on_time = [subgroup for subgroup in stored if not self._uses[subgroup].late]
@@ -175,17 +165,12 @@ class _Chains:
 
 @dataclass
 class _Use:
-    """The operations between which a subgroup's state is used in host memory.
-
-    Attributes:
-        late: Whether the first one may end in the next iteration.
-        speculative: Whether it is a speculative update. These come right after clipping, before all others.
-    """
+    """The operations between which a subgroup's state is used in host memory."""
 
     first: int
     last: int
-    late: bool
-    speculative: bool
+    late: bool  # Whether the first one may end in the next iteration.
+    speculative: bool  # Whether it is a speculative update. These come right after clipping, before all others.
 
     @property
     def place(self) -> int:
@@ -265,8 +250,7 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
 
     A plan that fits into host memory, or has state in storage already, is returned as it is, as is any plan where the
     machine has no storage or its host memory is not known. Of all layouts that fit, the one with the shortest mean
-    iteration is taken; if none fits, the one that needs the least host memory.
-    """
+    iteration is taken; if none fits, the one that needs the least host memory."""
     if not _needs_storage(plan, workload, machine):
         return plan
     choices = layouts(len(machine.storage))

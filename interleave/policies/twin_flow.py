@@ -1,7 +1,5 @@
 """Twin-Flow, the static split of ZeRO-Offload++."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.metrics.deepspeed import resident_range
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload

@@ -1,7 +1,5 @@
 """ZeRO-Offload: all updates on the CPU, as DeepSpeed runs them."""
 
-from __future__ import annotations
-
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder

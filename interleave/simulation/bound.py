@@ -1,7 +1,5 @@
 """Lower bounds of the iteration time of any policy, from a linear program (see docs/model.md for the formulas)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -36,8 +34,7 @@ class OptimalShares:
     """Shares of all parameters with which the bound is reached.
 
     `early` and `late` are further state that is on the device when the update begins, and when the iteration begins;
-    `exposed_s` is the bound itself.
-    """
+    `exposed_s` is the bound itself."""
 
     resident: float
     early: float
@@ -52,8 +49,7 @@ def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -
 
     With an overlap they hold for all plans without it, too. A step that is clipped has no use of speculation, so the
     bound is the mean of both kinds of steps. If the free memory is not known, all memory of the device counts as free:
-    no policy is below that bound.
-    """
+    no policy is below that bound."""
     machine.need(_NEEDED, "the bound")
     if workload.layers and not workload.layer_memory:
         return _bound_with_layers(workload, machine, overlap)
@@ -134,8 +130,7 @@ def _min_exposed_s(
 def _first_use_s(workload: Workload, machine: Machine, overlap: Overlap) -> float:
     """Return the least time from the backward to the first use of the first subgroup, whose gradient comes last, s.
 
-    The CPU gets the gradient, updates, and uploads one after another; only the update itself may precede clipping.
-    """
+    The CPU gets the gradient, updates, and uploads one after another; only the update itself may precede clipping."""
     size = workload.subgroups[0]
     down_s, up_s = (
         width * size / ((rate or 1.0) * (1 - busy))
@@ -169,8 +164,7 @@ def _solve(
 ) -> tuple[BoundProgram, Vector]:
     """Return the program and the values of its variables where the exposed time is shortest.
 
-    With `windows` state may move outside of the update.
-    """
+    With `windows` state may move outside of the update."""
     intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine, overlap.backward)
     # The time that CPU and GPU need together without any waiting. With extremely different rates the update is so much
     # longer than this that the solver fails; the time unit then has to be longer.

@@ -1,7 +1,5 @@
 """The linear program of the bound for plans that may divide subgroups at will."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -43,8 +41,7 @@ class BoundProgram(LinearProgram):
     in storage also what is read and written, and the state in host memory (see `storage_rows`).
 
     The solver's tolerances are absolute, so all values are kept near 1: parameters are shares of all parameters,
-    bytes are per parameter, times are in units of `time_unit_s`.
-    """
+    bytes are per parameter, times are in units of `time_unit_s`."""
 
     def __init__(
         self,
@@ -131,8 +128,7 @@ class BoundProgram(LinearProgram):
         the share `left` while compute goes on. Waits have all of it.
 
         Terms are divided by the rate: the solver may neglect work that takes hardly any time, but not a rate that
-        multiplies the length.
-        """
+        multiplies the length."""
         times = {variable: factor / rate for variable, factor in terms.items()}
         interval = self.intervals[index]
         if interval.phase == UPDATE:
@@ -245,8 +241,7 @@ class BoundProgram(LinearProgram):
 
         The kept gradients may be the last ones that the backward computes. Each is freed with its update. `state` is
         the variable at that end, `gradients_ready` the share of the gradients computed by then, and so many intervals
-        have passed.
-        """
+        have passed."""
         workload, free = self._workload, interval.free_bytes / self._workload.params
         self.add_row({state: workload.state_bytes}, upper=free)
         if gradients_ready and not workload.gradients_held_until_step:
@@ -301,8 +296,7 @@ class StorageLimits:
 def storage_limits(workload: Workload, machine: Machine) -> StorageLimits | None:
     """Return the limits of a machine with storage and known host memory; else None.
 
-    A plan that cannot fit with all state in storage is compared with the bound of a host that is just large enough.
-    """
+    A plan that cannot fit with all state in storage is compared with the bound of a host that is just large enough."""
     available = available_host_bytes(workload, machine)
     if available is None or not machine.storage:
         return None
@@ -327,8 +321,7 @@ def add_storage_rows(
 
     A cycle updates all parameters once. When it begins, what is in host memory waits either for its next update or
     still for its write. With `late_updates` updates may end in the next forward, so that the cycle begins with the
-    backward.
-    """
+    backward."""
     count = len(phases)
     start, stays = program.add_variable("host not updated at start"), program.add_variable("in memory all the time")
     written_at_start = program.add_variable("host updated at start")

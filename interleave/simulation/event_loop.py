@@ -4,8 +4,6 @@ Plans of many thousand operations are simulated again and again while one is sea
 for each resource, without calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -21,8 +19,7 @@ class StorageChannels:
     """The channels of all paths: of path p, 2 p reads and 2 p + 1 writes.
 
     Both channels of a path are slowed by one factor if together they exceed what the path moves, and all by the factor
-    by which host memory slows everything.
-    """
+    by which host memory slows everything."""
 
     def __init__(self, limits: Sequence[float], queues: Sequence[list[int]]) -> None:
         """Initialize without any running task."""
@@ -120,8 +117,7 @@ def run_tasks(
 
     Each resource runs the first of its ready tasks. Both directions of the link are slowed by one factor if together
     they exceed the duplex limit, likewise reads and writes of a path of the storage, then CPU, link and storage by one
-    factor if they exceed host memory. Raises RuntimeError if tasks wait for each other.
-    """
+    factor if they exceed host memory. Raises RuntimeError if tasks wait for each other."""
     alone_s, demand, pending, successors = graph.alone_s, graph.demand, graph.pending, graph.successors
     total = len(alone_s)
     starts, ends = [0.0] * total, [0.0] * total

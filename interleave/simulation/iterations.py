@@ -1,7 +1,5 @@
 """Iterations in a row, for plans whose late operations end in the next one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ebbtide.errors import PlanError

@@ -1,7 +1,5 @@
 """The lower bound of the iteration of plans that also move weights and activations of layers: a linear program."""
 
-from __future__ import annotations
-
 from ebbtide.interleave.model.workload import Workload, value_at
 from ebbtide.interleave.simulation.linear_program import LinearProgram
 from ebbtide.machines.machine import Machine

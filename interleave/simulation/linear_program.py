@@ -4,8 +4,6 @@ HiGHS' own integer solver is not used: on one of some hundred programs of the bo
 (HiGHS 1.12 in scipy 1.17.1), and on others it printed to stdout past Python.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -95,8 +93,7 @@ class LinearProgram:
         """Return the values of all variables where this one is smallest, None if no values satisfy the rows.
 
         The open relaxation with the smallest value is branched next, so the first one whose integers are whole is
-        optimal.
-        """
+        optimal."""
         solver = self._solver(variable)
         variables = np.arange(len(self._upper), dtype=np.int32)
         open_relaxations: list[_Relaxation] = []
@@ -206,8 +203,7 @@ def intervals_of(workload: Workload, machine: Machine, speculates: bool = False)
 def cycle_intervals_of(workload: Workload, machine: Machine, speculates: bool = False) -> list[IterationInterval]:
     """Return the intervals from the beginning of a backward to that of the next, the forward cut into pieces.
 
-    The first piece of the forward has no length: it is the wait before it.
-    """
+    The first piece of the forward has no length: it is the wait before it."""
     intervals = intervals_of(workload, machine, speculates)
     before = [interval for interval in intervals if interval.phase == OTHER]
     forward = [interval for interval in intervals if interval.phase == FORWARD]

@@ -1,7 +1,5 @@
 """The simulator: runs a plan in virtual time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ebbtide.errors import PlanError
@@ -68,8 +66,7 @@ class Simulator:
         """Run a plan; None if the iteration was given up since it takes longer than the limit.
 
         With `steady` an iteration with late operations is repeated until it takes as long as the one before. One cycle
-        (see `run_cycle`) is nearly as exact, and a quarter of the work. Raises as `simulate`.
-        """
+        (see `run_cycle`) is nearly as exact, and a quarter of the work. Raises as `simulate`."""
         if plan.has_late_operations:
             work = self.iteration_work(plan)
             limits = self._duplex_bytes_per_s, self._host_bytes_per_s
@@ -217,8 +214,7 @@ def run_cycle(
     """Return the schedule of an iteration, from an iteration without late operations before it and the next forward.
 
     None if it takes longer than the limit, beyond which its exact length does not matter. Raises PlanError if
-    operations wait for each other.
-    """
+    operations wait for each other."""
     repeated = _early_operations(plan)
     graph = _task_graph(plan, work, repeated)
     before_backward_s = sum(

@@ -1,7 +1,5 @@
 """The linear program of the bound for plans of whole subgroups."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from itertools import accumulate
@@ -32,8 +30,7 @@ class WholeSubgroupProgram(BoundProgram):
     A subgroup that is on the device in part takes the memory of a whole one. Operations run at full speed or not at
     all, so the time of an interval divides into modes, by what runs at the same time (see `modes`). The CPU updates a
     whole number of subgroups, and the last one's upload follows its update. State fetched in the update is updated
-    after it has arrived, and flushed after that unless state stays on the device at the end.
-    """
+    after it has arrived, and flushed after that unless state stays on the device at the end."""
 
     def _complete(self) -> None:
         workload, overlap = self._workload, self._overlap
@@ -83,8 +80,7 @@ class WholeSubgroupProgram(BoundProgram):
     def _free_share(self, interval: IterationInterval) -> float:
         """Return the share of all parameters whose state fits into the free memory.
 
-        A plan may exceed the free memory as far as `Schedule.fits_device` allows.
-        """
+        A plan may exceed the free memory as far as `Schedule.fits_device` allows."""
         allowed = interval.free_bytes * (1 + _TOLERANCE) + _TOLERANCE_BYTES if interval.free_bytes else 0.0
         return allowed / self._workload.params / self._workload.state_bytes
 
@@ -188,8 +184,7 @@ class WholeSubgroupProgram(BoundProgram):
         """Limit the product of memory and time in every run of intervals, in parameters x units of time.
 
         State that moves takes the memory of a whole subgroup while it is copied, state that stays takes it all the
-        time. `min_length` is a lower bound of the length of the update.
-        """
+        time. `min_length` is a lower bound of the length of the update."""
         size, last = self._size, self._last_size
         fetch_time, flush_time = (
             self._workload.state_bytes / self._link_rate(direction) for direction in ("h2d", "d2h")
@@ -254,8 +249,7 @@ def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
     """Return the rates of each set of resources that can run at the same time, shared as in the simulator.
 
     The link shares its duplex limit, and all of them share the host's memory, slowed by one factor. A plan may run the
-    CPU with fewer threads, down to those for which copies leave enough memory: any other number is between the two.
-    """
+    CPU with fewer threads, down to those for which copies leave enough memory: any other number is between the two."""
     cpu_bytes = workload.cpu_update_bytes
     cpu = machine.cpu_update_rate(workload.master) or 0.0
     up = (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share)

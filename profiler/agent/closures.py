@@ -30,8 +30,7 @@ class UpdateParts:
     the closure has phases of its own. They are held back until the step ends: if it calls the closure again, all of it
     is one update. Created after `enter`, and ended by `leave` instead of the recorder's.
 
-    `failed`: whether the closure raised, so that the optimizer has not stepped.
-    """
+    `failed`: whether the closure raised, so that the optimizer has not stepped."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.failed = False

@@ -44,8 +44,7 @@ class GuardedProfiler:
 
     `on_job_profiler` is called before the job begins a profiler of its own while this one runs, which it must stop.
 
-    `running`: the profiler that runs; None if none does.
-    """
+    `running`: the profiler that runs; None if none does."""
 
     def __init__(self, torch: Any, on_job_profiler: Callable[[], None]) -> None:
         self.running: Any = None
@@ -132,8 +131,7 @@ class AllocationCapture:
 
     Writes two files: the allocations as torch gives them, and a description of what only the job knows: the owners of
     blocks (parameters, gradients, optimizer state) by address, at several times of each iteration, and the calls of
-    all modules.
-    """
+    all modules."""
 
     def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
         self._recorder = recorder
@@ -313,8 +311,7 @@ class CopyCapture:
 
     The profiler runs in slices of whole iterations, each written as a Chrome trace that is named for its span. That
     holds the job up, longer for more events: slices are short, with pauses unless `last` is set. CUPTI serves one
-    subscriber: if the job profiles itself, this capture ends with a note.
-    """
+    subscriber: if the job profiles itself, this capture ends with a note."""
 
     def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
         self._recorder = recorder

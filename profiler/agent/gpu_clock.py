@@ -49,8 +49,7 @@ class GpuClock:
     nothing else ever waits. They run when they are recorded (to within about 10 us), however far the job's stream lags
     behind. Nothing here synchronizes, and nothing is recorded into a graph under capture.
 
-    `pending`: the spans that `finished_spans` has not returned yet.
-    """
+    `pending`: the spans that `finished_spans` has not returned yet."""
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
@@ -140,8 +139,7 @@ class GpuClock:
         """Convert a mark's device time to the host's clock.
 
         No event runs before it is launched. If a mark seems to, its anchor had to wait (streams share a hardware queue,
-        as under CUDA_DEVICE_MAX_CONNECTIONS=1), and the anchor is corrected by the mark.
-        """
+        as under CUDA_DEVICE_MAX_CONNECTIONS=1), and the anchor is corrected by the mark."""
         since_anchor_ns: int = round(anchor.event.elapsed_time(mark.event) * 1e6)
         anchor.host_ns = max(anchor.host_ns, mark.host_ns - since_anchor_ns)
         return anchor.host_ns + since_anchor_ns

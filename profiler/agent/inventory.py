@@ -39,8 +39,7 @@ def list_holders(
     optimizer state. If several tensors share a storage, each counts with its own part, and the rest belongs to no
     module. Gradients and state belong to the module of their parameter. Where a backward has just failed, on the device
     `failed_on`, autograd's threads of other devices may still replace gradients: they are left out unless all
-    parameters are on this device.
-    """
+    parameters are on this device."""
     return _largest_first(_collect_storages(modules, optimizers, _data_address, failed_on).sizes())
 
 
@@ -50,8 +49,7 @@ def list_blocks(
     """Return (address, bytes, category, module) of each storage of a model and its optimizers, as `list_holders` does.
 
     A storage that several tensors share has the category of the first one, and the module None. `address_of` returns
-    the address of a storage, 0 for one without memory.
-    """
+    the address of a storage, 0 for one without memory."""
     return _collect_storages(modules, optimizers, address_of).blocks()
 
 

@@ -35,8 +35,7 @@ class IterationRule:
     before does not begin an iteration: ZeRO-3 steps once per subgroup, and distributed checkpointing steps an optimizer
     once before training to create its state.
 
-    `index`: the current iteration; -1 before the first update.
-    """
+    `index`: the current iteration; -1 before the first update."""
 
     def __init__(self) -> None:
         self.index = -1

@@ -109,8 +109,7 @@ class PhaseReadings:
 
     Of steps that are too short only some are read, each as a whole. A step begins at a forward after another phase.
 
-    `due_ns`: from when on the start of a phase is read: the last reading, at the end of one, mostly still holds.
-    """
+    `due_ns`: from when on the start of a phase is read: the last reading, at the end of one, mostly still holds."""
 
     def __init__(self, memory: MemoryReader) -> None:
         self._memory = memory

@@ -31,8 +31,7 @@ class DetailedSlices:
 
     The background thread looks for a request; the threads that train only compare two numbers at the end of an
     iteration. A process that learns of a request after its first iteration begins at its next one, and one that learns
-    of it after its last iteration records nothing.
-    """
+    of it after its last iteration records nothing."""
 
     def __init__(self, recorder: Recorder, torch: Any, directory: str) -> None:
         self._recorder = recorder

@@ -29,8 +29,7 @@ class OutermostCall:
     call (`Module.compile()` works so). As a data descriptor, this sees each read together with its module. Inside a
     phase it returns what the module itself has there (0.1 us); outside of one it returns a call that is recorded as a
     forward, or as one without gradients. Dynamo inlines modules without reading the attribute, and torch keeps it out
-    of pickles.
-    """
+    of pickles."""
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder

@@ -24,8 +24,7 @@ class CheckedFile:
 
     A job may close descriptors by their numbers, as daemons do, and open files of its own under the same numbers. So
     before each write and close the descriptor is compared with the file that was created. If it is another file's, it
-    is left alone, and the file is opened again by its path.
-    """
+    is left alone, and the file is opened again by its path."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -163,8 +162,7 @@ class Spool:
 
     `put` collects records, and `flush` writes them. A forked child must call `detach`, because it shares the file with
     its parent. `max_bytes`: size from which on `full` is set; None: no limit. Raises OSError if there is no new file at
-    `path`.
-    """
+    `path`."""
 
     def __init__(self, path: str, max_bytes: int | None = None) -> None:
         self._file: CheckedFile | None = CheckedFile(path)

@@ -30,8 +30,7 @@ class TrainingThreads:
     Replicas and autograd's threads work inside the phases of others and never have one.
 
     Autograd replaces gradients without the interpreter's lock: a thread that reads one meanwhile may crash the process.
-    So tensors of the job are read in `quiet` moments only.
-    """
+    So tensors of the job are read in `quiet` moments only."""
 
     def __init__(self, torch: Any) -> None:
         self._local = _thread._local()

@@ -18,8 +18,7 @@ class ForwardsWithoutGradients:
     """Records the outermost forwards of the threads that train, while grad mode is off and no phase is open.
 
     They are rows of the table `ops`, in the time that is called `other`. Nothing is recorded before the first phase,
-    so a process that only infers stays without a trace.
-    """
+    so a process that only infers stays without a trace."""
 
     def __init__(self, recorder: Any) -> None:
         self.active = False  # Whether one runs, to which belong the modules that it calls.

@@ -3,8 +3,6 @@
 Importing this package imports no framework; each class is imported with its own.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,8 +17,7 @@ def record_out_of_memory(path: str = "oom.ebb") -> None:
     """Record the out-of-memory errors of this process from now on, into a trace that the first one creates.
 
     `ebbtide memory PATH --at oom` reads it. A path where a trace exists gets a number (oom-2.ebb). Does nothing in a
-    process that is recorded, and never raises.
-    """
+    process that is recorded, and never raises."""
     import torch
 
     from ebbtide.profiler.agent.start import start_for_errors

@@ -1,7 +1,5 @@
 """A callback for the Trainer of Hugging Face."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

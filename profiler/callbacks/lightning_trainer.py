@@ -1,7 +1,5 @@
 """A callback for the Trainer of Lightning."""
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Decoding of Chrome trace events, tolerant of invalid fields."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 from functools import cache
@@ -38,8 +36,7 @@ MAX_BASE_NS, _MAX_US, _MAX_DURATION_US, _MAX_FLOAT_US = 1 << 61, 1 << 52, 1 << 5
 class Stream(Protocol):
     """Source of bytes.
 
-    `read1` may return fewer bytes than requested. It returns none only at the end.
-    """
+    `read1` may return fewer bytes than requested. It returns none only at the end."""
 
     def read1(self, size: int, /) -> bytes: ...
 
@@ -52,8 +49,7 @@ class JsonWindow:
     """Window that moves over a stream of JSON.
 
     All methods raise UnreadableJson where the JSON is damaged or ends too early, and UserError where the stream raises
-    it. Values that were complete before the error are returned first.
-    """
+    it. Values that were complete before the error are returned first."""
 
     def __init__(self, stream: Stream, chunk: int) -> None:
         self.data = b""
@@ -65,8 +61,7 @@ class JsonWindow:
     def extend(self) -> None:
         """Read at least one more byte: a chunk, or as many bytes as are unread if that is more.
 
-        The window doubles, so the cost of a long value stays proportional to its length.
-        """
+        The window doubles, so the cost of a long value stays proportional to its length."""
         unread = self.data[self.position :]
         if len(unread) > _MAX_VALUE_BYTES:
             raise UnreadableJson(f"it has a value of more than {_MAX_VALUE_BYTES >> 20} MiB")
@@ -112,8 +107,7 @@ class JsonWindow:
     def buffered_value(self) -> bytes | None:
         """Consume the next value if all of it is in the window, and return its text; None if more data is needed.
 
-        At the end of a list or object the text is `]` or `}`.
-        """
+        At the end of a list or object the text is `]` or `}`."""
         begin = self.skip_separators()
         end = _value_end(self.data, begin)
         if end is None:
@@ -149,8 +143,7 @@ def repair_json(text: bytes) -> bytes:
     """Turn nearly valid JSON into valid JSON.
 
     Repairs bytes that are not UTF-8, NaN and infinities, single backslashes and bare control characters. Strings may
-    lose such characters.
-    """
+    lose such characters."""
     repaired = _CONTROL.sub(" ", text.decode("utf-8", "replace"))
     repaired = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", repaired)
     return _NO_NUMBER.sub("null", repaired).encode()

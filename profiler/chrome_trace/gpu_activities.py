@@ -63,8 +63,7 @@ def kernel_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[s
     """Return the columns of the table `kernels`, without groups of collectives.
 
     `work` has start, end and launched (ns, to which `base_ns` is added), device, stream, kind (a position in KINDS, or
-    TRANSFER), and name (a position in `names`). MISSING: not recorded.
-    """
+    TRANSFER), and name (a position in `names`). MISSING: not recorded."""
     rows = work[work["kind"] != TRANSFER]
     return {
         **_times(rows, base_ns),
@@ -162,8 +161,7 @@ class GpuActivities:
         """All activities, each once.
 
         Columns start, end (ns), correlation, device, stream, kind (a position in KINDS, or TRANSFER), name and group
-        (numbers), bytes, and `launched`: the start of the call, missing where it was not recorded.
-        """
+        (numbers), bytes, and `launched`: the start of the call, missing where it was not recorded."""
         work = self._activities.table()
         # One stream runs one activity at a time: the same one at the same time is the same event.
         repeated = work.duplicated()

@@ -1,7 +1,5 @@
 """Collects the calls by which the host launches work and waits for the device, as columns of the table `calls`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

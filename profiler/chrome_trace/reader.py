@@ -3,8 +3,6 @@
 Invalid events are repaired or skipped. If the file breaks off, the events before the break are returned.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes of the batches that a job's data loaders give, and iterations with the longest one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import islice

@@ -3,8 +3,6 @@
 python -m ebbtide.profiler.dryrun OUTPUT OPTIONS train.py ARGUMENTS...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -67,8 +65,7 @@ def main(arguments: list[str]) -> int:
     """Run the job, write its trace, and return the exit status: 2 for what cannot be faked, else the job's own.
 
     `arguments`: path of the trace, settings as JSON, and the job (a script, `-m MODULE` or `-c CODE`, and its
-    arguments).
-    """
+    arguments)."""
     try:
         from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
         from ebbtide.profiler.dryrun.trace_of_run import trace_of_run

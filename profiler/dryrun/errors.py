@@ -1,7 +1,5 @@
 """Errors and signals of dry runs."""
 
-from __future__ import annotations
-
 from ebbtide.errors import UserError
 
 

@@ -4,8 +4,6 @@ A launcher runs in the dry run like a job. One that trains in its own process is
 one, `JobLaunched` ends it, and the dry run begins again with the command of that process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -94,8 +92,7 @@ def split_command(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
     """Return the interpreter of a command, its options, and the rest: a script, `-m MODULE` or `-c CODE`.
 
     `python` without a folder is the interpreter that runs ebbtide, since the dry run needs both. It also runs console
-    scripts, such as `accelerate`.
-    """
+    scripts, such as `accelerate`."""
     program, *words = command
     if Path(program).name == "torchrun":
         return sys.executable, [], ["-m", TORCHRUN, *words]

@@ -1,7 +1,5 @@
 """Values of small fake tensors, as far as they follow from values that the job has."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -45,8 +43,7 @@ class ShadowValues:
     """Real storages beside fake ones. Jobs branch on masks, positions and steps, which rarely depend on weights.
 
     `placeholders` counts reads of values that are not known, by dtype, `reads` those since the last iteration; where
-    these are too many, the job is ended, and `waited` is set.
-    """
+    these are too many, the job is ended, and `waited` is set."""
 
     def __init__(self) -> None:
         self.placeholders: Counter[str] = Counter()
@@ -181,8 +178,7 @@ class Conditions:
 
     So `isfinite` is true, `isnan` is false, and a comparison agrees with the placeholder that `.item()` gives.
 
-    `real_of`: returns a real tensor with the values of a tensor; None if they are not known.
-    """
+    `real_of`: returns a real tensor with the values of a tensor; None if they are not known."""
 
     def __init__(self, real_of: Callable[[Any], Any]) -> None:
         self._real_of = real_of

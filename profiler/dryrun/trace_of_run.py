@@ -1,7 +1,5 @@
 """Converts what a dry run has counted to a trace."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Sequence

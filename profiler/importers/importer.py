@@ -3,8 +3,6 @@
 Each sub-package of `importers` lists its importers in `IMPORTERS`; `registry.py` finds them there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -69,6 +67,5 @@ class Importer(Protocol):
         """Add the contents of files of this format, at least one, to a trace; return those whose times have no date.
 
         Files without dates cannot be combined with others. `options`: other files of the run, and figures that the user
-        states. Raises SourceError if a file is damaged or empty, or does not fit the others.
-        """
+        states. Raises SourceError if a file is damaged or empty, or does not fit the others."""
         ...

@@ -1,7 +1,5 @@
 """Recognizes the formats of the files of a run, and makes one trace from them."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re
@@ -40,8 +38,7 @@ def expand_folders(
     """Replace folders by the files in them, in the order of the numbers in their names.
 
     Of each folder, the files of one format are taken: `format`, else the format that most of its files have. Hidden
-    files and folders in it are ignored. `notes` receives a line for each folder with other files.
-    """
+    files and folders in it are ignored. `notes` receives a line for each folder with other files."""
     files: list[Path] = []
     for path in paths:
         files += _files_of(path, recognize, format, notes) if path.is_dir() else [path]

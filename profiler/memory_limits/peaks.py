@@ -1,7 +1,5 @@
 """Records the bytes of tensors in host memory, with torch's profiler."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
@@ -18,15 +16,10 @@ BEFORE = "allocated before the block"
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """An allocation, or a release.
+    """An allocation, or a release."""
 
-    Attributes:
-        key: Address of the block, or another object that its allocation and its release have in common.
-        bytes: Bytes; negative for a release, which may have any negative number.
-    """
-
-    key: Hashable
-    bytes: int
+    key: Hashable  # Address of the block, or another object that its allocation and its release have in common.
+    bytes: int  # Bytes; negative for a release, which may have any negative number.
     site: str = BEFORE
 
 
@@ -34,8 +27,7 @@ class MemoryEvent:
 class Peak:
     """The largest memory in use, and its holders.
 
-    `holders`: (call site, bytes), the largest first; empty where they were not asked for.
-    """
+    `holders`: (call site, bytes), the largest first; empty where they were not asked for."""
 
     bytes: int
     holders: tuple[tuple[str, int], ...] = ()

@@ -53,8 +53,7 @@ class SnapshotPickle(PlainPickle):
     """Reads a snapshot in which each event of the allocator is EVENT.
 
     `columns` get the events: `action` (by `codes`, or -1), `time_us`, `bytes`, `address` and `stack` (by `number`; the
-    lists of frames are kept). `rows_added` is called then.
-    """
+    lists of frames are kept). `rows_added` is called then."""
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """Reads pickles of numbers, text, lists, tuples and dicts as a stream, and runs nothing that they ask for."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
@@ -21,8 +19,7 @@ class PickleError(ValueError):
 class PlainPickle:
     """Reads one pickle. A subclass may take events out as they are read.
 
-    `memo`: the objects that later opcodes can refer to, in the order in which the writer numbered them.
-    """
+    `memo`: the objects that later opcodes can refer to, in the order in which the writer numbered them."""
 
     def __init__(self, file: IO[bytes], progress: Callable[[int], None]) -> None:
         self._file = file

@@ -1,7 +1,5 @@
 """Reads a memory snapshot through a separate process, which a harmful file may crash."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -44,21 +42,13 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A memory snapshot as tables of integers, whose names are in `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`.
+    """A memory snapshot as tables of integers, whose names are in `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`."""
 
-    Attributes:
-        events: What the allocator did, in order; `stack` is a position in `stacks`, or -1.
-        blocks: Its blocks at the end; `segment` is a row of `segments`.
-        segments: Its segments at the end; `pool` is 1 in a private pool (of a CUDA graph).
-        stacks: Call stacks, the outermost frame in the first line.
-        annotations: (name, START or END, device, Unix time in us), in order.
-    """
-
-    events: pd.DataFrame
-    blocks: pd.DataFrame
-    segments: pd.DataFrame
-    stacks: list[str]
-    annotations: list[tuple[str, str, int, int]]
+    events: pd.DataFrame  # What the allocator did, in order; `stack` is a position in `stacks`, or -1.
+    blocks: pd.DataFrame  # Its blocks at the end; `segment` is a row of `segments`.
+    segments: pd.DataFrame  # Its segments at the end; `pool` is 1 in a private pool (of a CUDA graph).
+    stacks: list[str]  # Call stacks, the outermost frame in the first line.
+    annotations: list[tuple[str, str, int, int]]  # (name, START or END, device, Unix time in us), in order.
 
     def events_of(self, device: int) -> pd.DataFrame:
         """Return the events of a device, without a copy: they follow each other."""
@@ -69,8 +59,7 @@ class Snapshot:
 def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS) -> Snapshot:
     """Read a snapshot.
 
-    `seconds`: CPU time allowed in addition to one second per MB.
-    """
+    `seconds`: CPU time allowed in addition to one second per MB."""
     with tempfile.TemporaryFile() as answer:
         if _run_unpickler(open_file, answer, seconds):
             raise SnapshotError("opening it crashes, or takes too long")
@@ -135,18 +124,12 @@ def _check_ranges(tables: dict[str, pd.DataFrame]) -> None:
 
 
 class PoolTimeline(NamedTuple):
-    """Bytes of a pool over time.
+    """Bytes of a pool over time."""
 
-    Attributes:
-        t_ns: Times in Unix ns: the first event, each change, the last event of all devices.
-        missing_bytes: Bytes by which the events would fall below zero, given the size at the end.
-        has_releases: Whether the events have releases; if they do not, and bytes are missing, the times say nothing.
-    """
-
-    t_ns: npt.NDArray[np.int64]
+    t_ns: npt.NDArray[np.int64]  # Times in Unix ns: the first event, each change, the last event of all devices.
     bytes: npt.NDArray[np.int64]
-    missing_bytes: int
-    has_releases: bool
+    missing_bytes: int  # Bytes by which the events would fall below zero, given the size at the end.
+    has_releases: bool  # Whether the events have releases; if they do not, and bytes are missing, the times say nothing
 
 
 def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
@@ -156,8 +139,7 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
     at the size at that moment, and starts at that size minus the changes of the events: it includes what was allocated
     before. `requested` falls when a release is requested, as torch's allocated_bytes do (its active_bytes fall when the
     release is completed; both in CUDACachingAllocator.cpp). If only completed releases were recorded, it falls with
-    them.
-    """
+    them."""
     events = snapshot.events_of(device)
     if pool == "requested":
         release = "free_requested" if releases_requested(events) else "free_completed"
@@ -196,8 +178,7 @@ def _times_ns(events: pd.DataFrame, chosen: npt.NDArray[np.bool_]) -> npt.NDArra
 def start_ns(snapshot: Snapshot, device: int) -> int:
     """Return the Unix time of a device's first event, in ns; of the first one of all devices if it has none.
 
-    Earlier events may have been dropped: nothing is known about the time before it.
-    """
+    Earlier events may have been dropped: nothing is known about the time before it."""
     own = snapshot.events_of(device)["time_us"]
     return int(own.iloc[0] if len(own) else snapshot.events["time_us"].min()) * 1000
 
@@ -219,8 +200,7 @@ def allocator_state(snapshot: Snapshot, device: int) -> dict[str, int]:
         reserved_bytes, private_bytes: Bytes of all segments, and of those in private pools.
         allocated_bytes, requested_bytes: Bytes of the blocks in use, and what tensors requested of them.
         inactive_bytes: Bytes of free blocks in segments that also have blocks in use: torch cannot return them.
-        largest_free_bytes: The largest free block, the most that torch can allocate without a new segment.
-    """
+        largest_free_bytes: The largest free block, the most that torch can allocate without a new segment."""
     segments = snapshot.segments[snapshot.segments["device"] == device]
     blocks = snapshot.blocks[snapshot.blocks["device"] == device]
     free = blocks[blocks["state"] == STATES["inactive"]]
@@ -242,8 +222,7 @@ def releases_requested(events: pd.DataFrame) -> bool:
     """Return whether the events have the requests of releases, not only the completed releases.
 
     A block counts as held until its release is requested, as in torch's `allocated_bytes`; its `active_bytes` fall when
-    the release is completed (CUDACachingAllocator.cpp).
-    """
+    the release is completed (CUDACachingAllocator.cpp)."""
     return bool((events["action"] == ACTIONS["free_requested"]).any())
 
 

@@ -1,7 +1,5 @@
 """Reads the allocations that a recorded job captured, with what the job knew of its blocks."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -31,8 +29,7 @@ _NODE = "autograd::engine::evaluate_function: "
 class RecordedAllocations(NamedTuple):
     """Allocations of a process.
 
-    `memory`: rows of the table `memory`: pools `requested` and `reserved` on CUDA, `tensors` on the CPU.
-    """
+    `memory`: rows of the table `memory`: pools `requested` and `reserved` on CUDA, `tensors` on the CPU."""
 
     allocations: pd.DataFrame
     memory: pd.DataFrame
@@ -81,8 +78,7 @@ def _profiled_rows(path: Path, shift_ns: int, owners: list[tuple[int, pd.DataFra
 def _last_owned(address: int, made: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]) -> int:
     """Return when a block that is older than the profile was seen last; `_NEVER` if it was there at the end.
 
-    Its release is not in the profile. It was released before another block was allocated at its address.
-    """
+    Its release is not in the profile. It was released before another block was allocated at its address."""
     again = made.loc[made["address"] == address, "start_ns"]
     limit = int(again.min()) if len(again) else _NEVER
     seen = owners[0][0]

@@ -193,8 +193,7 @@ def _requested_bytes(block: dict[str, Any]) -> int:
 def main(seconds: int) -> None:
     """Read a snapshot from stdin and answer on stdout.
 
-    `seconds`: CPU time allowed in addition to the time that the size of the input allows.
-    """
+    `seconds`: CPU time allowed in addition to the time that the size of the input allows."""
     gc.disable()
     available, used = _available_bytes(), _used_bytes()
     _limit(resource.RLIMIT_CORE, 0)

@@ -1,7 +1,5 @@
 """Writes the request for a detailed slice, after checking that the recording can serve it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

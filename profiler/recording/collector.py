@@ -5,8 +5,6 @@ its user knows, receives each signal exactly once, and ends with its own exit st
 its own, ignores the signals that end or stop jobs, and ends after the job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -100,8 +98,7 @@ def start_collector(command: RecordedCommand) -> Collector:
 
     Executing another program in this process closes it, which tells the collector that the job runs; sampling begins
     then. The job does not get the socket of the service. Raises TraceError if the trace cannot be created; nothing is
-    left then.
-    """
+    left then."""
     sys.stdout.flush()
     sys.stderr.flush()
     status_read, status_write = os.pipe()

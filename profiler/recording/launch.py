@@ -1,7 +1,5 @@
 """Records a command: starts the collector of its trace, then executes the job, in its own place or beside itself."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -28,8 +26,7 @@ def profile(job: RecordedCommand, output_to: int | None = None) -> NoReturn:
     The job keeps this process's id, standard streams (unless it gets `output_to` as stdout and stderr), terminal and
     signals, and its exit status is its own. A collector finishes the trace when the job has ended, and prints where it
     is to stderr. Raises TraceError, and leaves nothing behind, if the command cannot be executed or the trace cannot be
-    created.
-    """
+    created."""
     require_linux()
     program = job.words[0]
     if shutil.which(program) is None:
@@ -70,8 +67,7 @@ class BackgroundJob:
     """A recorded job in a process group of its own, without the terminal's keys; signals are passed on to it.
 
     Its stdout and stderr are in `log`, RUN.log beside RUN.ebb; `force` replaces it, too. Raises TraceError, and leaves
-    nothing behind, if the command cannot be executed or a file cannot be created.
-    """
+    nothing behind, if the command cannot be executed or a file cannot be created."""
 
     def __init__(self, job: RecordedCommand) -> None:
         self.log = job.output.with_suffix(".log")

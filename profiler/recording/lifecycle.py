@@ -1,7 +1,5 @@
 """Opens the trace of a recording, and finishes it; shared by `ebbtide profile` and `Tracer`."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -197,8 +195,7 @@ def finish(path: Path, changes: dict[str, Any]) -> list[Trace]:
     """Convert the spools of a recording into tables, then delete the spools. `changes` are keys to set in meta.json.
 
     Returns the finished trace, and one more for each further training that the command ran: RUN-2.ebb, RUN-3.ebb, ...
-    Raises OSError where no space is left: the trace is unchanged then and still opens from its spools.
-    """
+    Raises OSError where no space is left: the trace is unchanged then and still opens from its spools."""
     first, *others = recovered_traces(path, read_meta(path) | changes)
     for other in others:
         with new_trace(other.path):

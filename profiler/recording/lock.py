@@ -1,7 +1,5 @@
 """The lock of a trace that is being recorded: held by the process that will finish it."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

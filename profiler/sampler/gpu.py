@@ -32,8 +32,7 @@ class Gpu:
 
     A MIG device has a name, a UUID and memory of its own; everything else is that of its card.
 
-    `mig_device`: the number of the MIG device on that card; None: the card as a whole.
-    """
+    `mig_device`: the number of the MIG device on that card; None: the card as a whole."""
 
     def __init__(self, nvml: Nvml, card: int, mig_device: int | None = None) -> None:
         self._nvml = nvml

@@ -1,7 +1,5 @@
 """Link throughput of one GPU, from the best counter that it has (docs/recording.md lists them with their limits)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

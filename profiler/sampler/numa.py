@@ -1,7 +1,5 @@
 """Records on which NUMA nodes the processes of a job run and have their memory."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -38,8 +36,7 @@ class NumaReader:
     """Reads the placement of processes, and keeps it in a file per process in the folder of the spools.
 
     Memory is read only where the host has several nodes with cores; the reading with the most memory is kept, since a
-    process that ends has released much of it. `root` holds `sys` and `proc`.
-    """
+    process that ends has released much of it. `root` holds `sys` and `proc`."""
 
     def __init__(self, directory: Path, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory

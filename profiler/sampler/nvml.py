@@ -1,7 +1,5 @@
 """Access to NVML for the whole of ebbtide. Every failure becomes a missing value or an NvmlError."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

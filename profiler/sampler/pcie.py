@@ -1,7 +1,5 @@
 """Peak bandwidth of PCIe links."""
 
-from __future__ import annotations
-
 # Bytes per second and lane in one direction, by PCIe generation: transfer rate times line code (8b/10b up to
 # generation 2, 128b/130b from 3 to 5, 242B/256B flits in 6). PCI-SIG base specifications 1.0 to 6.0.
 _LANE_BYTES_PER_S = {

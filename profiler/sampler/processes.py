@@ -1,7 +1,5 @@
 """Reads which processes of a recording run, and since when."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ebbtide.profiler.agent.spool import process_id

@@ -1,7 +1,5 @@
 """Threads of the collector that sample while the job runs, into a spool of their own."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -1,7 +1,5 @@
 """Makes pandas frames of the tables of a trace."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -16,8 +14,7 @@ def frame(table: str, rows: Any = ()) -> pd.DataFrame:
     a dict of arrays. Raises ValueError where a value is missing in a column that is not nullable.
 
     Nullable integers have the type `Int64`, so that nanoseconds keep every digit; missing floats are NaN. Columns that
-    the table does not have are dropped, missing nullable ones are added.
-    """
+    the table does not have are dropped, missing nullable ones are added."""
     columns = {}
     for column in TABLES[table]:
         values = _values(rows, column.name)

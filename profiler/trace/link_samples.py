@@ -1,7 +1,5 @@
 """The time that each sample of a link stands for, and which samples are false."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 
@@ -15,8 +13,7 @@ def sample_starts(ends: npt.NDArray[np.int64], windows: npt.NDArray[np.int64]) -
     """Return the start of the time that each sample of one device and direction covers, ns.
 
     A sample covers the time since the one before, even if its window is only a part of that time. `ends`: ends of the
-    windows, ascending, at least one.
-    """
+    windows, ascending, at least one."""
     spacing = np.diff(ends, prepend=ends[0] - windows[0])
     gap = spacing > _MAX_SPACINGS * np.median(spacing)
     starts: npt.NDArray[np.int64] = ends - np.where(gap, np.minimum(windows, spacing), spacing)

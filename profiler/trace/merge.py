@@ -1,7 +1,5 @@
 """Merges the traces that the hosts of one job recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

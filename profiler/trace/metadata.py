@@ -4,8 +4,6 @@ What was not recorded is None or empty. Keys that the format does not specify ar
 `Trace.raw_meta`, from which traces are written again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal

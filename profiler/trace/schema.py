@@ -1,7 +1,5 @@
 """The tables of a trace and their columns; docs/trace-format.md describes each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pyarrow as pa

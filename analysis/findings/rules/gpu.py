@@ -1,7 +1,5 @@
 """Rules on the time of the GPU."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pandas as pd
@@ -15,16 +13,12 @@ from ebbtide.units import ms_text
 
 
 class GpuTime(NamedTuple):
-    """Time of the GPU of each rank.
+    """Time of the GPU of each rank."""
 
-    Attributes:
-        by_rank: A row per rank with recorded kernels, in ms: `total`, `compute`, and `cause_` with each cause of time
-            without compute.
-        whole_trace: Whether it is of the whole trace, which has no iterations, and not of the median iteration.
-    """
-
+    # A row per rank with recorded kernels, in ms: `total`, `compute`, and `cause_` with each cause of time without
+    # compute.
     by_rank: pd.DataFrame
-    whole_trace: bool
+    whole_trace: bool  # Whether it is of the whole trace, which has no iterations, and not of the median iteration.
 
     def gain(self, milliseconds: float) -> float | None:
         """Return a time as a gain per iteration; None of a whole trace."""

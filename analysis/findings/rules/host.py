@@ -1,7 +1,5 @@
 """Rules on the host: memory, NUMA nodes, threads."""
 
-from __future__ import annotations
-
 from ebbtide import host_limits
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import CPU_UPDATE, GPU, HOST_MEMORY, ITERATIONS, NUMA_NODES

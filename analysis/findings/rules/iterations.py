@@ -1,7 +1,5 @@
 """Rules on iterations, and on ranks that differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Rules on copies over the link."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

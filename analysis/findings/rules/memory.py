@@ -1,7 +1,5 @@
 """Rules on device memory."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
@@ -47,8 +45,7 @@ _UNUSED_SHARE = 0.25
 def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     """Compare the free memory with the offloaded state and its gradients, by the rules of `largest_split`.
 
-    Without iterations the free memory of the whole trace counts, and there is no gain.
-    """
+    Without iterations the free memory of the whole trace counts, and there is no gain."""
     free, capacity = metrics.always_free_bytes, metrics.capacity_bytes
     if free is None or capacity is None:
         return free_memory.unknown("how much device memory is free all the time?", record_memory(metrics))
@@ -142,8 +139,7 @@ def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
 
     Where state is offloaded only the update counts: torch keeps room for activations then, which the next forward uses.
     The memory counts as fragmented only where torch reserved more although tensors never filled what it had
-    (`needless_growth`). Else it is the allocator's cache, which other settings of the allocator do not shrink.
-    """
+    (`needless_growth`). Else it is the allocator's cache, which other settings of the allocator do not shrink."""
     phase = UPDATE if metrics.offloaded and metrics.iteration_ms is not None else None
     gaps, capacity = _gaps(metrics, phase), metrics.capacity_bytes
     if not gaps or capacity is None:
@@ -185,8 +181,7 @@ def needless_growth(trace: Trace, rank: int) -> int:
 
     A growth from r to r' counts if `allocated` stays at r or below until `reserved` changes again: what torch asked the
     device for would have fitted into what it had, had that been in one piece. The first memory that is reserved, and
-    growth for a short-lived tensor that fills it, do not count.
-    """
+    growth for a short-lived tensor that fills it, do not count."""
     spans = memory_spans(trace, rank, "reserved")
     if spans is None:
         return _needless_growth(memory_timeline(trace, rank, "reserved"), _tensors(trace, rank))

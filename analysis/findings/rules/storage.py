@@ -1,7 +1,5 @@
 """Rules on optimizer state on storage."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.findings.finding import Finding, clamp_gain
 from ebbtide.analysis.findings.needs import ITERATIONS, MIN_SHARE, STORAGE_WAITS, SWAPPED
 from ebbtide.analysis.findings.rule import rule

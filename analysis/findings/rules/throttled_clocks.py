@@ -1,7 +1,5 @@
 """Rule on GPUs whose clocks a power or thermal limit lowers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -30,8 +28,7 @@ _ADVICE_ON_HEAT = "check temperature, fans and airflow (nvidia-smi -q -d TEMPERA
 def throttled_clocks(metrics: JobMetrics) -> Finding | None:
     """Compare the time with lowered clocks with the iteration, of the rank that loses most.
 
-    The time of each phase is lost by its throttled share, times what its mean clock is below the rank's highest one.
-    """
+    The time of each phase is lost by its throttled share, times what its mean clock is below the rank's highest one."""
     iteration = metrics.iteration_ms
     if iteration is None:
         return None

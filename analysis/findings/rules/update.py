@@ -1,7 +1,5 @@
 """Rules on the update and on gradients of an offloaded job."""
 
-from __future__ import annotations
-
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import (
     DEEPSPEED,
@@ -152,8 +150,7 @@ def cpu_bound_update(metrics: JobMetrics) -> Finding | Unknown | None:
     """Estimate the update if the idle link carried optimizer state.
 
     If every parameter whose state the link can carry both ways meanwhile were updated on the GPU, the update would take
-    params / (CPU rate + link rate / 12 B). Host memory may allow less.
-    """
+    params / (CPU rate + link rate / 12 B). Host memory may allow less."""
     update, iteration, params = metrics.phase_ms(UPDATE), metrics.iteration_ms, metrics.offloaded_params
     if not update or not iteration or update < _MIN_SHARE * iteration or not metrics.offloaded:
         return None
@@ -296,8 +293,7 @@ def _subgroup_advice(metrics: JobMetrics, job: DeepSpeedSetup, ratio: float) -> 
     """Advise the sub_group_size of the fewest subgroups that come close to the ratio.
 
     DeepSpeed adds whole tensors to a subgroup until it has sub_group_size parameters, so subgroups are larger than
-    that. The advised size is smaller than the configured one in proportion to the numbers of subgroups.
-    """
+    that. The advised size is smaller than the configured one in proportion to the numbers of subgroups."""
     params, count = sum(job.subgroups), len(job.subgroups)
     configured = job.zero_config.get("sub_group_size")
     size_now = configured if isinstance(configured, (int, float)) and configured >= 1 else params / count

@@ -99,8 +99,7 @@ def kernels_ms(trace: Trace, rank: int) -> dict[str, float]:
 class KernelLaunches:
     """Launches of compute kernels on the first device of a rank, over the whole trace.
 
-    A kernel of a CUDA graph was launched by the launch of the graph.
-    """
+    A kernel of a CUDA graph was launched by the launch of the graph."""
 
     count: int  # Number of compute kernels whose launch was recorded.
     median_delay_us: float  # Median of the times from the start of the launching call to the start of the kernel.
@@ -165,8 +164,7 @@ def stream_times(trace: Trace, rank: int) -> list[StreamTime]:
 class PhaseActivity:
     """GPU time of one phase: medians over the steady iterations, None where not recorded.
 
-    A kernel belongs to the phase that launched it. Compute, communication and copies may overlap.
-    """
+    A kernel belongs to the phase that launched it. Compute, communication and copies may overlap."""
 
     phase: str  # The phase, or `other`.
     compute_ms: float | None  # Time in which compute kernels of the phase run.

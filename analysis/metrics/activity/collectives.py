@@ -25,8 +25,7 @@ class CollectiveWait:
     """Waiting of one rank in collectives, over the whole trace.
 
     A collective ends at about the same time on all ranks, so the rank on which it is shortest came last, and the others
-    waited for it. This compares lengths only, so clocks of hosts need not agree.
-    """
+    waited for it. This compares lengths only, so clocks of hosts need not agree."""
 
     rank: int
     wait_ms: float  # Sum over collectives of the time on this rank less the shortest time on any rank.
@@ -47,8 +46,7 @@ def collective_skew(trace: Trace) -> CollectiveSkew | None:
 
     Ranks have those of a process group in common, where kernels name their group. Else all ranks are one group. The
     result is None unless at least two ranks of a group recorded collectives, and all of them the same operations in the
-    same order of launches. Groups of which this is not true are left out.
-    """
+    same order of launches. Groups of which this is not true are left out."""
     count = 0
     waits: dict[int, CollectiveWait] = {}
     for group in common_collectives(trace, trace.ranks):

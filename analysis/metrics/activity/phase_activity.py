@@ -103,8 +103,7 @@ def phase_times(trace: Trace, rank: int) -> PhaseActivityTimes | None:
 
     A kernel belongs to the phase that launched it, wherever it runs; one whose launch was not recorded, to the phases
     in which it runs. Copies, idle time and the causes belong to the phase in whose time they are. In `idle` nothing
-    runs.
-    """
+    runs."""
     busy, on_device = busy_time(trace, rank), intervals(trace, rank).times_with_other
     on_device = on_device.only(np.isin(on_device.iterations, recorded_iterations(trace, rank)))
     if busy is None or not len(on_device.starts):
@@ -174,8 +173,7 @@ def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
     """Return milliseconds per iteration, medians over the steady iterations: a row per rank with recorded kernels.
 
     Columns are COLUMNS. Kernels of several phases may run at once, so `compute` and `communication` count such time
-    once for each phase. `phase` None: all of them.
-    """
+    once for each phase. `phase` None: all of them."""
     import pandas as pd
 
     rows, steady = {}, steady_iterations(trace).numbers

@@ -1,7 +1,5 @@
 """The critical path of an iteration: the chain of work, calls and waits that ends with it and takes all of its time."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The points in time of a rank's work and calls within a span, and what each depends on."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A graph of dependencies between points in time, and its longest path."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,8 +55,7 @@ class GraphBuilder:
     """Collects points in time and what they depend on, and makes a graph in which every point has its recorded time.
 
     A point waits for the latest of those that it depends on: the edge from that one takes the time between both, all
-    others take none.
-    """
+    others take none."""
 
     def __init__(self, start_ns: int, end_ns: int) -> None:
         self.start_ns, self.end_ns = start_ns, end_ns

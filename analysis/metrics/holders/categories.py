@@ -1,7 +1,5 @@
 """Categories of recorded allocations (parameter, gradient, ...), and call sites that leave blocks behind."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -60,8 +58,7 @@ def call_site(stack: str) -> str:
     """Return the innermost frame of a stack that is neither of torch nor of Python, as `function (file:line)`.
 
     If all frames are of these, the innermost one. Of a stack in the backward without Python frames, the node of
-    autograd, as in `backward of MulBackward0`.
-    """
+    autograd, as in `backward of MulBackward0`."""
     lines = stack.splitlines()
     if lines[-1] == WORKSPACE:
         return WORKSPACE
@@ -202,8 +199,7 @@ def memory_growth(trace: Trace, rank: int) -> list[Growth] | None:
 
     Gradients that are kept for the next iteration are released or written again in it, so they do not count, nor do
     parameters, buffers and optimizer state. The sites with the most bytes are first; None where allocations of fewer
-    than three iterations were recorded.
-    """
+    than three iterations were recorded."""
     device = main_device(trace, rank)
     if device is None or not len(trace.columns(rank, "allocations")):
         return None

@@ -80,8 +80,7 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
 
     The most exact record counts: each allocation (of a memory snapshot, or of `--allocator-iterations` in these
     iterations), else tensors by category (of a memory timeline), else what the recorder found of parameters, gradients
-    and optimizer state. None if no memory of the device was recorded at that time.
-    """
+    and optimizer state. None if no memory of the device was recorded at that time."""
     device = device or main_device(trace, rank)
     if device is None:
         return None
@@ -118,8 +117,7 @@ def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None,
     """Return (times in ns, bytes) of each category of the recorded allocations of a device, None for those without one.
 
     At each time the categories add up to the pool `requested` (`tensors` on the CPU). Empty where allocations were not
-    recorded.
-    """
+    recorded."""
     rows = categorized_allocations(trace, rank, device)
     categories = rows["category"].where(rows["category"].notna(), None)
     timelines: dict[str | None, tuple[Ints, Ints]] = {}
@@ -232,8 +230,7 @@ def stack_tree(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     frame.
 
     Blocks without a stack are below their module. Time and device are those of `holders_at`. None where allocations
-    were not recorded.
-    """
+    were not recorded."""
     device = device or main_device(trace, rank)
     holders = holders_at(trace, rank, at_ns, device)
     if device is None or holders is None or not (trace.allocations(rank)["device"] == device).any():

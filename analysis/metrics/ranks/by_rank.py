@@ -1,7 +1,5 @@
 """Summarizes the iterations of each rank in one row."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Computes what ranks are compared by: values of each steady iteration of a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,8 +24,7 @@ def phase_series(trace: Trace, rank: int) -> IterationTable:
     """Return times of a rank by steady iteration, ms; NaN where not recorded.
 
     Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms` and
-    so on, the first start of each phase since a time that all ranks share.
-    """
+    so on, the first start of each phase since a time that all ranks share."""
     times = intervals(trace, rank).times
     durations = rank_durations(trace, rank).at(steady_iterations(trace).numbers)
     columns = {f"{part}_ms": durations.columns[part] for part in ("iteration", *ITERATION_PARTS)}
@@ -47,8 +44,7 @@ def rank_series(trace: Trace, rank: int) -> IterationTable:
 
     Columns of `phase_series`; `free_bytes`, the least free memory; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate of
     copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the median SM clock
-    of the busy GPU.
-    """
+    of the busy GPU."""
     times = phase_series(trace, rank)
     of_iterations = intervals(trace, rank)
     steady = np.isin(of_iterations.numbers, times.numbers)

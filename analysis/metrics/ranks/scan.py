@@ -4,8 +4,6 @@ The tables of a large job do not fit into memory together. A part of the ranks i
 these ranks alone: what was computed of each rank is kept, and the result of all ranks needs no table again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -84,8 +82,7 @@ def scan_ranks(
 
     `trace`: a trace on disk; other processes open it by its path. `progress`: called with the numbers of finished and
     of all ranks, at the start and after each task. Raises UserError if a worker died, TraceError if the trace is
-    damaged or workers cannot read its path.
-    """
+    damaged or workers cannot read its path."""
     path, kept = trace.path.resolve(), _of_all_ranks(trace)
     tasks = {str(part[0]): ScanTask(path, part, read, kept) for part in _parts(trace, _MIN_RANKS_PER_TASK)}
     finished = 0

@@ -29,8 +29,7 @@ _HOST_MEMORY = ("pinned", "pageable")
 class ConcurrentTransfers:
     """Copies in one direction during a sub-step; None for figures that were not recorded.
 
-    Counters give bytes only, and none for a sub-step that is shorter than the spacing of their samples.
-    """
+    Counters give bytes only, and none for a sub-step that is shorter than the spacing of their samples."""
 
     bytes: float | None  # Bytes moved per iteration.
     busy_share: float | None  # Share of the sub-step's time in which any copy ran.
@@ -257,8 +256,7 @@ class SubSteps(TabularResult):
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per sub-step, with the fields of `SubStep` as columns.
 
-        Fields of `h2d` and `d2h` become h2d_FIELD and d2h_FIELD.
-        """
+        Fields of `h2d` and `d2h` become h2d_FIELD and d2h_FIELD."""
         return to_frame(self.steps, SubStep)
 
 

@@ -29,8 +29,7 @@ def run_in_sequence(ops: pd.DataFrame) -> bool:
     """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each other on the host.
 
     Those of another process (`worker`), reads and writes run beside them. The operations of a schedule also use the
-    link, and run at the same time. Forwards without gradients follow each other, too.
-    """
+    link, and run at the same time. Forwards without gradients follow each other, too."""
     used = set(ops["resource"][ops["name"] != WITHOUT_GRADIENTS])
     return len(ops) > 0 and (not used or ("host" in used and not used & set(DIRECTIONS)))
 
@@ -45,8 +44,7 @@ def named_ops(trace: Trace, rank: int) -> pd.DataFrame:
     """Return the table `ops` with plain names, subgroup -1 for None, and a column `within`.
 
     A schedule's trace names an operation by its kind and its subgroup: the number is removed. `within` is the name of
-    the parent, empty where there is none.
-    """
+    the parent, empty where there is none."""
     ops = trace.ops(rank)
     names = ops["name"].where(ops["subgroup"].isna(), ops["name"].str.replace(r" \d+$", "", regex=True))
     parents = ops["parent"].fillna(-1).to_numpy(np.int64)
@@ -60,8 +58,7 @@ def split_by_phase(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[
     """Split the ops of some iterations at the edges of phases.
 
     (ops, phases). ops: rows of `named_ops` with phase, iteration and first; of an op that continues in another phase,
-    `first` marks the part with its start. phases: iteration, phase, ms, of the iterations with any op.
-    """
+    `first` marks the part with its start. phases: iteration, phase, ms, of the iterations with any op."""
     import pandas as pd
 
     ops = named_ops(trace, rank)
@@ -106,8 +103,7 @@ def remove_overlaps(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 def without_gradients_ms(trace: Trace, rank: int | None = None) -> float | None:
     """Return the time of `other` in which forwards without gradients run: reference models, generation, evaluation.
 
-    The median over the steady iterations, on a rank, or the slowest one (None); None where none were recorded.
-    """
+    The median over the steady iterations, on a rank, or the slowest one (None); None where none were recorded."""
     numbers = steady_iterations(trace).numbers
     longest = np.zeros(len(numbers))
     ranks = [one for one in trace.ranks if rank in (None, one) and WITHOUT_GRADIENTS in op_names(trace, one)]

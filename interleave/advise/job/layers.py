@@ -1,7 +1,5 @@
 """The workload with layers of a decoder of known shape on a machine, and its plan with everything that may move."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.errors import MachineError, WorkloadError
@@ -17,8 +15,7 @@ _CONTEXT_BYTES = 1e9
 def layered_workload(job: TrainingJob, machine: Machine) -> Workload:
     """Return the workload of a job of known shape on one GPU, with a chunk for each micro-step.
 
-    Raises WorkloadError where the shape is not known or ranks share the parameters.
-    """
+    Raises WorkloadError where the shape is not known or ranks share the parameters."""
     if not isinstance(job.compute, TransformerCompute) or job.settings.ranks > 1:
         raise WorkloadError("layers are known of a job of a given size on one rank")
     if machine.gpu_memory_bytes is None:

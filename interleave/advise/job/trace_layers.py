@@ -1,7 +1,5 @@
 """The layers of a traced job: its repeated modules, by the modules of its allocations and the kernels beside them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

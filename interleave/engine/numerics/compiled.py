@@ -11,8 +11,6 @@ compiled code). All conversions work on bits, by additions of integers, so they 
 # numba types these functions, for each combination of argument types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
-from __future__ import annotations
-
 from functools import cache
 from hashlib import sha256
 from pathlib import Path

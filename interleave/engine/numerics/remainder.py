@@ -16,8 +16,6 @@ differ from those of reference.py where a master is exactly between two of them;
 - A parameter that somebody else has written starts with the remainder 0: the master is the parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

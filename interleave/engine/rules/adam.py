@@ -1,7 +1,5 @@
 """Adam with weight decay in the gradient (Kingma and Ba, arXiv:1412.6980), in the order of torch.optim.Adam."""
 
-from __future__ import annotations
-
 from ebbtide.interleave.engine.rules.adamw import moment_factors
 from ebbtide.interleave.engine.rules.arithmetic import divide, square_root
 from ebbtide.interleave.engine.rules.rule import Group, UpdateRule, register

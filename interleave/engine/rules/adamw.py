@@ -1,7 +1,5 @@
 """AdamW: decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), in the order of torch.optim.AdamW."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Functions that formulas of rules call, for NumPy; the kernels have their own with the same bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

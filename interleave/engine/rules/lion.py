@@ -1,7 +1,5 @@
 """Lion: the sign of the momentum with decoupled weight decay (Chen et al., arXiv:2302.06675, algorithm 2)."""
 
-from __future__ import annotations
-
 from ebbtide.interleave.engine.rules.arithmetic import sign
 from ebbtide.interleave.engine.rules.rule import Group, UpdateRule, register
 

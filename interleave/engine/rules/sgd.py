@@ -1,7 +1,5 @@
 """Stochastic gradient descent with momentum, in the order of torch.optim.SGD."""
 
-from __future__ import annotations
-
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.rules.rule import Group, UpdateRule, register
 

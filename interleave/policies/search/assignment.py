@@ -26,37 +26,28 @@ _PointSteps = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Assignment:
-    """The roles of all subgroups, and the orders of their updates.
+    """The roles of all subgroups, and the orders of their updates."""
 
-    Attributes:
-        on_cpu: Subgroups that the CPU updates, in this order.
-        moved: Subgroups whose state is fetched, updated on the GPU and flushed, in the order of their updates.
-        resident: Subgroups whose state never leaves the device, in the order of their updates.
-        early: Moved subgroups that are fetched before the update, as soon as there is memory for all of them.
-        late: Moved subgroups that are flushed at the start of the next iteration. Early and late ones are parked: their
-            state leaves the device for the forward only.
-        round_trips: Subgroups of the GPU whose gradients are copied down and back up, even if there is memory for them.
-        slots: How many moved subgroups are on the device at once, at most.
-        gradients_in_flight: Without clipping: for how many kept gradients memory is set aside at a time. The simulator
-            tells whether that is enough.
-        uploads_first: Whether uploads of updated parameters come before fetches on the link, if both are ready.
-        cpu_share: The share of the CPU's update rate that is used (see `Plan`).
-        speculated: Where updates may run in the backward: how many of the last subgroups of the CPU do.
-        moved_late: Where updates may end in the next forward: whether those of moved subgroups do.
-    """
-
-    on_cpu: tuple[int, ...]
+    on_cpu: tuple[int, ...]  # Subgroups that the CPU updates, in this order.
+    # Subgroups whose state is fetched, updated on the GPU and flushed, in the order of their updates.
     moved: tuple[int, ...]
-    resident: tuple[int, ...]
+    resident: tuple[int, ...]  # Subgroups whose state never leaves the device, in the order of their updates.
+    # Moved subgroups that are fetched before the update, as soon as there is memory for all of them.
     early: frozenset[int] = frozenset()
+    # Moved subgroups that are flushed at the start of the next iteration. Early and late ones are parked: their state
+    # leaves the device for the forward only.
     late: frozenset[int] = frozenset()
+    # Subgroups of the GPU whose gradients are copied down and back up, even if there is memory for them.
     round_trips: frozenset[int] = frozenset()
-    slots: int = 1
+    slots: int = 1  # How many moved subgroups are on the device at once, at most.
+    # Without clipping: for how many kept gradients memory is set aside at a time. The simulator tells whether that is
+    # enough.
     gradients_in_flight: int = 2
+    # Whether uploads of updated parameters come before fetches on the link, if both are ready.
     uploads_first: bool = True
-    cpu_share: float = 1.0
-    moved_late: bool = True
-    speculated: int = 0
+    cpu_share: float = 1.0  # The share of the CPU's update rate that is used (see `Plan`).
+    moved_late: bool = True  # Where updates may end in the next forward: whether those of moved subgroups do.
+    speculated: int = 0  # Where updates may run in the backward: how many of the last subgroups of the CPU do.
 
     def role(self, subgroup: int) -> Role:
         """Return the role of a subgroup."""
@@ -68,8 +59,7 @@ class Assignment:
     def with_role(self, subgroup: int, role: Role, sort_key: Callable[[int], tuple[bool, int]]) -> Assignment:
         """Return the assignment with another role of a subgroup.
 
-        `sort_key` gives its place among the others of its kind.
-        """
+        `sort_key` gives its place among the others of its kind."""
 
         def place(subgroups: tuple[int, ...], belongs: bool) -> tuple[int, ...]:
             others = [other for other in subgroups if other != subgroup]
@@ -208,8 +198,7 @@ class FreeMemory:
 
         For workloads in which every update needs all gradients. Gradients share the free memory with resident state and
         the largest moved subgroups. Candidates are in the order of preference; `slots` moved subgroups are on the
-        device at once.
-        """
+        device at once."""
         workload = self._workload
         if workload.gradients_held_until_step:
             return list(candidates)

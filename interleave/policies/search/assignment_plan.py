@@ -1,7 +1,5 @@
 """The plan of an assignment: its operations, and the waiting that keeps it within the free device memory."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 
@@ -25,8 +23,7 @@ def plan_of(
     """Make the plan of an assignment.
 
     Subgroups that must be flushed should come before those that stay, in the order of the moved ones. With `validate`
-    it is checked; the search checks its result only.
-    """
+    it is checked; the search checks its result only."""
     builder = PlanBuilder(text, workload, early=True)
     moved, resident = assignment.moved, assignment.resident
     kept = [subgroup for subgroup in (*resident, *moved) if subgroup not in assignment.round_trips]

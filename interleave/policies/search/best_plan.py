@@ -65,8 +65,7 @@ def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: O
     """Return the fastest plan found, with a remark that says what it is.
 
     It is never slower than the one without overlap. The free device memory must be known. A machine without a rate of
-    updates on the GPU has none of them. Of equally fast plans the one of the first overlap is returned.
-    """
+    updates on the GPU has none of them. Of equally fast plans the one of the first overlap is returned."""
     best: Plan | None = None
     best_cost = (True, True, INFINITE)
     # The widest overlap first: its plan is often faster than any plan of the others can be.
@@ -202,8 +201,7 @@ def rank_others(costs: PlanCosts, own_text: str) -> list[OtherPlan]:
     left out.
 
     The first one's cost is exact; others are simulated only as far as is needed for that. The policy `own_text` is left
-    out.
-    """
+    out."""
     texts = _texts(own_text, len(costs.workload.subgroups), costs.overlap)
     plans = {text: plan for text in texts if (plan := _plan(costs, text))}
     minimums = {text: costs.min_cost_of_plan(plan) for text, plan in plans.items()}
@@ -222,8 +220,7 @@ def worth_comparing(others: list[OtherPlan], levels: list[Level], own: list[Assi
     Plans of merged subgroups cost about the same as those of all subgroups, except for the time in which the first and
     the last one are alone. So a policy is left out if its plan of fewer subgroups takes longer than the own one, even
     with a few merged subgroups less. `others` are the plans with the fewest subgroups, `levels` are from few subgroups
-    to all, `own` is the assignment of each level.
-    """
+    to all, `own` is the assignment of each level."""
     own_cost = levels[-1].costs.seconds(own[-1])
     if len(levels) == 1:
         return [other.text for other in others if other.cost < own_cost]
@@ -246,8 +243,7 @@ def _texts(own_text: str, count: int, overlap: Overlap) -> Iterator[str]:
     """Yield the strings of all policies that plans of so many subgroups are compared with.
 
     With an overlap these are the policies that have the option, since others are compared without it. Variants do not
-    speculate: how much would have to be searched for each.
-    """
+    speculate: how much would have to be searched for each."""
     option = "" if overlap == NO_OVERLAP else f",overlap={overlap.name}"
     for name, registered in POLICIES.items():
         if not isinstance(registered.run, DefaultRun) or name == parse(own_text).name:
@@ -275,23 +271,19 @@ def _plan(costs: PlanCosts, text: str) -> Plan | None:
 
 @dataclass(frozen=True)
 class MergedWorkload:
-    """A workload with neighbouring subgroups merged.
-
-    Attributes:
-        buffers: In the update so many merged subgroups take the memory of single ones: the few slots through which
-            state is streamed must be no larger than in the real workload. The free memory is larger instead.
-    """
+    """A workload with neighbouring subgroups merged."""
 
     workload: Workload
     factor: int
+    # In the update so many merged subgroups take the memory of single ones: the few slots through which state is
+    # streamed must be no larger than in the real workload. The free memory is larger instead.
     buffers: int
 
 
 def merged_workloads(workload: Workload, *max_subgroups: int) -> list[MergedWorkload]:
     """Return the workload with neighbouring subgroups merged, and at last as it is.
 
-    `max_subgroups` are from few to many. Each factor divides the one before it.
-    """
+    `max_subgroups` are from few to many. Each factor divides the one before it."""
     factors = [1]
     for limit in reversed(max_subgroups):
         factor = factors[0] * -(-len(workload.subgroups) // (factors[0] * limit))

@@ -1,8 +1,6 @@
 """The local search over assignments: random changes of roles and orders, of which those are taken that do not cost
 much."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 
@@ -21,8 +19,7 @@ _PATIENCE = 120
 class LocalSearch:
     """Improves assignments by changing one thing at a time, until one costs no more than `target_s`.
 
-    The same input gives the same result.
-    """
+    The same input gives the same result."""
 
     def __init__(self, costs: PlanCosts, target_s: float) -> None:
         self._costs = costs

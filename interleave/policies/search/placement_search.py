@@ -26,25 +26,19 @@ class PlacementChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Counts of subgroups by role, see `Assignment`. Subgroups neither resident nor moved are updated on the CPU.
-
-    Attributes:
-        slots: How many moved subgroups are on the device at once.
-        early: How many of the first moved subgroups are fetched before the update.
-        late: How many of the last moved subgroups are flushed at the start of the next iteration.
-        round_trip_gradients: How many gradients, those of the last moved subgroups, are copied down and back up even
-            if there is memory to keep them.
-        interleave_cpu_gpu: Without clipping: whether the CPU's subgroups alternate with the GPU's in the order of the
-            backward. Otherwise they come first. Where updates may end in the next forward: whether the two alternate
-            in its order. Otherwise the GPU's come first.
-    """
+    """Counts of subgroups by role, see `Assignment`. Subgroups neither resident nor moved are updated on the CPU."""
 
     resident: int
     moved: int
-    slots: int
-    early: int = 0
-    late: int = 0
+    slots: int  # How many moved subgroups are on the device at once.
+    early: int = 0  # How many of the first moved subgroups are fetched before the update.
+    late: int = 0  # How many of the last moved subgroups are flushed at the start of the next iteration.
+    # How many gradients, those of the last moved subgroups, are copied down and back up even if there is memory to keep
+    # them.
     round_trip_gradients: int = 0
+    # Without clipping: whether the CPU's subgroups alternate with the GPU's in the order of the backward. Otherwise
+    # they come first. Where updates may end in the next forward: whether the two alternate in its order. Otherwise the
+    # GPU's come first.
     interleave_cpu_gpu: bool = True
     cpu_share: float = 1.0
     moved_late: bool = True
@@ -53,8 +47,7 @@ class Placement:
     def clamped(self, count: int, fit_in_update: int, fit_at_start: int) -> Placement:
         """Return the nearest placement that is possible.
 
-        So many subgroups have state that fits on the device in the update, and when the iteration starts.
-        """
+        So many subgroups have state that fits on the device in the update, and when the iteration starts."""
         resident = min(max(self.resident, 0), count, fit_in_update, fit_at_start)
         moved = min(max(self.moved, 0), count - resident)
         slots = min(max(self.slots, 1), moved, fit_in_update - resident)
@@ -85,8 +78,7 @@ class Placement:
     def split(self, factor: int, buffers: int) -> Placement:
         """Return the placement for subgroups that were merged, `factor` into one.
 
-        So many slots (`buffers`) hold merged subgroups in the memory of single ones.
-        """
+        So many slots (`buffers`) hold merged subgroups in the memory of single ones."""
         counts: dict[str, Any] = {name: factor * getattr(self, name) for name in PlacementChange._fields}
         slots = min(self.slots, buffers) + factor * max(0, self.slots - buffers)
         return replace(self, **counts | {"slots": max(slots, counts["early"], counts["late"])})
@@ -95,8 +87,7 @@ class Placement:
         """Return the assignment in which the first subgroups of a ranking are resident.
 
         Where all gradients are needed first, the next ones are moved. Otherwise both kinds follow the backward. With
-        `by_need` updates are in the order in which the next forward needs them.
-        """
+        `by_need` updates are in the order in which the next forward needs them."""
         resident, offloaded = ranking[: self.resident], ranking[self.resident :]
         if by_need:
             moved, on_cpu = self._in_forward_order(workload, sorted(offloaded))
@@ -123,8 +114,7 @@ class Placement:
     def _in_forward_order(self, workload: Workload, offloaded: list[int]) -> tuple[list[int], list[int]]:
         """Return the moved subgroups and those of the CPU, of all that are offloaded, in the order of the forward.
 
-        Moved subgroups wait for the flushes of those before them, so without clipping they follow the backward.
-        """
+        Moved subgroups wait for the flushes of those before them, so without clipping they follow the backward."""
         if not workload.needs_all_gradients:
             moved, on_cpu = self._in_backward_order(offloaded[::-1])
             return moved, on_cpu[::-1]
@@ -215,8 +205,7 @@ class PlacementSearch:
     def seeds(self, shares: Iterable[OptimalShares], count: int) -> list[Placement]:
         """Return the cheapest placements to start from, cheapest first.
 
-        They are the solutions of the bound, rounded, and plain streaming.
-        """
+        They are the solutions of the bound, rounded, and plain streaming."""
         shares = list(shares)
         plain = [self._clamp(seed) for seed in self._seeds(shares)]
         candidates = list(
@@ -237,8 +226,7 @@ class PlacementSearch:
     def shrink_to_fit(self, placement: Placement, factor: int) -> Placement:
         """Reduce what stays on the device until the placement fits.
 
-        It fits if neighbouring subgroups are merged, `factor` into one.
-        """
+        It fits if neighbouring subgroups are merged, `factor` into one."""
         # Residents leave memory for a few slots: without any, nothing could be moved.
         resident = min(placement.resident, self._fit_in_update - min(placement.slots, _SLOTS[-1]))
         placement = self._clamp(replace(placement, resident=resident))
@@ -256,8 +244,7 @@ class PlacementSearch:
     def improve(self, start: Placement, step: int | None = None) -> Placement:
         """Improve a placement by steps that are halved when none of them helps, while operations are left.
 
-        `step` is the size of the first steps; None: an eighth of the subgroups.
-        """
+        `step` is the size of the first steps; None: an eighth of the subgroups."""
         step = step or max(1, len(self._workload.subgroups) // 8)
         best = start
         changes = (*_CHANGES, *_SPECULATION_CHANGES) if self._costs.overlap.backward else _CHANGES

@@ -107,8 +107,7 @@ class MinimumCosts:
     def of_plan(self, plan: Plan) -> float:
         """Return a lower bound of the cost of any plan, from the work of each resource since the update began.
 
-        Storage is left out.
-        """
+        Storage is left out."""
         workload = self._workload
         if plan.speculated:
             return workload.compute_s + self._overhead_s
@@ -190,8 +189,7 @@ class PlanCosts:
     def cost(self, assignment: Assignment, limit: float = INFINITE) -> float:
         """Return the cost of an assignment: its seconds, and a little for late operations and for bytes that it moves.
 
-        Where the cost is at least the limit, any number from the limit to the cost is returned.
-        """
+        Where the cost is at least the limit, any number from the limit to the cost is returned."""
         self.ops_left -= _OPS_PER_LOOKUP
         evaluation = self._evaluations.get(assignment)
         if evaluation is None:
@@ -251,16 +249,11 @@ class PlanCosts:
 
 
 class _Evaluation(NamedTuple):
-    """Measures of a plan.
-
-    Attributes:
-        cost: The same, with a little for late operations and for bytes that it moves.
-        exact: Whether both are exact; otherwise they are lower bounds.
-    """
+    """Measures of a plan."""
 
     seconds: float
-    cost: float
-    exact: bool
+    cost: float  # The same, with a little for late operations and for bytes that it moves.
+    exact: bool  # Whether both are exact; otherwise they are lower bounds.
 
 
 _DOES_NOT_FIT = _Evaluation(INFINITE, INFINITE, exact=True)

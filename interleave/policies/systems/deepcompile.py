@@ -1,7 +1,5 @@
 """DeepCompile's offload of optimizer state: on the host in forward and backward, on the GPU at the step."""
 
-from __future__ import annotations
-
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import FORWARD, UPDATE, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
@@ -20,8 +18,7 @@ def deepcompile(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
 
     All state is on the device at the step. As many subgroups as the forward has memory for stay there, the last ones. A
     subgroup is fetched at the first moment of the backward from which on there is memory for all on the device so far;
-    what finds none is fetched when the backward ends. A fifth of the device counts as not free.
-    """
+    what finds none is fetched when the backward ends. A fifth of the device counts as not free."""
     reject_value(spec)
     if workload.gpu_free is None:
         raise PolicyError(

@@ -1,7 +1,5 @@
 """FSDP2's CPUOffloadPolicy: parameters, gradients and state on the host, all or nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.interleave.model.operations import ONE_UPLOAD, Departures
@@ -18,8 +16,7 @@ def fsdp2_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Pla
     """Keep parameters and state on the host and update all on the CPU at the step, as FSDP2 does with CPUOffloadPolicy.
 
     Gradients are copied to the host in fp32 within the backward. Parameters are copied to the device twice, in fp32:
-    before the forward and before the backward of each subgroup uses them. The forward waits for them.
-    """
+    before the forward and before the backward of each subgroup uses them. The forward waits for them."""
     reject_value(spec)
     builder = PlanBuilder(spec.text, workload)
     needed, count = forward_points(workload), len(builder.sizes)

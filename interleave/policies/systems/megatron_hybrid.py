@@ -1,7 +1,5 @@
 """Megatron-LM's HybridDeviceOptimizer: a fixed fraction of the state on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.interleave.model.plan import Plan
@@ -29,8 +27,7 @@ def megatron_hybrid(workload: Workload, machine: Machine, spec: PolicySpec) -> P
 
     F is rounded up to whole subgroups, the first ones. Gradients and parameters cross the link in fp32, at the step:
     all gradients, then all updates, then all parameters; with `overlap=copies` each as soon as it can. With
-    `masters=gpu` the GPU keeps fp32 masters of all parameters, as without --use-precision-aware-optimizer.
-    """
+    `masters=gpu` the GPU keeps fp32 masters of all parameters, as without --use-precision-aware-optimizer."""
     fraction = spec.number("the fraction on the CPU", None, 0.0, 1.0)
     builder = PlanBuilder(spec.text, workload)
     on_cpu = range(_count(builder.sizes, fraction))

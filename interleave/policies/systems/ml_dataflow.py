@@ -1,7 +1,5 @@
 """ml_dataflow: weights, gradients, activations and state of all layers are streamed, and the GPU updates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,8 +20,7 @@ def ml_dataflow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
 
     A round has as many chunks as make the activations of a layer as large as its weights. The device holds as many
     layers, with gradients and activations, as it has memory for; activations on the host are kept in the largest forms
-    that it has memory for.
-    """
+    that it has memory for."""
     reject_value(spec)
     if not workload.layers or workload.gpu_free is None:
         raise PolicyError(f"{spec.text!r} needs a workload with layers, and to know what device memory is free")

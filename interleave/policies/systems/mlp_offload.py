@@ -1,7 +1,5 @@
 """MLP-Offload: state on several paths of storage at once, as much as possible kept in host memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.errors import PolicyError
@@ -25,8 +23,7 @@ def mlp_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
 
     Gradients stay in host memory. The CPU updates one subgroup after another at the step, while others are read and
     written. MLP-Offload updates in the opposite order in every second iteration, so that the last subgroups of one are
-    the first of the next; here the same subgroups stay in memory in every iteration.
-    """
+    the first of the next; here the same subgroups stay in memory in every iteration."""
     reject_value(spec)
     if available_host_bytes(workload, machine) is None:
         raise PolicyError(

@@ -1,7 +1,5 @@
 """The full offload of prime-rl: the CPU updates while gradients arrive."""
 
-from __future__ import annotations
-
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value

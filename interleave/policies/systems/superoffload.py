@@ -1,7 +1,5 @@
 """SuperOffload: updates in the backward, undone where clipping changes them; the tail of the backward on the GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.interleave.model.operations import CLIPPING_FIRST, Departures
@@ -32,8 +30,7 @@ def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan
     Gradients and parameters cross the link in fp32 and are converted on the GPU. How many subgroups are resident is
     what gives the shortest iteration. With `rule=deepspeed` it does what DeepSpeed 0.19.8 does
     (runtime/superoffload/superoffload_stage3.py): updates run in the backward only without clipping, on 0.8 of the
-    cores; at the step each subgroup is converted on the CPU and copied from pageable memory, one after another.
-    """
+    cores; at the step each subgroup is converted on the CPU and copied from pageable memory, one after another."""
     reject_value(spec)
     make = _paper_plan if spec.options["rule"] == "paper" else _deepspeed_plan
     most = _fitting_count(workload)
@@ -47,8 +44,7 @@ def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan
 def _deepspeed_plan(workload: Workload, text: str, count: int) -> Plan:
     """Return the plan of DeepSpeed's code with so many resident subgroups, the first ones.
 
-    A gradient is copied to its place on the host, back for the norm, and to the host again in fp32.
-    """
+    A gradient is copied to its place on the host, back for the norm, and to the host again in fp32."""
     builder = PlanBuilder(text, workload, early=True)
     resident = frozenset(range(count))
     builder.gradients(resident, workload.grad_bytes + MASTER_BYTES)

@@ -1,7 +1,5 @@
 """torchao's CPUOffloadOptimizer: the CPU updates tensor by tensor, uploads follow the last gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.interleave.model.plan import Plan

@@ -1,7 +1,5 @@
 """Plans of systems that do not clip gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.interleave.model.operations import CLIPPING_FIRST, Departures

@@ -1,7 +1,5 @@
 """ZenFlow: important gradients update on the GPU in each step, the others on the CPU every few steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.interleave.model.operations import CLIPPING_FIRST, ONE_UPDATE, OWN_GRADIENT, Departures, Rule
@@ -32,8 +30,7 @@ def zenflow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     The gradients of the rest are copied to the host in each step. The CPU has an interval for an update, with half of
     its cores; an iteration of the plan has 1/interval of the work. With `rule=deepspeed` it does what DeepSpeed 0.19
     does: the CPU updates all parameters, gradients are accumulated on the GPU and copied there and back for it, and
-    fp32 masters are uploaded at the step.
-    """
+    fp32 masters are uploaded at the step."""
     share = spec.number("the share of important gradients", None, 0.0, 1.0)
     interval = int(spec.options["interval"])
     if share == 1:

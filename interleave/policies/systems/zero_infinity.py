@@ -1,7 +1,5 @@
 """ZeRO-Infinity: DeepSpeed's optimizer state, and by default the gradients, in files on one drive."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ebbtide.errors import PolicyError
@@ -38,8 +36,7 @@ def zero_infinity(workload: Workload, machine: Machine, spec: PolicySpec) -> Pla
     in host memory takes four. With `pipeline_read` the next subgroup is read during an update, with `pipeline_write`
     the one before is written. Gradients are written in the backward, which stops whenever all buffers are full until
     all are written. `gradients=device`: with an `aio.block_size` above the largest gradient DeepSpeed does not write
-    them, and they stay on the device in fp32. The fastest path is used.
-    """
+    them, and they stay on the device in fp32. The fastest path is used."""
     number = spec.number("buffer_count", BUFFERS_OF_SUBGROUP, 1, _MOST_BUFFERS)
     count = int(number)
     if count != number:

@@ -19,8 +19,7 @@ _SHORT_NS = 10_000
 class GradientReduction:
     """Records `reduce` and, inside it, `gradient down`; inside a recorded update they are its sub-steps.
 
-    `stage_3`, `stage_1_and_2`: wrappers by the name of the method of these stages' optimizer that they wrap.
-    """
+    `stage_3`, `stage_1_and_2`: wrappers by the name of the method of these stages' optimizer that they wrap."""
 
     def __init__(self, recorder: Recorder, substeps: SubstepRecorder, torch: Any) -> None:
         self._recorder = recorder
@@ -178,8 +177,7 @@ class StorageRecorder:
     """Records a row per subgroup and submission, from its submission to the end of the wait for it.
 
     DeepSpeed learns that a request has ended only when it waits for the handle that submitted it. In an update the
-    waits are sub-steps; elsewhere they are rows of their own.
-    """
+    waits are sub-steps; elsewhere they are rows of their own."""
 
     def __init__(
         self, recorder: Recorder, substeps: SubstepRecorder, reduction: GradientReduction, patches: Patches

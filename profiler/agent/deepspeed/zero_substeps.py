@@ -37,8 +37,7 @@ class SubstepRecorder:
     Each row is recorded once the next has run for a while, since the next may turn out to be a part of it. Rows on a
     GPU get their device times from marks on the job's stream, as phases do.
 
-    `updates`: how many updates of a subgroup have begun in it.
-    """
+    `updates`: how many updates of a subgroup have begun in it."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.running = False
@@ -124,8 +123,7 @@ class SubstepMethod:
     """A method that is one row of `ops`; `find_subgroup` gets the sub-steps so far and the method's arguments.
 
     `then`: the sub-step that begins when it has returned; None: its own goes on in the lines that follow the call.
-    `leaves_out`: whether the method, by its arguments, does nothing that is recorded.
-    """
+    `leaves_out`: whether the method, by its arguments, does nothing that is recorded."""
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """Kernels that CUDA chooses and a CPU build has no rule for: attention, and norms that are fused."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any
@@ -19,8 +17,7 @@ WHOLE_ON_DEVICE = frozenset({torch.ops.aten._fused_rms_norm.default})
 class AttentionChoice:
     """Chooses kernels by the rules of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 
-    `counts`: how often each kernel was chosen: `flash`, `efficient` or `math`.
-    """
+    `counts`: how often each kernel was chosen: `flash`, `efficient` or `math`."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -121,8 +118,7 @@ def _bias(mask: Any, query: Any, key: Any) -> Any:
 def register_fused_norms(library: Any) -> None:
     """Register the operation for CUDA, in a library for `aten` whose `_destroy` removes it.
 
-    Autograd then keeps it whole, with its own backward, and the dry run gives its result a shape.
-    """
+    Autograd then keeps it whole, with its own backward, and the dry run gives its result a shape."""
     library.impl("_fused_rms_norm", _never_called, "CUDA")
 
 

@@ -1,7 +1,5 @@
 """Collectives of the job: their bytes and times, and their results on fake tensors."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -200,8 +198,7 @@ def _wire_bytes(kind: str, parts: list[Any], ranks: int) -> int:
     """Return the bytes that a rank sends or receives.
 
     By the ring algorithms of NCCL, whose broadcast and reduce pass every byte once (bus bandwidth in
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
-    """
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
     if ranks == 1 and kind not in _POINT_TO_POINT:
         return 0
     largest = max(_bytes_of(part) for part in parts)

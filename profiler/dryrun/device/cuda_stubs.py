@@ -4,8 +4,6 @@ Autograd asks two objects about CUDA: the device guard in `c10::impl::device_gua
 `at::detail::getCUDAHooks()` returns. A CPU build has no guard, and hooks that raise.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

@@ -182,8 +182,7 @@ class DeviceGenerator(HostGenerator):
 def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
     """Return the compute capability of a device, by which jobs and torch choose kernels.
 
-    `gpu`: its rates; None: those of the preset, or of an H100 for other names.
-    """
+    `gpu`: its rates; None: those of the preset, or of an H100 for other names."""
     if gpu is None and name in GPU_SHEETS:
         gpu = GPU_SHEETS[name].compute
     major, minor = ((gpu and gpu.compute_capability) or _DEFAULT_CAPABILITY).split(".")
@@ -206,8 +205,7 @@ def patch_cuda(
 ) -> None:
     """Replace torch's CUDA functions until `patches.undo()`.
 
-    `devices`: devices of the host; the job's process uses the first one.
-    """
+    `devices`: devices of the host; the job's process uses the first one."""
     cuda = torch.cuda
     major, minor = capability
     properties = SimpleNamespace(

@@ -1,7 +1,5 @@
 """Runs each operation of the job: on fake tensors where the device takes part, for real elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable
@@ -85,8 +83,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
 
     `modules`: names of the modules that run, the innermost last.
 
-    `enabled`: false while a checkpoint is loaded.
-    """
+    `enabled`: false while a checkpoint is loaded."""
 
     def __init__(
         self,
@@ -277,8 +274,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
 def in_place_target(func: Any, args: Any) -> Any:
     """Return the storage that an operation called by autograd would write in place on a device; None if there is none.
 
-    Autograd treats tensors of a subclass with care, and makes a new tensor.
-    """
+    Autograd treats tensors of a subclass with care, and makes a new tensor."""
     if func not in _WRITES or torch._C._current_graph_task_id() == -1 or not _called_by_autograd():
         return None
     target = args[0]

@@ -1,7 +1,5 @@
 """flex_attention, whose kernel is compiled for a device: its results and its work, as of a dense mask."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

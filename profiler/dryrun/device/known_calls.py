@@ -1,7 +1,5 @@
 """Calls of operations on fake tensors: what follows from the shapes of their arguments is computed once."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -24,8 +22,7 @@ class _Result(NamedTuple):
     """A tensor that an operation returns.
 
     `source`: the position among the tensors of the arguments of the one that it is (`is_source`) or whose memory it
-    has; None: it has its own.
-    """
+    has; None: it has its own."""
 
     source: int | None
     is_source: bool
@@ -54,8 +51,7 @@ class KnownCall(NamedTuple):
     """A call: what every call of the operation with such arguments has in common.
 
     `func`: the operation, which stays, as its address stands for it. `container`: the type of its result, `tuple` or
-    `list`; None: one value. `effects`: what else follows from it.
-    """
+    `list`; None: one value. `effects`: what else follows from it."""
 
     func: Any
     container: Any
@@ -71,8 +67,7 @@ class KnownCall(NamedTuple):
 class KnownCalls:
     """The calls so far of torch's own operations whose results follow from their arguments without values.
 
-    Torch has such a cache, too; this one takes a fifth of its time, and knows more calls, such as those of views.
-    """
+    Torch has such a cache, too; this one takes a fifth of its time, and knows more calls, such as those of views."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self._fake_mode = fake_mode

@@ -1,7 +1,5 @@
 """Replaces methods of torch.Tensor and torch.nn.Module that do not work with fake tensors."""
 
-from __future__ import annotations
-
 import copyreg
 from collections.abc import Callable
 from functools import cache

@@ -22,8 +22,7 @@ class TritonKernels:
 
     What a kernel writes is not known, nor are its floating-point operations.
 
-    `counts`: launches by the name of the kernel.
-    """
+    `counts`: launches by the name of the kernel."""
 
     def __init__(self, clock: VirtualClock, values: ShadowValues) -> None:
         self.counts: Counter[str] = Counter()

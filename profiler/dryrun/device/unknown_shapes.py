@@ -1,7 +1,5 @@
 """Operations whose result has a shape that depends on values."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -28,8 +26,7 @@ class UnknownShapes:
     """Gives such operations the shape of known values, or else the largest one that is possible.
 
     `bounds`: results of that size, by operation. `least`: results with the smallest size, of libraries that state no
-    largest one: int8 products of bitsandbytes, which have few columns of outliers.
-    """
+    largest one: int8 products of bitsandbytes, which have few columns of outliers."""
 
     def __init__(self, fake_mode: Any, values: ShadowValues) -> None:
         self.bounds: Counter[str] = Counter()

@@ -1,7 +1,5 @@
 """Replaces experiment loggers, so that a dry run writes no experiment and contacts nobody."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.machinery
 import os

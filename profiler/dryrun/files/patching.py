@@ -1,7 +1,5 @@
 """Replaces Python's file functions by ones that go through a `FileView`."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import functools

@@ -1,7 +1,5 @@
 """Keeps the files of the user as they are: what the job saves is counted, and what it loads gives fake tensors."""
 
-from __future__ import annotations
-
 import io
 import os
 import shlex

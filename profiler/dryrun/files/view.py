@@ -1,7 +1,5 @@
 """The files as the job sees them: its changes to files of the user are in a temporary folder."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -180,8 +178,7 @@ class FileView:
 
         A link on the disk would let the job change the user's file.
 
-        `source, target`: the absolute paths; the target is missing for the job.
-        """
+        `source, target`: the absolute paths; the target is missing for the job."""
         location = self.existing(source)
         if self.owns(real_entry(location)) and self.locate(target) == target:
             return False

@@ -1,7 +1,5 @@
 """Adapts DeepSpeed to a dry run, once the job has imported it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -92,8 +90,7 @@ class DeepSpeedPatches:
 
     `machine`: the machine, for its updates on the CPU; None: not named.
 
-    `description`: the trace's `deepspeed` entry; None before the first update of an engine.
-    """
+    `description`: the trace's `deepspeed` entry; None before the first update of an engine."""
 
     def __init__(
         self,

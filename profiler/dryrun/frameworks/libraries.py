@@ -1,7 +1,5 @@
 """Lets libraries work in a dry run: data loaders, torch.compile, transformers, bitsandbytes, extensions and NVML."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

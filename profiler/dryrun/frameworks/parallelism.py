@@ -1,7 +1,5 @@
 """Runs torch's own data, tensor and pipeline parallelism in a dry run."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Process groups of several ranks in one process, which is rank 0 of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,8 +25,7 @@ class ProcessGroups:
     """Makes every process group a fake one, whose collectives return at once, until `remove`.
 
     Groups keep the name of the backend that the job asked for. The values that other ranks would send are this rank's
-    own, or not known. `ranks`: None where not stated, and the job has one; `ranks_per_node`: None for all of them.
-    """
+    own, or not known. `ranks`: None where not stated, and the job has one; `ranks_per_node`: None for all of them."""
 
     def __init__(self, ranks: int | None = None, ranks_per_node: int | None = None) -> None:
         self.ranks = ranks or 1

@@ -1,7 +1,5 @@
 """Frameworks whose recipe files a dry run takes; torchtune's program loads `make_tokenizer` and `make_data` by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes the training script of a model, a method and settings, and prepares its dry run."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finds the configuration of a model, and makes models without weights and data for a dry run to load."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -119,8 +117,7 @@ def write_stand_in(model: Model, folder: Path) -> None:
 def complete_stand_ins(folder: Path) -> list[str]:
     """Write what models in a folder lack, the header of weights and a tokenizer; return a line for each.
 
-    They load in a dry run only, whose process calls this, so that transformers is imported once.
-    """
+    They load in a dry run only, whose process calls this, so that transformers is imported once."""
     return [_complete(file.parent) for file in sorted(folder.glob(f"*/{_STAND_IN}"))]
 
 

@@ -1,7 +1,5 @@
 """Prepares the dry run of a recipe file, which its framework's own program runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

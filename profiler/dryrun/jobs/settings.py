@@ -1,7 +1,5 @@
 """Settings of a job that trains a model, and a job that is ready for a dry run."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

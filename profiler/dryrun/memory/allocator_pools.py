@@ -31,16 +31,12 @@ _EXPANDABLE_BYTES = 1 << 44
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """Settings of the allocator.
-
-    Attributes:
-        max_split_bytes: Blocks of this size and more are not split; None: all are.
-        divisions: Steps between two powers of two to which sizes are rounded, by the power of two from 1 MiB on;
-            1 or less: sizes are not rounded so.
-    """
+    """Settings of the allocator."""
 
     expandable: bool = False
-    max_split_bytes: int | None = None
+    max_split_bytes: int | None = None  # Blocks of this size and more are not split; None: all are.
+    # Steps between two powers of two to which sizes are rounded, by the power of two from 1 MiB on; 1 or less: sizes
+    # are not rounded so.
     divisions: tuple[int, ...] = (0,) * _INTERVALS
     ignored: tuple[str, ...] = ()
 
@@ -145,8 +141,7 @@ class AddressSpace:
 class BlockPool:
     """The blocks of a pool, in segments of fixed sizes.
 
-    `segments_allocated`: how many segments, or ranges of an expandable one, were taken so far.
-    """
+    `segments_allocated`: how many segments, or ranges of an expandable one, were taken so far."""
 
     def __init__(self, small: bool, settings: AllocatorSettings, space: AddressSpace) -> None:
         self.small, self.settings, self.space = small, settings, space

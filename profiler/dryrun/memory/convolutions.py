@@ -5,8 +5,6 @@ Tensor cores read channels-last tensors: cuDNN copies others (the "automatic tra
 convolutional layers).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -23,8 +21,7 @@ def convolution_bytes(kind: Any, args: Any, capability: tuple[int, int]) -> list
     """Return (typical, most) bytes of the workspaces that an operation of CONVOLUTIONS takes, in their order.
 
     Typically the gradient of the output is copied, and at most every tensor. `benchmarks/memory_estimates.py` has the
-    jobs by which this was chosen, and others that it was tried on.
-    """
+    jobs by which this was chosen, and others that it was tried on."""
     backward = kind is _aten.convolution_backward
     output, source, weight = args[:3] if backward else (None, *args[:2])
     groups = args[9] if backward else args[8]

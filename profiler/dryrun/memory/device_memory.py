@@ -1,7 +1,5 @@
 """Memory of the faked device: when each storage was allocated and released, and by whom."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import Counter
@@ -28,8 +26,7 @@ class CallStacks:
     `torch`: the module `torch`; what it does inside an operation is left out.
 
     `texts`: each stack, from the outermost frame to the innermost one, a line per frame; what autograd runs without
-    Python frames has the node of the graph instead, as in recordings.
-    """
+    Python frames has the node of the graph instead, as in recordings."""
 
     def __init__(self, torch: Any) -> None:
         self.texts: list[str] = []
@@ -162,8 +159,7 @@ class DeviceMemory:
     def take_over(self, old: Any, new: Any) -> bool:
         """Let a new storage have the memory of an old one, and return whether that is followed and as large.
 
-        An operation in place looks like this, where fake tensors run it out of place.
-        """
+        An operation in place looks like this, where fake tensors run it out of place."""
         entry = self._live.get(old._cdata)
         if entry is None or self._closed or entry[0].size != new.nbytes() or self.has(new):
             return False
@@ -343,8 +339,7 @@ class FakeTransfer:
 class Transfers:
     """The copies so far.
 
-    `rows`: the copies in order.
-    """
+    `rows`: the copies in order."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.rows: list[FakeTransfer] = []

@@ -63,8 +63,7 @@ def index_buffers(kind: Any, args: Any) -> list[int]:
     """Return the bytes of the buffers that an operation of INDEX_WRITES takes while it runs, in their order.
 
     The rules are those of `index_put_with_sort_kernel` in aten/src/ATen/native/cuda/Indexing.cu, and of
-    `embedding_dense_backward_cuda` in Embedding.cu.
-    """
+    `embedding_dense_backward_cuda` in Embedding.cu."""
     if kind is _aten.embedding_dense_backward:
         count = args[1].numel()
         return [_INDEX_BYTES * count] * 3 if count > _UNSORTED else []
@@ -100,8 +99,7 @@ class KernelWorkspaces:
     """Accounts for the memory that kernels take.
 
     cuBLAS takes a workspace at the first matrix product of each thread, the job's own and that of autograd, and keeps
-    it. Reductions, writes at indices, and convolutions take buffers while they run.
-    """
+    it. Reductions, writes at indices, and convolutions take buffers while they run."""
 
     def __init__(
         self, memory: DeviceMemory, stacks: CallStacks, capability: tuple[int, int], gpu: Multiprocessors

@@ -1,7 +1,5 @@
 """The clock of a dry run: times of the host and of the GPU's queues, under fast, typical and slow assumptions."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from functools import cache
@@ -33,8 +31,7 @@ class SimulatedTime:
     def launch(self, stream: int, latency_ns: int, duration_ns: int, engine: str | None = None) -> tuple[int, int]:
         """Append work to a stream, and return its start and end.
 
-        `engine`: the resource that does one piece of work at a time, of all streams; None: one of the stream's own.
-        """
+        `engine`: the resource that does one piece of work at a time, of all streams; None: one of the stream's own."""
         if len(self._queued) == MAX_QUEUED:
             self.host_ns = max(self.host_ns, self._queued[0])
         start = max(self.host_ns + latency_ns, self._streams.get(stream, 0))
@@ -146,8 +143,7 @@ class VirtualClock:
     def run_collective(self, work: KernelWork, is_async: bool = False) -> Times:
         """Launch a collective after the work of the current stream, and return its end in each case.
 
-        `is_async`: whether the current stream goes on without waiting for it.
-        """
+        `is_async`: whether the current stream goes on without waiting for it."""
         self.wait(self.record(), COMMUNICATION_STREAM)
         self.run_kernel(work, COMMUNICATION_STREAM)
         done = self.record(COMMUNICATION_STREAM)
@@ -161,8 +157,7 @@ class VirtualClock:
         A blocking copy makes the host wait for the stream, as `Tensor.to` does. One that is not makes it wait for
         nothing if the host's memory is pinned, else while the data pass a pinned buffer of the driver.
 
-        `direction`: `h2d` or `d2h`.
-        """
+        `direction`: `h2d` or `d2h`."""
         rate = (self._pinned if pinned else self._pageable)[direction]
         launch_ns = self.tick()
         times = None
@@ -235,8 +230,7 @@ class Charge(NamedTuple):
 class OperationTimer:
     """Charges each operation to the host, and its kernel to the current stream.
 
-    `modules`: names of the modules that run; in the backward they are recomputed by Python.
-    """
+    `modules`: names of the modules that run; in the backward they are recomputed by Python."""
 
     def __init__(self, clock: VirtualClock, modules: list[str]) -> None:
         self._clock, self._modules = clock, modules

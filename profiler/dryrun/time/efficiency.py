@@ -12,8 +12,6 @@ of its class. Errors are standard errors of the logarithm. `EVIDENCE` is all tha
   Flash Attention for 5090"), whose backward was not measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from enum import Enum

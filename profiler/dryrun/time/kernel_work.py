@@ -1,7 +1,5 @@
 """Work of an operation's kernel: floating-point operations, bytes, and the class that decides its efficiency."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

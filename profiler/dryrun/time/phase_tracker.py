@@ -1,7 +1,5 @@
 """Phases, iterations and named ranges of a dry run, on its clock."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable
@@ -210,8 +208,7 @@ class PhaseTracker:
     def wrap_update(self, original: Callable[..., Any], optimizer_of: Callable[..., Any]) -> Callable[..., Any]:
         """Make each call of a method one update, whatever optimizers step in it.
 
-        A call of `GradScaler.step` unscales the gradients before, and DeepSpeed's optimizers contain others.
-        """
+        A call of `GradScaler.step` unscales the gradients before, and DeepSpeed's optimizers contain others."""
 
         @functools.wraps(original)
         def update(*args: Any, **kwargs: Any) -> Any:

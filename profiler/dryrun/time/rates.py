@@ -1,7 +1,5 @@
 """The work of a kernel, and the time that a GPU takes for it, under fast, typical and slow assumptions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,32 +34,23 @@ class AttentionSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """The work of the kernels of one operation.
-
-    Attributes:
-        kind: `compute`, `communication`, `copy` or `memset`, as in the table `kernels`.
-        flops: Floating-point operations of products, convolutions and attention; 0 for others.
-        bytes: Bytes of device memory that are read and written; of a collective, those that each GPU sends.
-        size: Of a product, or of attention; None: large.
-        group: Of a collective, its process group and number of ranks.
-    """
+    """The work of the kernels of one operation."""
 
     name: str
-    kind: str
+    kind: str  # `compute`, `communication`, `copy` or `memset`, as in the table `kernels`.
     work_class: WorkClass
-    flops: float
-    bytes: float
+    flops: float  # Floating-point operations of products, convolutions and attention; 0 for others.
+    bytes: float  # Bytes of device memory that are read and written; of a collective, those that each GPU sends.
     precision: str = "float32"
-    size: ProductSize | AttentionSize | None = None
+    size: ProductSize | AttentionSize | None = None  # Of a product, or of attention; None: large.
     launches: int = 1
-    group: str | None = None
+    group: str | None = None  # Of a collective, its process group and number of ranks.
 
 
 class GpuRates:
     """Times of work on a GPU, and on its host's memory.
 
-    `machine`: the machine; None, or one without rates of its GPU: those that it lacks are those of an H100.
-    """
+    `machine`: the machine; None, or one without rates of its GPU: those that it lacks are those of an H100."""
 
     def __init__(self, machine: Machine | None = None) -> None:
         stated = machine.gpu if machine is not None else None

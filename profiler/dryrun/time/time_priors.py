@@ -9,8 +9,6 @@ They are not fitted to a job. Their sources are measurements that others publish
   a profiler that about doubles it, and no kernel starts sooner than 7 us after the start of its launching call.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reads the timers and memory marks of a DeepSpeed log."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Sequence

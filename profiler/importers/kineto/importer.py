@@ -1,7 +1,5 @@
 """Imports Chrome traces of torch.profiler (Kineto): phases, memory, copies and kernels of one rank per file."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import defaultdict
@@ -28,8 +26,7 @@ MAX_COUNT = 200_000
 class Annotations:
     """Collects annotations of the host.
 
-    `count`: number of annotations. If there are more than 200,000, none is kept.
-    """
+    `count`: number of annotations. If there are more than 200,000, none is kept."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -94,8 +91,7 @@ class KinetoImporter:
 def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
     """Add the contents of a trace to its rank.
 
-    `number`: the rank if neither the file nor its name states one.
-    """
+    `number`: the rank if neither the file nor its name states one."""
     contents = _Contents(source)
     trace = contents.trace
     entry = _rank_entry(source, builder, number, trace.meta)
@@ -213,8 +209,7 @@ def _add_devices(entry: RankBuilder, contents: _Contents, allocating: list[str])
     """Add the devices of the rank: those that ran anything first, then those that only allocated.
 
     The job is one of the CPU only if memory was recorded, of the CPU alone. A trace without any sign of a device says
-    nothing of where the job ran: GPU activities are recorded on request, and those of some accelerators never.
-    """
+    nothing of where the job ran: GPU activities are recorded on request, and those of some accelerators never."""
     used = [f"cuda:{number}" for number in contents.device.busiest()]
     used += [device for device in allocating if device not in used and (device != "cpu" or not used)]
     if contents.trace.stop_reason and used == ["cpu"]:
@@ -280,8 +275,7 @@ class AllocatorMemory:
     def changes(self) -> pd.DataFrame:
         """Return t_ns, device, pool and bytes whenever the size of a pool changes.
 
-        They are those of accelerators, or of the CPU if these have no events.
-        """
+        They are those of accelerators, or of the CPU if these have no events."""
         rows = self._rows.table().sort_values("t_ns", kind="stable")
         if rows.empty:
             return pd.DataFrame(columns=["t_ns", "device", "pool", "bytes"])

@@ -136,8 +136,7 @@ def interval_index(
 ) -> IntArray:
     """Return the index of the interval that contains each time, or -1.
 
-    Intervals are in order and do not overlap; their ends are excluded.
-    """
+    Intervals are in order and do not overlap; their ends are excluded."""
     index = np.searchsorted(starts, times, side="right") - 1
     return np.where(times < np.append(ends, np.iinfo(np.int64).min)[index], index, -1)
 
@@ -147,8 +146,7 @@ def outermost(spans: pd.DataFrame) -> pd.DataFrame:
 
     An interval that begins inside another one is cut to begin at the end of that one.
 
-    `spans`: columns start and end, and any others.
-    """
+    `spans`: columns start and end, and any others."""
     spans = spans.sort_values(["start", "end"], ascending=[True, False], ignore_index=True)
     previous_end = spans["end"].cummax().shift(fill_value=np.iinfo(np.int64).min)
     spans = spans.assign(start=np.maximum(spans["start"], previous_end))
@@ -220,8 +218,7 @@ class DeviceTimes:
 
         The last step ends with all of its work, on any stream. Missing for a step that launched nothing.
 
-        `steps`: columns start and end, in order and without overlap.
-        """
+        `steps`: columns start and end, in order and without overlap."""
         launched, count = self._launched_in(steps["start"], steps["end"]), len(steps)
         ends = launched.latest(launched.on_main() | (launched.intervals == count - 1), count)
         return pd.Series(pd.arrays.IntegerArray(np.maximum.accumulate(ends), ends == _LEAST))
@@ -239,15 +236,11 @@ _PHASE_NAMES = np.array(PHASES)
 
 @dataclass(frozen=True)
 class FoundPhases:
-    """Phases and iterations of one rank. Times are ns after the trace's base.
+    """Phases and iterations of one rank. Times are ns after the trace's base."""
 
-    Attributes:
-        phases: The columns of the table `phases` except the device times, in order and without overlap.
-        steps: Columns number, start and end of the ProfilerStep annotations that are iterations; empty if iterations
-            are counted by updates. Without any phase they are all of these annotations.
-    """
-
-    phases: pd.DataFrame
+    phases: pd.DataFrame  # The columns of the table `phases` except the device times, in order and without overlap.
+    # Columns number, start and end of the ProfilerStep annotations that are iterations; empty if iterations are counted
+    # by updates. Without any phase they are all of these annotations.
     steps: pd.DataFrame
 
 
@@ -259,8 +252,7 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
     differentiated later; backward extends from the first to the last function that the autograd engine evaluates. A
     mark that begins inside a phase belongs to that phase.
 
-    `notes`: receives a line for each kind of mark that is missing, with the call that adds it.
-    """
+    `notes`: receives a line for each kind of mark that is missing, with the call that adds it."""
     spans = outermost(_marked_spans(marks))
     steps = marks.steps.table().sort_values("start", ignore_index=True)
     spans["step"] = interval_index(spans["start"], steps["start"], steps["end"])
@@ -296,8 +288,7 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
 def _marked_spans(marks: Marks) -> pd.DataFrame:
     """Return start, end, phase (a MarkKind) and part_of of all spans that belong to a phase, in any order.
 
-    Adjacent spans of a phase with the same part_of are one phase.
-    """
+    Adjacent spans of a phase with the same part_of are one phase."""
     words = marks.words.table()
     annotated = {
         kind: _separate(words[words["phase"] == kind], kind)
@@ -340,8 +331,7 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
 def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
     """Return the forwards without evaluations.
 
-    `trained`: ops that are differentiated later; empty if no such op is recorded, and then all forwards are kept.
-    """
+    `trained`: ops that are differentiated later; empty if no such op is recorded, and then all forwards are kept."""
     starts = np.sort(trained["start"])
     trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(starts, forward["start"])
     return forward[trains] if len(trained) else forward

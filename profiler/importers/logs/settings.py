@@ -1,7 +1,5 @@
 """Reads the settings of a job from its log: configuration, versions, ranks, model; and adds its ranks to a trace."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Reads the lines of a training log with their times, and determines the time zone of its clock."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from collections import deque

@@ -177,8 +177,7 @@ def place_iterations(intervals: Sequence[LoggedInterval]) -> list[PlacedIteratio
     """Place iterations in time, on the log's clock, or from 0 if the log has no times.
 
     An interval ends at the time of its line, or later, if the iterations since the line before took longer: times in
-    full seconds are up to a second early. Iterations of an interval are equally long.
-    """
+    full seconds are up to a second early. Iterations of an interval are equally long."""
     placed: list[PlacedIterations] = []
     firsts = accumulate((interval.count for interval in intervals), initial=0)
     end_ns: int | None = None
@@ -197,8 +196,7 @@ def add_iterations(entry: RankBuilder, rank: int, placed: Sequence[PlacedIterati
     """Add the iterations to a rank: marks, phases, and parts of the update as ops.
 
     The update ends with its iteration, and the phases before it follow each other. `offset_ns`: offset of the log's
-    clock from UTC. Return whether timers had to be shortened, because they add up to more than the iteration.
-    """
+    clock from UTC. Return whether timers had to be shortened, because they add up to more than the iteration."""
     shortened = False
     for iterations in placed:
         interval, ends = iterations.interval, iterations.ends_ns - offset_ns

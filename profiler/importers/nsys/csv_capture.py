@@ -1,7 +1,5 @@
 """Makes a capture from CSV reports of `nsys stats`: cuda_gpu_trace, cuda_api_trace and those of NVTX ranges."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence

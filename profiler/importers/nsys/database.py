@@ -114,8 +114,7 @@ class Database:
         """Yield the rows of columns that are text or null, in the order of the table's rows.
 
         Nothing if there is no such table; null for a column that is not there. Raises SourceError for a value that is
-        neither text nor a number.
-        """
+        neither text nor a number."""
         if table in self.tables:
             stored = self.columns(table)
             names = [f"substr({_quoted(name)}, 1, {_MAX_CHARS})" if name in stored else "NULL" for name in columns]

@@ -1,7 +1,5 @@
 """Imports SQLite exports and CSV reports of Nsight Systems."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -270,8 +268,7 @@ def held_bytes(memory: pd.DataFrame, start: int) -> tuple[pd.DataFrame, int]:
     """Return columns t and bytes that a process holds on one device, and the bytes that it held before the first row.
 
     A release of a block whose allocation is not among the rows shows that the block was there from the start: from
-    `start` on, at the latest the first row's time.
-    """
+    `start` on, at the latest the first row's time."""
     rows = memory.sort_values(["address", "t"], kind="stable")
     releases = rows["released"] != 0
     after_allocation = rows["address"].eq(rows["address"].shift()) & ~releases.shift(fill_value=True)

@@ -4,8 +4,6 @@ The tables are those of the SQLite schema reference in NVIDIA's documentation of
 not exported, and columns differ between versions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -244,8 +242,7 @@ def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
     """Return the entries of devices by process and CUDA's number of the device in it.
 
     The ids of the table of GPUs are of the whole host. A process counts only the devices that it may use, from 0: a
-    second table says which GPUs these are, except in old versions.
-    """
+    second table says which GPUs these are, except in old versions."""
     figures = database.integers(_GPUS, (), {"id": nsys.MISSING, "totalMemory": nsys.MISSING})
     texts = database.texts(_GPUS, "name", "uuid", "busLocation")
     entries = {

@@ -1,7 +1,5 @@
 """Reads figures of DCGM: scrapes of dcgm-exporter (Prometheus text format), and output of `dcgmi dmon`."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -102,8 +100,7 @@ def read_exporter(source: Source) -> MonitorTable:
     """Read one scrape of dcgm-exporter, or many in a row.
 
     A scrape ends where a series appears again, or where a line with a time stands. Its time is the first of: the
-    timestamp of its samples, the time before its lines, the last line that is a time.
-    """
+    timestamp of its samples, the time before its lines, the last line that is a time."""
     samples: list[_Sample] = []
     notes: list[str] = []
     scrape: dict[str, _Sample] = {}

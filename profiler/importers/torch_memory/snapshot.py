@@ -1,7 +1,5 @@
 """Imports snapshots of torch's CUDA allocator: files of `torch.cuda.memory._dump_snapshot()`, gzipped or not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -72,8 +70,7 @@ class SnapshotImporter:
 def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
     """Add each allocation, and the pools `requested` and `reserved`, of each device in a snapshot, in Unix times.
 
-    `number`: the rank if no file name contains one.
-    """
+    `number`: the rank if no file name contains one."""
     try:
         snapshot = read_snapshot(source.open)
     except SnapshotError as error:
@@ -185,8 +182,7 @@ def device_in_name(source: Source) -> str | None:
 def rank_of(source: Source, builder: TraceBuilder, format: str, number: int) -> RankBuilder:
     """Return the builder of the rank of a file, and mark it as imported.
 
-    The name of the file or of its folder may contain the rank (`rank-0`, `rank0`, `rank_0`); else it is `number`.
-    """
+    The name of the file or of its folder may contain the rank (`rank-0`, `rank0`, `rank_0`); else it is `number`."""
     in_names = {int(digits) for digits in _RANK.findall(source.path.name)}
     folder = _RANK.fullmatch(source.path.absolute().parent.name)
     if not in_names and folder:
@@ -233,8 +229,7 @@ def read_timeline(source: Source, builder: TraceBuilder, number: int) -> None:
     tensors that the profiler saw: by the allocator's block if it saw the allocation, by the tensor's own size if the
     tensor existed before. Times are those of torch's profiler, which are Unix times in all versions since 2.1.
 
-    `number`: the rank if no file name contains one.
-    """
+    `number`: the rank if no file name contains one."""
     if _is_page(source):
         raise SourceError(
             f"{source} is a page with a picture, without figures: export the timeline to .raw.json.gz or .json.gz"
@@ -280,8 +275,7 @@ def _is_page(source: Source) -> bool:
 def _read_raw(data: bytes) -> Iterator[tuple[str, PoolSizes]]:
     """Read changes: rows of time in ns (-1: present from the start), action, bytes, category.
 
-    A new version of a tensor is two rows, one out of its old category and one into the new category.
-    """
+    A new version of a tensor is two rows, one out of its old category and one into the new category."""
     rows = np.array(_RAW.decode(data), np.int64).reshape(-1, 4)
     times, _, changes, category = rows[rows[:, 0].argsort(kind="stable")].T
     timed = times >= 0

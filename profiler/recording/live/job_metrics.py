@@ -1,7 +1,5 @@
 """Figures of a recorded job, for the job itself: `ebbtide.metrics`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

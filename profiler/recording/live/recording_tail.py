@@ -1,7 +1,5 @@
 """Follows all spools of a recording."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,7 @@ class RecordingTail:
     """The last `iterations` of each process of a recording, and counts since its beginning.
 
     Nothing is locked or written, and no process is asked for anything: the spools are read as far as they were written.
-    `behind`: whether there is more than the last call of `poll` has read.
-    """
+    `behind`: whether there is more than the last call of `poll` has read."""
 
     def __init__(self, path: Path, meta: dict[str, Any], iterations: int) -> None:
         self.path = path
@@ -64,8 +61,7 @@ class RecordingTail:
         """Return the training that began last, with the iterations that are kept; None if no process has begun.
 
         It has no copies and no allocations: these are added when the recording is finished. Where iterations were
-        dropped, its warm-up contains the first that was kept, the start of which is known by the host's clock alone.
-        """
+        dropped, its warm-up contains the first that was kept, the start of which is known by the host's clock alone."""
         samples = [sampler.window() for sampler in self._samplers.values()]
         all_samples = np.concatenate(samples) if samples else np.empty(0, RECORD)
         of_process: dict[int, ProcessTail] = {}

@@ -1,7 +1,5 @@
 """Figures of one GPU that is sampled beside the job, iteration by iteration."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path

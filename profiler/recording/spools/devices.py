@@ -1,7 +1,5 @@
 """Matches the GPUs of a rank, as torch names them, with those that the sampler has read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

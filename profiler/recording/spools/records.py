@@ -1,7 +1,5 @@
 """Reads the records of a spool, complete or cut off anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

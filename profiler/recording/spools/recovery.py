@@ -220,8 +220,7 @@ def with_stated_figures(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the entry of a rank whose out-of-memory errors have the figures that only their messages state.
 
     The texts are those of torch from version 1.13 on, and of its CPU allocator. They round to hundredths of a unit. A
-    figure that is not stated either is None.
-    """
+    figure that is not stated either is None."""
     errors = entry.get("out_of_memory")
     return {**entry, "out_of_memory": [_complete(error) for error in errors]} if errors else entry
 

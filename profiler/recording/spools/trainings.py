@@ -1,7 +1,5 @@
 """Groups the processes of a recording into trainings: the ranks of one job belong together, other processes do not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +42,7 @@ def group_trainings(processes: list[RankData]) -> list[Training]:
     """Group processes into trainings, in the order in which these began.
 
     Processes with a world size above 1 that were launched together are ranks of one training; two that say the same
-    rank belong to two, for example after a restart. Every other process is a training of its own.
-    """
+    rank belong to two, for example after a restart. Every other process is a training of its own."""
     trainings: dict[tuple[Any, ...], list[RankData]] = {}
     processes = sorted(processes, key=lambda data: int(data.meta["started_ns"]))
     last_of_process = {data.meta["pid"]: data for data in processes}

@@ -131,10 +131,10 @@ def _operations() -> Iterator[None]:
 @pytest.mark.usefixtures("_operations")
 @pytest.mark.parametrize("job", [train, view, write, select, grow, ask])
 def test_dry_run__counts_the_same_with_known_calls(job: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    known, anew = (digest(job, monkeypatch, is_anew) for is_anew in (False, True))
-    assert known.pop("known") > 0 == anew.pop("known")
+    reused, anew = (digest(job, monkeypatch, is_anew) for is_anew in (False, True))
+    assert reused.pop("known") > 0 == anew.pop("known")
     for name, expected in anew.items():
-        assert known[name] == expected, name
+        assert reused[name] == expected, name
 
 
 def test_precision__of_a_known_product_follows_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
