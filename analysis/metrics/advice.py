@@ -31,7 +31,3 @@ class Adviser(Protocol):
     def deepspeed_setting(self) -> Setting | None:
         """Return the best setting of what DeepSpeed has by itself; None where the job cannot be simulated."""
         ...
-
-    def policy_setting(self) -> Setting | None:
-        """Return the best policy of ebbtide; None where nothing should be offloaded, or as above."""
-        ...

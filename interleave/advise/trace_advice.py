@@ -12,7 +12,6 @@ from ebbtide.errors import MachineError, PolicyError, WorkloadError
 from ebbtide.interleave.advise.choice import (
     all_on_device,
     best_static_split,
-    choose_policy,
     fits_memory,
     unified_memory_text,
 )
@@ -69,22 +68,6 @@ class TraceAdviser:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"
         return self._setting("deepspeed", {"offload_optimizer": offload}, text, steps)
-
-    def policy_setting(self) -> Setting | None:
-        """Return the best policy of ebbtide; None where nothing should be offloaded, or the job cannot be simulated.
-
-        It takes seconds: the policy `adaptive` searches for its plan."""
-        if self._job is None:
-            return None
-        workload, context = self._job
-        try:
-            choice = choose_policy(workload, context.machine, context.job)
-        except (MachineError, PolicyError):
-            return None
-        if choice.excess is not None or choice.best.plan.policy == "gpu-only":
-            return None
-        settings = choice.action()["settings"]
-        return self._setting("policy", settings, f'policy "{choice.steps.plan.policy}"', choice.steps)
 
     @cached_property
     def _job(self) -> _Job | None:

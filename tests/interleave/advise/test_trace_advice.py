@@ -22,16 +22,13 @@ def test_trace_adviser__has_the_settings_of_the_recommendation() -> None:
     trace = open_trace(TRACES / "a100-13b-async.ebb")
     adviser: Adviser = TraceAdviser(trace)
     advice = recommend(workload_of(trace), preset("a100-40gb-published").for_ranks(4), recorded_job(trace))
-    split, policy = adviser.deepspeed_setting(), adviser.policy_setting()
+    split = adviser.deepspeed_setting()
     assert split is not None
-    assert policy is not None
     assert advice.deepspeed is not None
     assert split.settings == {"offload_optimizer": advice.deepspeed["offload_optimizer"]}
     assert f'"offload_optimizer": {{"ratio": {advice.deepspeed["offload_optimizer"]["ratio"]:g}}}' in split.text
     assert any(finding.advice == split.text for finding in find(trace, adviser).findings)
-    assert f"{policy.settings['policy']},overlap={policy.settings['overlap']}" == advice.policy
-    assert policy.iteration_ms == pytest.approx(advice.setups[0].iteration_ms)
-    assert 0 < split.gain_ms < policy.gain_ms
+    assert split.gain_ms > 0
 
 
 def test_trace_adviser__advises_not_to_offload_state_that_fits() -> None:
@@ -40,7 +37,6 @@ def test_trace_adviser__advises_not_to_offload_state_that_fits() -> None:
     assert setting is not None
     assert setting.settings == {"offload_optimizer": {"device": "none"}}
     assert setting.text.startswith("do not offload at all (simulated: ")
-    assert adviser.policy_setting() is None
 
 
 def test_trace_adviser__ends_offload_where_gpu_and_cpu_share_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +49,6 @@ def test_trace_adviser__ends_offload_where_gpu_and_cpu_share_one_memory(monkeypa
     assert setting is not None
     assert setting.ends_offload
     assert "share one memory" in setting.text
-    assert adviser.policy_setting() is None
     advices = [finding.advice for finding in find(trace, adviser).findings]
     assert sum("share one memory" in advice for advice in advices) == 1
 
@@ -64,4 +59,3 @@ def test_trace_adviser__says_nothing_of_a_job_that_cannot_be_simulated() -> None
     trace = builder.build()
     assert own_machine(trace) is None
     assert TraceAdviser(trace).deepspeed_setting() is None
-    assert TraceAdviser(trace).policy_setting() is None
