@@ -1,22 +1,21 @@
 """AdamW as InterleavedOptimizer runs it, with the signature of torch.optim.AdamW."""
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
+from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
+from ebbtide.interleave.engine.options import Budget, EngineOptions
+from ebbtide.machines.machine import Machine
 
 
 class InterleavedAdamW(InterleavedOptimizer):
     """torch.optim.AdamW with an fp32 master: `InterleavedOptimizer` with the rule `adamw`.
 
-    Args:
-        params: Parameters or parameter groups, as for torch.optim.AdamW.
-        lr: As for torch.optim.AdamW, like `betas`, `eps` and `weight_decay`.
-        options: The options of InterleavedOptimizer but `rule`.
-
-    Raises:
-        As InterleavedOptimizer.
+    Arguments are those of InterleavedOptimizer, and `lr`, `betas`, `eps` and `weight_decay` as for torch.optim.AdamW.
     """
 
     def __init__(
@@ -26,6 +25,41 @@ class InterleavedAdamW(InterleavedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        **options: Any,
+        *,
+        policy: str = "adaptive",
+        machine: Machine | None = None,
+        subgroup_params: int = EngineOptions.subgroup_params,
+        memory_budget: Budget | None = None,
+        max_grad_norm: float | None = None,
+        gradients: Literal["kept", "streamed"] = "kept",
+        loss_scale: float | Literal["dynamic"] | None = None,
+        device: Device | None = None,
+        threads: int | None = None,
+        overlap: Literal["none", "forward", "backward", "both", "auto"] = "none",
+        model: torch.nn.Module | None = None,
+        storage: str | Path | Sequence[str | Path] | None = None,
+        host_memory_budget: float | None = None,
+        master: Literal["fp32", "remainder"] = "fp32",
     ) -> None:
-        super().__init__(params, "adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        super().__init__(
+            params,
+            "adamw",
+            policy=policy,
+            machine=machine,
+            subgroup_params=subgroup_params,
+            memory_budget=memory_budget,
+            max_grad_norm=max_grad_norm,
+            gradients=gradients,
+            loss_scale=loss_scale,
+            device=device,
+            threads=threads,
+            overlap=overlap,
+            model=model,
+            storage=storage,
+            host_memory_budget=host_memory_budget,
+            master=master,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+        )

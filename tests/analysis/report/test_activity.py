@@ -26,7 +26,7 @@ def values(table: Table, label: str) -> list[float | None]:
 def test_activity_tables__have_the_figures_of_gpu_activity() -> None:
     activity = gpu_activity(with_kernels(trained(), kernels=60).build())
     tables = {table.name: table for table in activity_tables(activity)}
-    assert list(tables) == ["activity", "activity-total", "causes", "kernels"]
+    assert list(tables) == ["activity", "activity-total", "causes", "streams", "kernels"]
     assert values(tables["activity"], "compute") == [phase.compute_ms for phase in activity.phases]
     assert values(tables["activity"], "idle") == [phase.idle_ms for phase in activity.phases]
     total = activity.total

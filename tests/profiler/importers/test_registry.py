@@ -56,9 +56,11 @@ def test_import_trace__uses_an_importer_of_a_new_sub_package(tmp_path: Path, mon
     (tmp_path / "packages" / "diary" / "__init__.py").write_text(NEW_IMPORTER)
     monkeypatch.setattr(importers, "__path__", [*importers.__path__, str(tmp_path / "packages")])
     (tmp_path / "today.txt").write_text("Dear diary, the loss went down.")
+    find_importers.cache_clear()
     try:
         trace = import_trace([tmp_path / "today.txt"], tmp_path / "run.ebb")
     finally:
+        find_importers.cache_clear()
         sys.modules.pop("ebbtide.profiler.importers.diary", None)
     assert trace.phases(0)["phase"].tolist() == ["forward"]
     assert [(file.format, file.file) for file in trace.meta.imported] == [("diary", "today.txt")]
