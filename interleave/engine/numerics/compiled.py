@@ -11,6 +11,7 @@ compiled code). All conversions work on bits, by additions of integers, so they 
 # numba types these functions, for each combination of argument types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
+import re
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -127,7 +128,7 @@ def over_rows(arguments, body, **names):
     rows = arguments.partition(",")[0]
 
     def choose(count):
-        parts = [body.replace("K", str(row)) for row in range(count)]
+        parts = [re.sub(r"\bK\b", str(row), body) for row in range(count)]
         code = "; ".join(parts) if " = " in body else f"return ({', '.join(parts)},)"
         exec(f"def over_{count}_rows({arguments}): {code}", names)
         return names[f"over_{count}_rows"]
@@ -159,6 +160,7 @@ def _sign(value):
 _ARITHMETIC = {"divide": _divide, "square_root": register_jitable(lambda value: np.sqrt(value)), "sign": _sign}
 
 
+@cache
 def make_step(rule):
     """Return a function for loops: the new master and moments of (stored gradient, state, factors)."""
     formula = register_jitable(rule.formula_with(_ARITHMETIC))

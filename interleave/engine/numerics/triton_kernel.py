@@ -95,17 +95,17 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
             groups[item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
     with _on_device_of([item.out for item in updates]):
         # Nothing is updated before there is memory for all tables.
-        loaded = [(key, len(group), *_load_updates(group)) for key, group in groups.items()]
-        for (rule, grad, out, master), count, programs, table in loaded:
+        loaded = [(key, group, *_load_updates(group)) for key, group in groups.items()]
+        for (rule, grad, out, master), group, programs, table in loaded:
             constants = {
                 "grad_dtype": grad,
                 "out_dtype": out,
                 "master_dtype": master,
                 "formula": compiled.formula_of(rule),
                 "moments": len(rule.moments),
-                "factors": rule.factor_count,
+                "factors": len(group[0].scalars),
             }
-            _launch(compiled.update, programs, table, count, **constants, num_warps=compiled.UPDATE_WARPS)
+            _launch(compiled.update, programs, table, len(group), **constants, num_warps=compiled.UPDATE_WARPS)
 
 
 def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:

@@ -1,8 +1,10 @@
 """Adam with weight decay in the gradient (Kingma and Ba, arXiv:1412.6980), in the order of torch.optim.Adam."""
 
-from ebbtide.interleave.engine.rules.adamw import moment_factors
+from dataclasses import replace
+
+from ebbtide.interleave.engine.rules.adamw import ADAMW, moment_factors
 from ebbtide.interleave.engine.rules.arithmetic import divide, square_root
-from ebbtide.interleave.engine.rules.rule import Group, UpdateRule, register
+from ebbtide.interleave.engine.rules.rule import Group, register
 
 
 def _formula(g, p, m, v, b1, s1, b2, s2, decay, rate, root, eps):  # type: ignore[no-untyped-def]
@@ -18,13 +20,12 @@ def _factors(group: Group, step: int) -> tuple[float, ...]:
 
 
 register(
-    UpdateRule(
+    replace(
+        ADAMW,
         name="adam",
         title="Adam",
-        moments=("exp_avg", "exp_avg_sq"),
-        defaults={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+        defaults={**ADAMW.defaults, "weight_decay": 0.0},
         formula=_formula,
         factors=_factors,
-        unsupported=("amsgrad", "maximize"),
     )
 )

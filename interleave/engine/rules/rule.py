@@ -58,11 +58,6 @@ class UpdateRule:
         """Return the bytes of state per parameter, with the master or with its remainder."""
         return 4 * len(self.moments) + (2 if has_remainders else 4)
 
-    @property
-    def factor_count(self) -> int:
-        """Number of factors of a step, with that of the gradient."""
-        return 1 + len(self.factors(self.defaults, 1))
-
     def formula_with(self, arithmetic: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the formula with other functions in place of `divide`, `square_root` and `sign`."""
         formula: Any = self.formula
@@ -73,12 +68,13 @@ class UpdateRule:
         for name, default in self.defaults.items():
             if isinstance(default, bool):
                 continue
+            is_tuple = isinstance(default, tuple)
             try:
-                values = tuple(map(float, group[name])) if isinstance(default, tuple) else (float(group[name]),)
+                values = tuple(map(float, group[name] if is_tuple else (group[name],)))
             except (TypeError, ValueError):
                 values = ()
-            if len(values) != (len(default) if isinstance(default, tuple) else 1):
-                kind = f"{len(default)} numbers" if isinstance(default, tuple) else "a number"
+            if len(values) != (len(default) if is_tuple else 1):
+                kind = f"{len(default)} numbers" if is_tuple else "a number"
                 raise EngineError(f"{name} is {group[name]!r}: it must be {kind}")
             limit, words = (1.0, " and below 1") if name == "betas" else (math.inf, "")
             if not all(0 <= value < limit for value in values):

@@ -111,7 +111,11 @@ def compile_update(
     from ebbtide.interleave.engine.numerics.triton_compiled import formula_of
 
     dtypes = {"grad_dtype": getattr(tl, grad), "out_dtype": getattr(tl, out), "master_dtype": getattr(tl, master)}
-    constants = {"formula": formula_of(rule), "moments": len(rule.moments), "factors": rule.factor_count}
+    constants = {
+        "formula": formula_of(rule),
+        "moments": len(rule.moments),
+        "factors": len(rule.scalars(rule.defaults, 1)),
+    }
     return compile_kernel("update", capability, fusion=fusion, **dtypes, **constants)
 
 
