@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,13 +24,20 @@ _DTYPES: dict[Any, str] = {
 class TabularResult:
     """A result of the analysis: one line as text, its main table in a notebook."""
 
+    _table: ClassVar[str]
+
+    def __init_subclass__(cls, table: str = "", **options: Any) -> None:
+        """Take the name of the field, a list or tuple of dataclasses, that is the main table."""
+        super().__init_subclass__(**options)
+        cls._table = table
+
     def to_pandas(self) -> pd.DataFrame:
-        """Return its main table."""
-        raise NotImplementedError
+        """Return its main table: a row per entry, with the fields of the entries as columns."""
+        return to_frame(getattr(self, self._table), get_args(get_type_hints(type(self))[self._table])[0])
 
     def as_json(self) -> Any:
         """Return the object that the command prints with `--json`."""
-        raise NotImplementedError
+        return asdict(self)  # type: ignore[call-overload]
 
     def __repr__(self) -> str:
         rows = len(self.to_pandas())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
@@ -16,9 +16,6 @@ from ebbtide.analysis.timeseries.step_functions import Floats, Ints, overlapping
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools, Columns
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # NVML's own window for utilization is at most so long: an older value says nothing of the present.
 _MAX_HOLD_NS = 1_000_000_000
@@ -74,7 +71,7 @@ class GpuFigure:
 
 
 @dataclass(frozen=True, repr=False)
-class GpuState(TabularResult):
+class GpuState(TabularResult, table="figures"):
     """Figures of every recorded quantity and phase, over all ranks; empty where nothing was recorded."""
 
     figures: list[GpuFigure]
@@ -82,10 +79,6 @@ class GpuState(TabularResult):
     def as_json(self) -> dict[str, Any]:
         """Return the object with the key `gpu`, which `ebbtide summary --json` prints as well."""
         return {"gpu": [asdict(figure) for figure in self.figures]}
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per quantity and phase, with the fields of `GpuFigure` as columns."""
-        return to_frame(self.figures, GpuFigure)
 
 
 def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +29,6 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.summary import Summary
     from ebbtide.analysis.metrics.windows import Windows
     from ebbtide.profiler.trace.metadata import RankInfo
-
-
-@dataclass(frozen=True)
-class DirectionPair:
-    """The link in one phase of one rank, both directions."""
-
-    h2d: PhaseLink
-    d2h: PhaseLink
 
 
 class JobMetrics:
@@ -200,10 +191,6 @@ class JobMetrics:
         return self.link()
 
     @cached_property
-    def _memory(self) -> MemoryUse:
-        return self.memory()
-
-    @cached_property
     def storage(self) -> list[StorageUse]:
         """Use of storage by each rank and direction; empty where none was recorded."""
         from ebbtide.analysis.metrics.storage import storage_use
@@ -332,11 +319,10 @@ class JobMetrics:
         recorded = [use for use in rows if use.bytes is not None]
         return max(recorded, key=lambda use: use.bytes or 0.0, default=None)
 
-    def both_directions(self, phase: str) -> list[DirectionPair]:
-        """Return both directions of the link in a phase, of each rank."""
+    def both_directions(self, phase: str) -> list[tuple[PhaseLink, PhaseLink]]:
+        """Return the link in a phase, h2d and d2h, of each rank."""
         uses = {(use.rank, use.direction): use for use in self._link.phases if use.phase == phase}
-        ranks = sorted({rank for rank, _ in uses})
-        return [DirectionPair(uses[rank, "h2d"], uses[rank, "d2h"]) for rank in ranks]
+        return [(uses[rank, "h2d"], uses[rank, "d2h"]) for rank in sorted({rank for rank, _ in uses})]
 
     @property
     def steady_iterations(self) -> list[int]:
@@ -365,7 +351,7 @@ class JobMetrics:
 
     def min_gap_bytes(self, gap: str, phase: str | None = None) -> list[int]:
         """Return the smallest value of a memory gap (`Gap.gap`) in a phase, or (None) in all, of each rank with it."""
-        rows = [g for g in self._memory.gaps if g.gap == gap and phase in (None, g.phase)]
+        rows = [g for g in self.memory().gaps if g.gap == gap and phase in (None, g.phase)]
         return [min(g.low_bytes for g in rows if g.rank == rank) for rank in sorted({g.rank for g in rows})]
 
     @cached_property

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import first_device, link_peak, main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
@@ -21,9 +21,6 @@ from ebbtide.analysis.timeseries.step_functions import Floats, Ints, union_lengt
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class RankLink:
 
 
 @dataclass(frozen=True, repr=False)
-class LinkUse(TabularResult):
+class LinkUse(TabularResult, table="phases"):
     """Link use of every rank.
 
     Attributes:
@@ -90,10 +87,6 @@ class LinkUse(TabularResult):
             # The former name of the key.
             entry["false_samples"] = entry["rejected_samples"]
         return printed
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per rank, phase and direction, with the fields of `PhaseLink` as columns."""
-        return to_frame(self.phases, PhaseLink)
 
 
 def link_use(trace: Trace, ranks: Sequence[int] | None = None) -> LinkUse:

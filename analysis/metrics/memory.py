@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
@@ -20,9 +20,6 @@ from ebbtide.analysis.timeseries.step_functions import Ints, merge_times, peak_b
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import AllocatorState
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Gap -> (upper pool, lower pool): two counts of the same memory.
 GAPS = {
@@ -58,7 +55,7 @@ class Gap:
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryUse(TabularResult):
+class MemoryUse(TabularResult, table="pools"):
     """Recorded pools and gaps of every rank and phase.
 
     Attributes:
@@ -79,10 +76,6 @@ class MemoryUse(TabularResult):
             "gaps": [asdict(gap) for gap in self.gaps],
             "allocators": allocators,
         }
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per rank, phase and pool, with the fields of `PoolUse` as columns."""
-        return to_frame(self.pools, PoolUse)
 
 
 def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:

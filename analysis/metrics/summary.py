@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
 from ebbtide.analysis.metrics.devices import (
     capacity_bytes,
@@ -32,9 +32,6 @@ from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ class MemorySummary:
 
 
 @dataclass(frozen=True, repr=False)
-class Summary(TabularResult):
+class Summary(TabularResult, table="phases"):
     """The figures of a trace on one page.
 
     Attributes:
@@ -223,10 +220,6 @@ class Summary(TabularResult):
         times = self.iteration_range
         low_ms, high_ms = (None, None) if times is None else (times.low_ms, times.high_ms)
         return {"predicted": True, "iteration_low_ms": low_ms, "iteration_high_ms": high_ms}
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per phase, with the fields of `PhaseSummary` as columns."""
-        return to_frame(self.phases, PhaseSummary)
 
 
 def summarize(trace: Trace) -> Summary:

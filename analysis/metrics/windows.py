@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.cache import recent_per_trace
 from ebbtide.analysis.metrics.devices import (
     capacity_bytes,
@@ -165,7 +165,7 @@ class Window:
 
 
 @dataclass(frozen=True, repr=False)
-class Windows(TabularResult):
+class Windows(TabularResult, table="windows"):
     """All windows of a trace for one threshold.
 
     Attributes:
@@ -212,10 +212,6 @@ class Windows(TabularResult):
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide windows --json` prints."""
         return {**asdict(self), "missing": self.missing}
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per window, with the fields of `Window` as columns."""
-        return to_frame(self.windows, Window)
 
 
 def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None) -> Windows:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.advise.choice import memory_excess, own_workload
 from ebbtide.interleave.advise.job.training_job import RecordedJob
@@ -21,9 +21,6 @@ from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text, ms_text
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Above these shares a resource counts as what limits the update.
 _LIMITING_MEMORY_SHARE = 0.95
@@ -79,7 +76,7 @@ class PolicyResult:
 
 
 @dataclass(frozen=True, repr=False)
-class Replay(TabularResult):
+class Replay(TabularResult, table="results"):
     """The results of all policies, in the order requested."""
 
     workload: Workload
@@ -93,10 +90,6 @@ class Replay(TabularResult):
     # The replay of `adaptive` with updates under the next forward, beside that of all built-in policies; None where
     # policies were named.
     late: Replay | None = None
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per policy, with the fields of `PolicyResult` as columns."""
-        return to_frame(self.results, PolicyResult)
 
     def simplest_lines(self) -> Iterator[str]:
         """Yield why no offload is recommended (`choose_policy`) where a policy that offloads is faster."""

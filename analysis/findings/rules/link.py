@@ -63,9 +63,9 @@ def one_direction(metrics: JobMetrics) -> Finding | Unknown | None:
     evidence = []
     for phase in ITERATION_PARTS:
         busy = [
-            (pair.h2d.busy_ms, pair.d2h.busy_ms, pair.h2d.both_ms)
-            for pair in metrics.both_directions(phase)
-            if pair.h2d.busy_ms is not None and pair.d2h.busy_ms is not None and pair.h2d.both_ms is not None
+            (up.busy_ms, down.busy_ms, up.both_ms)
+            for up, down in metrics.both_directions(phase)
+            if up.busy_ms is not None and down.busy_ms is not None and up.both_ms is not None
         ]
         h2d, d2h, both = max(busy, key=lambda ms: min(ms[:2]) - ms[2], default=(0.0, 0.0, 0.0))
         gain = min(h2d, d2h) - both

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.activity.busy_time import all_work, busy_time, main_kernels, main_work
 from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew, collective_skew
 from ebbtide.analysis.metrics.activity.phase_activity import (
@@ -24,9 +24,6 @@ from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Ints, difference, length, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _MAX_KERNELS = 50
 _TIMED_KINDS = ("compute", "communication")
@@ -189,7 +186,7 @@ class TotalActivity:
 
 
 @dataclass(frozen=True, repr=False)
-class GpuActivity(TabularResult):
+class GpuActivity(TabularResult, table="phases"):
     """Activity of the first device of a rank.
 
     Attributes:
@@ -222,10 +219,6 @@ class GpuActivity(TabularResult):
         printed = asdict(self)
         printed["without_compute"] = {f"{cause}_ms": ms for cause, ms in self.without_compute.items()}
         return printed
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per phase, with the fields of `PhaseActivity` as columns."""
-        return to_frame(self.phases, PhaseActivity)
 
 
 def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:

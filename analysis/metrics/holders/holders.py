@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.devices import main_device, peak_pool
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES, call_site, categorized_allocations, in_loss
 from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
@@ -36,7 +36,7 @@ class Holder:
 
 
 @dataclass(frozen=True, repr=False)
-class Holders(TabularResult):
+class Holders(TabularResult, table="holders"):
     """The holders of the memory of a device at a time.
 
     Attributes:
@@ -60,10 +60,6 @@ class Holders(TabularResult):
         entries = asdict(self)
         del entries["at_ns"]
         return entries
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per holder, with the fields of `Holder` as columns."""
-        return to_frame(self.holders, Holder)
 
     def by(self, key: str) -> list[tuple[str | None, int]]:
         """Return (value, bytes) for each value of `category`, `module` or `site`, the largest first."""

@@ -3,9 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import pandas as pd
-
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks.comparison import RankDifferences, rank_differences
@@ -36,7 +34,7 @@ class RankRow:
 
 
 @dataclass(frozen=True, repr=False)
-class RankTable(TabularResult):
+class RankTable(TabularResult, table="ranks"):
     """A row per rank, and the ranks that differ."""
 
     counted: int  # How many steady iterations medians are over.
@@ -47,10 +45,6 @@ class RankTable(TabularResult):
         """Return the object that `ebbtide summary --by rank --json` prints."""
         rows = [asdict(row) for row in self.ranks]
         return {"counted": self.counted, "ranks": rows, "rank_differences": self.differences.as_json()}
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per rank, with the fields of `RankRow` as columns."""
-        return to_frame(self.ranks, RankRow)
 
 
 _MEDIANS = (

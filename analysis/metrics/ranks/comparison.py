@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, first_device
 from ebbtide.analysis.metrics.iterations import IterationTable, steady_iterations
@@ -20,10 +20,6 @@ from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text, rate_text
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 # Of an iteration and of the phase; bytes as a share of the capacity.
 MIN_ITERATION_SHARE = 0.02
@@ -121,7 +117,7 @@ class RankDifference:
 
 
 @dataclass(frozen=True, repr=False)
-class RankDifferences(TabularResult):
+class RankDifferences(TabularResult, table="differences"):
     """The ranks of a trace that differ from the others."""
 
     # Number of ranks that were compared; 0 where the trace has one rank, or fewer than 5 steady iterations.
@@ -137,10 +133,6 @@ class RankDifferences(TabularResult):
     def as_json(self) -> list[dict[str, Any]] | None:
         """Return the value of `rank_differences` in JSON; None where ranks were not compared."""
         return [asdict(difference) for difference in self.differences] if self.compared else None
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per rank or host, with the fields of `RankDifference` as columns."""
-        return to_frame(self.differences, RankDifference)
 
 
 # Of a trace with one rank, or with fewer than 5 steady iterations.

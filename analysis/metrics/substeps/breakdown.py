@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.dataframes import TabularResult, to_frame
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.devices import link_peak, memory_timeline, peak_pool
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, busy_between, copies, traffic
@@ -229,7 +229,7 @@ def _none_if_nan(value: float) -> float | None:
 
 
 @dataclass(frozen=True, repr=False)
-class SubSteps(TabularResult):
+class SubSteps(TabularResult, table="steps"):
     """The sub-steps of every rank.
 
     Attributes:
@@ -248,16 +248,6 @@ class SubSteps(TabularResult):
     subgroups: list[SubStep]
     resources: list[ResourceUse]
     storage: list[StorageUse]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide summary --by substep --json` prints."""
-        return asdict(self)
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a row per sub-step, with the fields of `SubStep` as columns.
-
-        Fields of `h2d` and `d2h` become h2d_FIELD and d2h_FIELD."""
-        return to_frame(self.steps, SubStep)
 
 
 def sub_steps(trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: bool = True) -> SubSteps:
