@@ -1,6 +1,7 @@
 """Formats quantities for people. GB is 1e9, GiB is 2**30; a quantity that is not known is a dash."""
 
 import re
+from collections.abc import Iterable
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -72,6 +73,17 @@ def count_text(count: float | None) -> str:
         if abs(count) >= _ROUNDED_UP * scale:
             return f"{count / scale:.3g}{unit}"
     return f"{count:.3g}"
+
+
+def runs_text(numbers: Iterable[int], to: str = "-") -> str:
+    """Return numbers as text, those that follow each other as a range: `0, 4-7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join(to.join(map(str, run)) for run in runs)
 
 
 def counted(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.memory_spans import detailed_iterations
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.iterations import explain_no_iterations
+from ebbtide.units import runs_text
 
 NO_MEMORY = (
     "no memory of a device was recorded; `ebbtide profile` records it (without `--record phases`, and of a job under "
@@ -46,10 +47,7 @@ def on_demand_remarks(trace: Trace) -> list[str]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text, like `3 to 6, 9`; the first ranges of many."""
-    present = set(numbers)
-    starts = [number for number in numbers if number - 1 not in present]
-    ends = [number for number in numbers if number + 1 not in present]
-    texts = [str(first) if first == last else f"{first} to {last}" for first, last in zip(starts, ends, strict=True)]
+    texts = runs_text(numbers, " to ").split(", ")
     return ", ".join(texts[:_MAX_RANGES] + (["and more"] if len(texts) > _MAX_RANGES else []))
 
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from ebbtide.analysis.metrics.devices import first_device, peak_pool, pool_peaks
 from ebbtide.analysis.metrics.missing import no_iterations
-from ebbtide.analysis.metrics.ranks.comparison import RankDifferences, ranks_text
+from ebbtide.analysis.metrics.ranks.comparison import RankDifferences
 from ebbtide.analysis.tables.table import Table, View, free_note, ms, number, rate, size, text
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import runs_text
 
 if TYPE_CHECKING:
     from ebbtide.analysis.metrics.ranks.by_rank import RankTable
@@ -21,7 +22,7 @@ def differences_table(differences: RankDifferences) -> Table:
     """Return the table of the ranks and hosts that differ."""
     columns = (
         text("rank or host", "name"),
-        text("ranks of the host", lambda row: ranks_text(row.ranks) if row.is_host else None),
+        text("ranks of the host", lambda row: runs_text(row.ranks) if row.is_host else None),
         text("on host", lambda row: None if row.is_host else row.host),
         text("cause", "cause"),
         text("median over the iterations", lambda row: "; ".join(deviation.text for deviation in row.deviations)),

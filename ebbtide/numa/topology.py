@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ebbtide.units import runs_text
+
 
 @dataclass(frozen=True)
 class NumaNode:
@@ -81,13 +83,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 def cpus_text(cpus: Iterable[int]) -> str:
     """Return logical cores as Linux writes them, for example `0-15,64-79`."""
-    ranges: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if ranges and cpu == ranges[-1][1] + 1:
-            ranges[-1][1] = cpu
-        else:
-            ranges.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return runs_text(cpus).replace(" ", "")
 
 
 def read_text(path: Path) -> str | None:

@@ -10,10 +10,10 @@ from ebbtide.analysis.findings.needs import ENOUGH_VALUES, ITERATIONS, PASSES, R
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.drift import Drift
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.ranks.comparison import RankDifference, ranks_text
+from ebbtide.analysis.metrics.ranks.comparison import RankDifference
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, PHASES
-from ebbtide.units import bytes_text, ms_text, rate_text
+from ebbtide.units import bytes_text, ms_text, rate_text, runs_text
 
 
 @rule("phases")
@@ -139,7 +139,10 @@ def slow_rank(metrics: JobMetrics) -> Finding | None:
     evidence = [*(slowest.evidence if slowest is not None else ()), *map(_evidence, differences[:_MAX_LINES])]
     if len(differences) > _MAX_LINES:
         evidence.append(f"{len(differences) - _MAX_LINES} more: `ebbtide summary` lists them")
-    advice = dict.fromkeys(_advice(difference.cause) for difference in differences)
+    causes = [difference.cause for difference in differences]
+    advice = dict.fromkeys(
+        _ADVICE_ON_DELAY if "late " in cause else _ADVICE.get(cause, _ADVICE_ON_TIME) for cause in causes
+    )
     return slow_rank.finding(
         _title(slowest, differences),
         clamp_gain(max(gains)) if gains else None,
@@ -183,16 +186,10 @@ def _title(slowest: _SlowestRank | None, differences: tuple[RankDifference, ...]
 
 
 def _evidence(difference: RankDifference) -> str:
-    where = f" ({ranks_text(difference.ranks)})" if difference.is_host else ""
+    where = f" ({runs_text(difference.ranks)})" if difference.is_host else ""
     where = f" on {difference.host}" if difference.host and not difference.is_host else where
     details = [*(deviation.text for deviation in difference.deviations), *difference.facts]
     return f"{difference.name}{where}: {difference.cause}: {'; '.join(details)}"
-
-
-def _advice(cause: str) -> str:
-    if cause.startswith("late "):
-        return _ADVICE_ON_DELAY
-    return _ADVICE.get(cause, _ADVICE_ON_TIME)
 
 
 _TITLES = {

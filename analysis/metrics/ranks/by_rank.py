@@ -1,6 +1,6 @@
 """Summarizes the iterations of each rank in one row."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ebbtide.analysis.dataframes import TabularResult
@@ -47,17 +47,7 @@ class RankTable(TabularResult, table="ranks"):
         return {"counted": self.counted, "ranks": rows, "rank_differences": self.differences.as_json()}
 
 
-_MEDIANS = (
-    "iteration_ms",
-    "forward_ms",
-    "backward_ms",
-    "update_ms",
-    "other_ms",
-    "phases_ms",
-    "free_bytes",
-    "h2d_bytes_per_s",
-    "d2h_bytes_per_s",
-)
+_MEDIANS = [field.name for field in fields(RankRow) if field.name.endswith(("_ms", "_bytes", "_bytes_per_s"))]
 
 
 def rank_table(trace: Trace) -> RankTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ QUANTITIES: tuple[RankQuantity, ...] = (
     RankQuantity("iteration_ms", "iteration", "slow iteration", True, ms_text),
     RankQuantity("free_bytes", "least free memory", "less free memory", False, bytes_text),
 )
+_BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Deviation:
     @property
     def text(self) -> str:
         """The deviation in words."""
-        kind = next(kind for kind in QUANTITIES if kind.name == self.quantity)
+        kind = _BY_NAME[self.quantity]
         if kind.within_host:
             return f"{kind.label} {kind.text(self.value)} later"
         share = f" ({100 * (self.value / self.usual - 1):+.0f} %)" if self.usual else ""
@@ -139,17 +140,6 @@ class RankDifferences(TabularResult, table="differences"):
 NOT_COMPARED = RankDifferences(0, 0, ())
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as text, as in `0, 4-7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 # With fewer iterations noise cannot be told from a difference.
 MIN_ITERATIONS = 5
 # Of a host that differs as a whole, at least this share of the ranks does.
@@ -177,8 +167,7 @@ def rank_differences(trace: Trace) -> RankDifferences:
     iteration_ms = float(np.nanmedian(medians))
     deviating: dict[tuple[int, ...], list[Deviation]] = {}
     for quantity in QUANTITIES:
-        comparison = _compare(trace, quantity, _values(tables, quantity), hosts, iteration_ms)
-        for members, deviation in comparison.deviations(trace, quantity, hosts) if comparison is not None else ():
+        for members, deviation in _deviations(trace, quantity, _values(tables, quantity), hosts, iteration_ms):
             deviating.setdefault(members, []).append(deviation)
     differences = [_difference(trace, members, deviations) for members, deviations in deviating.items()]
     differences.sort(key=lambda difference: (not difference.is_host, -difference.extra_ms, difference.ranks))
@@ -196,57 +185,33 @@ def _values(tables: Sequence[IterationTable], quantity: RankQuantity) -> Floats:
     return values
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """The result of comparing ranks by one quantity: medians of ranks, and which ranks and hosts differ."""
-
-    medians: Floats
-    usual: float
-    ranks: npt.NDArray[np.bool_]
-    hosts: list[str]
-
-    def deviations(
-        self, trace: Trace, quantity: RankQuantity, hosts: npt.NDArray[np.str_]
-    ) -> list[tuple[tuple[int, ...], Deviation]]:
-        """Return the ranks that differ, a tuple of several for a host, each with its deviation."""
-        numbers = np.array(trace.ranks)
-        groups = [hosts == host for host in self.hosts]
-        groups += [np.arange(len(numbers)) == index for index in np.flatnonzero(self.ranks)]
-        return [
-            (
-                tuple(map(int, numbers[group])),
-                Deviation(quantity.name, float(np.nanmedian(self.medians[group])), self.usual),
-            )
-            for group in groups
-        ]
-
-
-def _compare(
+def _deviations(
     trace: Trace, quantity: RankQuantity, values: Floats, hosts: npt.NDArray[np.str_], iteration_ms: float
-) -> _Comparison | None:
-    """Compare ranks by one quantity: a row of values per rank, a column per iteration. None where too few have it."""
+) -> Iterator[tuple[tuple[int, ...], Deviation]]:
+    """Compare ranks by one quantity: a row of values per rank, a column per iteration. Yield the rank, or the ranks of
+    a host, that differ, with the deviation."""
     recorded = ~np.isnan(values).all(axis=1)
     if recorded.sum() < 2:
-        return None
+        return
     # Of two ranks of a host the earlier one is on time.
     groups, of_pairs = (hosts, np.nanmin) if quantity.within_host else (np.zeros(len(values)), np.nanmedian)
     centered = centered_rows(values, groups, of_pairs)
     worse = centered if quantity.higher_is_worse else -centered
     excess, errors = row_medians(worse), median_errors(worse)
-    medians = excess if quantity.within_host else row_medians(values)
-    usual = 0.0 if quantity.within_host else _usual(quantity, medians[recorded])
+    medians, usual = excess, 0.0
+    if not quantity.within_host:
+        medians, better = row_medians(values), np.min if quantity.higher_is_worse else np.max
+        usual = float((better if recorded.sum() == 2 else np.median)(medians[recorded]))
     limit = _limit(trace, quantity, usual, iteration_ms)
     odd_hosts = [] if quantity.within_host else _odd_hosts(excess, errors, hosts, limit)
     for host in odd_hosts:
         # Its ranks are compared with each other.
         excess = np.where(hosts == host, excess - np.nanmedian(excess[hosts == host]), excess)
-    return _Comparison(medians, usual, stands_out(excess, errors, limit), odd_hosts)
-
-
-def _usual(quantity: RankQuantity, medians: Floats) -> float:
-    if len(medians) == 2:
-        return float(np.min(medians) if quantity.higher_is_worse else np.max(medians))
-    return float(np.median(medians))
+    differing = [hosts == host for host in odd_hosts]
+    differing += [np.arange(len(hosts)) == index for index in np.flatnonzero(stands_out(excess, errors, limit))]
+    for group in differing:
+        members = tuple(np.array(trace.ranks)[group].tolist())
+        yield members, Deviation(quantity.name, float(np.nanmedian(medians[group])), usual)
 
 
 def _odd_hosts(excess: Floats, errors: Floats, hosts: npt.NDArray[np.str_], limit: float) -> list[str]:
@@ -278,14 +243,11 @@ def _limit(trace: Trace, quantity: RankQuantity, usual: float, iteration_ms: flo
 
 
 def _difference(trace: Trace, members: tuple[int, ...], deviations: Sequence[Deviation]) -> RankDifference:
-    kinds = {kind.name: kind for kind in QUANTITIES}
     facts = [unusual_facts(trace, rank) for rank in members]
     # Of a host, what all of its ranks have in common.
     common = tuple(fact for fact in facts[0] if all(fact in others for others in facts))
-    host = trace.rank(members[0]).host
-    return RankDifference(
-        members, host, len(members) > 1, kinds[deviations[0].quantity].cause, tuple(deviations), common
-    )
+    host, cause = trace.rank(members[0]).host, _BY_NAME[deviations[0].quantity].cause
+    return RankDifference(members, host, len(members) > 1, cause, tuple(deviations), common)
 
 
 def unusual_facts(trace: Trace, rank: int) -> tuple[str, ...]:

@@ -1,14 +1,15 @@
 """Computes what ranks are compared by: values of each steady iteration of a rank."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device
-from ebbtide.analysis.metrics.iterations import IterationTable, intervals, rank_durations, steady_iterations
+from ebbtide.analysis.metrics.iterations import Intervals, IterationTable, intervals, rank_durations, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, rate_samples, traffic
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
@@ -46,15 +47,15 @@ def rank_series(trace: Trace, rank: int) -> IterationTable:
     copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the median SM clock
     of the busy GPU."""
     times = phase_series(trace, rank)
-    of_iterations = intervals(trace, rank)
-    steady = np.isin(of_iterations.numbers, times.numbers)
-    numbers, starts, ends = of_iterations.numbers, of_iterations.starts, of_iterations.ends
-    spans = IterationSpans(numbers[steady], starts[steady], ends[steady])
+    spans = intervals(trace, rank)
+    steady = np.isin(spans.numbers, times.numbers)
+    spans = replace(spans, numbers=spans.numbers[steady], starts=spans.starts[steady], ends=spans.ends[steady])
     moved = {name: values for direction in DIRECTIONS for name, values in _moved(trace, rank, direction, spans).items()}
     others = IterationTable(spans.numbers, {"sm_clock_mhz": _clocks(trace, rank, spans), **moved}).at(times.numbers)
-    return IterationTable(
-        times.numbers, {**times.columns, "free_bytes": _free(trace, rank, times.numbers), **others.columns}
-    )
+    free, pool, capacity = np.full(len(times.numbers), np.nan), free_pool(trace), capacity_bytes(trace, rank)
+    if pool is not None and capacity is not None:
+        free = capacity - phase_peaks(trace, rank, pool).at(times.numbers).largest(ITERATION_PARTS)
+    return IterationTable(times.numbers, {**times.columns, "free_bytes": free, **others.columns})
 
 
 @once_per_trace
@@ -64,25 +65,10 @@ def origin_ns(trace: Trace) -> int:
     return starts[0] if starts else 0
 
 
-class IterationSpans(NamedTuple):
-    """Iterations with their starts and ends, ns."""
-
-    numbers: Ints
-    starts: Ints
-    ends: Ints
-
-
-def _free(trace: Trace, rank: int, numbers: Ints) -> Floats:
-    pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
-    if pool is None or capacity is None:
-        return np.full(len(numbers), np.nan)
-    return capacity - phase_peaks(trace, rank, pool).at(numbers).largest(ITERATION_PARTS)
-
-
-def _moved(trace: Trace, rank: int, direction: str, spans: IterationSpans) -> dict[str, Floats]:
+def _moved(trace: Trace, rank: int, direction: str, spans: Intervals) -> dict[str, Floats]:
     """Return the columns of the rate (bytes/s) and of the bytes."""
     moved = traffic(trace, rank, direction)
-    numbers, starts, ends = spans
+    numbers, starts, ends = spans.numbers, spans.starts, spans.ends
     if moved is None:
         return dict.fromkeys((f"{direction}_bytes_per_s", f"{direction}_bytes"), np.full(len(numbers), np.nan))
     sizes = moved.total(ends) - moved.total(starts)
@@ -98,7 +84,7 @@ def _moved(trace: Trace, rank: int, direction: str, spans: IterationSpans) -> di
     return {f"{direction}_bytes_per_s": rates, f"{direction}_bytes": sizes}
 
 
-def _highest(ends: Ints, rates: Floats, spans: IterationSpans) -> Floats:
+def _highest(ends: Ints, rates: Floats, spans: Intervals) -> Floats:
     """Return the highest of the samples that end in each span; NaN where there is none."""
     first = np.searchsorted(ends, spans.starts, side="right")
     after = np.searchsorted(ends, spans.ends, side="right")
@@ -110,19 +96,19 @@ def _highest(ends: Ints, rates: Floats, spans: IterationSpans) -> Floats:
     return highest
 
 
-def _clocks(trace: Trace, rank: int, spans: IterationSpans) -> Floats:
-    rows, medians = trace.columns(rank, "gpu"), np.full(len(spans.numbers), np.nan)
-    if not len(rows):
-        return medians
+def _clocks(trace: Trace, rank: int, spans: Intervals) -> Floats:
+    rows = trace.columns(rank, "gpu")
     clocks = rows.floats("sm_clock_mhz")
     loaded = rows.equal("device", main_device(trace, rank)) & ~np.isnan(clocks)
     loaded &= rows.floats("utilization_percent") >= _LOADED_GPU_PERCENT
-    times, clocks = rows.ints("t_ns")[loaded], clocks[loaded]
-    for index, (start, end) in enumerate(zip(spans.starts, spans.ends, strict=True)):
-        first, after = np.searchsorted(times, (start, end))
-        if after > first:
-            medians[index] = np.median(clocks[first:after])
-    return medians
+    return medians_within(rows.ints("t_ns")[loaded], clocks[loaded], spans.starts, spans.ends)
+
+
+def medians_within(times: Ints, values: Floats, starts: Ints, ends: Ints) -> Floats:
+    """Return the median of the values whose time is in each span, its end not included; NaN where there is none.
+    `times` are in order."""
+    bounds = zip(np.searchsorted(times, starts).tolist(), np.searchsorted(times, ends).tolist(), strict=True)
+    return np.array([np.median(values[first:after]) if after > first else np.nan for first, after in bounds], float)
 
 
 def hosts_of(trace: Trace) -> npt.NDArray[np.str_]:

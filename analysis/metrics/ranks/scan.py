@@ -62,11 +62,8 @@ def read_by_parts(trace: Trace, read: Read) -> None:
     def read_part(ranks: Sequence[int]) -> None:
         keep_results(trace, _read_part(trace, ranks, kept, read))
 
-    if trace.stored_bytes < _MIN_RANK_BYTES_FOR_THREADS * len(trace.ranks):
-        for ranks in parts:
-            read_part(ranks)
-        return
-    with ThreadPoolExecutor(min(cores(), _MAX_THREADS)) as threads:
+    has_small_ranks = trace.stored_bytes < _MIN_RANK_BYTES_FOR_THREADS * len(trace.ranks)
+    with ThreadPoolExecutor(1 if has_small_ranks else min(cores(), _MAX_THREADS)) as threads:
         list(threads.map(read_part, parts))
 
 

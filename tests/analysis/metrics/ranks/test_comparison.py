@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.analysis.metrics.ranks.comparison import RankDifference, rank_differences, ranks_text
+from ebbtide.analysis.metrics.ranks.comparison import RankDifference, rank_differences
 from ebbtide.profiler.trace import TraceBuilder
+from ebbtide.units import runs_text
 from tests.analysis.metrics.ranks.fleets import GIB, fleet
 from tests.conftest import slow_case
 
@@ -119,5 +120,5 @@ def test_rank_differences__of_equal_ranks_are_none(ranks: int, iterations: int, 
     assert sum(difference) <= 0.01 * jobs
 
 
-def test_ranks_text__joins_runs() -> None:
-    assert ranks_text([0, 2, 3, 4, 9]) == "0, 2-4, 9"
+def test_runs_text__joins_runs() -> None:
+    assert runs_text([0, 2, 3, 4, 9]) == "0, 2-4, 9"
