@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ebbtide.analysis.findings.rules.throttled_clocks import throttled_clocks
+from ebbtide.analysis.findings.rules.gpu import throttled_clocks
 from tests.analysis.findings.jobs import MS, Job, on_cpu, on_gpu
 
 IDLE, USER, POWER, HEAT = 0x1, 0x2, 0x4, 0x40
