@@ -42,12 +42,17 @@ def number_range(minimum: float, maximum: float) -> msgspec.Meta:
     return msgspec.Meta(ge=minimum, le=maximum, description=f"a number from {minimum:g} to {maximum:g}")
 
 
-def convert_object(values: dict[str, Any], kind: type[T], name: str, error: type[UserError]) -> T:
+def convert_object(values: Any, kind: type[T], name: str, error: type[UserError]) -> T:
     """Convert a JSON object to a dataclass or struct whose fields are constrained with msgspec.
 
-    null counts as missing; keys that are not fields are ignored. Raises `error` where a value is missing or does not
-    fit, with its key, the value and what is allowed."""
+    null counts as missing, a float without a fraction as an integer; keys that are not fields are ignored. Raises
+    `error` where it is no object, or a value is missing or does not fit, with its key, the value and what is allowed.
+    """
     hints = get_type_hints(kind, include_extras=True)
+    if not isinstance(values, dict):
+        raise error(f"{name} is {values!r:.40}; it must be an object with {', '.join(hints)}")
+    whole = {key: int(value) for key, value in values.items() if isinstance(value, float) and value.is_integer()}
+    values = values | {key: value for key, value in whole.items() if int in (hints.get(key), *get_args(hints.get(key)))}
     try:
         return msgspec.convert({key: values[key] for key in hints if values.get(key) is not None}, kind)
     except msgspec.ValidationError as reason:
@@ -55,24 +60,14 @@ def convert_object(values: dict[str, Any], kind: type[T], name: str, error: type
         key = re.split(r"[.\[]", location)[0]
         if missing := re.search(r"missing required field (\w+)", text):
             raise error(f"{name}{f': an entry of {key}' if key else ''} has no {missing[1]}") from None
-        raise error(f"{name}: {key} is {_short(values[key])}; it must be {_description(hints[key]) or text}") from None
+        shown = f"{values[key]:g}" if isinstance(values[key], float) else reprlib.repr(values[key])
+        raise error(f"{name}: {key} is {shown}; it must be {_description(hints[key]) or text}") from None
 
 
 def _description(hint: Any) -> str | None:
     """Return the description of a constrained type, or of a member of a union."""
     metas = [meta for part in (hint, *get_args(hint)) for meta in getattr(part, "__metadata__", ())]
     return next((meta.description for meta in metas if meta.description), None)
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else reprlib.repr(value)
-
-
-def require_object(values: Any, name: str, contents: str, error: type[UserError]) -> dict[str, Any]:
-    """Return a JSON value that must be an object. Raises `error` where it is not."""
-    if not isinstance(values, dict):
-        raise error(f"{name} is {values!r:.40}; it must be an object with {contents}")
-    return values
 
 
 class ValidationProblem(NamedTuple):

@@ -74,7 +74,7 @@ class Accuracy:
         return _SHORT[self.basis] + (f" x{factor:.1f}" if factor else "")
 
 
-_SHORT: dict[Basis, str] = {"fitted": "fit", "measured": "measured", "data sheets": "sheet", "unknown": "not known"}
+_SHORT = {"fitted": "fit", "measured": "measured", "data sheets": "sheet", "unknown": "not known"}
 _NOT_VALIDATED: dict[Basis, str] = {
     "fitted": "the machine was fitted, but its file does not say how well: predictions are not validated",
     "measured": "rates measured by `ebbtide calibrate`: predictions from this machine are not validated against a run",

@@ -1,12 +1,11 @@
 """The totals of a box: rates that its ranks share."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
-from ebbtide.errors import MachineError
-from ebbtide.json_files import convert_object, number_range, require_object
+from ebbtide.json_files import number_range
 
 MAX_RANKS = 1024
 Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS, description=f"a whole number from 1 to {MAX_RANKS}")]
@@ -22,15 +21,6 @@ class Box:
     host_memory_bytes_per_s: TotalRate | None = None  # Traffic of all of them together with host memory.
     one_rank_cpu_update_params_per_s: TotalRate | None = None  # The rate of one rank while the others are idle.
     one_rank_host_memory_bytes_per_s: TotalRate | None = None  # The same of host memory.
-
-
-def box_from(values: Any, where: str) -> Box:
-    """Convert the object `box` of a machine file. Raises MachineError where a value is wrong or out of range."""
-    name = f"{where}: box"
-    totals = require_object(values, name, "ranks and the totals of the box", MachineError)
-    ranks = totals.get("ranks")
-    whole = int(ranks) if isinstance(ranks, float) and ranks.is_integer() else ranks
-    return convert_object({**totals, "ranks": whole}, Box, name, MachineError)
 
 
 def rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:

@@ -19,7 +19,8 @@ _MAX_NEAR = 4
 
 def presets() -> list[str]:
     """Return the names of the machines that come with ebbtide: fitted ones, and data sheets of GPUs in a host."""
-    return sorted([*_fitted(), *GPU_SHEETS])
+    files = resources.files("ebbtide.machines").joinpath("presets").iterdir()
+    return sorted([*(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")), *GPU_SHEETS])
 
 
 def preset(name: str) -> Machine:
@@ -28,7 +29,7 @@ def preset(name: str) -> Machine:
     Raises MachineError, which names those that are meant perhaps, where there is no such machine."""
     matches = _beginning_with(name)
     if name not in matches and len(matches) != 1:
-        raise _no_machine(name, matches)
+        raise MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
     full_name = name if name in matches else matches[0]
     if full_name in GPU_SHEETS:
         return data_sheet_machine(full_name)
@@ -44,17 +45,13 @@ def named(names: Iterable[str]) -> list[str]:
     for name in names:
         matches = _beginning_with(name)
         if not matches:
-            raise _no_machine(name, matches)
+            raise MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
         chosen |= dict.fromkeys(matches)
     return list(chosen) or presets()
 
 
 def _beginning_with(name: str) -> list[str]:
     return [other for other in presets() if other.startswith(name.lower())] if name else []
-
-
-def _no_machine(name: str, matches: Sequence[str]) -> MachineError:
-    return MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
 
 
 def _meant(name: str, matches: Sequence[str]) -> str:
@@ -66,11 +63,6 @@ def _meant(name: str, matches: Sequence[str]) -> str:
         return f"name a file, or one of {', '.join(presets())}"
     meant = " or ".join(filter(None, (", ".join(near[:-1]), near[-1])))
     return f"did you mean {meant}? `ebbtide machines` lists all"
-
-
-def _fitted() -> list[str]:
-    files = resources.files("ebbtide.machines").joinpath("presets").iterdir()
-    return [file.name.removesuffix(".json") for file in files if file.name.endswith(".json")]
 
 
 def find_machine(

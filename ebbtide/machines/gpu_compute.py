@@ -1,12 +1,11 @@
 """The rates at which a GPU computes: peaks of its data sheet, for the times of a dry run."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
-from ebbtide.errors import MachineError
-from ebbtide.json_files import convert_object, number_range, require_object
+from ebbtide.json_files import number_range
 
 PeakFlops = Annotated[float, number_range(1e9, 1e18)]
 MemoryRate = Annotated[float, number_range(1e9, 1e15)]
@@ -24,10 +23,3 @@ class GpuCompute:
     memory_bytes_per_s: MemoryRate | None = None  # Traffic with device memory.
     # Copies to other GPUs of its box, in one direction (NVLink, or PCIe where there is none).
     peer_bytes_per_s: MemoryRate | None = None
-
-
-def gpu_compute_from(values: Any, where: str) -> GpuCompute:
-    """Convert the object `gpu` of a machine file. Raises MachineError where a value is wrong or out of range."""
-    name = f"{where}: gpu"
-    rates = require_object(values, name, "the peak rates of the GPU", MachineError)
-    return convert_object(rates, GpuCompute, name, MachineError)

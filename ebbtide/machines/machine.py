@@ -12,9 +12,9 @@ from msgspec import Meta
 
 from ebbtide.errors import MachineError
 from ebbtide.json_files import convert_object, number_range, read_object
-from ebbtide.machines.box import Box, box_from, rate_of_rank
-from ebbtide.machines.gpu_compute import GpuCompute, gpu_compute_from
-from ebbtide.machines.storage import StoragePath, storage_from
+from ebbtide.machines.box import Box, rate_of_rank
+from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.storage import MAX_PATHS, StoragePath
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0 would be a resource that the
 # machine does not have, which is null.
@@ -195,12 +195,18 @@ def machine_from(values: dict[str, Any], where: str) -> Machine:
     extra = {key: value for key, value in values.items() if key not in _KEYS}
     rates = {"name": where, **{key: values[key] for key in _KEYS if values.get(key) is not None}}
     box, gpu, storage = (rates.pop(key, None) for key in ("box", "gpu", "storage"))
+    storage = [] if storage is None else storage
+    if not isinstance(storage, list) or len(storage) > MAX_PATHS:
+        raise MachineError(f"{where}: storage is {storage!r:.40}; it must be a list of at most {MAX_PATHS} objects")
     machine = convert_object({**rates, "extra": extra}, Machine, where, MachineError)
     return replace(
         machine,
-        box=None if box is None else box_from(box, where),
-        gpu=None if gpu is None else gpu_compute_from(gpu, where),
-        storage=() if storage is None else storage_from(storage, where),
+        box=None if box is None else convert_object(box, Box, f"{where}: box", MachineError),
+        gpu=None if gpu is None else convert_object(gpu, GpuCompute, f"{where}: gpu", MachineError),
+        storage=tuple(
+            convert_object(entry, StoragePath, f"{where}: storage[{number}]", MachineError)
+            for number, entry in enumerate(storage)
+        ),
     )
 
 

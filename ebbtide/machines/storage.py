@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
-from ebbtide.errors import MachineError
-from ebbtide.json_files import convert_object, number_range, require_object
+from ebbtide.json_files import number_range
 
 MAX_PATHS = 64
 StorageRate = Annotated[float, number_range(1e6, 1e13)]
@@ -48,18 +47,3 @@ class StoragePath:
             duplex_bytes_per_s=scaled(self.duplex_bytes_per_s),
             rated_write_bytes=scaled(self.rated_write_bytes),
         )
-
-
-def storage_from(values: Any, where: str) -> tuple[StoragePath, ...]:
-    """Convert the list `storage` of a machine file. Raises MachineError where a value is wrong or missing."""
-    if not isinstance(values, list) or len(values) > MAX_PATHS:
-        raise MachineError(
-            f"{where}: storage is {values!r:.40}; it must be a list of at most {MAX_PATHS} objects with "
-            "read_bytes_per_s and write_bytes_per_s"
-        )
-    paths = []
-    for number, entry in enumerate(values):
-        name = f"{where}: storage[{number}]"
-        rates = require_object(entry, name, "read_bytes_per_s and write_bytes_per_s", MachineError)
-        paths.append(convert_object(rates, StoragePath, name, MachineError))
-    return tuple(paths)
