@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +124,9 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
         return [Change(name, of_first.get(name), of_second.get(name)) for name in names]
 
     sizes = {size: changes(first.sizes[size], second.sizes[size]) for size in PHASE_SIZES}
-    is_known = first.settings is not None and second.settings is not None
+    settings = {}
+    if (of_a := first.settings) is not None and (of_b := second.settings) is not None:
+        settings = {name: (of_a.get(name), of_b.get(name)) for name in {**of_a, **of_b}}
     return Diff(
         a=first.path,
         b=second.path,
@@ -132,7 +134,7 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
         median_ms=[_time_change(part, times, second.times_ms[part]) for part, times in first.times_ms.items()],
         peak_bytes=sorted(changes(first.peaks, second.peaks), key=lambda change: change.name),
         **sizes,
-        setting_changes=list(_changes(first.settings or {}, second.settings or {})) if is_known else [],
+        setting_changes=[SettingChange(name, *values) for name, values in settings.items() if values[0] != values[1]],
         totals=changes(first.totals, second.totals),
         kernels=_kernel_changes(first.kernels_ms, second.kernels_ms),
         predicted=(first.is_predicted, second.is_predicted),
@@ -150,9 +152,3 @@ def _time_change(part: str, a: pd.Series[float], b: pd.Series[float]) -> TimeCha
     return TimeChange(
         part, *medians, beyond_spread(a, b), difference_interval(a, b), difference_interval(a, b, _OF_LIMITS)
     )
-
-
-def _changes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[SettingChange]:
-    for setting in {**a, **b}:
-        if a.get(setting) != b.get(setting):
-            yield SettingChange(setting, a.get(setting), b.get(setting))

@@ -1,9 +1,9 @@
-"""Splits a trace into iterations and phases, and measures their times."""
+"""Splits a trace into iterations and phases, and measures their times; puts a trace on the clock of its GPUs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -159,7 +159,10 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     finished = rows.recorded("iteration")
     marks = trace.columns(rank, "iteration_marks")
     if not finished.any() and len(marks):
-        return _marked_intervals(marks)
+        # The source marks iterations, and has no phases.
+        none = np.empty(0, np.int64)
+        phases = PhaseArrays(none, np.empty(0, object), none, none)
+        return Intervals(marks.ints("iteration"), marks.ints("start_ns"), marks.ints("end_ns"), phases, none)
     start, end = ("gpu_start_ns", "gpu_end_ns") if device_times else ("start_ns", "end_ns")
     if device_times and not (finished.any() and (rows.recorded(start) & rows.recorded(end))[finished].all()):
         return intervals(trace, rank, device_times=False)
@@ -174,13 +177,6 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
         # Device clocks are aligned to within microseconds: a first phase may seem to begin before its iteration.
         iteration_starts[0] = starts[0] if begin is None else min(begin, int(starts[0]))
     return Intervals(numbers, iteration_starts, iteration_ends, times, rows.ints("micro_step")[order])
-
-
-def _marked_intervals(marks: Columns) -> Intervals:
-    """Return iterations that the source marks, where it has no phases."""
-    none = np.empty(0, np.int64)
-    phases = PhaseArrays(none, np.empty(0, object), none, none)
-    return Intervals(marks.ints("iteration"), marks.ints("start_ns"), marks.ints("end_ns"), phases, none)
 
 
 def _iteration_ends(times: PhaseArrays, marks: Columns, column: str) -> tuple[Ints, Ints]:
@@ -277,3 +273,35 @@ def slowest_times(trace: Trace) -> IterationTable:
 def median_ms(trace: Trace, phase: str) -> float | None:
     """Return the median of `slowest_times` of a phase, `other` or `iteration`; None where it was not recorded."""
     return median_or_none(slowest_times(trace).columns[phase])
+
+
+# Columns of times of the host.
+_CLOCK_TIMES = {"phases": ("start_ns", "end_ns"), "iteration_marks": ("start_ns", "end_ns"), "memory": ("t_ns",)}
+
+
+def on_device_clock(trace: Trace) -> Trace:
+    """Return the trace with phases and memory at the times of the GPU, as in the order of its work.
+
+    A time of the host within a phase becomes the same position in that phase on the GPU. Ranks whose phases have no
+    times of the GPU stay as they are; the trace itself is returned where all do."""
+    clocks = {rank: clock for rank in trace.ranks if (clock := _clock(trace, rank)) is not None}
+
+    def load(rank: int, name: str) -> Columns:
+        if rank not in clocks or name not in _CLOCK_TIMES:
+            return trace.columns(rank, name)
+        rows, to_device = trace.table(rank, name), clocks[rank]
+        return Columns(
+            name, rows.assign(**{key: to_device(rows[key].to_numpy(np.int64)) for key in _CLOCK_TIMES[name]})
+        )
+
+    return Trace(trace.path, trace.raw_meta, load, trace.labels) if clocks else trace
+
+
+def _clock(trace: Trace, rank: int) -> Callable[[Ints], Ints] | None:
+    """Return the function from times of the host to those of the GPU; None where they are not known."""
+    host, device = (intervals(trace, rank, device_times).times for device_times in (False, True))
+    if not len(host.starts) or np.array_equal(host.starts, device.starts):
+        return None
+    before, after = (np.stack([times.starts, times.ends], axis=1).ravel() for times in (host, device))
+    ahead = np.maximum.accumulate(after) - before
+    return lambda at: at + np.rint(np.interp(at, before, ahead)).astype(np.int64)

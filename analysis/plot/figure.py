@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ebbtide.analysis.metrics.device_clock import on_device_clock
 from ebbtide.analysis.metrics.devices import first_device
+from ebbtide.analysis.metrics.iterations import on_device_clock
 from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.plot.kinds import Layout, find_kind
 from ebbtide.analysis.plot.kinds.ranks import RanksPanel

@@ -23,8 +23,6 @@ from ebbtide.profiler.trace import Trace
 MAX_RANKS = 16
 BETWEEN_KERNELS, OTHER_STREAM, UNKNOWN_WAIT = "between kernels", "for another stream", "not explained"
 _KINDS = {"compute": "kernel", "communication": "collective", "copy": "copy", "memset": "kernel"}
-# The kinds that are work on the device.
-DEVICE_KINDS = ("kernel", "collective", "copy")
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,11 @@ class CriticalPath:
     def kind_ms(self, *kinds: str) -> float:
         """Return the time of some kinds."""
         return sum(part.ms for part in self.parts if part.kind in kinds)
+
+    @property
+    def device_ms(self) -> float:
+        """Time of work on the device."""
+        return self.kind_ms("kernel", "collective", "copy")
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,12 @@ class _Namer:
     def __init__(self, trace: Trace, of_ranks: list[RankNodes]) -> None:
         self._first = of_ranks[0]
         self._owners: dict[int, tuple[RankNodes, Any]] = {}
-        self._ranges = {nodes.rank: _named_ranges(trace, nodes.rank) for nodes in of_ranks}
+        self._ranges: dict[int, tuple[Ints, Ints, Any]] = {}
         for nodes in of_ranks:
+            # Starts, ends and names of the ranges that the job named, without those of the profiler.
+            rows = trace.columns(nodes.rank, "annotations")
+            own = ~rows.matches("name", lambda name: name.startswith("ProfilerStep"))
+            self._ranges[nodes.rank] = rows.ints("start_ns")[own], rows.ints("end_ns")[own], rows.texts("name")[own]
             work, calls = (list(rows.itertuples(index=False)) for rows in (nodes.work, nodes.calls))
             for numbers in (nodes.work_start, nodes.work_join, nodes.work_end):
                 self._owners.update(zip(numbers.tolist(), ((nodes, row) for row in work), strict=True))
@@ -207,10 +214,3 @@ class _Namer:
         starts, ends, names = self._ranges[rank]
         around = np.flatnonzero((starts <= at_ns) & (ends > at_ns))
         return str(names[around[-1]]) if len(around) else None
-
-
-def _named_ranges(trace: Trace, rank: int) -> tuple[Ints, Ints, Any]:
-    """Return starts, ends and names of the ranges that the job named, without those of the profiler."""
-    rows = trace.columns(rank, "annotations")
-    own = ~rows.matches("name", lambda name: name.startswith("ProfilerStep"))
-    return rows.ints("start_ns")[own], rows.ints("end_ns")[own], rows.texts("name")[own]
