@@ -149,50 +149,21 @@ class PlotPanel(ABC):
     name: str = field(kw_only=True, default="")  # Panels of one name share a scale.
     level_required: bool = field(kw_only=True, default=False)  # Whether the level must be on the scale.
     remarks: Sequence[str] = field(kw_only=True, default=())  # Remarks for the line above the panel.
-
-    @property
-    def largest(self) -> float:
-        """Largest value of its lines, bytes or bytes/s."""
-        return 1.0
-
-    @property
-    def level(self) -> float | None:
-        """Capacity in bytes or peak in bytes/s, a line across; None where unknown."""
-        return None
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether its times are those of the GPU."""
-        return False
+    largest: float = field(kw_only=True, default=1.0)  # Largest value of its lines, bytes or bytes/s.
+    # Capacity in bytes or peak in bytes/s, a line across; None where unknown.
+    level: float | None = field(kw_only=True, default=None)
+    on_gpu: bool = field(kw_only=True, default=False)  # Whether its times are those of the GPU.
 
     @abstractmethod
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         """Draw everything except phases; return the artists that the legend lists."""
 
 
-@dataclass(frozen=True)
-class ContentPanel(PlotPanel):
-    """A panel that shows lines; subclasses draw them."""
-
-    content: TimelinePanel
-
-    @property
-    def largest(self) -> float:
-        return self.content.largest
-
-    @property
-    def level(self) -> float | None:
-        return self.content.level
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.content.is_link
-
-
 def content_fields(content: TimelinePanel) -> dict[str, Any]:
-    """Return the fields of a `ContentPanel` that follow from its lines."""
+    """Return the fields of a panel that shows lines, which follow from these."""
+    fields = {"content": content, "name": content.name, "largest": content.largest, "level": content.level}
     note = content.reduction_note
-    return {"content": content, "name": content.name, "remarks": () if note is None else (note,)}
+    return {**fields, "on_gpu": content.is_link, "remarks": () if note is None else (note,)}
 
 
 def draw_level(axes: Axes, view: View, level: float, scale: Scale, label: str) -> list[Artist]:

@@ -38,13 +38,8 @@ def shorten_text(figure: Figure, text: str, font_size: float, max_width: float) 
     """Replace as much of the middle of a text by an ellipsis as does not fit into a width in points."""
     if size_in_points(figure, text, font_size)[0] <= max_width:
         return text
-    cuts = [_without_middle(text, length) for length in range(1, len(text))]
+    cuts = [f"{text[: length - length // 2]}…{text[len(text) - length // 2 :]}" for length in range(1, len(text))]
     return cuts[bisect_right(cuts, max_width, key=lambda cut: size_in_points(figure, cut, font_size)[0]) - 1]
-
-
-def _without_middle(text: str, length: int) -> str:
-    tail = length // 2
-    return f"{text[: length - tail]}…{text[len(text) - tail :]}"
 
 
 def label_boxes(axes: Axes, left: Floats, right: Floats, bottom: Floats, top: Floats, texts: Sequence[str]) -> None:

@@ -21,15 +21,6 @@ _LABEL_SHARE = 0.075
 
 
 @dataclass(frozen=True)
-class HeatPicture:
-    """A heat map of one part of the iteration."""
-
-    part: str
-    source: str  # The picture as `data:` address: a row of cells per rank, a column per iteration.
-    note: str  # Line on cells of several ranks or iterations; empty where each has its own.
-
-
-@dataclass(frozen=True)
 class RankLabel:
     """The number of a rank that differs, its position from the top in percent, and the cause."""
 
@@ -42,15 +33,14 @@ class RankLabel:
 class HeatSection:
     """Heat maps of all ranks."""
 
-    pictures: list[HeatPicture]  # A picture per part of the iteration.
+    # A picture per part of the iteration: its name, and its `data:` address. It has a row of cells per rank, a column
+    # per iteration.
+    pictures: list[tuple[str, str]]
     keys: list[tuple[str, str]]  # (colour, text) of each level.
     labels: list[RankLabel]  # Ranks that differ, as far as there is room.
-    # `first_rank`, `last_rank`: ranks of the first and the last row.
-    first_rank: int
-    last_rank: int
-    # `first_iteration`, `last_iteration`: iterations of the first and the last column.
-    first_iteration: int
-    last_iteration: int
+    ranks: list[int]
+    iterations: list[int]
+    note: str  # Line on cells of several ranks or iterations; empty where each has its own.
 
 
 def heat_section(trace: Trace) -> HeatSection | None:
@@ -61,14 +51,15 @@ def heat_section(trace: Trace) -> HeatSection | None:
     levels = heat_levels([heat.behind_ms for heat in maps])
     texts = [f"less than {ms_text(levels[0])}", *(f"{ms_text(level)} or more" for level in levels)]
     ranks, iterations = maps[0].ranks, maps[0].iterations
+    sizes = {"ranks": -(-len(ranks) // _MAX_ROWS), "iterations": -(-len(iterations) // _MAX_COLUMNS)}
+    cell = " and ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
     return HeatSection(
-        [HeatPicture(heat.part, _picture(heat.behind_ms, levels), _note(heat.behind_ms)) for heat in maps],
-        list(zip(LEVEL_COLORS, texts, strict=True)),
-        _labels(trace),
-        ranks[0],
-        ranks[-1],
-        iterations[0],
-        iterations[-1],
+        pictures=[(heat.part, _picture(heat.behind_ms, levels)) for heat in maps],
+        keys=list(zip(LEVEL_COLORS, texts, strict=True)),
+        labels=_labels(trace),
+        ranks=ranks,
+        iterations=iterations,
+        note=f"each cell is the largest of up to {cell}" if cell else "",
     )
 
 
@@ -88,26 +79,12 @@ def _picture(values: Floats, levels: Floats) -> str:
     from matplotlib.colors import to_rgb
     from matplotlib.image import imsave
 
-    cells = _reduced(values)
+    # Each cell is the largest of those that it stands for.
+    for axis, most in enumerate((_MAX_ROWS, _MAX_COLUMNS)):
+        if (count := values.shape[axis]) > most:
+            values = np.fmax.reduceat(values, np.arange(most) * count // most, axis=axis)
     colors = np.array([to_rgb(color) for color in LEVEL_COLORS])
-    rgba = np.concatenate([colors[np.digitize(cells, levels) % len(colors)], ~np.isnan(cells)[..., None]], axis=2)
+    rgba = np.concatenate([colors[np.digitize(values, levels) % len(colors)], ~np.isnan(values)[..., None]], axis=2)
     file = io.BytesIO()
     imsave(file, (255 * rgba).round().astype(np.uint8), format="png")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _reduced(values: Floats) -> Floats:
-    """Return at most 512 rows and 1000 columns, each cell the largest of those it stands for."""
-    for axis, most in enumerate((_MAX_ROWS, _MAX_COLUMNS)):
-        count = values.shape[axis]
-        if count > most:
-            starts = np.arange(most) * count // most
-            values = np.fmax.reduceat(values, starts, axis=axis)
-    return values
-
-
-def _note(values: Floats) -> str:
-    rows, columns = (-(-count // most) for count, most in zip(values.shape, (_MAX_ROWS, _MAX_COLUMNS), strict=True))
-    parts = [f"{rows} ranks"] if rows > 1 else []
-    parts += [f"{columns} iterations"] if columns > 1 else []
-    return f"each cell is the largest of up to {' and '.join(parts)}" if parts else ""

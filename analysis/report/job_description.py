@@ -44,7 +44,7 @@ def describe_job(trace: Trace) -> JobDescription:
         *(JobDetail("optimizer", _optimizer(optimizer)) for optimizer in first.optimizers),
         JobDetail("DeepSpeed", _deepspeed(trace)),
         JobDetail("software", _software(meta, first)),
-        JobDetail("clock", _clock(meta.clock)),
+        JobDetail("clock", " of ".join(filter(None, (meta.clock.name, meta.clock.host))) if meta.clock.name else ""),
     ]
     recorded = [line for line in lines if line.value]
     head = [line for name in _HEAD for line in recorded if line.name == name]
@@ -159,11 +159,6 @@ def _software(meta: metadata.TraceMeta, first: metadata.RankInfo) -> str:
     if first.threads.torch:
         parts.append(f"{first.threads.torch} threads for torch")
     return ", ".join(parts)
-
-
-def _clock(clock: metadata.ClockInfo) -> str:
-    host = f" of {clock.host}" if clock.host else ""
-    return f"{clock.name}{host}" if clock.name else ""
 
 
 def _time(wall_ns: int | None) -> str:

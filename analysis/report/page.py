@@ -245,7 +245,9 @@ def render_page(content: Page) -> str:
     if any(view.timeline for view in content.ranks):
         # bokeh.min.js alone, without widgets, tables and fonts.
         scripts = [*Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw, *scripts]
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {' '.join(map(_hash, scripts))}"
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    sources = " ".join(f"'sha256-{script}'" for script in hashes)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {sources}"
     template = environment.get_template("page.html.j2")
     styles = color_styles() + _source(environment, "page.css")
     return template.render(page=content, policy=policy, scripts=scripts, styles=styles)
@@ -265,7 +267,3 @@ def _sentence(text: str) -> Markup:
 def _source(environment: Environment, name: str) -> str:
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]
-
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-from ebbtide.analysis.metrics.critical_path.critical_path import CriticalPath
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES
-from ebbtide.analysis.metrics.holders.holders import Holders, StackNode, stack_tree
+from ebbtide.analysis.metrics.holders.holders import StackNode, stack_tree
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import LinkUse
@@ -20,8 +19,7 @@ from ebbtide.analysis.report.chart_panels import ChartLanes, ChartPanel
 from ebbtide.analysis.report.timeline import timeline_json
 from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_content
 from ebbtide.analysis.tables import link as link_tables
-from ebbtide.analysis.tables.activity import activity_tables
-from ebbtide.analysis.tables.critical_path import path_table
+from ebbtide.analysis.tables.activity import activity_tables, path_table
 from ebbtide.analysis.tables.iterations import iteration_table
 from ebbtide.analysis.tables.memory import category_table
 from ebbtide.analysis.tables.substeps import step_table, subgroup_table
@@ -89,7 +87,7 @@ def rank_view(
     drawn = find_windows(trace, min_bytes, [rank])
     content = timeline_content(trace, rank, drawn if drawn.windows else None, limits)
     steps = metrics.substeps([rank])
-    tree = stack_tree(trace, rank)
+    tree, holders, path = stack_tree(trace, rank), metrics.holders(rank), metrics.rank(rank).critical_path
     return RankView(
         rank=rank,
         reason=shown.reason,
@@ -98,28 +96,17 @@ def rank_view(
         panels=content.panels if content else (),
         lanes=content.lanes if content else {},
         timeline_notes=content.notes if content else (),
-        holders=_holders(metrics.holders(rank)),
+        holders=category_table(holders) if holders and any(one.category for one in holders.holders) else None,
         stacks=stack_graph(tree) if tree else None,
         windows=_with_rows(recurring_table(windows), longest_table(windows)),
         windows_line=windows_note(trace, windows),
-        activity=[*activity_tables(metrics.rank(rank).activity), *_path(metrics.rank(rank).critical_path)],
+        activity=[*activity_tables(metrics.rank(rank).activity), *([path_table(path)] if path is not None else [])],
         steps=_with_rows(
             step_table(steps).first(limits.rows), subgroup_table(steps).first(min(limits.rows, _MAX_SUBGROUP_ROWS))
         ),
         iterations=iteration_table(iterations, rank).first(limits.rows),
         link=_with_rows(link_tables.link_table(link, rank), link_tables.copies_table(link, rank)),
     )
-
-
-def _holders(holders: Holders | None) -> Table | None:
-    """Return the table of the holders of memory at its peak; None where no holder is known."""
-    if holders is None or all(holder.category is None for holder in holders.holders):
-        return None
-    return category_table(holders)
-
-
-def _path(path: CriticalPath | None) -> list[Table]:
-    return [] if path is None else [path_table(path)]
 
 
 def _with_rows(*tables: Table) -> list[Table]:

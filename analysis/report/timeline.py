@@ -5,7 +5,6 @@ with, first for the fill, second (if any) for the outline. So a dark page has a 
 """
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -193,7 +192,8 @@ def _figure(name: str, height: int, x_range: models.Range1d, y_range: models.Ran
 def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
     """Draw a row for each strip, and above them the numbers of iterations that have room."""
     rows = len(content.strips)
-    stride = next(s for s in _round_numbers() if len(content.iterations) <= s * _MAX_BORDERS)
+    strides = (first * 10**power for power in itertools.count() for first in (1, 2, 5))
+    stride = next(stride for stride in strides if len(content.iterations) <= stride * _MAX_BORDERS)
     labels = [label for label in content.iterations if label.number % stride == 0]
     names = {rows - row - 0.5: strip.name for row, strip in enumerate(content.strips)}
     if labels:
@@ -233,11 +233,6 @@ def _lanes_plot(lanes: ChartLanes, x_range: models.Range1d) -> Any:
         draw_stack(plot, stack, name)
         plot.add_layout(Span(location=below, dimension="width", line_width=1, tags=["rule"]))
     return plot
-
-
-def _round_numbers() -> Iterator[int]:
-    """Yield 1, 2, 5, 10, 20, 50, ..."""
-    return (first * 10**power for power in itertools.count() for first in (1, 2, 5))
 
 
 def _panel_plot(panel: ChartPanel, content: TimelineContent, x_range: models.Range1d) -> Any:

@@ -1,6 +1,6 @@
 """Collects the content of a rank's timeline: strips of boxes, panels of lines, windows, and notes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ebbtide.analysis.tables.table import NOT_KNOWN
 from ebbtide.analysis.timeline.axis import BoxSampler, TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import phase_boxes, recurring_boxes, substep_lanes, window_boxes
 from ebbtide.analysis.timeline.styles import OTHER_SUBSTEP, SUBSTEP_COLORS
-from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text
@@ -176,10 +176,15 @@ def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: D
     axis = TimeAxis(initial[0], start, end, end - start)
     panels = chart_panels(trace, rank, axis, limits.points)
     lanes, lane_notes = chart_lanes(trace, rank, axis, limits.points)
-    builder = _BoxBuilder(trace, rank, axis, windows, starts, limits.boxes)
-    strips = builder.strips()
+    sampler = BoxSampler(starts, _box_count(trace, rank, windows, len(starts)), limits.boxes)
+    of_substeps = BoxSampler(starts, len(trace.ops(rank)), limits.boxes)
+    strips = list(_strips(trace, rank, axis, windows, sampler, of_substeps))
     if not strips and not panels and not lanes:
         return None
+    drawn = None
+    if panels and panels[0].level is not None and windows is not None and windows.windows:
+        rows = sampler.sample(window_boxes(trace, rank, windows.windows))
+        drawn = window_chart_boxes(rows, axis, panels[0].level, panels[0].scale.size)
     labels = zip(map(int, spans["iteration"]), map(float, axis.x(starts)), map(float, axis.x(ends)), strict=True)
     return TimelineContent(
         axis=axis,
@@ -188,60 +193,41 @@ def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: D
         lanes=lanes,
         panels=panels,
         iterations=[IterationLabel(*label) for label in labels],
-        windows=builder.windows(panels[0]) if panels else None,
-        notes=[*lane_notes, *(note for panel in panels for note in panel.notes), *builder.notes()],
+        windows=drawn,
+        notes=[*lane_notes, *(note for panel in panels for note in panel.notes), *_box_notes(sampler, of_substeps)],
     )
 
 
-class _BoxBuilder:
-    """Builds the boxes of a rank, within the limit on their number."""
+def _box_count(trace: Trace, rank: int, windows: Windows | None, iterations: int) -> int:
+    """Return the number of boxes of the most frequent kind, besides sub-steps."""
+    counts = [len(trace.phases(rank)) * (2 if _has_gpu_times(trace, rank) else 1)]
+    if windows is not None:
+        counts += [len(windows.windows), len(windows.guaranteed) * iterations]
+    return max(counts)
 
-    def __init__(
-        self, trace: Trace, rank: int, axis: TimeAxis, windows: Windows | None, starts: Ints, max_boxes: int
-    ) -> None:
-        self._trace = trace
-        self._rank = rank
-        self._axis = axis
-        self._windows = windows
-        phases = trace.phases(rank)
-        self._has_gpu_times = bool(phases["gpu_start_ns"].notna().any())
-        counts = [len(phases) * (2 if self._has_gpu_times else 1)]
-        if windows is not None:
-            counts += [len(windows.windows), len(windows.guaranteed) * len(starts)]
-        self._sampler = BoxSampler(starts, max(counts), max_boxes)
-        self._substep_sampler = BoxSampler(starts, len(trace.ops(rank)), max_boxes)
 
-    def strips(self) -> list[Strip]:
-        strips = []
-        if len(self._trace.phases(self._rank)):
-            strips.append(self._phases("phases", on_gpu=False))
-        if self._has_gpu_times:
-            strips.append(self._phases("on GPU", on_gpu=True))
-        for name, rows in substep_lanes(self._trace, self._rank):
-            boxes = self._substep_sampler.sample(rows)
-            strips.append(Strip(name, substep_chart_boxes(boxes, self._axis), SUBSTEP_TOOLTIP))
-        if self._windows is not None and self._windows.guaranteed:
-            recurring = recurring_boxes(self._trace, self._rank, self._windows.min_bytes)
-            boxes = recurring_chart_boxes(self._sampler.sample(recurring), self._axis)
-            strips.append(Strip("always free", {"recurring": boxes}, RECURRING_TOOLTIP))
-        return strips
+def _has_gpu_times(trace: Trace, rank: int) -> bool:
+    return bool(trace.phases(rank)["gpu_start_ns"].notna().any())
 
-    def _phases(self, name: str, on_gpu: bool) -> Strip:
-        rows = self._sampler.sample(phase_boxes(self._trace, self._rank, on_gpu))
-        return Strip(name, phase_chart_boxes(rows, self._axis), PHASE_TOOLTIP)
 
-    def windows(self, panel: ChartPanel) -> ChartBoxes | None:
-        if self._windows is None or not self._windows.windows or panel.level is None:
-            return None
-        rows = self._sampler.sample(window_boxes(self._trace, self._rank, self._windows.windows))
-        return window_chart_boxes(rows, self._axis, panel.level, panel.scale.size)
+def _strips(
+    trace: Trace, rank: int, axis: TimeAxis, windows: Windows | None, sampler: BoxSampler, of_substeps: BoxSampler
+) -> Iterator[Strip]:
+    names = {"phases": len(trace.phases(rank)) > 0, "on GPU": _has_gpu_times(trace, rank)}
+    for name in (name for name, is_recorded in names.items() if is_recorded):
+        boxes = sampler.sample(phase_boxes(trace, rank, name == "on GPU"))
+        yield Strip(name, phase_chart_boxes(boxes, axis), PHASE_TOOLTIP)
+    for name, rows in substep_lanes(trace, rank):
+        yield Strip(name, substep_chart_boxes(of_substeps.sample(rows), axis), SUBSTEP_TOOLTIP)
+    if windows is not None and windows.guaranteed:
+        boxes = sampler.sample(recurring_boxes(trace, rank, windows.min_bytes))
+        yield Strip("always free", {"recurring": recurring_chart_boxes(boxes, axis)}, RECURRING_TOOLTIP)
 
-    def notes(self) -> list[str]:
-        notes = []
-        if self._sampler.stride > 1:
-            notes.append(f"phases and windows of one iteration in {self._sampler.stride} are drawn")
-        if self._sampler.dropped:
-            notes.append(f"the {self._sampler.dropped:,} shortest phases and windows are not drawn")
-        if self._substep_sampler.stride > 1 or self._substep_sampler.dropped:
-            notes.append("not all sub-steps are drawn (`ebbtide export` has all)")
-        return notes
+
+def _box_notes(sampler: BoxSampler, of_substeps: BoxSampler) -> Iterator[str]:
+    if sampler.stride > 1:
+        yield f"phases and windows of one iteration in {sampler.stride} are drawn"
+    if sampler.dropped:
+        yield f"the {sampler.dropped:,} shortest phases and windows are not drawn"
+    if of_substeps.stride > 1 or of_substeps.dropped:
+        yield "not all sub-steps are drawn (`ebbtide export` has all)"

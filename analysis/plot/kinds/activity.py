@@ -30,10 +30,6 @@ class ActivityPanel(PlotPanel):
 
     lanes: Mapping[str, TimelineStack]  # By name, from the bottom.
 
-    @property
-    def on_gpu(self) -> bool:
-        return True
-
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         drawn: list[Artist] = []
         for number, (name, stack) in enumerate(self.lanes.items()):
@@ -52,4 +48,4 @@ def activity_panels(view: View, height: float, required: bool) -> list[ActivityP
     lanes = activity_lanes(view.trace, view.rank, view.axis, PICTURE)
     if required and not lanes:
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_KERNELS}")
-    return [ActivityPanel(view, height, lanes, name="activity", remarks=_REMARKS)] if lanes else []
+    return [ActivityPanel(view, height, lanes, name="activity", remarks=_REMARKS, on_gpu=True)] if lanes else []

@@ -8,18 +8,10 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import (
-    TEXT_COLOR,
-    ContentPanel,
-    PlotPanel,
-    View,
-    content_fields,
-    draw_level,
-    line_properties,
-)
+from ebbtide.analysis.plot.panels import TEXT_COLOR, PlotPanel, View, content_fields, draw_level, line_properties
 from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.link import link_panel
-from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.timeline.panels import Scale, TimelinePanel
 from ebbtide.analysis.timeline.styles import COLORS, LINK_COLORS
 from ebbtide.errors import TraceError
 
@@ -33,8 +25,10 @@ def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
 
 
 @dataclass(frozen=True)
-class LinkPanel(ContentPanel):
-    """Rates of both directions of the link; see `ContentPanel`."""
+class LinkPanel(PlotPanel):
+    """Rates of both directions of the link."""
+
+    content: TimelinePanel
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         drawn: list[Artist] = []

@@ -9,18 +9,10 @@ from matplotlib.axes import Axes
 
 from ebbtide.analysis.metrics.missing import NO_MEMORY
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import (
-    ContentPanel,
-    PlotPanel,
-    View,
-    content_fields,
-    draw_level,
-    draw_stack,
-    line_properties,
-)
+from ebbtide.analysis.plot.panels import PlotPanel, View, content_fields, draw_level, draw_stack, line_properties
 from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
-from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.timeline.panels import Scale, TimelinePanel
 from ebbtide.errors import TraceError
 
 CONTENT = "memory"
@@ -37,8 +29,10 @@ def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
 
 
 @dataclass(frozen=True)
-class MemoryPanel(ContentPanel):
-    """Lines of memory pools, and the stack of categories behind them; see `ContentPanel`."""
+class MemoryPanel(PlotPanel):
+    """Lines of memory pools, and the stack of categories behind them."""
+
+    content: TimelinePanel
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         drawn: list[Artist] = []
