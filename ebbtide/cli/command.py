@@ -67,13 +67,12 @@ def find_commands(name: str | None) -> list[Command]:
     """Return the command of a name, or all commands in the order of the help where there is none of that name."""
     if name in _COMMANDS:
         return [_COMMANDS[name]]
-    files = {path.stem: path.stem.strip("_").replace("_", "-") for path in sorted(_folder().glob("[a-z]*.py"))}
+    files = {
+        path.stem: path.stem.strip("_").replace("_", "-")
+        for path in sorted((Path(__file__).parent / "commands").glob("[a-z]*.py"))
+    }
     stems = [stem for stem, file_name in files.items() if file_name == name] or list(files)
     for stem in stems:
         import_module(f"ebbtide.cli.commands.{stem}")
     commands = [_COMMANDS[files[stem]] for stem in stems]
     return sorted(commands, key=lambda entry: (HEADINGS.index(entry.heading), entry.position, entry.name))
-
-
-def _folder() -> Path:
-    return Path(__file__).parent / "commands"

@@ -28,30 +28,19 @@ def export(
 
     Tables are a folder of files: phases, memory, link, gpu, transfers, ops, iterations, windows. --force replaces it
     only if it contains nothing but tables."""
-    if format == "perfetto":
-        refuse_options(
-            context, {"trace", "output", "format", "force"}, "is for tables: --format csv or --format parquet"
-        )
-        _write_events(trace, output, force)
-    else:
-        _write_tables(trace, output, format, size(min_bytes), force)
+    from ebbtide.profiler.trace import open_trace
 
+    if format != "perfetto":
+        from ebbtide.analysis.export.tables import write_tables
 
-def _write_events(trace: Path, output: Path, force: bool) -> None:
+        for note in write_tables(open_trace(trace), output, format, size(min_bytes), force):
+            echo_error(note)
+        echo_error(str(output))
+        return
+    refuse_options(context, {"trace", "output", "format", "force"}, "is for tables: --format csv or --format parquet")
     if not output.name.lower().endswith(ENDINGS):
         raise typer.BadParameter(f"{output} must end in {' or '.join(ENDINGS)} (or choose --format csv or parquet)")
-
     from ebbtide.analysis.export.chrome_trace import write_chrome_trace
-    from ebbtide.profiler.trace import open_trace
 
     write_chrome_trace(open_trace(trace), output, force)
     echo_error(f"{output} (open it in https://ui.perfetto.dev)")
-
-
-def _write_tables(trace: Path, folder: Path, format: str, min_size: int, force: bool) -> None:
-    from ebbtide.analysis.export.tables import write_tables
-    from ebbtide.profiler.trace import open_trace
-
-    for note in write_tables(open_trace(trace), folder, format, min_size, force):
-        echo_error(note)
-    echo_error(str(folder))

@@ -66,11 +66,16 @@ def import_(
 
     Give all files of a run together, e.g. a log and its monitor CSV."""
     from ebbtide.profiler.trace.files import is_trace
+    from ebbtide.profiler.trace.trace import closing_lines
 
     if all(map(is_trace, sources)):
         merges = {"sources", "output", "align", "force"}
         refuse_options(context, merges, "is for files of other tools: traces are merged as they are")
-        _merge(sources, output, align, force)
+        from ebbtide.profiler.trace import open_trace
+        from ebbtide.profiler.trace.merge import merge
+
+        for line in closing_lines(merge([open_trace(path) for path in sources], output, force, align)):
+            echo_error(line)
         return
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
@@ -78,20 +83,9 @@ def import_(
 
     from ebbtide.profiler.importers.importer import Hardware
     from ebbtide.profiler.importers.load import import_trace
-    from ebbtide.profiler.trace.trace import closing_lines
 
     trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases)
     for line in (*trace.notes, *closing_lines(trace)):
-        echo_error(line)
-
-
-def _merge(traces: list[Path], output: Path, align: str | None, force: bool) -> None:
-    from ebbtide.profiler.trace import open_trace
-    from ebbtide.profiler.trace.merge import merge
-    from ebbtide.profiler.trace.trace import closing_lines
-
-    merged = merge([open_trace(path) for path in traces], output, force, align)
-    for line in closing_lines(merged):
         echo_error(line)
 
 

@@ -38,15 +38,36 @@ def memory(
     """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory.
 
     With --at, print what holds the memory at one time instead."""
+    if at is None and device is not None:
+        raise typer.BadParameter("--device needs --at")
+    time_ms = None if at in (None, "peak", "oom") else _milliseconds(at)
+
+    from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.analysis.metrics.memory_spans import trace_start_ns
+    from ebbtide.analysis.tables.memory import holders_view, memory_view
     from ebbtide.profiler.trace import open_trace
 
+    opened = open_trace(trace)
+    metrics, shown = JobMetrics(opened), choose_ranks(opened, rank, as_json and at is None)
+    of_rank = next(iter(shown), None) if rank is None else None
     if at is None:
-        if device is not None:
-            raise typer.BadParameter("--device needs --at")
-        _print_pools(open_trace(trace), rank, verbose, as_json)
+        view = partial(memory_view, verbose=verbose or as_json)
+        show_result(opened, metrics.memory(shown), view, as_json, "memory {} --at peak", of_rank)
+        return
+    if at == "oom":
+        _print_out_of_memory(opened, shown if rank is not None else opened.ranks, verbose, as_json)
+        return
+    start_ns = trace_start_ns(opened)
+    at_ns = None if start_ns is None or time_ms is None else round(start_ns + time_ms * 1e6)
+    result = metrics.holders(shown[0], at_ns, device)
+    if as_json:
+        nothing: dict[str, Any] = {"pool": None, "device": device, "t_ms": time_ms, "bytes": None, "holders": []}
+        print_json(opened, {"rank": shown[0], **(result.as_json() if result else nothing)})
     else:
-        time_ms = None if at in ("peak", "oom") else _milliseconds(at)
-        _print_holders(open_trace(trace), rank, device, at, time_ms, verbose, as_json)
+        print_prediction(opened)
+        print_view(holders_view(opened, result, at, verbose))
+        print_rank(opened, of_rank)
+        print_next(opened, "findings {}")
 
 
 def _milliseconds(text: str) -> float:
@@ -56,51 +77,17 @@ def _milliseconds(text: str) -> float:
     return float(match[1]) * _UNITS_MS[match[2]]
 
 
-def _print_pools(trace: Trace, rank: int | None, verbose: bool, as_json: bool) -> None:
-    from ebbtide.analysis.metrics.job import JobMetrics
-    from ebbtide.analysis.tables.memory import memory_view
-
-    shown = choose_ranks(trace, rank, as_json)
-    result, view = JobMetrics(trace).memory(shown), partial(memory_view, verbose=verbose or as_json)
-    show_result(trace, result, view, as_json, "memory {} --at peak", next(iter(shown), None) if rank is None else None)
-
-
-def _print_holders(
-    trace: Trace, rank: int | None, device: str | None, at: str, time_ms: float | None, verbose: bool, as_json: bool
-) -> None:
-    from ebbtide.analysis.metrics.job import JobMetrics
-    from ebbtide.analysis.metrics.memory_spans import trace_start_ns
-    from ebbtide.analysis.tables.memory import holders_view
-
-    number = choose_ranks(trace, rank, as_json=False)[0]
-    if at == "oom":
-        _print_out_of_memory(trace, number, rank, verbose, as_json)
-        return
-    start_ns = trace_start_ns(trace)
-    at_ns = None if start_ns is None or time_ms is None else round(start_ns + time_ms * 1e6)
-    result = JobMetrics(trace).holders(number, at_ns, device)
-    if as_json:
-        nothing: dict[str, Any] = {"pool": None, "device": device, "t_ms": time_ms, "bytes": None, "holders": []}
-        print_json(trace, {"rank": number, **(result.as_json() if result else nothing)})
-    else:
-        print_prediction(trace)
-        print_view(holders_view(trace, result, at, verbose))
-        print_rank(trace, number if rank is None else None)
-        print_next(trace, "findings {}")
-
-
-def _print_out_of_memory(trace: Trace, first: int, rank: int | None, verbose: bool, as_json: bool) -> None:
-    """Print the error of the rank; if none is named, of the first rank that has one."""
+def _print_out_of_memory(trace: Trace, ranks: list[int], verbose: bool, as_json: bool) -> None:
+    """Print the error of the first of some ranks that has one."""
     from ebbtide.analysis.metrics.out_of_memory import out_of_memory
     from ebbtide.analysis.tables.memory import out_of_memory_view
     from ebbtide.interleave.advise.trace_advice import with_replayed_offload
 
-    ranks = [first] if rank is not None else trace.ranks
-    error = next((error for number in ranks if (error := out_of_memory(trace, number)) is not None), None)
+    error = next((error for rank in ranks if (error := out_of_memory(trace, rank)) is not None), None)
     if error is not None:
         error = with_replayed_offload(trace, error)
     if as_json:
-        nothing: dict[str, Any] = {"rank": first, "pool": None, "t_ms": None, "bytes": None, "holders": []}
+        nothing: dict[str, Any] = {"rank": ranks[0], "pool": None, "t_ms": None, "bytes": None, "holders": []}
         print_json(trace, error.as_json() if error is not None else nothing)
     else:
         print_prediction(trace)

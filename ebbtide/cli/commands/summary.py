@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,104 +17,19 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.profiler.trace import Trace
 
+    _Read = Callable[[Callable[[Trace], object]], None]
+
 _ALWAYS = frozenset({"trace", "by", "verbose", "as_json"})
 
 
-class _Request(NamedTuple):
-    """The options of a table."""
-
-    rank: int | None
-    verbose: bool
-    as_json: bool
-    critical_path: bool
-    read: Callable[[Trace, Callable[[Trace], object]], None]  # Reads a large trace in processes.
-
-    def ranks(self, trace: Trace) -> list[int]:
-        return choose_ranks(trace, self.rank, self.as_json)
-
-    def of_rank(self, trace: Trace) -> int | None:
-        """Return the one rank that a table is of, where the user asked for none."""
-        return next(iter(self.ranks(trace)), None) if self.rank is None else None
-
-
-class _Printed(NamedTuple):
-    """A result, its table, and the command to go on with."""
-
-    result: Any
-    view: Any
-    follow_up: str
-    of_rank: int | None = None
-
-
-def _by_phase(metrics: JobMetrics, request: _Request) -> _Printed:
-    from ebbtide.analysis.metrics.summary import summarize
-    from ebbtide.analysis.tables.summary import summary_view
-
-    if request.rank is None:
-        request.read(metrics.trace, summarize)
-    return _Printed(metrics.summary(), partial(summary_view, verbose=request.verbose), "findings {}")
-
-
-def _by_link(metrics: JobMetrics, request: _Request) -> _Printed:
-    from ebbtide.analysis.tables.link import link_view
-
-    result, of_rank = metrics.link(request.ranks(metrics.trace)), request.of_rank(metrics.trace)
-    return _Printed(result, link_view, "plot {} --kind link -o link.png", of_rank)
-
-
-def _by_substep(metrics: JobMetrics, request: _Request) -> _Printed:
-    from ebbtide.analysis.tables.substeps import steps_view
-
-    result = metrics.substeps(request.ranks(metrics.trace), request.verbose)
-    return _Printed(result, steps_view, "findings {}", request.of_rank(metrics.trace))
-
-
-def _by_activity(metrics: JobMetrics, request: _Request) -> _Printed:
-    from ebbtide.analysis.tables.activity import activity_view
-
-    result, of_rank = metrics.activity(request.rank), request.of_rank(metrics.trace)
-    if request.critical_path:
-        from ebbtide.analysis.metrics.critical_path.critical_path import RankPath
-        from ebbtide.analysis.tables.critical_path import path_view
-
-        path = None if result.rank is None else metrics.rank(result.rank).critical_path
-        return _Printed(RankPath(result, path), path_view, "export {} -o run.json.gz", of_rank)
-    return _Printed(result, activity_view, "plot {} --kind activity -o activity.png", of_rank)
-
-
-def _by_iteration(metrics: JobMetrics, request: _Request) -> _Printed:
-    from ebbtide.analysis.metrics.iteration_stats import compare_iterations
-    from ebbtide.analysis.tables.iterations import iterations_view
-
-    request.read(metrics.trace, compare_iterations)
-    result, of_rank = metrics.iterations(request.ranks(metrics.trace)), request.of_rank(metrics.trace)
-    return _Printed(result, iterations_view, "findings {}", of_rank)
-
-
-def _by_rank(metrics: JobMetrics, request: _Request) -> _Printed:
-    from ebbtide.analysis.metrics.ranks.by_rank import rank_table
-    from ebbtide.analysis.tables.ranks import ranks_view
-
-    request.read(metrics.trace, rank_table)
-    return _Printed(metrics.ranks(), ranks_view, "plot {} --kind ranks -o ranks.png")
-
-
-# Each table, and the options that it has beside those of all.
-_TABLES: dict[str, Callable[[JobMetrics, _Request], _Printed]] = {
-    "phase": _by_phase,
-    "link": _by_link,
-    "substep": _by_substep,
-    "activity": _by_activity,
-    "iteration": _by_iteration,
-    "rank": _by_rank,
-}
-_OPTIONS = {
-    "phase": {"rank", "jobs", "scheduler"},
-    "link": {"rank"},
-    "substep": {"rank", "subgroups"},
-    "activity": {"rank", "critical_path"},
-    "iteration": {"rank", "jobs", "scheduler", "by_rank"},
-    "rank": {"jobs", "scheduler", "by_rank"},
+# Options that each table has beside those of all, and the command to go on with.
+_TABLES = {
+    "phase": ({"rank", "jobs", "scheduler"}, "findings {}"),
+    "link": ({"rank"}, "plot {} --kind link -o link.png"),
+    "substep": ({"rank", "subgroups"}, "findings {}"),
+    "activity": ({"rank", "critical_path"}, "plot {} --kind activity -o activity.png"),
+    "iteration": ({"rank", "jobs", "scheduler", "by_rank"}, "findings {}"),
+    "rank": ({"jobs", "scheduler", "by_rank"}, "plot {} --kind ranks -o ranks.png"),
 }
 
 
@@ -152,10 +67,10 @@ def summary(
     """Print time, memory and link use per phase: medians over the iterations of a trace.
 
     --by prints another table of the same trace."""
-    refuse_options(context, _ALWAYS | _OPTIONS[by], f"does not go with --by {by}")
+    refuse_options(context, _ALWAYS | _TABLES[by][0], f"does not go with --by {by}")
     if by_rank:
         by = "rank"
-        refuse_options(context, _ALWAYS | _OPTIONS[by], "does not go with --by-rank")
+        refuse_options(context, _ALWAYS | _TABLES[by][0], "does not go with --by-rank")
     check_options(jobs, scheduler)
 
     from ebbtide.analysis.metrics.job import JobMetrics
@@ -164,8 +79,56 @@ def summary(
     opened = open_trace(trace)
     if by == "phase" and rank is not None:
         opened = opened.of_ranks([rank])
-    read = partial(read_ranks, jobs=jobs, scheduler=scheduler)
-    metrics = JobMetrics(opened)
-    request = _Request(rank, verbose or subgroups or as_json, as_json, critical_path, read)
-    printed = _TABLES[by](metrics, request)
-    show_result(opened, printed.result, printed.view, as_json, printed.follow_up, printed.of_rank)
+    metrics, follow_up = JobMetrics(opened), _TABLES[by][1]
+    all_details = verbose or subgroups or as_json
+    # Large traces are read in processes.
+    read = partial(read_ranks, opened, jobs=jobs, scheduler=scheduler)
+    if by in ("phase", "rank"):
+        result, view = _of_job(metrics, by, read if rank is None else lambda of_trace: None, all_details)
+        show_result(opened, result, view, as_json, follow_up)
+        return
+    ranks = choose_ranks(opened, rank, as_json)
+    result, view = _of_ranks(metrics, by, ranks, read, all_details)
+    if critical_path:
+        from ebbtide.analysis.metrics.critical_path.critical_path import RankPath
+        from ebbtide.analysis.tables.activity import path_view
+
+        path = None if result.rank is None else metrics.rank(result.rank).critical_path
+        result, view, follow_up = RankPath(result, path), path_view, "export {} -o run.json.gz"
+    show_result(opened, result, view, as_json, follow_up, next(iter(ranks), None) if rank is None else None)
+
+
+def _of_job(metrics: JobMetrics, by: str, read: _Read, all_details: bool) -> tuple[Any, Any]:
+    """Return the figures of all ranks together, and their view."""
+    if by == "phase":
+        from ebbtide.analysis.metrics.summary import summarize
+        from ebbtide.analysis.tables.summary import summary_view
+
+        read(summarize)
+        return metrics.summary(), partial(summary_view, verbose=all_details)
+    from ebbtide.analysis.metrics.ranks.by_rank import rank_table
+    from ebbtide.analysis.tables.ranks import ranks_view
+
+    read(rank_table)
+    return metrics.ranks(), ranks_view
+
+
+def _of_ranks(metrics: JobMetrics, by: str, ranks: list[int], read: _Read, all_details: bool) -> tuple[Any, Any]:
+    """Return the figures of some ranks, and their view."""
+    if by == "link":
+        from ebbtide.analysis.tables.link import link_view
+
+        return metrics.link(ranks), link_view
+    if by == "substep":
+        from ebbtide.analysis.tables.substeps import steps_view
+
+        return metrics.substeps(ranks, all_details), steps_view
+    if by == "activity":
+        from ebbtide.analysis.tables.activity import activity_view
+
+        return metrics.activity(next(iter(ranks), None)), activity_view
+    from ebbtide.analysis.metrics.iteration_stats import compare_iterations
+    from ebbtide.analysis.tables.iterations import iterations_view
+
+    read(compare_iterations)
+    return metrics.iterations(ranks), iterations_view

@@ -12,6 +12,7 @@ from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, no_link
 from ebbtide.analysis.tables.table import Table
+from ebbtide.analysis.tables.text import table_lines
 from ebbtide.analysis.tables.windows import recurring_table
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
@@ -80,6 +81,8 @@ def title(name: str, details: str = "") -> Text:
 
 # Width of the labels before charts over time: these have one time axis.
 _LABEL = 23
+# Tables of a narrower screen are cut off.
+_TABLE_WIDTH = 120
 # Memory that never uses so much of the capacity has a scale of its own.
 _MIN_SHARE_OF_CAPACITY = 0.1
 _STATES = {
@@ -143,15 +146,10 @@ def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
     color = memory.pool if memory.pool in COLORS else "device"
     for label, row in zip(labels, chart, strict=True):
         rows.append(Text(f"{label:>{_LABEL - 1}} ").append(row, line_style(color)))
-    return lines([*rows, _phase_row(view, edges)], width, height)
-
-
-def _phase_row(view: SelectedRank, edges: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Text:
-    """Draw the phase of each column as a letter."""
-    row = Text(f"{'phase':>{_LABEL - 1}} ")
+    phases = Text(f"{'phase':>{_LABEL - 1}} ")
     for phase in series.phase_columns(view.trace, view.figures.rank, edges):
-        row.append(" " if phase is None else LETTERS[phase], "" if phase is None else phase_style(phase))
-    return row
+        phases.append(" " if phase is None else LETTERS[phase], "" if phase is None else phase_style(phase))
+    return lines([*rows, phases], width, height)
 
 
 def draw_link(view: SelectedRank, width: int, height: int) -> Text:
@@ -210,30 +208,18 @@ def draw_windows(view: SelectedRank, width: int, height: int) -> Text:
         return lines([title("Windows", windows.missing[0])], width, height)
     table = recurring_table(windows, [view.figures.rank])
     table = replace(table, all_rows=sorted(table.all_rows, key=lambda window: window.start_ms - window.end_ms))
-    rows = table_rows(table) if height > 2 else [first_row(table)]
-    return lines([title("Windows", table.title), *rows], width, height)
-
-
-def table_rows(table: Table) -> list[Text]:
-    """Return heading and rows of a table in columns as wide as their longest text."""
     if not table:
-        return [Text("none", DIM)]
-    columns = [[column.heading, *(cell.text for cell in column.cells)] for column in table.columns]
-    widths = [max(map(len, texts)) for texts in columns]
-    rows = [
-        "  ".join(
-            text.rjust(width) if column.is_number else text.ljust(width)
-            for text, width, column in zip(row, widths, table.columns, strict=True)
-        )
-        for row in zip(*columns, strict=True)
-    ]
-    return [Text(rows[0], TITLE), *map(Text, rows[1:])]
+        rows = [Text("none", DIM)]
+    elif height > 2:
+        heading, *others = table_lines(table, max(width, _TABLE_WIDTH))
+        rows = [Text(heading, TITLE), *map(Text, others)]
+    else:
+        rows = [first_row(table)]
+    return lines([title("Windows", table.title), *rows], width, height)
 
 
 def first_row(table: Table) -> Text:
     """Return the first row of a table as one line, each figure with its label and unit."""
-    if not table:
-        return Text("none", DIM)
     figures = {True: "{0.label} {1.text} {0.unit}", False: "{1.text}"}
     parts = [figures[column.is_number].format(column, column.cells[0]) for column in table.columns]
     return Text("  ".join(parts))
