@@ -5,6 +5,7 @@ script, `metrics` gives a recorded job its own figures, `ebbtide.interleave.Inte
 optimizer. Importing this module does not import its packages.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,20 +17,18 @@ __version__ = "0.2.0"
 __all__ = ["Trace", "TraceAnalysis", "TraceError", "__version__", "metrics", "open_trace"]
 
 
+# Modules that the names are loaded from when they are first used.
+_MODULES = {
+    "TraceAnalysis": "ebbtide.analysis.trace_analysis",
+    "metrics": "ebbtide.profiler.recording.live.job_metrics",
+    **dict.fromkeys(("Trace", "TraceError", "open_trace"), "ebbtide.profiler.trace"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("Trace", "TraceError", "open_trace"):
-        from ebbtide.profiler import trace
-
-        return getattr(trace, name)
-    if name == "TraceAnalysis":
-        from ebbtide.analysis.trace_analysis import TraceAnalysis
-
-        return TraceAnalysis
-    if name == "metrics":
-        from ebbtide.profiler.recording.live.job_metrics import metrics
-
-        return metrics
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

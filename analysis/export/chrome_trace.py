@@ -97,17 +97,16 @@ def _streams(process: Process, kernels: pd.DataFrame, copies: pd.DataFrame) -> I
         for category, rows in kernels.groupby(kernels["kind"].map(_CATEGORIES).astype(str), observed=True)
     }
     tables[COPY] = copies.drop(columns="launch_ns")
-    parts = {category: dict(iter(_by_stream(rows))) for category, rows in tables.items()}
+    parts = {
+        category: dict(iter(rows.groupby([rows["device"].astype(str), rows["stream"].fillna(-1).astype("int64")])))
+        for category, rows in tables.items()
+    }
     for device, stream in sorted({key for groups in parts.values() for key in groups}):
         track = f"{device} stream {'?' if stream < 0 else stream}"
         on_stream = {
             category: groups[device, stream] for category, groups in parts.items() if (device, stream) in groups
         }
         yield from process.slices(track, on_stream, flow="end")
-
-
-def _by_stream(rows: pd.DataFrame) -> Any:
-    return rows.groupby([rows["device"].astype(str), rows["stream"].fillna(-1).astype("int64")], sort=True)
 
 
 def _copies_alone(process: Process, copies: pd.DataFrame) -> Iterator[str]:
@@ -184,7 +183,10 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
     # Perfetto takes process 0 for the idle task, and a track with the number of its process for the main thread.
     tids = itertools.count(len(trace.ranks) + 1)
     correlation = 1
-    paths = _path(trace)
+    # The critical path of the first rank, which may lead to others.
+    path = critical_path(trace, trace.ranks[0]) if trace.ranks else None
+    paths = pd.DataFrame([] if path is None else path.segments, columns=[field.name for field in fields(Segment)])
+    paths = paths.astype({"rank": "int64", "start_ns": "int64", "end_ns": "int64"})
     for pid, rank in enumerate(trace.ranks, start=1):
         process = Process(pid, tids, origin_ns)
         device = first_device(trace, rank).name
@@ -203,14 +205,6 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
         yield from process.slices("critical path", {"critical_path": paths[paths["rank"] == rank].drop(columns="rank")})
 
 
-def _path(trace: Trace) -> pd.DataFrame:
-    """Return the segments of the critical path of the first rank, which may lead to others."""
-    path = critical_path(trace, trace.ranks[0]) if trace.ranks else None
-    columns = [field.name for field in fields(Segment)]
-    rows = pd.DataFrame([] if path is None else path.segments, columns=columns)
-    return rows.astype({"rank": "int64", "start_ns": "int64", "end_ns": "int64"})
-
-
 def _about(trace: Trace, origin_ns: int) -> dict[str, Any]:
     offset = trace.meta.clock.wall_offset_ns
     return {
@@ -223,26 +217,27 @@ def _about(trace: Trace, origin_ns: int) -> dict[str, Any]:
     }
 
 
+# Columns of the times at which events begin.
+_BEGINS = {
+    "phases": ("start_ns", "gpu_start_ns"),
+    "transfers": ("start_ns", "launch_ns"),
+    "ops": ("start_ns",),
+    "memory": ("t_ns",),
+    "gpu": ("t_ns",),
+    "kernels": ("start_ns", "launch_ns"),
+    "annotations": ("start_ns",),
+}
+
+
 def _first_ns(trace: Trace) -> int:
     """Return the time of the earliest event; 0 for a trace without events."""
     times = []
     for rank in trace.ranks:
-        link = trace.link(rank)
-        phases = trace.phases(rank)
-        times += [
-            intervals(trace, rank, device_times=False).spans["start_ns"],
-            phases["start_ns"],
-            phases["gpu_start_ns"].dropna(),
-            trace.transfers(rank)["start_ns"],
-            trace.ops(rank)["start_ns"],
-            trace.memory(rank)["t_ns"],
-            link["t_ns"] - link["window_ns"],
-            trace.gpu(rank)["t_ns"],
-            trace.kernels(rank)["start_ns"],
-            trace.kernels(rank)["launch_ns"].dropna(),
-            trace.transfers(rank)["launch_ns"].dropna(),
-            trace.annotations(rank)["start_ns"],
-        ]
+        link = trace.columns(rank, "link")
+        times += [intervals(trace, rank, device_times=False).starts, link.ints("t_ns") - link.ints("window_ns")]
+        for name, columns in _BEGINS.items():
+            rows = trace.columns(rank, name)
+            times += [rows.ints(column)[rows.recorded(column)] for column in columns]
     return min((int(column.min()) for column in times if len(column)), default=0)
 
 

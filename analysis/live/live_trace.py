@@ -18,7 +18,6 @@ from ebbtide.analysis.live.rank_figures import (
 )
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.errors import TraceError
-from ebbtide.profiler.recording.live.process_tail import ProcessTail
 from ebbtide.profiler.recording.live.recording_tail import RecordingTail
 from ebbtide.profiler.recording.lock import collector_runs
 from ebbtide.profiler.recording.spools.tables import select_rows
@@ -82,7 +81,8 @@ class LiveTrace:
             # The tables may be there while the spools still are, but not the other way round.
             changed = self._tail.poll()
             if changed or self.trace is None:
-                self._read_window(self._tail)
+                window = self._tail.trace()
+                self.trace = None if window is None else last_iterations(window, self._iterations)
             self._totals.clear()
             self.state = self._recording_state(self._tail)
             return changed or self.state != before
@@ -145,10 +145,6 @@ class LiveTrace:
         self._totals.clear()
         self.state = "complete"
 
-    def _read_window(self, tail: RecordingTail) -> None:
-        window = tail.trace()
-        self.trace = None if window is None else last_iterations(window, self._iterations)
-
     def _recording_state(self, tail: RecordingTail) -> State:
         if self.trace is None and not any(process.last_record_ns for process in tail.processes.values()):
             return "waiting" if self._collector_may_run(tail) else "cut off"
@@ -166,18 +162,11 @@ class LiveTrace:
             return "stopped"
         if self._on_this_host(self._tail) and not process_runs(process.pid):
             return "ended"
-        silence_s = self._silence_s(self._tail, process)
-        return (
-            "silent"
-            if silence_s > _SILENT_S and silence_s > self._longest_s(rank) * _SILENT_ITERATIONS
-            else "recording"
-        )
-
-    def _silence_s(self, tail: RecordingTail, process: ProcessTail) -> float:
         if process.last_record_ns is None:
-            return 0.0
-        offset_ns = tail.meta.get("clock", {}).get("wall_offset_ns") or 0
-        return (time.time_ns() - offset_ns - process.last_record_ns) / 1e9
+            return "recording"
+        offset_ns = self._tail.meta.get("clock", {}).get("wall_offset_ns") or 0
+        silence_s = (time.time_ns() - offset_ns - process.last_record_ns) / 1e9
+        return "silent" if silence_s > max(_SILENT_S, self._longest_s(rank) * _SILENT_ITERATIONS) else "recording"
 
     def _longest_s(self, rank: int) -> float:
         """Return the length of a rank's longest iteration, in seconds."""

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, link_peak, main_device, memory_timeline
 from ebbtide.analysis.metrics.iterations import durations_ms, intervals, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, traffic
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, moved_bytes
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.phases import ITERATION_PARTS, OTHER, PHASES
@@ -159,7 +159,7 @@ def totals_of_trace(trace: Trace, rank: int) -> RankTotals:
     of_host = intervals(trace, rank, device_times=False).spans
     seconds = 0.0 if of_host.empty else float(of_host["end_ns"].iloc[-1] - of_host["start_ns"].iloc[0]) / 1e9
     numbers = {phase: int(runs[phase]) for phase in phase_s}
-    return _totals(len(table), seconds, phase_s, numbers, {d: _moved(trace, rank, d) for d in DIRECTIONS})
+    return _totals(len(table), seconds, phase_s, numbers, {d: moved_bytes(trace, rank, d) for d in DIRECTIONS})
 
 
 def _totals(
@@ -175,11 +175,3 @@ def _totals(
         phase_s = {**phase_s, OTHER: max(0.0, iteration_s - sum(phase_s.values()))}
         numbers[OTHER] = iterations
     return RankTotals(iterations, iteration_s, phase_s, numbers, link_bytes)
-
-
-def _moved(trace: Trace, rank: int, direction: str) -> int | None:
-    moved, span = traffic(trace, rank, direction), trace.span_ns(rank)
-    if moved is None or span is None:
-        return None
-    start, end = (float(moved.total(np.array([time], np.int64))[0]) for time in span)
-    return None if np.isnan(end - start) else round(end - start)

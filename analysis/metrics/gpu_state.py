@@ -11,7 +11,7 @@ import numpy as np
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, overlapping
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -30,24 +30,15 @@ LIMITS = {
     0x80: "power brake",
 }
 _LIMIT_BITS = sum(LIMITS)
-# Units by quantity, in the order of output; and the column of the table `gpu` that a quantity is read from.
-UNITS = {
-    "utilization": "%",
-    "memory_utilization": "%",
-    "power": "W",
-    "sm_clock": "MHz",
-    "memory_clock": "MHz",
-    "temperature": "°C",
-    "throttled": "%",
-}
-_COLUMNS = {
-    "utilization": "utilization_percent",
-    "memory_utilization": "memory_utilization_percent",
-    "power": "power_w",
-    "sm_clock": "sm_clock_mhz",
-    "memory_clock": "memory_clock_mhz",
-    "temperature": "temperature_celsius",
-    "throttled": "throttle_reasons",
+# Column of the table `gpu` and unit of each quantity, in the order of output.
+QUANTITIES = {
+    "utilization": ("utilization_percent", "%"),
+    "memory_utilization": ("memory_utilization_percent", "%"),
+    "power": ("power_w", "W"),
+    "sm_clock": ("sm_clock_mhz", "MHz"),
+    "memory_clock": ("memory_clock_mhz", "MHz"),
+    "temperature": ("temperature_celsius", "°C"),
+    "throttled": ("throttle_reasons", "%"),
 }
 
 
@@ -92,7 +83,7 @@ def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
     if not recorded:
         return GpuState(figures)
     totals = [rank_gpu_totals(trace, rank) for rank in recorded]
-    for quantity, unit in UNITS.items():
+    for quantity, (_, unit) in QUANTITIES.items():
         for phase in ITERATION_PARTS:
             of_ranks = [total[quantity, phase] for total in totals if (quantity, phase) in total]
             if of_ranks:
@@ -120,30 +111,25 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
     phases = phases.only(np.isin(phases.iterations, steady_iterations(trace).numbers))
     names = phases.phases
     totals = {}
-    for quantity in UNITS if on_device.any() else ():
+    for quantity in QUANTITIES if on_device.any() else ():
         times, values = _samples(rows, on_device, quantity)
-        phase, sample, lengths = _stretches(phases, times)
+        # Each phase with each of the samples that hold during it.
+        held_until = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS)
+        phase, sample = overlapping(phases.starts, phases.ends, (times, held_until))
+        lengths = np.minimum(held_until[sample], phases.ends[phase]) - np.maximum(times[sample], phases.starts[phase])
         for name in ITERATION_PARTS:
             own = (names[phase] == name) & (lengths > 0)
             if own.any():
-                figures, length = values[sample[own]], lengths[own]
+                figures, length = values[sample[own]], lengths[own].astype(np.float64)
                 totals[quantity, name] = GpuTotals(
                     float(figures.min()), float(figures.max()), float((figures * length).sum()), float(length.sum())
                 )
     return totals
 
 
-def _stretches(phases: PhaseArrays, times: Ints) -> tuple[Ints, Ints, Floats]:
-    """Return each phase with each of the samples that hold during it: (position of the phase, of the sample, ns)."""
-    held_until = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS)
-    phase, sample = overlapping(phases.starts, phases.ends, (times, held_until))
-    lengths = np.minimum(held_until[sample], phases.ends[phase]) - np.maximum(times[sample], phases.starts[phase])
-    return phase, sample, lengths.astype(np.float64)
-
-
 def _samples(rows: Columns, on_device: Bools, quantity: str) -> tuple[Ints, Floats]:
     """Return (times in ns, values) of a quantity in rows of the table `gpu`: those of one device."""
-    values = rows.floats(_COLUMNS[quantity])
+    values = rows.floats(QUANTITIES[quantity][0])
     recorded = on_device & (np.abs(values) < _MAX_VALUE)
     times, values = rows.ints("t_ns")[recorded], values[recorded]
     if quantity == "throttled":

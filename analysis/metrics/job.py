@@ -91,7 +91,7 @@ class JobMetrics:
 
     @cached_property
     def _on_device_clock(self) -> Trace:
-        from ebbtide.analysis.metrics.device_clock import on_device_clock
+        from ebbtide.analysis.metrics.iterations import on_device_clock
 
         return on_device_clock(self.trace)
 
@@ -370,20 +370,18 @@ class JobMetrics:
         from ebbtide.analysis.metrics.phases import phase_peaks
         from ebbtide.phases import ITERATION_PARTS
 
-        free = []
+        free = [np.empty(0)]
         for rank in self.by_rank:
-            capacity = rank.capacity_bytes
-            if self.free_pool is None or capacity is None:
+            if self.free_pool is None or rank.capacity_bytes is None:
                 return None
             if self.steady_iterations:
                 peaks = phase_peaks(self.trace, rank.rank, self.free_pool).only(self.steady_iterations)
-                largest = np.fmax.reduce(peaks.largest(ITERATION_PARTS), initial=np.nan)
+                used = peaks.largest(ITERATION_PARTS)
             else:
-                largest = np.max(rank.memory_timeline(self.free_pool)[1], initial=-1)
-                largest = np.nan if largest < 0 else largest
-            free.append(capacity - largest)
-        recorded = [size for size in free if not np.isnan(size)]
-        return int(min(recorded)) if recorded else None
+                used = rank.memory_timeline(self.free_pool)[1].astype(np.float64)
+            free.append(rank.capacity_bytes - used[~np.isnan(used)])
+        sizes = np.concatenate(free)
+        return int(sizes.min()) if len(sizes) else None
 
     def pool_peak(self, pool: str) -> int | None:
         """Return the peak of a pool over the whole trace, bytes."""

@@ -128,6 +128,15 @@ def of_copies(rows: Copies, spans: Spans = ()) -> Traffic:
     return Traffic(cumulative(sized.starts, sized.ends, sized.bytes), covered, busy_between(rows, spans))
 
 
+def moved_bytes(trace: Trace, rank: int, direction: str) -> int | None:
+    """Return the bytes moved from the first to the last record of a rank; None where they are not known."""
+    moved, span = traffic(trace, rank, direction), trace.span_ns(rank)
+    if moved is None or span is None:
+        return None
+    (size,) = np.diff(moved.total(np.array(span, np.int64)))
+    return None if np.isnan(size) else round(size)
+
+
 @once_per_trace
 def copied_iterations(trace: Trace, rank: int) -> list[int]:
     """Return the steady iterations in which all copies of a rank were recorded."""

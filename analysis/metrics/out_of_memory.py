@@ -53,19 +53,12 @@ class OutOfMemory(TabularResult):
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide memory --at oom --json` prints."""
-        record = self.record
+        sizes = [f"{kind}_bytes" for kind in ("requested", "free", "reserved", "allocated", "capacity")]
         return {
             "rank": self.rank,
             **self.memory.as_json(),
             "holders_t_ms": self.holders_t_ms,
-            "iteration": record.iteration,
-            "phase": record.phase,
-            "requested_bytes": record.requested_bytes,
-            "free_bytes": record.free_bytes,
-            "reserved_bytes": record.reserved_bytes,
-            "allocated_bytes": record.allocated_bytes,
-            "capacity_bytes": record.capacity_bytes,
-            "message": record.message,
+            **{key: getattr(self.record, key) for key in ("iteration", "phase", *sizes, "message")},
             "errors": self.errors,
             "remedies": [asdict(remedy) for remedy in self.remedies],
         }

@@ -49,18 +49,15 @@ def rank_storage_use(trace: Trace, rank: int) -> list[StorageUse]:
     ops = trace.ops(rank)
     numbers = steady_iterations(trace).numbers
     ops = ops[ops["iteration"].isin(numbers)]
-    requests, waits = _requests(ops), ops[(ops["name"] == "wait") & (ops["resource"] == "host")]
+    waits = ops[(ops["name"] == "wait") & (ops["resource"] == "host")]
+    requests = ops[ops["resource"].str.startswith("storage")]
+    requests = requests.assign(direction=requests["resource"].str.extract(r"storage_(\w+)", expand=False))
     uses = []
     for direction in DIRECTIONS:
         own = requests[requests["direction"] == direction]
         wait_ms = _per_iteration(_waits_for(waits, requests, direction), numbers) if len(waits) else None
         uses.append(_use(rank, direction, own, wait_ms, numbers))
     return uses
-
-
-def _requests(ops: pd.DataFrame) -> pd.DataFrame:
-    rows = ops[ops["resource"].str.startswith("storage")]
-    return rows.assign(direction=rows["resource"].str.extract(r"storage_(\w+)", expand=False))
 
 
 def _waits_for(waits: pd.DataFrame, requests: pd.DataFrame, direction: str) -> pd.DataFrame:

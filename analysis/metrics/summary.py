@@ -11,16 +11,10 @@ import numpy as np
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
-from ebbtide.analysis.metrics.devices import (
-    capacity_bytes,
-    free_pool,
-    memory_timeline,
-    peak_pool,
-    pool_peaks,
-)
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline, peak_pool, pool_peaks
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
 from ebbtide.analysis.metrics.iterations import IterationTable, median_ms, part_counts, slowest_times, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, traffic
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, moved_bytes
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, on_demand_remarks, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range
@@ -67,15 +61,8 @@ def whole_trace(trace: Trace) -> Totals:
 
 
 def _moved_bytes(trace: Trace, direction: str) -> int | None:
-    sizes = []
-    for rank in trace.ranks:
-        moved, span = traffic(trace, rank, direction), trace.span_ns(rank)
-        if moved is None or span is None:
-            continue
-        starts, ends = (np.array([moment], np.int64) for moment in span)
-        size = float(moved.total(ends)[0] - moved.total(starts)[0])
-        sizes += [] if np.isnan(size) else [size]
-    return round(sum(sizes)) if sizes else None
+    sizes = [size for rank in trace.ranks if (size := moved_bytes(trace, rank, direction)) is not None]
+    return sum(sizes) if sizes else None
 
 
 def _sum_ms(lengths_ns: list[int]) -> float | None:
@@ -255,7 +242,7 @@ def _summarize(trace: Trace) -> Summary:
                 h2d_bytes=_median_bytes(moved["h2d"][phase]) if median is not None else None,
                 d2h_bytes=_median_bytes(moved["d2h"][phase]) if median is not None else None,
                 share=median / total if median is not None and total else None,
-                **_range(predicted_range(trace, phase)),
+                **(asdict(times) if (times := predicted_range(trace, phase)) is not None else {}),
             )
         )
     return Summary(
@@ -280,10 +267,6 @@ def _summarize(trace: Trace) -> Summary:
             part: [None if np.isnan(time) else float(time) for time in times] for part, times in slowest.columns.items()
         },
     )
-
-
-def _range(values: TimeRange | None) -> dict[str, float | None]:
-    return {"low_ms": None, "high_ms": None} if values is None else {"low_ms": values.low_ms, "high_ms": values.high_ms}
 
 
 def _stack(tables: Iterable[IterationTable | None], iterations: list[int]) -> dict[str, Floats]:

@@ -18,7 +18,7 @@ from ebbtide.analysis.metrics.devices import (
     ran_on_cpu,
 )
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffic
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, traffic
 from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, on_demand_remarks
 from ebbtide.analysis.timeseries.step_functions import Floats, FreeTimeline, Ints, intervals_at_least, merge_times
@@ -247,18 +247,6 @@ def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = Non
     return Windows(min_bytes, capacity, pool, memory, devices, windows, guaranteed, unrecorded, remarks)
 
 
-@dataclass(frozen=True)
-class _FreeInterval:
-    """A window before its idle shares are computed; its times count from `origin_ns`."""
-
-    iteration: int | None
-    phase: str | None
-    origin_ns: int
-    start_ns: int
-    end_ns: int
-    free_bytes: int
-
-
 class _WindowFinder:
     """Finds the windows of one rank."""
 
@@ -279,21 +267,18 @@ class _WindowFinder:
         return sum(segment.length_ns for segment in self._segments) / 1e6 if self._segments else None
 
     def windows(self) -> list[Window]:
-        free = list(self._free_intervals())
-        starts = np.array([f.start_ns for f in free], np.int64)
-        ends = np.array([f.end_ns for f in free], np.int64)
-        idle = [_idle(self._traffic[direction], starts, ends, self._peak) for direction in DIRECTIONS]
-        return [
-            self._window(f.iteration, f.phase, f.start_ns - f.origin_ns, f.end_ns - f.origin_ns, f.free_bytes, h2d, d2h)
-            for f, h2d, d2h in zip(free, *idle, strict=True)
-        ]
-
-    def _free_intervals(self) -> Iterator[_FreeInterval]:
         columns = ["iteration", "phase", "origin_ns", "start_ns", "end_ns"]
-        for iteration, phase, origin, start, end in self._phases[columns].itertuples(index=False, name=None):
-            parts = intervals_at_least(*self._timeline.between(start, end), end, self._min_bytes)
-            for begins, ends, free_bytes in parts:
-                yield _FreeInterval(iteration, phase, origin, int(begins), int(ends), free_bytes)
+        free = [
+            (iteration, phase, origin, int(begin), int(until), size)
+            for iteration, phase, origin, start, end in self._phases[columns].itertuples(index=False, name=None)
+            for begin, until, size in intervals_at_least(*self._timeline.between(start, end), end, self._min_bytes)
+        ]
+        starts, ends = (np.array([row[side] for row in free], np.int64) for side in (3, 4))
+        idle = (self._idle(direction, starts, ends) for direction in DIRECTIONS)
+        return [
+            self._window(iteration, phase, start - origin, end - origin, size, *shares)
+            for (iteration, phase, origin, start, end, size), *shares in zip(free, *idle, strict=True)
+        ]
 
     def guaranteed(self) -> list[Window]:
         """Return the windows that recur at the same relative position in every iteration.
@@ -303,18 +288,22 @@ class _WindowFinder:
         the one with the least idle link. A phase that some iteration lacks has no recurring window."""
         windows = []
         for segment in self._segments:
-            for begins, ends, free in segment.windows(self._timeline, self._min_bytes):
-                idle = [self._least_idle(self._traffic[direction], segment, begins, ends) for direction in DIRECTIONS]
-                start, end = (segment.start_ns + segment.length_ns * edge for edge in (begins, ends))
+            lengths = segment.ends - segment.starts
+            for begins, until, free in segment.windows(self._timeline, self._min_bytes):
+                starts, ends = (segment.starts + np.rint(lengths * edge).astype(np.int64) for edge in (begins, until))
+                shares = [self._idle(direction, starts, np.maximum(ends, starts + 1)) for direction in DIRECTIONS]
+                idle = [None if None in of_direction else min(of_direction) for of_direction in shares]
+                start, end = (segment.start_ns + segment.length_ns * edge for edge in (begins, until))
                 windows.append(self._window(None, segment.phase, start, end, free, *idle))
         return windows
 
-    def _least_idle(self, moved: Traffic | None, segment: PhaseSegment, begins: float, ends: float) -> float | None:
-        lengths = segment.ends - segment.starts
-        start = segment.starts + np.rint(lengths * begins).astype(np.int64)
-        end = np.maximum(segment.starts + np.rint(lengths * ends).astype(np.int64), start + 1)
-        shares = _idle(moved, start, end, self._peak)
-        return None if None in shares else min(share for share in shares if share is not None)
+    def _idle(self, direction: str, starts: Ints, ends: Ints) -> list[Any]:
+        """Return the share of each interval, ns, in which a direction of the link is idle; None where not known."""
+        moved = self._traffic[direction]
+        if moved is None:
+            return [None] * len(starts)
+        shares = moved.idle_share(starts, ends, self._peak)
+        return [None if np.isnan(share) else float(share) for share in shares]
 
     def _window(
         self,
@@ -342,10 +331,3 @@ class _WindowFinder:
             resident_params=None if self._on_cpu else free // STATE_BYTES,
             streamed_params=streamed,
         )
-
-
-def _idle(moved: Traffic | None, starts: Ints, ends: Ints, peak: float | None) -> list[float | None]:
-    if moved is None:
-        return [None] * len(starts)
-    shares: Floats = moved.idle_share(starts, ends, peak)
-    return [None if np.isnan(share) else float(share) for share in shares]

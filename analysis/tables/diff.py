@@ -62,7 +62,9 @@ def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] =
     settings = diff.setting_changes
     shown = None if verbose else _MAX_CHANGES
     title = "Memory, and bytes copied per iteration" + ("" if verbose else f" (changes of {100 * _MIN_SHARE:.0f} %)")
-    yield _changes("sizes", title, _largest(sizes, shown), size)
+    # Those with the largest ratios, in their order.
+    largest = sorted(sizes, key=lambda change: -_share(change, [change]))[:shown]
+    yield _changes("sizes", title, [change for change in sizes if change in largest], size)
     columns = (
         text("setting", "setting"),
         text("A", lambda row: _value_text(row.a)),
@@ -92,12 +94,6 @@ _LIMIT_COLUMNS = (
     text("limit", lambda result: f"{100 * result.limit.share:+g} %"),
     text("verdict", lambda result: "FAIL" if result.fails else "pass"),
 )
-
-
-def _largest(changes: Sequence[Change], count: int | None) -> list[Change]:
-    """Return the changes with the largest ratios in their order, all where `count` is None."""
-    ordered = sorted(changes, key=lambda change: -_share(change, [change]))[:count]
-    return [change for change in changes if change in ordered]
 
 
 def headline(diff: Diff) -> str:
@@ -157,15 +153,11 @@ def _share(change: Change, parts: list[Change]) -> float:
 
 
 def _sentence(subject: str, change: Change, to_text: Text) -> str:
-    return f"Largest change: {subject} {to_text(change.b)} in B and {to_text(change.a)} in A{_factor(change)}."
-
-
-def _factor(change: Change) -> str:
-    """Return by which factor B is more or less than A, in words."""
-    if not change.ratio:
-        return ""
-    words = ("slower", "faster") if isinstance(change, TimeChange) else ("as much", "less")
-    return f", {max(change.ratio, 1 / change.ratio):.2f}x {words[change.ratio < 1]}"
+    factor = ""
+    if change.ratio:
+        words = ("slower", "faster") if isinstance(change, TimeChange) else ("as much", "less")
+        factor = f", {max(change.ratio, 1 / change.ratio):.2f}x {words[change.ratio < 1]}"
+    return f"Largest change: {subject} {to_text(change.b)} in B and {to_text(change.a)} in A{factor}."
 
 
 def _verdict(change: TimeChange) -> str:

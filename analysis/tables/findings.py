@@ -1,6 +1,6 @@
 """The text of findings."""
 
-from ebbtide.analysis.findings.finding import Finding, Findings
+from ebbtide.analysis.findings.finding import Findings
 from ebbtide.analysis.metrics.missing import on_demand_remarks
 from ebbtide.analysis.tables.table import Gain, View
 from ebbtide.profiler.trace import Trace
@@ -22,7 +22,8 @@ def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, 
     yield from on_demand_remarks(trace)
     shown = findings.findings if verbose else findings.findings[:_FIRST]
     for number, finding in enumerate(shown, 1):
-        yield f"{number}. {finding.title}{_gain(finding)}"
+        has_limit = finding.potential_gain_ms is not None and not finding.is_simulated
+        yield f"{number}. {finding.title}" + (f" (up to {ms_text(finding.potential_gain_ms)})" if has_limit else "")
         yield from (f"   - {evidence}" for evidence in finding.evidence if verbose)
         yield Gain(f"   DO  {finding.advice}")
         if numbers := findings.removed_numbers(finding):
@@ -31,12 +32,6 @@ def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, 
         yield from _other_rules(findings)
     else:
         yield from _left_out(findings)
-
-
-def _gain(finding: Finding) -> str:
-    if finding.potential_gain_ms is None or finding.is_simulated:
-        return ""
-    return f" (up to {ms_text(finding.potential_gain_ms)})"
 
 
 def _left_out(findings: Findings) -> View:

@@ -1,8 +1,10 @@
 """The tables of iterations: how their times vary, and all of them."""
 
+from operator import itemgetter
+
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.missing import no_iterations
-from ebbtide.analysis.tables.table import Column, Table, View, ms, number, text
+from ebbtide.analysis.tables.table import Table, View, ms, number, text
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
@@ -29,7 +31,10 @@ def iteration_table(iterations: Iterations, rank: int) -> Table:
     outliers = {spread.phase: spread.outliers for spread in iterations.spreads if spread.rank == rank}
     rows = [row for row in iterations.rows if row["rank"] == rank]
     columns = [number("iteration", lambda row: row["iteration"])]
-    columns += [_times(phase, outliers.get(phase, [])) for phase in ("iteration", *ITERATION_PARTS)]
+    for phase in ("iteration", *ITERATION_PARTS):
+        own, time = set(outliers.get(phase, [])), itemgetter(f"{phase}_ms")
+        label = "total" if phase == "iteration" else phase
+        columns.append(ms(label, time, is_outlier=lambda row, own=own: row["iteration"] in own))
     if any(row["warmup"] for row in rows):
         columns.append(text("note", lambda row: "warm-up" if row["warmup"] else " "))
     listed = [f"{phase} {numbers_text(numbers)}" for phase, numbers in outliers.items() if numbers]
@@ -55,8 +60,3 @@ def iterations_view(trace: Trace, iterations: Iterations) -> View:
 def numbers_text(numbers: list[int]) -> str:
     """Return the first numbers as text."""
     return ", ".join(map(str, numbers[:_MAX_OUTLIERS])) + (", …" if len(numbers) > _MAX_OUTLIERS else "")
-
-
-def _times(phase: str, outliers: list[int]) -> Column:
-    label = "total" if phase == "iteration" else phase
-    return ms(label, lambda row: row[f"{phase}_ms"], is_outlier=lambda row: row["iteration"] in outliers)

@@ -76,21 +76,14 @@ def _differences_of_twins(machines: Sequence[Machine]) -> Iterator[str]:
             continue
         ranks = [machine.box.ranks for machine in (one, other) if machine.box is not None]
         equal = [machine.for_ranks(min(ranks)) if len(ranks) == 2 else machine for machine in (one, other)]
-        ratios = {label: _ratio(*(getattr(machine, key) for machine in equal)) for label, key in _RATES.items()}
-        texts = [
-            f"{label} {ratio:.2f}x"
-            for label, ratio in ratios.items()
-            if ratio is not None and max(ratio, 1 / ratio) >= _LEAST_RATIO
-        ]
+        rates = {label: [getattr(machine, key) for machine in equal] for label, key in _RATES.items()}
+        ratios = {label: second / first for label, (first, second) in rates.items() if first and second}
+        texts = [f"{label} {ratio:.2f}x" for label, ratio in ratios.items() if max(ratio, 1 / ratio) >= _LEAST_RATIO]
         yield (
             f"{other.name} is the same card as {one.name}: {', '.join(texts) or 'equal rates'}"
             f"{f' with {min(ranks)} ranks on the host of each' if len(ranks) == 2 else ''}. "
             f"{other.name} is {_basis(other)}, {one.name} {_basis(one)}."
         )
-
-
-def _ratio(one: float | None, other: float | None) -> float | None:
-    return other / one if one and other else None
 
 
 def _basis(machine: Machine) -> str:

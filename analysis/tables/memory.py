@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
-from typing import Any
 
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_memory_text, free_pool, peak_pool
 from ebbtide.analysis.metrics.holders.holders import Holder, Holders
@@ -73,16 +71,12 @@ def _highest_table(trace: Trace, memory: MemoryUse) -> Table:
         name = _LEAST_FREE if gap.gap == "free" else gap.gap
         rows.setdefault((gap.rank, name), {})[gap.phase] = size_bytes
     phases = list(dict.fromkeys(use.phase for use in memory.pools))
-    columns = [size(phase or _WHOLE, partial(_bytes_in, phase)) for phase in phases]
+    columns = [size(phase or _WHOLE, lambda row, phase=phase: row[1].get(phase)) for phase in phases]
     names = {name for _, name in rows}
     meanings = [f"{gap}: {upper} minus {lower}" for gap, (upper, lower) in GAPS.items() if gap in names]
     note = "; ".join([*meanings, *([f"free: {free_memory_text(trace)}"] if _LEAST_FREE in names else [])])
     title = "Highest use, medians over the iterations" if phases[0] is not None else "Highest use"
     return Table("use", title, (text("pool", lambda row: row[0][1]), *columns), list(rows.items()), note or None)
-
-
-def _bytes_in(phase: str | None, row: tuple[Any, dict[str | None, int]]) -> int | None:
-    return row[1].get(phase)
 
 
 def _range_columns(label: str, name: str) -> tuple[Column, ...]:
@@ -148,7 +142,9 @@ def holder_tables(holders: Holders) -> list[Table]:
     return [
         _holder_table("holders", "category", holders, _category),
         _holder_table("modules", "module", holders, _module),
-        _holder_table("sites", "call site", holders, _site),
+        _holder_table(
+            "sites", "call site", holders, lambda one: f"{_category(one)} by {_short(one.site)}" if one.site else None
+        ),
     ]
 
 
@@ -207,10 +203,6 @@ def _module(holder: Holder) -> str | None:
         return None
     module = ".".join("*" if part.isdigit() else part for part in holder.module.split("."))
     return f"{_category(holder)} of {module}"
-
-
-def _site(holder: Holder) -> str | None:
-    return f"{_category(holder)} by {_short(holder.site)}" if holder.site else None
 
 
 def _short(site: str) -> str:

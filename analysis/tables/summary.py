@@ -92,7 +92,9 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
     if summary.iteration_ms is None:
         yield f"{trace.path}: {counted}"
     else:
-        yield Gain(f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration{_longest(summary)}")
+        longest = summary.longest_phase
+        share_text = f", {100 * (longest.share or 0.0):.0f} % of it {longest.phase}" if longest is not None else ""
+        yield Gain(f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration{share_text}")
         yield f"  {counted}"
     for about_line in summary.about:
         yield f"  {about_line}"
@@ -109,12 +111,6 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
         yield from _peaks(trace, summary)
         noun = "note" if len(notes) == 1 else "notes"
         yield f"{len(notes)} {noun}, pools of memory, state of the GPU, copies: -v"
-
-
-def _longest(summary: Summary) -> str:
-    """Return the share of the phase that takes the longest."""
-    phase = summary.longest_phase
-    return "" if phase is None or phase.share is None else f", {100 * phase.share:.0f} % of it {phase.phase}"
 
 
 def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:

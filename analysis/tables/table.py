@@ -143,79 +143,6 @@ def always_free(trace: Trace) -> str:
     return "" if free is None or free <= 0 else f" Always{ranks}: {bytes_text(free)} free."
 
 
-def text(label: str, value: str | Callable[[Any], str | None], **options: Any) -> Column:
-    """Return a column of text. `value`: an attribute of the rows, or a function of a row."""
-    return Column(label, _getter(value), **options)
-
-
-def number(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
-    """Return a column of counts, or of numbers of several units, rounded to whole ones."""
-    return Column(label, _getter(value), lambda values: ("{:,.0f}".format, None), **options)
-
-
-def count(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
-    """Return a column of large counts, as in `3.83 G`."""
-    return Column(label, _getter(value), lambda values: (count_text, None), **options)
-
-
-def ms(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
-    """Return a column of milliseconds."""
-    return Column(label, _getter(value), _format_ms, **options)
-
-
-def us(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
-    """Return a column of microseconds."""
-    return Column(label, _getter(value), lambda values: ("{:,.1f}".format, "us"), **options)
-
-
-def size(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
-    """Return a column of bytes, all in the unit that suits the largest."""
-    return Column(label, _getter(value), _format_bytes, **options)
-
-
-def share(label: str, value: str | Callable[[Any], float | None], digits: int = 0, **options: Any) -> Column:
-    """Return a column of shares, in percent."""
-    return Column(label, _getter(value), lambda values: (lambda part: f"{100 * part:.{digits}f}", "%"), **options)
-
-
-def signed(column: Column) -> Column:
-    """Return a column of differences, whose positive figures have a sign."""
-    formatter = column.formatter
-    assert formatter is not None
-
-    def format_signed(values: Sequence[float | None]) -> tuple[Callable[[float], str], str | None]:
-        to_text, unit = formatter(values)
-        return lambda value: f"{'+' if value > 0 else ''}{to_text(value)}", unit
-
-    return replace(column, formatter=format_signed)
-
-
-def rate(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
-    """Return a column of bytes per second, in the unit that suits the largest."""
-    return Column(label, _getter(value), _format_rates, **options)
-
-
-def params_rate(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
-    """Return a column of parameters per second, in 1e9."""
-    return Column(label, _getter(value), lambda values: (lambda rate: f"{rate / 1e9:.2f}", "G/s"), **options)
-
-
-def _getter(value: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return attrgetter(value) if isinstance(value, str) else value
-
-
-def _printed(column: Column, rows: Sequence[Any]) -> PrintedColumn:
-    values = [column.value(row) for row in rows]
-    if column.formatter is None:
-        return PrintedColumn(column.label, [Cell(value or NOT_KNOWN) for value in values], None, is_number=False)
-    to_text, unit = column.formatter(values)
-    cells = [
-        Cell(NOT_KNOWN if value is None else to_text(value), value, column.is_outlier(row))
-        for row, value in zip(rows, values, strict=True)
-    ]
-    return PrintedColumn(column.label, cells, unit, is_number=True)
-
-
 def _largest(values: Sequence[float | None]) -> float:
     return max((abs(value) for value in values if value is not None), default=0.0)
 
@@ -235,3 +162,54 @@ def _format_rates(values: Sequence[float | None]) -> tuple[Callable[[float], str
     largest = _largest(values)
     scale, unit = next((entry for entry in _UNITS_OF_RATES if largest >= entry[0]), (1e9, "GB/s"))
     return lambda amount: f"{amount / scale:,.{2 if largest < 100 * scale else 1}f}", unit
+
+
+def _kind(formatter: Formatter | None) -> Callable[..., Column]:
+    """Return a function that makes columns of a label and a value: an attribute of the rows, or a function of a row."""
+
+    def column(label: str, value: str | Callable[[Any], Any], **options: Any) -> Column:
+        return Column(label, attrgetter(value) if isinstance(value, str) else value, formatter, **options)
+
+    return column
+
+
+text = _kind(None)
+# Counts, or numbers of several units, rounded to whole ones; large counts, as in `3.83 G`.
+number = _kind(lambda values: ("{:,.0f}".format, None))
+count = _kind(lambda values: (count_text, None))
+ms = _kind(_format_ms)
+us = _kind(lambda values: ("{:,.1f}".format, "us"))
+# Bytes, and bytes per second, all in the unit that suits the largest.
+size = _kind(_format_bytes)
+rate = _kind(_format_rates)
+# Parameters per second, in 1e9.
+params_rate = _kind(lambda values: (lambda rate: f"{rate / 1e9:.2f}", "G/s"))
+
+
+def share(label: str, value: str | Callable[[Any], float | None], digits: int = 0, **options: Any) -> Column:
+    """Return a column of shares, in percent."""
+    return _kind(lambda values: (lambda part: f"{100 * part:.{digits}f}", "%"))(label, value, **options)
+
+
+def signed(column: Column) -> Column:
+    """Return a column of differences, whose positive figures have a sign."""
+    formatter = column.formatter
+    assert formatter is not None
+
+    def format_signed(values: Sequence[float | None]) -> tuple[Callable[[float], str], str | None]:
+        to_text, unit = formatter(values)
+        return lambda value: f"{'+' if value > 0 else ''}{to_text(value)}", unit
+
+    return replace(column, formatter=format_signed)
+
+
+def _printed(column: Column, rows: Sequence[Any]) -> PrintedColumn:
+    values = [column.value(row) for row in rows]
+    if column.formatter is None:
+        return PrintedColumn(column.label, [Cell(value or NOT_KNOWN) for value in values], None, is_number=False)
+    to_text, unit = column.formatter(values)
+    cells = [
+        Cell(NOT_KNOWN if value is None else to_text(value), value, column.is_outlier(row))
+        for row, value in zip(rows, values, strict=True)
+    ]
+    return PrintedColumn(column.label, cells, unit, is_number=True)

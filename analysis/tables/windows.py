@@ -105,8 +105,10 @@ def _longest_line(windows: Windows) -> str:
     """Return the line on the longest window that every iteration has."""
     window = max(windows.guaranteed, key=lambda one: one.end_ms - one.start_ms)
     length = ms_text(window.end_ms - window.start_ms)
-    if _is_always_free(windows, window.rank):
-        rows = [one for one in windows.guaranteed if one.rank == window.rank]
+    rows = [one for one in windows.guaranteed if one.rank == window.rank]
+    iteration_ms = next(device["iteration_ms"] for device in windows.devices if device["rank"] == window.rank)
+    if iteration_ms is not None and sum(one.end_ms - one.start_ms for one in rows) > iteration_ms * (1 - 1e-6):
+        # They fill the whole iteration.
         # Longer than a gap between two phases.
         lasting = [one for one in rows if one.end_ms - one.start_ms > _SHORT_SHARE * rows[-1].end_ms]
         most = max(lasting or rows, key=lambda one: (one.free_bytes, one.end_ms - one.start_ms))
@@ -116,13 +118,6 @@ def _longest_line(windows: Windows) -> str:
             text += f"; most in {most.phase}, {bytes_text(most.free_bytes)} for {length}"
         return text
     return f"The longest in every iteration: {length} in {window.phase}, {bytes_text(window.free_bytes)} free"
-
-
-def _is_always_free(windows: Windows, rank: int) -> bool:
-    """Return whether the recurring windows of a rank fill the whole iteration."""
-    iteration_ms = next(device["iteration_ms"] for device in windows.devices if device["rank"] == rank)
-    length_ms = sum(one.end_ms - one.start_ms for one in windows.guaranteed if one.rank == rank)
-    return iteration_ms is not None and length_ms > iteration_ms * (1 - 1e-6)
 
 
 def windows_note(trace: Trace, windows: Windows) -> str:

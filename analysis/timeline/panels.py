@@ -62,7 +62,10 @@ def stack_categories(
     if len(times) > resolution.steps_per_slot * slots:
         edges = begin + np.linspace(0, length, slots + 1).astype(np.int64)
         moments, slot_ns = _peaks(times, total, edges), axis.length_ns / resolution.slots
-    values = {name: _value_at(function, moments) for name, function in functions.items()}
+    values = {
+        name: np.append(0, sizes.clip(0))[np.searchsorted(times, moments, side="right")]
+        for name, (times, sizes) in functions.items()
+    }
     layers = _layers({name: sizes for name, sizes in values.items() if (sizes > 0).any()})
     return TimelineStack(edges, layers, slot_ns) if layers else None
 
@@ -86,12 +89,6 @@ def _peaks(times: Ints, total: Ints, edges: Ints) -> Ints:
     order = order[slot[order] >= 0]
     is_first: npt.NDArray[np.bool_] = np.append(True, np.diff(slot[order]) > 0)
     return np.asarray(moments[order[is_first]])
-
-
-def _value_at(function: StepFunction, moments: Ints) -> Ints:
-    times, values = function
-    before_and_after: Ints = np.append(0, values.clip(0))
-    return before_and_after[np.searchsorted(times, moments, side="right")]
 
 
 def _layers(values: Mapping[str, Ints]) -> tuple[StackLayer, ...]:

@@ -68,7 +68,8 @@ def find_change(values: Floats, sign: int, min_share: float, scale: float | None
     # Of values that resemble the one before, correlated by r, n tell as much as n (1 - r) / (1 + r) independent ones.
     repeat = _correlation(noise)
     independent = (1 - repeat) / (1 + repeat)
-    errors = [_standard_error((series - trend)[part]) for part in (slice(0, len(start)), slice(count - third, count))]
+    parts = ((series - trend)[part] for part in (slice(0, len(start)), slice(count - third, count)))
+    errors = [1.25 * scaled_mad(part) / math.sqrt(len(part)) for part in parts]
     if change <= _STANDARD_ERRORS * np.sqrt((errors[0] ** 2 + errors[1] ** 2) / independent):
         return None
     if np.exp(exponent * independent) > _MAX_P_VALUE:
@@ -90,10 +91,6 @@ def _prefers_line(series: Floats, first: int) -> tuple[bool, float]:
     line = slope * positions + np.median(series - slope * positions)
     step = np.where(positions < first, np.median(series[:first]), np.median(series[first:]))
     return bool(np.abs(series - line).sum() < np.abs(series - step).sum()), slope
-
-
-def _standard_error(values: Floats) -> float:
-    return 1.25 * scaled_mad(np.asarray(values, np.float64)) / math.sqrt(len(values))
 
 
 def _correlation(noise: Floats) -> float:

@@ -111,25 +111,28 @@ class LiveTraceCollector(Collector):
             samples = list(self._samples())
         metrics = {metric.name: metric for metric in self.describe()}
         for sample in samples:
-            _add(metrics[sample.family], sample)
+            family, metric = FAMILIES[sample.family], metrics[sample.family]
+            labels = dict(zip(family.labels, sample.labels, strict=True))
+            if sample.median is not None:
+                metric.add_sample(family.name, {**labels, "quantile": "0.5"}, sample.median)
+            values = [sample.value, sample.observations] if family.kind == "summary" else [sample.value]
+            for name, value in zip(family.sample_names[-len(values) :], values, strict=True):
+                metric.add_sample(name, labels, value)
         yield from (metric for metric in metrics.values() if metric.samples)
 
     def _samples(self) -> Iterator[_Sample]:
         yield _Sample("ebbtide_recording", (self._live.path.name, socket.gethostname(), ebbtide.__version__), 1)
         try:
-            self._read()
+            deadline_s = time.monotonic() + _READ_S
+            self._live.poll()
+            while self._live.behind and time.monotonic() < deadline_s:
+                self._live.poll()
             ranks = self._live.ranks
             yield _Sample("ebbtide_ranks", (), len(ranks))
             for rank in ranks[:MAX_RANKS]:
                 yield from self._of_rank(rank)
         except UserError:
             return
-
-    def _read(self) -> None:
-        deadline_s = time.monotonic() + _READ_S
-        self._live.poll()
-        while self._live.behind and time.monotonic() < deadline_s:
-            self._live.poll()
 
     def _of_rank(self, rank: int) -> Iterator[_Sample]:
         figures, totals = self._live.rank(rank), self._live.totals(rank)
@@ -174,15 +177,3 @@ class LiveTraceCollector(Collector):
                 yield _Sample("ebbtide_phase_peak_bytes", (*device, phase), memory.peak_bytes[phase])
             if phase in memory.min_free_bytes:
                 yield _Sample("ebbtide_phase_free_bytes", (*device, phase), memory.min_free_bytes[phase])
-
-
-def _add(metric: core.Metric, sample: _Sample) -> None:
-    family = FAMILIES[sample.family]
-    labels = dict(zip(family.labels, sample.labels, strict=True))
-    values = [sample.value]
-    if family.kind == "summary":
-        values = [sample.value, sample.observations]
-        if sample.median is not None:
-            metric.add_sample(family.name, {**labels, "quantile": "0.5"}, sample.median)
-    for name, value in zip(family.sample_names[-len(values) :], values, strict=True):
-        metric.add_sample(name, labels, value)

@@ -59,24 +59,22 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
     ends = np.append(first[1:], len(lengths))
     for group in np.argsort(-np.add.reduceat(lengths, first), kind="stable")[:count].tolist():
         name, kind = divmod(int(present[group]), len(kind_texts))
-        times.append(_kernel_time(texts[name], kind_texts[kind], lengths[first[group] : ends[group]], total))
+        own = lengths[first[group] : ends[group]]
+        time = int(own.sum())
+        times.append(
+            KernelTime(
+                name=texts[name],
+                kind=kind_texts[kind],
+                count=len(own),
+                time_ms=time / 1e6,
+                mean_us=time / len(own) / 1e3,
+                min_us=int(own[0]) / 1e3,
+                median_us=float(np.median(own)) / 1e3,
+                max_us=int(own[-1]) / 1e3,
+                share=time / total if total else 0.0,
+            )
+        )
     return sorted(times, key=lambda kernel: (-kernel.time_ms, kernel.name, kernel.kind))[:count]
-
-
-def _kernel_time(name: str, kind: str, lengths: Ints, total: int) -> KernelTime:
-    """Summarize the runs of a kernel; `lengths`: their times in ascending order, ns, `total`: those of all kernels."""
-    time = int(lengths.sum())
-    return KernelTime(
-        name=name,
-        kind=kind,
-        count=len(lengths),
-        time_ms=time / 1e6,
-        mean_us=time / len(lengths) / 1e3,
-        min_us=int(lengths[0]) / 1e3,
-        median_us=float(np.median(lengths)) / 1e3,
-        max_us=int(lengths[-1]) / 1e3,
-        share=time / total if total else 0.0,
-    )
 
 
 def kernels_ms(trace: Trace, rank: int) -> dict[str, float]:

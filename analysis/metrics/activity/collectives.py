@@ -91,10 +91,6 @@ def _collectives(trace: Trace, rank: int) -> pd.DataFrame:
 
 
 def _are_the_same(group: dict[int, pd.DataFrame]) -> bool:
-    operations = {tuple(_operation(str(name)) for name in table["name"]) for table in group.values()}
+    names = [[str(name) for name in table["name"]] for table in group.values()]
+    operations = {tuple(m[1].lower() if (m := _OPERATION.search(name)) else name for name in own) for own in names}
     return len(group) > 1 and len(operations) == 1 and bool(operations.pop())
-
-
-def _operation(name: str) -> str:
-    match = _OPERATION.search(name)
-    return match[1].lower() if match else name

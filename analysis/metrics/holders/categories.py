@@ -67,12 +67,8 @@ def call_site(stack: str) -> str:
         if not frames:
             return f"backward of {lines[1]}" if len(lines) > 1 else "backward"
         lines = frames
-    return next((line for line in reversed(lines) if _is_of_user(line)), lines[-1])
-
-
-def _is_of_user(line: str) -> bool:
-    match = _FRAME.match(line)
-    return match is not None and not _LIBRARY.search(match["file"])
+    matches = ((line, _FRAME.match(line)) for line in reversed(lines))
+    return next((line for line, match in matches if match and not _LIBRARY.search(match["file"])), lines[-1])
 
 
 # In the order in which they are stacked, from what is held longest.
@@ -138,7 +134,10 @@ def _parts(trace: Trace, rank: int, rows: pd.DataFrame) -> Labels:
     own = part == LIBRARY
     for phase, place in (("forward", FORWARD), ("backward", BACKWARD), ("update", STEP)):
         times = phases[phases["phase"] == phase]
-        part[_inside(starts, times["start_ns"].to_numpy(np.int64), times["end_ns"].to_numpy(np.int64)) & ~own] = place
+        begins, ends = (times[side].to_numpy(np.int64) for side in ("start_ns", "end_ns"))
+        # Phases are disjoint and in order.
+        number = np.searchsorted(begins, starts, side="right") - 1
+        part[(number >= 0) & (starts < np.append(ends, 0)[number]) & ~own] = place
     if not (part == BACKWARD).any():
         # Nothing says that this is training: what is outside of modules may be anything.
         in_module = np.array([*map(in_module_call, stacks.categories), False], dtype=bool)[stacks.codes.to_numpy()]
@@ -172,12 +171,6 @@ def _next(times: Ints, moments: Ints) -> Ints:
     """Return the first of `times` after each moment; just before the end of time where there is none."""
     following: Ints = np.append(times, _NEVER - 1)[np.searchsorted(times, moments, side="right")]
     return following
-
-
-def _inside(moments: Ints, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
-    """Return which moments are inside of disjoint intervals in order."""
-    number = np.searchsorted(starts, moments, side="right") - 1
-    return (number >= 0) & (moments < np.append(ends, 0)[number])
 
 
 _LASTING = ("parameter", "buffer", "optimizer_state")
