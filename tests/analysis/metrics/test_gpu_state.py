@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis import TraceAnalysis
-from ebbtide.analysis.metrics.gpu_state import UNITS, GpuFigure, gpu_state
+from ebbtide.analysis.metrics.gpu_state import QUANTITIES, GpuFigure, gpu_state
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.errors import TraceError
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
+
+UNITS = {quantity: unit for quantity, (_, unit) in QUANTITIES.items()}
 
 MS = 10**6
 S = 10**9
