@@ -61,13 +61,10 @@ def convert_object(values: Any, kind: type[T], name: str, error: type[UserError]
         if missing := re.search(r"missing required field (\w+)", text):
             raise error(f"{name}{f': an entry of {key}' if key else ''} has no {missing[1]}") from None
         shown = f"{values[key]:g}" if isinstance(values[key], float) else reprlib.repr(values[key])
-        raise error(f"{name}: {key} is {shown}; it must be {_description(hints[key]) or text}") from None
-
-
-def _description(hint: Any) -> str | None:
-    """Return the description of a constrained type, or of a member of a union."""
-    metas = [meta for part in (hint, *get_args(hint)) for meta in getattr(part, "__metadata__", ())]
-    return next((meta.description for meta in metas if meta.description), None)
+        # Of a constrained type, or of a member of a union.
+        metas = [meta for part in (hints[key], *get_args(hints[key])) for meta in getattr(part, "__metadata__", ())]
+        allowed = next((meta.description for meta in metas if meta.description), text)
+        raise error(f"{name}: {key} is {shown}; it must be {allowed}") from None
 
 
 class ValidationProblem(NamedTuple):

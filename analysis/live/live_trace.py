@@ -166,14 +166,11 @@ class LiveTrace:
             return "recording"
         offset_ns = self._tail.meta.get("clock", {}).get("wall_offset_ns") or 0
         silence_s = (time.time_ns() - offset_ns - process.last_record_ns) / 1e9
-        return "silent" if silence_s > max(_SILENT_S, self._longest_s(rank) * _SILENT_ITERATIONS) else "recording"
-
-    def _longest_s(self, rank: int) -> float:
-        """Return the length of a rank's longest iteration, in seconds."""
-        if self.trace is None:
-            return 0.0
-        spans = intervals(self.trace, rank, device_times=False).spans
-        return float((spans["end_ns"] - spans["start_ns"]).max()) / 1e9 if len(spans) else 0.0
+        longest_s = 0.0
+        if self.trace is not None:
+            times = intervals(self.trace, rank, device_times=False)
+            longest_s = float((times.ends - times.starts).max(initial=0)) / 1e9
+        return "silent" if silence_s > max(_SILENT_S, longest_s * _SILENT_ITERATIONS) else "recording"
 
     def _collector_may_run(self, tail: RecordingTail) -> bool:
         return not self._on_this_host(tail) or collector_runs(self.path)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbtide.analysis.metrics.devices import link_peak, main_device, memory_timeline
+from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import traffic
-from ebbtide.analysis.timeseries.step_functions import Floats, Ints, peak_between
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
@@ -66,11 +66,6 @@ def column_edges(start_ns: int, end_ns: int, columns: int) -> Ints:
     return np.linspace(start_ns, max(end_ns, start_ns + columns), columns + 1).astype(np.int64)
 
 
-def memory_columns(trace: Trace, rank: int, pool: str, edges: Ints) -> Floats:
-    """Return the largest value of a pool in each column, bytes; NaN before its first sample."""
-    return peak_between(*memory_timeline(trace, rank, pool), edges[:-1], edges[1:])
-
-
 def link_columns(trace: Trace, rank: int, direction: str, edges: Ints) -> Floats:
     """Return the rate of the link in each column, bytes/s; NaN where it was not sampled."""
     moved = traffic(trace, rank, direction)
@@ -78,12 +73,6 @@ def link_columns(trace: Trace, rank: int, direction: str, edges: Ints) -> Floats
         return np.full(len(edges) - 1, np.nan)
     rates: Floats = moved.bytes(edges[:-1], edges[1:]) / (np.diff(edges) / 1e9)
     return rates
-
-
-def link_scale(trace: Trace, rank: int, rates: Floats) -> float | None:
-    """Return the peak of a rank's link, else the largest of some rates, bytes/s; None without either."""
-    largest = float(np.nanmax(rates)) if np.isfinite(rates).any() else 0.0
-    return link_peak(trace, rank) or largest or None
 
 
 def gpu_columns(trace: Trace, rank: int, quantity: str, edges: Ints) -> Floats:

@@ -85,8 +85,7 @@ def rank_drifts(trace: Trace, rank: int | None) -> RankDrifts:
         scale = capacity_bytes(trace, rank) if is_memory and rank is not None else None
         change = find_change(values, 1 if quantity == "iteration_time" else -1, _MIN_SHARES[quantity], scale)
         if change is not None and (not is_memory or _keeps_falling(trace, rank, at.astype(np.int64), values)):
-            position, *figures = change
-            drifts.append(Drift(quantity, rank, float(at[position]), bool(numbers), *figures))
+            drifts.append(Drift(quantity, rank, float(at[change.position]), bool(numbers), *change[1:]))
     return RankDrifts(drifts, compared)
 
 

@@ -78,12 +78,6 @@ def window_chart_boxes(rows: pd.DataFrame, axis: TimeAxis, level: float, size: f
     return _chart_boxes(rows, axis, columns)
 
 
-def recurring_chart_boxes(rows: pd.DataFrame, axis: TimeAxis) -> ChartBoxes:
-    """Return boxes of windows that every iteration has (`recurring_boxes`)."""
-    columns = {"phase": list(rows["phase"]), "free": [bytes_text(int(free_bytes)) for free_bytes in rows["free_bytes"]]}
-    return _chart_boxes(rows, axis, columns)
-
-
 def _chart_boxes(rows: pd.DataFrame, axis: TimeAxis, columns: dict[str, Any]) -> ChartBoxes:
     left, right = (axis.x(rows[column].to_numpy(np.int64)) for column in ("start_ns", "end_ns"))
     return ChartBoxes(left, right, columns)
@@ -221,7 +215,8 @@ def _strips(
         yield Strip(name, substep_chart_boxes(of_substeps.sample(rows), axis), SUBSTEP_TOOLTIP)
     if windows is not None and windows.guaranteed:
         boxes = sampler.sample(recurring_boxes(trace, rank, windows.min_bytes))
-        yield Strip("always free", {"recurring": recurring_chart_boxes(boxes, axis)}, RECURRING_TOOLTIP)
+        columns = {"phase": list(boxes["phase"]), "free": [bytes_text(int(size)) for size in boxes["free_bytes"]]}
+        yield Strip("always free", {"recurring": _chart_boxes(boxes, axis, columns)}, RECURRING_TOOLTIP)
 
 
 def _box_notes(sampler: BoxSampler, of_substeps: BoxSampler) -> Iterator[str]:

@@ -21,6 +21,7 @@ _MAX_KERNELS = 20
 _SOURCE = "ebbtide summary --by activity --json"
 _WHOLE_TRACE = "Over the whole trace."
 _KINDS = ("compute", "communication", "copy", "idle")
+_STREAMS = (number("stream", "stream"), number("runs", "count"), ms("busy", "busy_ms"), ms("idle", "idle_ms"))
 
 
 def activity_tables(activity: GpuActivity) -> list[Table]:
@@ -43,7 +44,7 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
     tables += [
         _shares("activity-total", "GPU time, whole trace", "activity", times, total.span_ms, note),
         _shares("causes", "Time without compute", "cause", causes, total.span_ms, _WHOLE_TRACE),
-        _stream_table(activity),
+        Table("streams", "Busy and idle time of each stream", _STREAMS, activity.streams, _WHOLE_TRACE, _SOURCE, 8),
         _kernel_table(activity),
     ]
     if activity.collectives is not None:
@@ -80,11 +81,6 @@ def short_name(kernel: str) -> str:
                 end = position
                 break
     return _QUALIFIER.sub("", kernel[:end].removeprefix("void ")) or kernel
-
-
-def _stream_table(activity: GpuActivity) -> Table:
-    columns = (number("stream", "stream"), number("runs", "count"), ms("busy", "busy_ms"), ms("idle", "idle_ms"))
-    return Table("streams", "Busy and idle time of each stream", columns, activity.streams, _WHOLE_TRACE, _SOURCE, 8)
 
 
 def _kernel_table(activity: GpuActivity) -> Table:

@@ -98,7 +98,13 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
         yield f"  {counted}"
     for about_line in summary.about:
         yield f"  {about_line}"
-    yield from _figures(trace, summary)
+    if summary.iterations > summary.warmup_iterations:
+        yield phase_table(trace, summary)
+        if summary.without_gradients_ms:
+            yield f"of other: {ms_text(summary.without_gradients_ms)} forwards without gradients"
+    else:
+        yield f"figures are of the whole trace: {no_iterations(trace)}"
+        yield totals_table(trace, summary.totals, summary.ranks)
     yield storage_table(summary.storage)
     yield differences_table(summary.rank_differences)
     notes = [*summary.remarks, *(f"note: {note}" for note in trace.notes)]
@@ -120,16 +126,6 @@ def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:
     if peaks:
         of_capacity = f" ({capacity_name(trace)}: {bytes_text(capacity)})" if capacity is not None else ""
         yield f"Peaks of memory: {', '.join(peaks)}{of_capacity}"
-
-
-def _figures(trace: Trace, summary: Summary) -> Iterator[str | Table]:
-    if summary.iterations > summary.warmup_iterations:
-        yield phase_table(trace, summary)
-        if summary.without_gradients_ms:
-            yield f"of other: {ms_text(summary.without_gradients_ms)} forwards without gradients"
-    else:
-        yield f"figures are of the whole trace: {no_iterations(trace)}"
-        yield totals_table(trace, summary.totals, summary.ranks)
 
 
 def storage_table(uses: Sequence[StorageUse]) -> Table:

@@ -82,19 +82,15 @@ def _category_stack(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolut
     device = devices.main_device(trace, rank)
     if device is not None and (by_category := memory_by_category(trace, rank, device)):
         end_ns = recorded_span(trace, rank, device)[1]
-        return stack_categories(
-            {name or _UNKNOWN: _until(sizes, end_ns) for name, sizes in by_category.items()}, axis, resolution
-        )
+        # Allocations are recorded for a part of a job: 0 from its end on.
+        ended = {
+            name or _UNKNOWN: (np.append(times[times < end_ns], end_ns), np.append(sizes[times < end_ns], 0))
+            for name, (times, sizes) in by_category.items()
+        }
+        return stack_categories(ended, axis, resolution)
     pools = sorted(_category_pools(trace, rank))
     sizes = {pool.removeprefix(_CATEGORY_PREFIX): devices.memory_timeline(trace, rank, pool) for pool in pools}
     return stack_categories(sizes, axis, resolution)
-
-
-def _until(timeline: tuple[Ints, Ints], end_ns: int) -> tuple[Ints, Ints]:
-    """Return a timeline that is 0 from `end_ns` on: allocations are recorded for a part of a job."""
-    times, sizes = timeline
-    before = times < end_ns
-    return np.append(times[before], end_ns), np.append(sizes[before], 0)
 
 
 def _lines(

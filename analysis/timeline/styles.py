@@ -191,15 +191,10 @@ SUBSTEP_COLORS = {
 OTHER_SUBSTEP = "other"
 
 
-def sorted_pools(pools: Iterable[str]) -> list[str]:
-    """Return pools in the order in which they are drawn and named."""
-    order = list(POOL_STYLES)
-    return sorted(pools, key=lambda pool: (order.index(pool) if pool in order else len(order), pool))
-
-
 def pool_styles(pools: Iterable[str]) -> dict[str, LineStyle]:
     """Return a style for each pool, in drawing order; pools without a style of their own get one by their rank."""
-    names = sorted_pools(pools)
+    order = list(POOL_STYLES)
+    names = sorted(pools, key=lambda pool: (order.index(pool) if pool in order else len(order), pool))
     others = [pool for pool in names if pool not in POOL_STYLES]
     extra = {
         pool: LineStyle(

@@ -59,18 +59,18 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
     ends = np.append(first[1:], len(lengths))
     for group in np.argsort(-np.add.reduceat(lengths, first), kind="stable")[:count].tolist():
         name, kind = divmod(int(present[group]), len(kind_texts))
-        own = lengths[first[group] : ends[group]]
-        time = int(own.sum())
+        runs = lengths[first[group] : ends[group]]
+        time = int(runs.sum())
         times.append(
             KernelTime(
                 name=texts[name],
                 kind=kind_texts[kind],
-                count=len(own),
+                count=len(runs),
                 time_ms=time / 1e6,
-                mean_us=time / len(own) / 1e3,
-                min_us=int(own[0]) / 1e3,
-                median_us=float(np.median(own)) / 1e3,
-                max_us=int(own[-1]) / 1e3,
+                mean_us=time / len(runs) / 1e3,
+                min_us=int(runs[0]) / 1e3,
+                median_us=float(np.median(runs)) / 1e3,
+                max_us=int(runs[-1]) / 1e3,
                 share=time / total if total else 0.0,
             )
         )

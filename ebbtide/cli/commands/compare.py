@@ -97,7 +97,10 @@ def compare(
     memory_budget_bytes = options.size(memory_budget) if memory_budget is not None else None
     host_bytes = options.size(host_free_bytes) if host_free_bytes is not None else None
     link_bytes_per_s = options.size(emulate_link) if emulate_link is not None else None
-    _set_environment()
+    # Torch reads these when it is imported. Without the first one, matrix products on a GPU differ from run to run; by
+    # the second one, waiting threads of torch leave the cores to the updates.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     from ebbtide.cli.printing import progress_bar
     from ebbtide.interleave.experiments.compare.compare import CompareConfig
@@ -154,11 +157,3 @@ def _phase_waits(forward_ms: float | None, backward_ms: float | None) -> PhaseWa
     if backward_ms is None:
         backward_ms = 2 * (forward_ms or 0.0)
     return PhaseWaits((forward_ms or 0.0) / 1e3, backward_ms / 1e3)
-
-
-def _set_environment() -> None:
-    """Set variables that torch reads when it is imported."""
-    # Otherwise matrix products on a GPU differ from run to run.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Waiting threads of torch leave the cores to the updates.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

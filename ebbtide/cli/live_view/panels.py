@@ -8,14 +8,14 @@ import numpy as np
 from rich.text import Text
 
 from ebbtide.analysis.live import LiveRank, series
-from ebbtide.analysis.metrics.devices import ran_on_cpu
+from ebbtide.analysis.metrics.devices import memory_timeline, ran_on_cpu
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, no_link
 from ebbtide.analysis.tables.table import Table
 from ebbtide.analysis.tables.text import table_lines
 from ebbtide.analysis.tables.windows import recurring_table
 from ebbtide.analysis.timeline.styles import COLORS
-from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.analysis.timeseries.step_functions import Floats, peak_between
 from ebbtide.cli.live_view.snapshot import RecordingSnapshot, SeenFinding, SelectedRank
 from ebbtide.foreign_text import masked
 from ebbtide.phases import ITERATION_PARTS
@@ -31,11 +31,6 @@ def phase_style(phase: str) -> str:
     """Return the style of a letter of a phase: dark on the colour that the phase has in plots."""
     foreground = "#d3d9de" if phase == "other" else "#101418"
     return f"{foreground} on {COLORS[phase].dark}"
-
-
-def line_style(name: str) -> str:
-    """Return the style of a line in the colour that it has in plots, on dark ground."""
-    return COLORS[name].dark
 
 
 def legend() -> Text:
@@ -129,7 +124,7 @@ def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
         return lines([title("Memory"), Text(NO_MEMORY, DIM)], width, height)
     columns = max(width - _LABEL, 1)
     edges = series.column_edges(*view.range_ns, columns)
-    sizes = series.memory_columns(view.trace, view.figures.rank, memory.pool, edges)
+    sizes = peak_between(*memory_timeline(view.trace, view.figures.rank, memory.pool), edges[:-1], edges[1:])
     peak = float(np.nanmax(sizes)) if np.isfinite(sizes).any() else 1.0
     capacity = memory.capacity_bytes
     at_capacity = capacity is not None and peak >= _MIN_SHARE_OF_CAPACITY * capacity
@@ -145,7 +140,7 @@ def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
     rows = [title("Memory", details)]
     color = memory.pool if memory.pool in COLORS else "device"
     for label, row in zip(labels, chart, strict=True):
-        rows.append(Text(f"{label:>{_LABEL - 1}} ").append(row, line_style(color)))
+        rows.append(Text(f"{label:>{_LABEL - 1}} ").append(row, COLORS[color].dark))
     phases = Text(f"{'phase':>{_LABEL - 1}} ")
     for phase in series.phase_columns(view.trace, view.figures.rank, edges):
         phases.append(" " if phase is None else LETTERS[phase], "" if phase is None else phase_style(phase))
@@ -163,7 +158,8 @@ def draw_link(view: SelectedRank, width: int, height: int) -> Text:
         if direction in figures.link:
             link = figures.link[direction]
             rates = series.link_columns(view.trace, rank, direction, edges)
-            scale = series.link_scale(view.trace, rank, rates)
+            # The peak of the link, else the largest of the rates.
+            scale = link.peak_bytes_per_s or float(np.nan_to_num(rates).max())
             share = "" if link.share is None else f"{100 * link.share:.0f} %"
             label = f"{direction} {rate_text(link.bytes_per_s):>11} {share:>6}"
             charts.append((label, direction, rates / scale if scale else rates))
@@ -180,7 +176,7 @@ def draw_link(view: SelectedRank, width: int, height: int) -> Text:
         chart = [" " * len(shares)] * (of_each > 1) + level_rows(shares, max(of_each - 1, 1))
         for number, row in enumerate(chart):
             text = label if number == len(chart) - 1 else ""
-            rows.append(Text(f"{text:<{_LABEL}}").append(row, line_style(color)))
+            rows.append(Text(f"{text:<{_LABEL}}").append(row, COLORS[color].dark))
     return lines(rows, width, height)
 
 
