@@ -6,7 +6,6 @@ import numpy as np
 
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.metrics.link_throughput import traffic
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -64,15 +63,6 @@ def time_range(trace: Trace, rank: int, count: int) -> tuple[int, int] | None:
 def column_edges(start_ns: int, end_ns: int, columns: int) -> Ints:
     """Return the edges of columns of equal length: one more than there are columns."""
     return np.linspace(start_ns, max(end_ns, start_ns + columns), columns + 1).astype(np.int64)
-
-
-def link_columns(trace: Trace, rank: int, direction: str, edges: Ints) -> Floats:
-    """Return the rate of the link in each column, bytes/s; NaN where it was not sampled."""
-    moved = traffic(trace, rank, direction)
-    if moved is None:
-        return np.full(len(edges) - 1, np.nan)
-    rates: Floats = moved.bytes(edges[:-1], edges[1:]) / (np.diff(edges) / 1e9)
-    return rates
 
 
 def gpu_columns(trace: Trace, rank: int, quantity: str, edges: Ints) -> Floats:

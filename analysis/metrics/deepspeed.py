@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.json_files import section
+
 if TYPE_CHECKING:
     # Policies import this module in training jobs, which need no tables.
     from ebbtide.profiler.trace import Trace
@@ -24,12 +26,12 @@ class DeepSpeedSetup:
     @property
     def zero_config(self) -> dict[str, Any]:
         """The section `zero_optimization` of the user's configuration; empty where there is none."""
-        return _section(self.info.config, "zero_optimization")
+        return section(self.info.config, "zero_optimization")
 
     @property
     def offload_config(self) -> dict[str, Any]:
         """The section `zero_optimization.offload_optimizer` of the configuration; empty where there is none."""
-        return _section(self.zero_config, "offload_optimizer")
+        return section(self.zero_config, "offload_optimizer")
 
     @property
     def stage(self) -> int | None:
@@ -134,8 +136,3 @@ def residents_are_last(version: str | None) -> bool:
     subgroups are then the last ones instead of the first."""
     numbers = version_numbers(version)
     return bool(numbers) and numbers < (0, 18)
-
-
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}

@@ -112,7 +112,13 @@ def holders_view(trace: Trace, holders: Holders | None, at: str, verbose: bool =
 
 def _holder_parts(holders: Holders, verbose: bool) -> View:
     """Return the tables of holders, without `verbose` the first rows of each."""
-    tables = holder_tables(holders)
+    tables = [
+        _holder_table("holders", "category", holders, _category),
+        _holder_table("modules", "module", holders, _module),
+        _holder_table(
+            "sites", "call site", holders, lambda one: f"{_category(one)} by {_short(one.site)}" if one.site else None
+        ),
+    ]
     unnamed = sum(holder.bytes for holder in holders.holders if holder.category is None)
     if unnamed > _MOST_UNNAMED * holders.bytes and any(tables[1:]):
         yield f"{bytes_text(unnamed)} not known: {_NOT_NAMED}"
@@ -135,17 +141,6 @@ def category_table(holders: Holders) -> Table:
         f"`{holders.pool}`)."
     )
     return _holder_table("holders", "category", holders, _category, note)
-
-
-def holder_tables(holders: Holders) -> list[Table]:
-    """Return the bytes of each category, module and call site at a time."""
-    return [
-        _holder_table("holders", "category", holders, _category),
-        _holder_table("modules", "module", holders, _module),
-        _holder_table(
-            "sites", "call site", holders, lambda one: f"{_category(one)} by {_short(one.site)}" if one.site else None
-        ),
-    ]
 
 
 def _holder_table(

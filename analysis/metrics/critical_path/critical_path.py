@@ -202,15 +202,12 @@ class _Namer:
             is_wait = step == Step.SYNCHRONIZATION or "Synchronize" in row.name
             kind, name = "wait" if is_wait else "launch" if row.launches else "host", row.name
         elif step == Step.HOST or (step == Step.START and is_call):
-            kind, name = "host", self._named_range(nodes.rank, middle) or part or UNKNOWN_WAIT
+            # The innermost range that the job named, else the phase.
+            starts, ends, names = self._ranges[nodes.rank]
+            around = np.flatnonzero((starts <= middle) & (ends > middle))
+            kind, name = "host", str(names[around[-1]]) if len(around) else part or UNKNOWN_WAIT
         elif step != Step.START:
             name = {Step.STREAM: BETWEEN_KERNELS, Step.OTHER_STREAM: OTHER_STREAM}.get(
                 step, f"for rank {before[0].rank}"
             )
         return Segment(nodes.rank, start, end, kind, name, part)
-
-    def _named_range(self, rank: int, at_ns: int) -> str | None:
-        """Return the innermost range that the job named at a time."""
-        starts, ends, names = self._ranges[rank]
-        around = np.flatnonzero((starts <= at_ns) & (ends > at_ns))
-        return str(names[around[-1]]) if len(around) else None

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ebbtide.analysis.live import LiveRank, series
 from ebbtide.analysis.metrics.devices import memory_timeline, ran_on_cpu
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, traffic
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, no_link
 from ebbtide.analysis.tables.table import Table
 from ebbtide.analysis.tables.text import table_lines
@@ -155,9 +155,9 @@ def draw_link(view: SelectedRank, width: int, height: int) -> Text:
     edges = series.column_edges(*view.range_ns, max(width - _LABEL, 1))
     charts: list[tuple[str, str, Floats]] = []
     for direction in DIRECTIONS:
-        if direction in figures.link:
+        if (moved := traffic(view.trace, rank, direction)) is not None and direction in figures.link:
             link = figures.link[direction]
-            rates = series.link_columns(view.trace, rank, direction, edges)
+            rates = moved.bytes(edges[:-1], edges[1:]) / (np.diff(edges) / 1e9)
             # The peak of the link, else the largest of the rates.
             scale = link.peak_bytes_per_s or float(np.nan_to_num(rates).max())
             share = "" if link.share is None else f"{100 * link.share:.0f} %"
