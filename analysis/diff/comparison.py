@@ -123,6 +123,11 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
         names = {**of_first, **of_second}
         return [Change(name, of_first.get(name), of_second.get(name)) for name in names]
 
+    kernels = []
+    if first.kernels_ms and second.kernels_ms:
+        # What one of them does not run takes no time in it.
+        none = dict.fromkeys({**first.kernels_ms, **second.kernels_ms}, 0.0)
+        kernels = changes({**none, **first.kernels_ms}, {**none, **second.kernels_ms})
     sizes = {size: changes(first.sizes[size], second.sizes[size]) for size in PHASE_SIZES}
     settings = {}
     if (of_a := first.settings) is not None and (of_b := second.settings) is not None:
@@ -136,15 +141,9 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
         **sizes,
         setting_changes=[SettingChange(name, *values) for name, values in settings.items() if values[0] != values[1]],
         totals=changes(first.totals, second.totals),
-        kernels=_kernel_changes(first.kernels_ms, second.kernels_ms),
+        kernels=sorted(kernels, key=lambda change: -abs(change.difference or 0)),
         predicted=(first.is_predicted, second.is_predicted),
     )
-
-
-def _kernel_changes(a: Mapping[str, float], b: Mapping[str, float]) -> list[Change]:
-    """Compare two runs that both recorded kernels: what one of them does not run takes no time in it."""
-    changes = [Change(name, a.get(name, 0.0), b.get(name, 0.0)) for name in {**a, **b}] if a and b else []
-    return sorted(changes, key=lambda change: -abs(change.difference or 0))
 
 
 def _time_change(part: str, a: pd.Series[float], b: pd.Series[float]) -> TimeChange:

@@ -16,7 +16,7 @@ from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import clip_boxes, has_gpu_times, phase_boxes
 from ebbtide.analysis.timeline.panels import Scale, TimelinePanel, TimelineStack, value_scale
-from ebbtide.analysis.timeline.styles import COLORS, LEVEL, PHASE_COLORS, PHASE_OPACITY, AreaStyle, BoxStyle, LineStyle
+from ebbtide.analysis.timeline.styles import COLORS, LEVEL, PHASE_COLORS, PHASE_OPACITY, BoxStyle, LineStyle
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 
@@ -35,12 +35,6 @@ def line_properties(style: LineStyle, width_factor: float = 1.0) -> dict[str, An
 
 def box_properties(style: BoxStyle) -> dict[str, Any]:
     return {"fc": COLORS[style.fill].light, "ec": COLORS[style.edge].light, "lw": style.edge_width}
-
-
-def area_properties(style: AreaStyle) -> dict[str, Any]:
-    """Return the properties of an area of a stack, behind lines and in front of phases."""
-    hatch = {"hatch": _HATCHES[style.hatch], "ec": (_HATCH_COLOR, _HATCH_OPACITY)} if style.hatch else {}
-    return {"fc": COLORS[style.color].light, "lw": 0, "zorder": 0.8, **hatch}
 
 
 # The phases of an iteration that is a smaller share of the time axis cannot be told apart.
@@ -193,8 +187,11 @@ def draw_stack(
     edges, borders = axis.x(stack.edges), [bottom + border / size for border in stack.borders]
     drawn: list[Artist] = []
     for layer, low, high in zip(stack.layers, borders[:-1], borders[1:], strict=True):
-        label = f"{prefix}{layer.name}"
-        drawn.append(axes.stairs(high, edges, baseline=low, fill=True, label=label, **area_properties(layer.style)))
+        # Behind lines and in front of phases.
+        style: dict[str, Any] = {"fc": COLORS[layer.style.color].light, "lw": 0, "zorder": 0.8}
+        if layer.style.hatch:
+            style |= {"hatch": _HATCHES[layer.style.hatch], "ec": (_HATCH_COLOR, _HATCH_OPACITY)}
+        drawn.append(axes.stairs(high, edges, baseline=low, fill=True, label=f"{prefix}{layer.name}", **style))
     return drawn[::-1]
 
 
