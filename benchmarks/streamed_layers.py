@@ -1,6 +1,6 @@
 """Compare runs of ml_dataflow, which streams all layers of a model, with plans of the policy `ml-dataflow`.
 
-    python benchmarks/streamed_layers.py fit CARD | predict | table | bound | budgets
+    python benchmarks/streamed_layers.py fit CARD | predict | table | bound | budgets | mixes
 
 `fit` fits the rates of a card to some of its runs; `predict` writes the predicted steps of all runs; `table` prints
 the comparison. Data are those of `benchmarks/accuracy/`; settings are apart from times.
@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -363,15 +363,60 @@ def check_budgets() -> None:
     print(f"{right} of {sum(counts.values())} budgets are predicted rightly; (card, ran, predicted): {counts}")
 
 
+# Gains in the simulation from which the choice of another mix is counted as promised.
+PROMISED = 0.06
+
+
+def check_mixes() -> None:
+    """Print the loss of choosing, by the predicted steps, among the recorded mixes that a budget of host memory
+    allows, and which promised gains are real."""
+    measured = measured_s()
+    predicted = {one.name: one.step_s for one in read_rows(Step, FOLDER / "streamed-layers.predicted.csv")}
+    jobs: dict[tuple[str, int, int, int, float], list[Settings]] = {}
+    for job, settings in runs():
+        key = job.machine, job.params, job.sequence, job.tokens, settings.device_gib
+        jobs.setdefault(key, []).append(settings)
+    losses, largest, gains = [], [], []
+    for mixes in jobs.values():
+        for budget in {one.host_gib for one in mixes}:
+            allowed = [one.name for one in mixes if max(one.host_gib, one.used_host_gib) <= budget]
+            if len(allowed) < 2:
+                continue
+            chosen, best = (min(allowed, key=times.__getitem__) for times in (predicted, measured))
+            losses.append(measured[chosen] / measured[best] - 1)
+            own = [one.name for one in mixes if one.host_gib == budget]
+            largest.append(measured[min(own)] / measured[best] - 1)
+            gains += [(excess_of(predicted, one, chosen), excess_of(measured, one, chosen)) for one in own]
+    promised = [(gain, real) for gain, real in gains if gain > PROMISED]
+    mean, most, own_mean = (100 * one for one in (statistics.fmean(losses), max(losses), statistics.fmean(largest)))
+    print(f"{len(losses)} budgets with a choice: loss {mean:.2f} % in the mean, {most:.1f} % at most;", end=" ")
+    print(f"of the mix of that budget itself {own_mean:.2f} % in the mean")
+    confirmed = sum(real > PROMISED / 2 for _, real in promised)
+    promise, least = round(100 * PROMISED), round(50 * PROMISED)
+    print(f"{len(promised)} promised gains above {promise} %, of which {confirmed} measured above {least} %")
+
+
+def excess_of(steps: Mapping[str, float], name: str, other: str) -> float:
+    """Return by how much a step is longer than that of another run."""
+    return steps[name] / steps[other] - 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["fit", "predict", "table", "bound", "budgets"])
+    parser.add_argument("part", choices=["fit", "predict", "table", "bound", "budgets", "mixes"])
     parser.add_argument("card", nargs="?", choices=list(FITS), help="card whose rates are fitted")
     arguments = parser.parse_args()
     if arguments.part == "fit":
         fit_card(arguments.card)
         return
-    {"predict": predict_all, "table": table, "bound": check_bound, "budgets": check_budgets}[arguments.part]()
+    parts = {
+        "predict": predict_all,
+        "table": table,
+        "bound": check_bound,
+        "budgets": check_budgets,
+        "mixes": check_mixes,
+    }
+    parts[arguments.part]()
 
 
 if __name__ == "__main__":

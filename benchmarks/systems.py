@@ -12,6 +12,7 @@ from dataclasses import replace
 from benchmarks.published import jobs, simulated, simulated_sample
 from benchmarks.published_figures import Figure, box, fitted_rate
 from benchmarks.storage_systems import mlp_offload, zero_infinity
+from benchmarks.streamed_systems import megatrain, roundpipe
 from benchmarks.tables import machine_line, percent, table
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -243,6 +244,8 @@ def main() -> None:
         torchao,
         zero_infinity,
         mlp_offload,
+        megatrain,
+        roundpipe,
     ):
         for figure in source():
             by_system.setdefault(figure.system, []).append(figure)

@@ -44,6 +44,7 @@ KERNELS = Need(
     "kernels of the GPU (import a torch.profiler trace)",
     lambda metrics: any(rank.busy_time is not None for rank in metrics.by_rank),
 )
+CHECKPOINTING = Need("forwards that are computed again in the backward", lambda metrics: bool(metrics.checkpointing))
 HOST_MEMORY = Need(
     "memory of the host (`ebbtide profile` records it)",
     lambda metrics: metrics.is_recorded or any(metrics.pool_peak(pool) is not None for pool in ("swap", "host")),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-SettingKind = Literal["deepspeed", "policy"]
+SettingKind = Literal["deepspeed", "policy", "activations"]
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class Setting:
     """A change of a job's settings, and the iteration with it."""
 
     # `deepspeed`: keys of the section zero_optimization; `policy`: arguments of ebbtide's `enable` or
-    # `InterleavedAdamW`.
+    # `InterleavedAdamW`; `activations`: numbers of layers that keep, recompute or offload theirs.
     kind: SettingKind
     settings: Mapping[str, Any]
     text: str  # What to do, in words.
@@ -30,4 +30,9 @@ class Adviser(Protocol):
 
     def deepspeed_setting(self) -> Setting | None:
         """Return the best setting of what DeepSpeed has by itself; None where the job cannot be simulated."""
+        ...
+
+    def activations_setting(self) -> Setting | None:
+        """Return the best choice of activations for a job that recomputes those of all layers; None where its layers
+        are not known."""
         ...

@@ -16,13 +16,14 @@ from ebbtide.interleave.advise.choice import (
     unified_memory_text,
 )
 from ebbtide.interleave.advise.job import inputs
+from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
 from ebbtide.interleave.advise.job.training_job import recorded_job
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.advise.lines.setups import PasteContext, setup_of
 from ebbtide.interleave.advise.replay import Replay, replay
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.simulator import Steps, simulate
+from ebbtide.interleave.simulation.simulator import Steps, simulate, simulate_steps
 from ebbtide.machines.catalog import preset, presets
 from ebbtide.machines.machine import Machine, machine_from
 from ebbtide.profiler.trace import Trace
@@ -67,7 +68,27 @@ class TraceAdviser:
         if not on_gpu:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"
-        return self._setting("deepspeed", {"offload_optimizer": offload}, text, steps)
+        recorded_ms = JobMetrics(self._trace).iteration_ms or 0.0
+        return _setting("deepspeed", {"offload_optimizer": offload}, text, steps, recorded_ms)
+
+    def activations_setting(self) -> Setting | None:
+        """Return the best choice of activations for a job that recomputes those of all layers; None: not known."""
+        if self._job is None:
+            return None
+        workload, machine = with_trace_layers(self._job.workload, self._trace), self._job.context.machine
+        if not workload.layers or machine.gpu_update_params_per_s is None:
+            return None
+        policy = "pipelined" if JobMetrics(self._trace).offloaded else "gpu-only"
+        again, best = (
+            simulate_steps(make_plan(f"{policy},activations={kind}", workload, machine), workload, machine)
+            for kind in ("recompute", "auto")
+        )
+        layers = best.valid.plan.layers
+        if layers is None or best.valid.fits_device(None) is False:
+            return None
+        counts = layers.counts(len(workload.chunk_shares))[1]
+        text = ", ".join(f"{kind} those of {count} layers" for kind, count in counts.items() if count)
+        return _setting("activations", counts, f"activations: {text}", best, again.iteration_s * 1e3)
 
     @cached_property
     def _job(self) -> _Job | None:
@@ -80,11 +101,11 @@ class TraceAdviser:
         except (MachineError, WorkloadError):
             return None
 
-    def _setting(self, kind: SettingKind, settings: dict[str, Any], text: str, steps: Steps) -> Setting:
-        iteration_ms, recorded_ms = steps.iteration_s * 1e3, JobMetrics(self._trace).iteration_ms or 0.0
-        times = f"{ms_text(recorded_ms).removesuffix(' ms')} -> {ms_text(iteration_ms)}"
-        gain_ms = max(0.0, recorded_ms - iteration_ms)
-        return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, gain_ms)
+
+def _setting(kind: SettingKind, settings: dict[str, Any], text: str, steps: Steps, before_ms: float) -> Setting:
+    iteration_ms = steps.iteration_s * 1e3
+    times = f"{ms_text(before_ms).removesuffix(' ms')} -> {ms_text(iteration_ms)}"
+    return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, max(0.0, before_ms - iteration_ms))
 
 
 _POLICY = "pipelined"

@@ -153,7 +153,7 @@ class LayerSearch:
         if activations == "recompute" and not last:
             raise PolicyError("activations=recompute needs layers with recompute_s, or with several forms")
         self._weights = (False, True) if weights == "auto" else (weights == "streamed",)
-        self._forms = (_OFFLOAD, *range(last + 1)) if activations == "auto" else (named[activations],)
+        self._forms = (*range(last + 1), _OFFLOAD) if activations == "auto" else (named[activations],)
         self.singles = [
             LayerChoice((streamed,) * count, (form,) * count) for streamed, form in product(self._weights, self._forms)
         ]

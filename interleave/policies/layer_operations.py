@@ -101,12 +101,14 @@ class LayerOperations:
             self.add("weights up", "h2d", layer, self._weight_bytes[layer], stretch.end, use)
 
 
-def with_layer_operations(plan: Plan, placed: Workload, layers: LayerPlan) -> Plan:
+def with_layer_operations(
+    plan: Plan, placed: Workload, layers: LayerPlan, operations: LayerOperations | None = None
+) -> Plan:
     """Return a plan for the optimizer's state with the operations of a plan for layers before its own, not validated.
 
     Parameters of streamed layers stay on the host when the CPU has updated them, and are copied there when the GPU has,
     unless they stay on the device for the next forward. Compute waits for the slots of gradients that leave early."""
-    ops = LayerOperations(placed, layers).run()
+    ops = (operations or LayerOperations(placed, layers)).run()
     first = len(ops)
     layer_of = layers_of_subgroups(placed)
     streamed = sorted(layers.streamed)

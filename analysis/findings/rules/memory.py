@@ -3,7 +3,7 @@
 import numpy as np
 
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
-from ebbtide.analysis.findings.needs import ALLOCATIONS, GPU, record_memory, scope_text
+from ebbtide.analysis.findings.needs import ALLOCATIONS, CHECKPOINTING, GPU, ITERATIONS, record_memory, scope_text
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.metrics.devices import memory_timeline
@@ -95,6 +95,30 @@ def _split_setting(metrics: JobMetrics, split: StaticSplit) -> Setting:
         {"offload_optimizer": {"ratio": ratio}},
         "keep that part of the optimizer's state on the device (a static split, in DeepSpeed's configuration "
         f'"offload_optimizer": {{"ratio": {ratio:.2f}}})',
+    )
+
+
+# Of the recorded iteration: smaller gains of plans for layers were seldom measured (docs/layers.md).
+_MIN_LAYER_GAIN = 0.06
+
+
+@rule("recomputation", GPU, ITERATIONS, CHECKPOINTING)
+def recomputation(metrics: JobMetrics) -> Finding | Unknown | None:
+    """Compare the simulated iteration in which every layer is computed again with the best choice for each layer."""
+    setting = metrics.adviser.activations_setting() if metrics.adviser is not None else None
+    if setting is None or setting.gain_ms is None:
+        return recomputation.unknown(
+            "could activations be kept, or copied to the host, instead of computed again?",
+            "a dry run on this card (`ebbtide dry-run`), which has the layers of the job",
+        )
+    if setting.gain_ms < _MIN_LAYER_GAIN * (metrics.iteration_ms or 0.0):
+        return None
+    return recomputation.finding(
+        "Activations are computed again that memory or the link would have room for",
+        setting.gain_ms,
+        ("simulated, with every layer computed again and with the best choice for each",),
+        setting.text,
+        setting,
     )
 
 

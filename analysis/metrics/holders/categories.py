@@ -20,8 +20,8 @@ _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/torch/|/lib/python3\.\d+/(?!(?:site|dist)-packages/)|^<|^torch/|(?:^|/)torch/_"
 )
 _OPTIMIZER = re.compile(r"/(?:optim|optimizers?|fused_adam|cpu_adam)[/\w]*\.py:\d+\)$|/deepspeed/runtime/zero/", re.M)
-# Module.to, .cuda and .half; parameters made by constructors of layers.
-_MODEL = re.compile(r"^(?:_apply|__init__|reset_parameters) \((?:\S*/)?torch/nn/", re.M)
+# Module.to, .cuda and .half; parameters made by constructors, of torch's layers and of the user's.
+_MODEL = re.compile(r"^(?:__init__ \(|(?:_apply|reset_parameters) \((?:\S*/)?torch/nn/)", re.M)
 _CALL = re.compile(r"^_call_impl \(", re.M)
 
 # Functions and modules named after a loss, and the gradients of torch's functions of logits.
@@ -88,7 +88,8 @@ def categorized_allocations(trace: Trace, rank: int, device: str) -> pd.DataFram
         optimizer step: `optimizer_state` if it is held when the step ends, else `temporary`
         backward: `gradient` if it is held when the next optimizer step begins, else `temporary`
         forward: `activation` if it is held when the next backward begins, else `temporary`
-        construction of the model: `parameter` if it is held to the end
+        construction of the model: `parameter` if it is held to the end, or until a step replaces it by a block of its
+            size that is held when the step ends, which is a parameter, too (`p.data = ...`)
         workspace of a library: `temporary`
 
     Without a later step or backward, the end of the recording counts. Blocks that were allocated before the recording,
@@ -115,9 +116,32 @@ def categorized_allocations(trace: Trace, rank: int, device: str) -> pd.DataFram
     category = np.full(len(rows), None, dtype=object)
     for place, (name, is_long_lived) in by_part.items():
         category[part == place] = np.where(is_long_lived[part == place], name, "temporary")
+    replaced = _replaced_parameters(rows["bytes"].to_numpy(np.int64), starts, ends, part, step_starts, step_ends)
+    category[replaced] = "parameter"
     recorded = rows["category"].astype(object)
     category = np.where(recorded.notna(), recorded, category)
     return rows.assign(end_ns=ends, part=part, category=pd.Series(category, dtype=object))
+
+
+def _replaced_parameters(
+    sizes: Ints, starts: Ints, ends: Ints, part: Labels, step_starts: Ints, step_ends: Ints
+) -> list[int]:
+    """Return parameters that optimizer steps release, and the blocks that take their place: of those of the same size
+    that are made in the step and held when it ends, the last one before the release."""
+    replaced: list[int] = []
+    model = np.flatnonzero((part == MODEL) & (ends != _NEVER))
+    for begin, end in zip(np.sort(step_starts), step_ends, strict=False):
+        released = model[(ends[model] >= begin) & (ends[model] <= end)]
+        if not len(released):
+            continue
+        made = np.flatnonzero((part == STEP) & (starts >= begin) & (starts <= end) & (ends > end))
+        for old in released[np.argsort(ends[released])]:
+            before = made[(sizes[made] == sizes[old]) & (starts[made] <= ends[old])]
+            if len(before):
+                new = before[np.argmax(starts[before])]
+                made, model = made[made != new], np.append(model, new)
+                replaced += [int(old), int(new)]
+    return replaced
 
 
 def _parts(trace: Trace, rank: int, rows: pd.DataFrame) -> Labels:

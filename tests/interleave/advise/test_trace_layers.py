@@ -12,10 +12,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide.analysis.findings import find
+from ebbtide.analysis.findings.finding import Finding
 from ebbtide.analysis.metrics.devices import capacity_bytes
 from ebbtide.analysis.metrics.holders.categories import categorized_allocations
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
+from ebbtide.interleave.advise.trace_advice import TraceAdviser
 from ebbtide.interleave.model.layers import place
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.layer_choice import LayerChoice
@@ -122,3 +126,18 @@ def test_with_trace_layers__leaves_traces_of_several_ranks_and_without_kernels()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trace, "kernels", lambda self, rank: trace.ops(rank).head(0))
         assert with_trace_layers(workload, trace) is workload
+
+
+def _recomputation(trace: Trace) -> object:
+    results = find(trace, TraceAdviser(trace))
+    return next(iter(one for one in results.findings if one.rule == "recomputation"), None)
+
+
+def test_recomputation__is_reported_where_activations_could_be_kept() -> None:
+    finding = _recomputation(_dry_run(True))
+    assert isinstance(finding, Finding)
+    assert finding.action is not None
+    assert finding.action.settings == {"keep": LAYERS, "recompute": 0, "offload": 0}
+    # The four layers' forwards are less than a quarter of the iteration.
+    assert 0.06 < (finding.potential_gain_ms or 0.0) / (JobMetrics(_dry_run(True)).iteration_ms or 1.0) < 0.25
+    assert _recomputation(_dry_run(False)) is None

@@ -60,6 +60,30 @@ def test_categorized_allocations__follow_from_stack_and_lifetime() -> None:
     ]
 
 
+def test_categorized_allocations__follow_parameters_through_data() -> None:
+    """A module makes two parameters by itself; an optimizer makes moments, and replaces one of them in each step."""
+    init = "main (/job/train.py:2)\n__init__ (/job/model.py:7)"
+    rank = (builder := TraceBuilder()).rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}])
+    rows = [
+        (0, 33, 400, init, "parameter"),
+        (1, None, 400, init, "parameter"),
+        (2, 3, 400, init, "temporary"),
+        (10, 35, 400, FORWARD, "activation"),
+        (20, 45, 400, BACKWARD, "gradient"),
+        (30, None, 400, STEP, "optimizer_state"),
+        (31, None, 300, STEP, "optimizer_state"),
+        (32, 63, 400, STEP, "parameter"),
+        (34, None, 400, STEP, "optimizer_state"),
+        (62, None, 400, STEP, "parameter"),
+    ]
+    for start, end, size, stack, _ in rows:
+        rank.add("allocations", start_ns=start, end_ns=end, device="cuda:0", bytes=size, stack=stack)
+    for start in (30, 60):
+        rank.add("annotations", start_ns=start, end_ns=start + 10, name="Optimizer.step#Own.step")
+    categories = categorized_allocations(builder.build(), 0, "cuda:0")["category"].tolist()
+    assert categories == [row[-1] for row in rows]
+
+
 def test_categorized_allocations__keep_recorded_categories() -> None:
     assert set(categorized_allocations(job(category="gradient"), 0, "cuda:0")["category"]) == {"gradient"}
 
