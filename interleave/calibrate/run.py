@@ -128,7 +128,6 @@ _PARTS_WITH_GPU = (
     Part("arithmetic of the GPU", gpu.measure_compute, 5),
     Part("overhead of a step", gpu.measure_overhead, 1),
     Part("update during copies", link.measure_contention, 3),
-    Part("link counters of the GPU", link.check_counters, 6),
 )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import msgspec
 import pynvml
@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.calibrate.link import ReferenceCopies, check_counters, check_sources
-from ebbtide.interleave.calibrate.record import Record, Setup
+from benchmarks.gpu.steps.link_counters import ReferenceCopies, check_counters, check_sources
 from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.recording.spools.recovery import recover
 from ebbtide.profiler.sampler.gpu import GpuStateReader, open_gpus
@@ -291,12 +290,8 @@ def test_check_counters__does_not_compare_copies_with_other_traffic(
     properties = SimpleNamespace(uuid=uuid.partition("-")[2])
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     open_mock(card)
-    record, no_ranks = Record(), cast(Any, None)
-    check_counters(Setup(no_ranks, threads=1, cores=1, working_set=1, window_s=1.0, device=0), record)
-    (note,) = record.notes
-    assert note.startswith("the link counters of the GPU were not checked: ")
-    assert reason in note
-    assert record.extra == {}
+    with pytest.raises(NvmlError, match=re.escape(reason)):
+        check_counters(0, seconds=1.0)
 
 
 REFUSED = {
@@ -322,7 +317,7 @@ def test_check_sources__compares_each_source_with_the_bytes_of_copies(
     open_mock: OpenMock, monkeypatch: pytest.MonkeyPatch, card: MockCard
 ) -> None:
     """The mock moves bytes all the time, at the rates of its card: those are the copies."""
-    monkeypatch.setattr("ebbtide.interleave.calibrate.link._PAUSE_S", 0.02)
+    monkeypatch.setattr("benchmarks.gpu.steps.link_counters._PAUSE_S", 0.02)
     (gpu,), _ = open_mock(card)
 
     def copy(direction: str, seconds: float) -> ReferenceCopies:

@@ -1,13 +1,18 @@
-"""Runs `ebbtide calibrate`, and checks its comparison of link counters with copies of known size."""
+"""Runs `ebbtide calibrate`, and compares link counters with copies of known size."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import torch
+from link_counters import check_counters
 from step import argument_parser, ebbtide, start
 
+from ebbtide.profiler.sampler.nvml import NvmlError
+
 SECONDS, TINY_SECONDS = 40, 3
+COPIES_S = 1.0
 
 
 def agrees(source: dict[str, Any]) -> bool:
@@ -22,9 +27,13 @@ def main() -> None:
     output = ebbtide("calibrate", "--seconds", seconds, "--force", "--json", "-o", step.out / "machine.json")
     machine = json.loads(output)
     rates = {key: value for key, value in machine.items() if isinstance(value, int | float)}
-    step.add(rates=rates, counters=machine.get("counters"), contention=machine.get("contention"))
-    step.add(notes=machine.get("notes"))
-    sources = machine.get("counters")
+    notes, sources = [*machine.get("notes", [])], None
+    if torch.cuda.is_available():
+        try:
+            sources = check_counters(torch.cuda.current_device(), COPIES_S)
+        except NvmlError as error:
+            notes.append(f"the link counters of the GPU were not checked: {error}")
+    step.add(rates=rates, counters=sources, contention=machine.get("contention"), notes=notes)
     step.check(
         "a source of the link's use is right within 10 %", any(map(agrees, sources.values())) if sources else None
     )

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ebbtide.interleave.calibrate.link import RateSample, ReferenceCopies, check_sources, compare_samples
+from benchmarks.gpu.steps.link_counters import RateSample, ReferenceCopies, check_sources, compare_samples
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.nvml import Nvml
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml, hopper, older
