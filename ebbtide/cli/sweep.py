@@ -127,12 +127,13 @@ def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler
 def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinished: Path) -> list[Row]:
     """Compute all rows, kept in a file beside `unfinished`, and write the outputs. Raises UserError without any row."""
     from ebbtide.errors import UserError
-    from ebbtide.interleave.experiments.sweep.best import Grid, write_rows
-    from ebbtide.interleave.experiments.sweep.picture import draw_sweep
+    from ebbtide.interleave.experiments.sweep.best import write_rows
     from ebbtide.interleave.experiments.sweep.task import Journal, compute_rows, journal_path, scenario_columns
     from ebbtide.output_files import new_output
 
     if outputs.plot is not None:
+        from ebbtide.interleave.experiments.sweep.picture import Grid, draw_sweep
+
         # Raises UserError for more panels or policies than anybody can read.
         Grid.of([scenario_columns(task) for task in tasks])
     with Journal(journal_path(unfinished)) as journal:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.errors import MachineError, PolicyError
@@ -20,6 +21,7 @@ from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
+from ebbtide.phases import OTHER, PHASES
 from ebbtide.units import bytes_text, ms_text
 
 # Above these shares a resource counts as what limits the update.
@@ -73,6 +75,14 @@ class PolicyResult:
         counts = [*(self.weights or {}).items(), *(self.activations or {}).items()]
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts if count)
         return f"layers {kinds}, {bytes_text(self.job_peak_device_bytes or 0.0)} with state" if kinds else ""
+
+
+# The bytes of a result by their kind, from its fields.
+RESULT_BYTES: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "device memory": itemgetter("peak_device_bytes"),
+    "host memory": itemgetter("host_bytes"),
+    "storage traffic": lambda fields: fields["storage_read_bytes"] + fields["storage_written_bytes"],
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,12 +206,7 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
     iteration_s, written = steps.mean("iteration_s"), schedule.moved_bytes("storage_write")
     return PolicyResult(
         policy=text,
-        iteration_ms=iteration_s * 1e3,
-        forward_ms=steps.mean("forward_s") * 1e3,
-        backward_ms=steps.mean("backward_s") * 1e3,
-        update_ms=steps.mean("update_s") * 1e3,
-        other_ms=steps.mean("other_s") * 1e3,
-        exposed_ms=steps.mean("exposed_s") * 1e3,
+        **{f"{part}_ms": steps.mean(f"{part}_s") * 1e3 for part in ("iteration", *PHASES, OTHER, "exposed")},
         h2d_bytes=schedule.moved_bytes("h2d"),
         d2h_bytes=schedule.moved_bytes("d2h"),
         busy=schedule.busy_shares(),
@@ -249,12 +254,6 @@ class AblationStep:
     gain_ms: float
 
 
-class _Rung(NamedTuple):
-    mechanism: str
-    policy: str
-    workload: Workload
-
-
 def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
     """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap.
 
@@ -263,37 +262,28 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
     steps: list[AblationStep] = []
     plan: Plan | None = None
 
-    def add(rung: _Rung, rates: Machine) -> None:
+    def add(mechanism: str, policy: str, workload: Workload = workload, rates: Machine = machine) -> None:
         nonlocal plan
-        try:
-            plan = make_plan(rung.policy, rung.workload, rates)
-            iteration_ms = simulate_steps(plan, rung.workload, rates).mean("iteration_s") * 1e3
-        except (MachineError, PolicyError):
-            return
-        gain_ms = steps[-1].iteration_ms - iteration_ms if steps else 0.0
-        steps.append(AblationStep(rung.mechanism, rung.policy, iteration_ms, gain_ms))
+        with suppress(MachineError, PolicyError):
+            plan = make_plan(policy, workload, rates)
+            iteration_ms = simulate_steps(plan, workload, rates).mean("iteration_s") * 1e3
+            gain_ms = steps[-1].iteration_ms - iteration_ms if steps else 0.0
+            steps.append(AblationStep(mechanism, policy, iteration_ms, gain_ms))
 
-    for rung in _ladder(workload):
-        add(rung, machine)
-    if plan is not None and plan.stored:
-        in_memory = replace(workload, host_free_bytes=None)
-        mechanism = "host memory for all state, instead of storage"
-        add(_Rung(mechanism, steps[-1].policy, in_memory), replace(machine, host_memory_bytes=None))
-    return steps
-
-
-def _ladder(workload: Workload) -> Iterator[_Rung]:
-    yield _Rung("ZeRO-Offload with blocking gradients", "zero-offload,grads=blocking", workload)
-    yield _Rung("asynchronous gradients", "zero-offload", workload)
-    yield _Rung("pipelined conversions and copies", "pipelined", workload)
-    yield _Rung("interleaving, every second subgroup on the GPU", "interleaved:2", workload)
+    add("ZeRO-Offload with blocking gradients", "zero-offload,grads=blocking")
+    add("asynchronous gradients", "zero-offload")
+    add("pipelined conversions and copies", "pipelined")
+    add("interleaving, every second subgroup on the GPU", "interleaved:2")
     min_free = workload.min_free_bytes
-    if min_free is None:
-        return
-    without_windows = replace(workload, gpu_free=((0.0, min_free),))
-    yield _Rung("shares and residents from the rates, in memory that is always free", "adaptive", without_windows)
-    if len(workload.gpu_free or ()) > 1:
-        yield _Rung("windows: state parked in memory that is free for a while", "adaptive", workload)
-    yield _Rung("late updates, under the next forward", "adaptive,overlap=forward", workload)
-    if workload.clipping and not workload.gradients_held_until_step:
-        yield _Rung("speculative updates, inside the backward", "adaptive,overlap=both", workload)
+    if min_free is not None:
+        without_windows = replace(workload, gpu_free=((0.0, min_free),))
+        add("shares and residents from the rates, in memory that is always free", "adaptive", without_windows)
+        if len(workload.gpu_free or ()) > 1:
+            add("windows: state parked in memory that is free for a while", "adaptive")
+        add("late updates, under the next forward", "adaptive,overlap=forward")
+        if workload.clipping and not workload.gradients_held_until_step:
+            add("speculative updates, inside the backward", "adaptive,overlap=both")
+    if plan is not None and plan.stored:
+        in_memory, rates = replace(workload, host_free_bytes=None), replace(machine, host_memory_bytes=None)
+        add("host memory for all state, instead of storage", steps[-1].policy, in_memory, rates)
+    return steps

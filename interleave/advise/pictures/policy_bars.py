@@ -3,24 +3,25 @@
 `ebbtide replay` and `compare` draw their results with it. Colours only repeat what hatches and texts show.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.interleave.advise.job.training_job import TrainingJob
 from ebbtide.interleave.advise.machine_plan import MachinePlan
+from ebbtide.interleave.advise.replay import RESULT_BYTES
 from ebbtide.phases import OTHER, PHASES
 from ebbtide.units import bytes_unit
 
-FONT_SIZE = 8.5
 BAR_HEIGHT = 0.62
 # Characters of a line of a policy's string.
 _MAX_NAME_WIDTH = 36
@@ -47,9 +48,7 @@ class PolicyBar:
 
     name: str
     phases_ms: Mapping[str, float] = field(default_factory=dict)  # Length of each phase; empty if there is no result.
-    device_bytes: float = 0.0
-    host_bytes: float = 0.0
-    storage_bytes: float = 0.0
+    bytes_by_kind: Mapping[str, float] = field(default_factory=dict)  # By the kinds of `RESULT_BYTES`.
     remark: str = ""  # What does not hold for the policy, or why it has no result; empty if there is nothing to say.
     is_faint: bool = False  # Whether it is drawn lighter: a prediction beside a measurement.
     position: float = 0.0
@@ -67,41 +66,52 @@ class PolicyBar:
         return ", ".join(filter(None, (f"{self.iteration_ms:,.0f} ms" if self.phases_ms else "", self.remark)))
 
 
-class ByteColumn(NamedTuple):
-    """A panel beside the iterations: its title without unit, and the bytes of a bar."""
-
-    title: str
-    bytes_of: Callable[[PolicyBar], float]
-
-
-_COLUMNS = (
-    ByteColumn("device memory", lambda bar: bar.device_bytes),
-    ByteColumn("host memory", lambda bar: bar.host_bytes),
-    ByteColumn("storage traffic", lambda bar: bar.storage_bytes),
-)
+def bar_of(result: Mapping[str, Any], position: float) -> PolicyBar:
+    """Return the bar of the fields of a `PolicyResult`, with what does not hold for it: memory, or exact results."""
+    return PolicyBar(
+        name=result["policy"],
+        phases_ms={phase: result[f"{phase}_ms"] for phase in (OTHER, *PHASES)},
+        bytes_by_kind={kind: bytes_of(result) for kind, bytes_of in RESULT_BYTES.items()},
+        remark=", ".join(filter(None, (_FITS_TEXTS[result["fits"]], "" if result["exact"] else "not exact"))),
+        position=position,
+    )
 
 
-def byte_columns(bars: Sequence[PolicyBar]) -> list[ByteColumn]:
-    """Return the panels to draw beside the iterations: those that are not 0 for every bar."""
-    return [column for column in _COLUMNS if any(map(column.bytes_of, bars))]
+def byte_kinds(bars: Sequence[PolicyBar]) -> list[str]:
+    """Return the kinds of bytes to draw beside the iterations: those that are not 0 for every bar."""
+    return [kind for kind in RESULT_BYTES if any(bar.bytes_by_kind.get(kind) for bar in bars)]
 
 
-def remark_of(fits: bool | None, is_exact: bool) -> str:
-    """Return what does not hold for a policy: whether its plan fits into memory, and whether it is exact."""
-    return ", ".join(filter(None, (_FITS_TEXTS[fits], "" if is_exact else "not exact")))
+def figure_for(kinds: Sequence[str], height: float) -> Figure:
+    """Return a figure as wide as the panels for iterations and kinds of bytes, and so many inches high."""
+    return Figure(figsize=(8.5 + 1.6 * len(kinds), height), layout="constrained", dpi=130)
 
 
-def width_ratios(columns: Sequence[ByteColumn]) -> list[float]:
-    """Return the relative widths of the panels of a row."""
-    return [4.0] + [1.0] * len(columns)
+def add_panels(figure: Figure | SubFigure, kinds: Sequence[str], rows: int = 1) -> Any:
+    """Return rows of axes: for iterations, and for each kind of bytes."""
+    ratios = [4.0, *[1.0] * len(kinds)]
+    return figure.subplots(rows, len(ratios), squeeze=False, sharey="row", width_ratios=ratios)
 
 
-def figure_width(columns: Sequence[ByteColumn]) -> float:
-    """Return the width of a figure in inches."""
-    return 8.5 + 1.6 * len(columns)
+def draw_row(
+    panels: Sequence[Axes],
+    kinds: Sequence[str],
+    bars: Sequence[PolicyBar],
+    bound_ms: float | None = None,
+    bound_name: str = "",
+    all_bars: Sequence[PolicyBar] = (),
+) -> None:
+    """Draw the iterations of bars with their bound, and their bytes; `all_bars`: those whose bytes have one scale."""
+    all_bars = all_bars or bars
+    _draw_iterations(panels[0], bars, bound_ms, bound_name)
+    # Room for the figures behind the bars.
+    ends = [bar.iteration_ms / (1 - _CHARACTER_SHARE * (len(bar.text) + 2)) for bar in bars]
+    panels[0].set_xlim(0, max([*ends, 1.02 * (bound_ms or 0.0)]) or 1.0)
+    for axes, kind in zip(panels[1:], kinds, strict=True):
+        _draw_bytes(axes, kind, bars, max(bar.bytes_by_kind.get(kind, 0.0) for bar in all_bars))
 
 
-def draw_iterations(axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | None = None, bound_name: str = "") -> None:
+def _draw_iterations(axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | None, bound_name: str) -> None:
     """Draw the phases of each bar one after the other, its figure and remark behind them, and the bound as a line."""
     if bound_ms is not None:
         axes.axvline(bound_ms, label=bound_name, **_BOUND)
@@ -115,41 +125,34 @@ def draw_iterations(axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | Non
     axes.set_yticks(positions, [_wrapped(bar.name) for bar in bars], parse_math=False)
     axes.set_ylim(max(positions) + 0.5, min(positions) - 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(8, prune="upper"))
-    axes.set_xlabel("time of an iteration (ms)")
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw_bytes(axes: Axes, column: ByteColumn, bars: Sequence[PolicyBar], largest: float | None = None) -> None:
-    """Draw the bytes of each bar, and the figure behind it, at the scale of the `largest` (None: of these bars)."""
-    largest = max(map(column.bytes_of, bars)) if largest is None else largest
+def _draw_bytes(axes: Axes, kind: str, bars: Sequence[PolicyBar], largest: float) -> None:
+    """Draw the bytes of each bar, and the figure behind it, at the scale of the largest."""
     unit_bytes, unit = bytes_unit(largest)
     for bar in bars:
         if not bar.phases_ms:
             continue
-        size = column.bytes_of(bar) / unit_bytes
+        size = bar.bytes_by_kind[kind] / unit_bytes
         alpha = _FAINT_ALPHA if bar.is_faint else None
         axes.barh(bar.position, size, height=BAR_HEIGHT, color=_BYTES_COLOR, alpha=alpha)
         _write_figure(axes, bar.position, size, f"{size:.3g}")
     axes.set_xlim(0, largest / unit_bytes * _BYTES_ROOM or 1)
     axes.xaxis.set_major_locator(MaxNLocator(3, prune="upper"))
-    axes.set_xlabel(f"{column.title} ({unit})")
+    axes.set_xlabel(f"{kind} ({unit})")
     axes.tick_params(left=False, labelleft=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def time_limit_ms(bars: Sequence[PolicyBar], bound_ms: float | None = None) -> float:
-    """Return the end of a time axis that has room for the figures behind the bars."""
-    ends = [bar.iteration_ms / (1 - _CHARACTER_SHARE * (len(bar.text) + 2)) for bar in bars]
-    return max([*ends, 1.02 * (bound_ms or 0.0)]) or 1.0
-
-
-def legend_patches(bars: Sequence[PolicyBar]) -> list[Patch]:
-    """Return the entries of a legend for phases, and for predictions if there are any beside measurements."""
+def add_legend(figure: Figure | SubFigure, bars: Sequence[PolicyBar], more: Sequence[Artist] = ()) -> None:
+    """Add a legend of phases, of predictions if there are any beside measurements, and of what else is drawn."""
     shown = {phase for bar in bars for phase, length in bar.phases_ms.items() if length}
-    patches = [Patch(label=phase, **_phase_looks(phase, False)) for phase in (OTHER, *PHASES) if phase in shown]
+    handles: list[Any] = [Patch(label=phase, **_phase_looks(phase, False)) for phase in _COLORS if phase in shown]
     if any(bar.is_faint for bar in bars):
-        patches.append(Patch(label="lighter: predicted", color=_BYTES_COLOR, alpha=_FAINT_ALPHA))
-    return patches
+        handles.append(Patch(label="lighter: predicted", color=_BYTES_COLOR, alpha=_FAINT_ALPHA))
+    handles += more
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=_FONT)
 
 
 def _phase_looks(phase: str, is_faint: bool) -> dict[str, Any]:
@@ -175,7 +178,7 @@ def _write_figure(axes: Axes, position: float, end: float, text: str) -> None:
         xytext=(4, 0),
         textcoords="offset points",
         va="center",
-        fontsize=FONT_SIZE,
+        fontsize=_FONT,
         parse_math=False,
         # The line of the bound must not cross the text.
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},

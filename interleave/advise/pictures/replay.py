@@ -63,41 +63,21 @@ def chart(replay: Replay) -> Figure:
     Policies that do not fit, or are not known to fit, and those that are not exact, are labelled. A strip below each
     bar shows when updates, or copies of state and parameters, run; what is right of the bar runs under the next
     forward. The bound is that with the overlap of all policies."""
-    bars = [
-        policy_bars.PolicyBar(
-            name=result.policy,
-            phases_ms={phase: getattr(result, f"{phase}_ms") for phase in (OTHER, *PHASES)},
-            device_bytes=result.peak_device_bytes,
-            host_bytes=result.host_bytes,
-            storage_bytes=result.storage_read_bytes + result.storage_written_bytes,
-            remark=policy_bars.remark_of(result.fits, result.exact),
-            position=number,
-        )
-        for number, result in enumerate(replay.results)
-    ]
-    columns = policy_bars.byte_columns(bars)
-    figure = Figure(figsize=(policy_bars.figure_width(columns), 1.8 + 0.45 * len(bars)), layout="constrained", dpi=130)
-    ratios = policy_bars.width_ratios(columns)
-    all_axes = figure.subplots(1, len(ratios), squeeze=False, sharey=True, width_ratios=ratios)[0]
+    bars = [policy_bars.bar_of(vars(result), number) for number, result in enumerate(replay.results)]
+    kinds = policy_bars.byte_kinds(bars)
+    figure = policy_bars.figure_for(kinds, 1.8 + 0.45 * len(bars))
+    (panels,) = policy_bars.add_panels(figure, kinds)
     bound_ms = replay.overlap_bound.iteration_s * 1e3
     of_overlap = "" if replay.overlap == NO_OVERLAP else f", overlap={replay.overlap.name}"
-    policy_bars.draw_iterations(all_axes[0], bars, bound_ms, f"bound{of_overlap}: {bound_ms:,.0f} ms")
-    last_ms = _draw_strips(all_axes[0], replay.schedules)
-    all_axes[0].set_xlim(0, max(policy_bars.time_limit_ms(bars, bound_ms), last_ms))
-    all_axes[0].set_xlabel("time of an iteration (ms), simulated")
-    for axes, column in zip(all_axes[1:], columns, strict=True):
-        policy_bars.draw_bytes(axes, column, bars)
+    policy_bars.draw_row(panels, kinds, bars, bound_ms, f"bound{of_overlap}: {bound_ms:,.0f} ms")
+    last_ms = _draw_strips(panels[0], replay.schedules)
+    panels[0].set_xlim(0, max(panels[0].get_xlim()[1], last_ms))
+    panels[0].set_xlabel("time of an iteration (ms), simulated")
     figure.suptitle(
         f"{replay.workload.name} on {replay.machine.name}", x=0.01, ha="left", fontsize=10.5, parse_math=False
     )
-    handles = [
-        *policy_bars.legend_patches(bars),
-        Patch(color=_STRIP_COLOR, label="updates, copies"),
-        all_axes[0].lines[0],
-    ]
-    figure.legend(
-        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=policy_bars.FONT_SIZE
-    )
+    strips = Patch(color=_STRIP_COLOR, label="updates, copies")
+    policy_bars.add_legend(figure, bars, [strips, panels[0].lines[0]])
     return figure
 
 

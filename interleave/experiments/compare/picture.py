@@ -11,7 +11,8 @@ from matplotlib.patches import Patch, Rectangle
 from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.interleave.advise.pictures import policy_bars
 from ebbtide.interleave.advise.pictures.replay import OPERATION_EDGE, OPERATION_LOOKS, resource_lanes
-from ebbtide.interleave.experiments.compare.results import ComparedBytes, ComparedPolicy, Comparison
+from ebbtide.interleave.advise.replay import RESULT_BYTES
+from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.phases import PHASES
 
@@ -152,29 +153,22 @@ POLICY_HEIGHT = 0.5
 def draw_summary(figure: SubFigure, results: list[ComparedPolicy]) -> None:
     """Draw two bars per policy in each panel, and a legend below them."""
     bars = [bar for number, result in enumerate(results) for bar in _pair(result, number * _POLICY_STEP)]
-    columns = policy_bars.byte_columns(bars)
-    axes, *byte_axes = figure.subplots(
-        1, 1 + len(columns), squeeze=False, sharey=True, width_ratios=policy_bars.width_ratios(columns)
-    )[0]
-    policy_bars.draw_iterations(axes, bars)
-    axes.set_xlim(0, policy_bars.time_limit_ms(bars))
-    axes.set_xlabel("median time of an iteration (ms)")
-    axes.tick_params(axis="y", labelsize=policy_bars.FONT_SIZE, length=0)
-    for panel, column in zip(byte_axes, columns, strict=True):
-        policy_bars.draw_bytes(panel, column, bars)
-    handles = policy_bars.legend_patches(bars)
-    figure.legend(
-        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=policy_bars.FONT_SIZE
-    )
+    kinds = policy_bars.byte_kinds(bars)
+    (panels,) = policy_bars.add_panels(figure, kinds)
+    policy_bars.draw_row(panels, kinds, bars)
+    panels[0].set_xlabel("median time of an iteration (ms)")
+    panels[0].tick_params(axis="y", labelsize=_FONT + 0.5, length=0)
+    policy_bars.add_legend(figure, bars)
 
 
 def _pair(result: ComparedPolicy, position: float) -> list[policy_bars.PolicyBar]:
     remark = "" if result.is_exact else "LOSSES DIFFER"
+    pairs = result.memory.device, result.memory.host, result.memory.storage
     return [
         policy_bars.PolicyBar(
             name=f"{result.policy}  measured" if half == "measured" else "predicted",
             phases_ms={phase: getattr(result.times[phase], half) for phase in PHASES},
-            **_bytes(result.memory, half),
+            bytes_by_kind={kind: getattr(pair, half) for kind, pair in zip(RESULT_BYTES, pairs, strict=True)},
             remark=remark if half == "measured" else "",
             is_faint=half == "predicted",
             position=position + (0.0 if half == "measured" else _PAIR_STEP),
@@ -182,7 +176,3 @@ def _pair(result: ComparedPolicy, position: float) -> list[policy_bars.PolicyBar
         )
         for half in ("measured", "predicted")
     ]
-
-
-def _bytes(memory: ComparedBytes, half: str) -> dict[str, float]:
-    return {f"{name}_bytes": getattr(getattr(memory, name), half) for name in ("device", "host", "storage")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -15,55 +15,17 @@ import pyarrow.parquet as pq
 
 import ebbtide
 from ebbtide.analysis.tables.table import Column, Gain, Table, View, ms, share, size, text
-from ebbtide.errors import UserError
+from ebbtide.interleave.advise.replay import RESULT_BYTES, PolicyResult
 from ebbtide.interleave.advise.tables import FITS_TEXTS
-from ebbtide.interleave.experiments.sweep.task import Row, Task
+from ebbtide.interleave.experiments.sweep.task import NOT_COLUMNS, Row, Task
+from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.units import bytes_text, count_text
 
 BASELINE = "zero-offload"
-_MAX_PANELS = 24
-_MAX_MACHINES = 6
-# Bars have names, lines only styles to be told apart.
-_MAX_BARS, _MAX_LINES = 24, 8
 _MAX_ROWS = 40
 # The rows of best policies on one screen.
 _MAX_SHORT = 12
-_BYTES: dict[str, Callable[[Row], float]] = {
-    "device memory": itemgetter("peak_device_bytes"),
-    "host memory": itemgetter("host_bytes"),
-    "storage traffic": lambda row: row["storage_read_bytes"] + row["storage_written_bytes"],
-}
-_FIGURES = (
-    "least_free_bytes",
-    "compute_ms",
-    "iteration_ms",
-    "forward_ms",
-    "backward_ms",
-    "update_ms",
-    "other_ms",
-    "exposed_ms",
-    "h2d_bytes",
-    "d2h_bytes",
-    "cpu_busy_share",
-    "gpu_busy_share",
-    "h2d_busy_share",
-    "d2h_busy_share",
-    "peak_device_bytes",
-    "host_bytes",
-    "storage_read_bytes",
-    "storage_written_bytes",
-    "storage_written_bytes_per_day",
-    "bound_update_ms",
-    "bound_iteration_ms",
-    "bound_exposed_ms",
-    "bound_exposed_whole_subgroups_ms",
-    "bound_overlap_iteration_ms",
-    "bound_overlap_exposed_ms",
-    "bound_overlap_exposed_whole_subgroups_ms",
-    "redone_iteration_ms",
-    "storage_read_busy_share",
-    "storage_write_busy_share",
-)
+_ARROW_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 # Null means not known. scale_params, free_bytes, subgroup_params and host_free_bytes are the scenario (1 and null: the
 # workload as it is); params, subgroups, largest_subgroup_params and least_free_bytes are those of the changed workload.
 # compute_ms is the iteration without its optimizer; the other figures are those of `ebbtide replay`, busy shares of the
@@ -72,18 +34,22 @@ SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.string(), nullable=False) for name in ("workload", "machine", "policy")),
         pa.field("scale_params", pa.float64(), nullable=False),
-        pa.field("free_bytes", pa.float64()),
-        pa.field("host_free_bytes", pa.float64()),
+        *(pa.field(name, pa.float64()) for name in ("free_bytes", "host_free_bytes")),
         *(pa.field(name, pa.int64()) for name in ("subgroup_params", "params", "subgroups", "largest_subgroup_params")),
-        *(pa.field(name, pa.float64()) for name in _FIGURES),
-        pa.field("fits", pa.bool_()),
-        pa.field("limited_by", pa.string()),
-        pa.field("bound_overlap", pa.string()),
-        pa.field("speculated_subgroups", pa.int64()),
-        pa.field("stored_subgroups", pa.int64()),
-        pa.field("exact", pa.bool_()),
-        pa.field("note", pa.string()),
-        pa.field("error", pa.string()),
+        *(pa.field(name, pa.float64()) for name in ("least_free_bytes", "compute_ms")),
+        *(
+            pa.field(figure.name, _ARROW_TYPES[str(figure.type).partition(" ")[0]])
+            for figure in fields(PolicyResult)
+            if figure.name not in ("policy", *NOT_COLUMNS)
+        ),
+        *(pa.field(f"{resource}_busy_share", pa.float64()) for resource in (*RESOURCES, *STORAGE_RESOURCES)),
+        *(
+            pa.field(f"bound_{overlap}{name}_ms", pa.float64())
+            for overlap in ("", "overlap_")
+            for name in ("iteration", "exposed", "exposed_whole_subgroups")
+        ),
+        pa.field("bound_update_ms", pa.float64()),
+        *(pa.field(name, pa.string()) for name in ("bound_overlap", "error")),
     ]
 )
 
@@ -161,89 +127,8 @@ def _best(group: tuple[Any, ...], rows: Sequence[Row]) -> BestPolicy:
     return BestPolicy(**dict(zip(_GROUP, group, strict=True)), row=best, speed_up=speed_up)
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A column of the table that may be swept."""
-
-    column: str
-    label: str
-    text: Callable[[Any], str]
-    unit: str
-
-
-AXES = (
-    Axis("scale_params", "times the parameters", lambda value: f"{value:g}", " x parameters"),
-    Axis("free_bytes", "device memory always free (GiB)", lambda value: f"{value / 2**30:.3g}", " GiB free"),
-    Axis("subgroup_params", "parameters per subgroup", lambda value: count_text(value).replace(" ", ""), " a subgroup"),
-    Axis("host_free_bytes", "free host memory (GiB)", lambda value: f"{value / 2**30:.3g}", " GiB of host memory"),
-)
-
-
-@dataclass(frozen=True)
-class PanelRow:
-    """One row of panels: a workload, and the values of the swept columns that are not the axis."""
-
-    workload: str
-    values: tuple[tuple[Axis, Any], ...]
-
-    @property
-    def name(self) -> str:
-        return ", ".join([self.workload, *(f"{axis.text(value)}{axis.unit}" for axis, value in self.values)])
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The panels of a picture: one row of panels per workload and scenario, one column per machine."""
-
-    rows: Sequence[Row]
-    axis: Axis | None  # Swept column that panels are drawn along; None if no scenario was swept.
-    ticks: list[Any]
-    panel_rows: list[PanelRow]
-    machines: list[str]
-    policies: list[str]
-
-    @staticmethod
-    def of(rows: Sequence[Row]) -> Grid:
-        """Arrange the rows of a sweep. Raises UserError for more panels or policies than anybody can read."""
-        values = {axis: _values(rows, axis.column) for axis in AXES}
-        swept = [axis for axis in AXES if len(values[axis]) > 1]
-        axis = max(swept, key=lambda axis: len(values[axis]), default=None)
-        others = [other for other in swept if other is not axis]
-        panel_rows = dict.fromkeys(_panel_row(row, others) for row in rows)
-        grid = Grid(
-            rows=rows,
-            axis=axis,
-            ticks=sorted(values[axis]) if axis else [],
-            panel_rows=list(panel_rows),
-            machines=_values(rows, "machine"),
-            policies=_values(rows, "policy"),
-        )
-        if len(grid.panel_rows) * len(grid.machines) > _MAX_PANELS or len(grid.machines) > _MAX_MACHINES:
-            raise UserError(
-                f"--plot would need {len(grid.panel_rows)} rows of {len(grid.machines)} panels, more than "
-                f"{_MAX_PANELS} in all or {_MAX_MACHINES} in a row: draw a smaller sweep, or leave --plot out"
-            )
-        most = _MAX_LINES if grid.axis else _MAX_BARS
-        if len(grid.policies) > most:
-            kind = "lines" if grid.axis else "bars"
-            raise UserError(f"--plot shows at most {most} policies as {kind}: draw fewer, or leave --plot out")
-        return grid
-
-    def points(self, panel_row: PanelRow, machine: str) -> dict[tuple[str, Any], Row]:
-        """Return the rows of a panel by policy and value on the axis (None without an axis)."""
-        others = [axis for axis, _ in panel_row.values]
-        return {
-            (row["policy"], row[self.axis.column] if self.axis else None): row
-            for row in self.rows
-            if row["machine"] == machine and _panel_row(row, others) == panel_row
-        }
-
-
-def _panel_row(row: Row, others: Sequence[Axis]) -> PanelRow:
-    return PanelRow(row["workload"], tuple((axis, row[axis.column]) for axis in others))
-
-
-def _values(rows: Iterable[Row], column: str) -> list[Any]:
+def values_of(rows: Iterable[Row], column: str) -> list[Any]:
+    """Return the values of a column, each once, in the order of the rows."""
     return list(dict.fromkeys(row[column] for row in rows))
 
 
@@ -252,27 +137,41 @@ def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> Vie
     best = find_best(rows)
     yield _answer(best)
     # Names that are the same in all rows are a line above the table.
-    constant = [name for name in ("workload", "machine") if len(_values(rows, name)) == 1]
+    constant = [name for name in ("workload", "machine") if len(values_of(rows, name)) == 1]
     if constant:
         yield ", ".join(f"{name}: {getattr(best[0], name)}" for name in constant)
-
-    def of_row(value: Callable[[Row], Any]) -> Callable[[BestPolicy], Any]:
-        return lambda item: None if item.row is None else value(item.row)
-
+    scenario = _scenario_columns(rows)
     columns = [
-        *_scenario_columns(rows),
-        text("best policy", lambda item: "none fits" if item.row is None else _policy_text(item.row)),
-        ms("iteration", of_row(itemgetter("iteration_ms"))),
-        text("speed-up", lambda item: None if item.speed_up is None else f"{item.speed_up:.2f}x"),
-        text("fits", of_row(lambda row: FITS_TEXTS[row["fits"]])),
-        *(size(label, of_row(value)) for label, value in _BYTES.items()),
-        share("above the bound", "above_bound", digits=1),
+        *scenario,
+        text("best policy", lambda row: _policy_text(row) if "policy" in row else "none fits"),
+        ms("iteration", lambda row: row.get("iteration_ms")),
+        text("speed-up", lambda row: None if row["speed_up"] is None else f"{row['speed_up']:.2f}x"),
+        text("fits", lambda row: FITS_TEXTS[row["fits"]] if "fits" in row else None),
+        *_byte_columns(),
+        share("above the bound", itemgetter("above_bound"), digits=1),
+    ]
+    best_rows = [
+        {
+            **{name: getattr(item, name) for name in _GROUP},
+            **(item.row or {}),
+            "speed_up": item.speed_up,
+            "above_bound": item.above_bound,
+        }
+        for item in best
     ]
     title = f"The best policy that fits (speed-up over {BASELINE} with the same subgroups)"
     max_rows = _MAX_ROWS if print_all else _MAX_SHORT
-    yield Table("best", title, columns, best, source=str(output or "--all"), max_rows=max_rows)
+    yield Table("best", title, columns, best_rows, source=str(output or "--all"), max_rows=max_rows)
     if print_all:
-        yield _all_rows(rows)
+        columns = [
+            *scenario,
+            text("policy", itemgetter("policy")),
+            ms("iteration", lambda row: row.get("iteration_ms")),
+            *_byte_columns(),
+            text("fits", lambda row: "cannot be replayed" if row["error"] else FITS_TEXTS[row["fits"]]),
+            text("exact", lambda row: None if row["error"] else "yes" if row["exact"] else "no"),
+        ]
+        yield Table("rows", "All combinations", columns, rows, max_rows=_MAX_ROWS)
     errors = [str(row["error"]) for row in rows if row["error"]]
     if errors:
         yield f"{len(errors)} of {len(rows)} combinations cannot be replayed; the first: {errors[0]}"
@@ -298,56 +197,31 @@ def _answer(best: Sequence[BestPolicy]) -> str:
     return Gain(f"{_policy_text(fastest.row)} on {fastest.machine}: {time}{of_cases}{rest}")
 
 
-def _all_rows(rows: Sequence[Row]) -> Table:
-    """Return the iteration, memory and traffic of storage of every combination."""
-    keys: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "workload": ("workload", str),
-        "machine": ("machine", str),
-        "scale_params": ("parameters", lambda value: f"{value:g} x"),
-        "free_bytes": ("always free", bytes_text),
-        "subgroup_params": ("subgroup", count_text),
-        "host_free_bytes": ("free host memory", bytes_text),
-    }
-
-    def scenario(key: str) -> Column:
-        label, to_text = keys[key]
-        return text(label, lambda row: to_text(row[key]))
-
-    def figure(value: Callable[[Row], Any]) -> Callable[[Row], Any]:
-        return lambda row: None if row["error"] else value(row)
-
-    columns = [
-        *(scenario(key) for key in keys if len({row[key] for row in rows}) > 1),
-        text("policy", itemgetter("policy")),
-        ms("iteration", figure(itemgetter("iteration_ms"))),
-        *(size(label, figure(value)) for label, value in _BYTES.items()),
-        text("fits", lambda row: "cannot be replayed" if row["error"] else FITS_TEXTS[row["fits"]]),
-        text("exact", figure(lambda row: "yes" if row["exact"] else "no")),
-    ]
-    return Table("rows", "All combinations", columns, rows, max_rows=_MAX_ROWS)
-
-
 def _policy_text(row: Row) -> str:
     return str(row["policy"]) if row["exact"] else f"{row['policy']} (not exact)"
 
 
 def _scenario_columns(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns that tell the rows of best policies apart."""
+    """Return the columns that tell rows apart: of the replayed workload, else of the scenario alone."""
     columns = {
-        "workload": text("workload", "workload"),
-        "machine": text("machine", "machine"),
+        **{name: text(name, itemgetter(name)) for name in ("workload", "machine")},
         "scale_params": text(
-            "parameters", lambda item: count_text(item.row["params"]) if item.row else f"{item.scale_params:g} x"
+            "parameters", lambda row: count_text(row["params"]) if "params" in row else f"{row['scale_params']:g} x"
         ),
-        "free_bytes": text(
-            "always free", lambda item: bytes_text(item.row["least_free_bytes"] if item.row else item.free_bytes)
-        ),
+        "free_bytes": text("always free", lambda row: bytes_text(row.get("least_free_bytes", row["free_bytes"]))),
         "subgroup_params": text(
-            "subgroup", lambda item: count_text(item.row["largest_subgroup_params"]) if item.row else None
+            "subgroup", lambda row: count_text(row.get("largest_subgroup_params", row.get("subgroup_params")))
         ),
-        "host_free_bytes": text("free host memory", lambda item: bytes_text(item.host_free_bytes)),
+        "host_free_bytes": text("free host memory", lambda row: bytes_text(row["host_free_bytes"])),
     }
-    return [column for name, column in columns.items() if len(_values(rows, name)) > 1]
+    return [column for name, column in columns.items() if len(values_of(rows, name)) > 1]
+
+
+def _byte_columns() -> list[Column]:
+    def known(bytes_of: Callable[[Row], float]) -> Callable[[Row], float | None]:
+        return lambda row: bytes_of(row) if "host_bytes" in row else None
+
+    return [size(kind, known(bytes_of)) for kind, bytes_of in RESULT_BYTES.items()]
 
 
 def write_rows(rows: Sequence[Row], tasks: Sequence[Task], path: Path) -> None:

@@ -1,8 +1,11 @@
 """Draws a sweep: one panel per machine and workload, and per scenario beyond the axis."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -13,14 +16,19 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
 from ebbtide.analysis.plot.text import plain_text, shorten_text
+from ebbtide.errors import UserError
 from ebbtide.interleave.advise.pictures import policy_bars
-from ebbtide.interleave.experiments.sweep.best import Axis, Grid
+from ebbtide.interleave.advise.replay import RESULT_BYTES
+from ebbtide.interleave.experiments.sweep.best import values_of
 from ebbtide.interleave.experiments.sweep.task import Row
-from ebbtide.phases import OTHER, PHASES
 from ebbtide.units import count_text
 
-COMPUTE: dict[str, Any] = {"facecolor": "#d9d9d9", "edgecolor": "none"}
-BOUND: dict[str, Any] = {"color": "#222222", "lw": 1.2, "ls": (0, (1, 1.2))}
+_MAX_PANELS = 24
+_MAX_MACHINES = 6
+# Bars have names, lines only styles to be told apart.
+_MAX_BARS, _MAX_LINES = 24, 8
+_COMPUTE: dict[str, Any] = {"facecolor": "#d9d9d9", "edgecolor": "none"}
+_BOUND: dict[str, Any] = {"color": "#222222", "lw": 1.2, "ls": (0, (1, 1.2))}
 # Colours that colour-blind readers can distinguish, and lines and marks that differ in grey print.
 _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#222222", "marker": "o", "ls": "solid"},
@@ -32,285 +40,241 @@ _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#56a0d3", "marker": "X", "ls": "solid"},
     {"color": "#777777", "marker": "*", "ls": (0, (6, 1.5))},
 )
-
+# Marks of plans that fit, do not, and are not known to.
+_FITS: dict[bool | None, tuple[str, dict[str, Any]]] = {
+    True: ("fits", {}),
+    False: ("does not fit", {"mfc": "white"}),
+    None: ("fits: not known", {"fillstyle": "left", "markerfacecoloralt": "white"}),
+}
+_MARK: dict[str, Any] = {"ls": "none", "ms": 6.5}
 # Times that differ by more than this factor are drawn on a logarithmic scale.
 _MAX_LINEAR_RATIO = 3.0
-
-Points = Mapping[tuple[str, Any], Row]
 # Widths of a character of the legend, and of a handle and the gap beside it.
 _CHARACTER_POINTS, _HANDLE_CHARACTERS = 4.7, 8
+_NAME_SIZE = 10.0
+# Height of a line of the legend, inches.
+_LEGEND_LINE = 0.18
+_ITERATION = "iteration (s)"
+# The figures that panels of lines show, by their labels: that of a row, and the relative height of its panel.
+_QUANTITIES: dict[str, tuple[Callable[[Row], float], float]] = {
+    _ITERATION: (lambda row: row["iteration_ms"] / 1e3, 2.4),
+    **{
+        f"{kind.replace(' ', chr(10))} (GiB)": (lambda row, bytes_of=bytes_of: bytes_of(row) / 2**30, 1.0)
+        for kind, bytes_of in RESULT_BYTES.items()
+    },
+}
 
 
-class Quantity(NamedTuple):
-    """A figure that panels of lines show: its label with the unit, its value in a row, and the relative height."""
+@dataclass(frozen=True)
+class Axis:
+    """A column that may be swept: its label as an axis, the text of a value, and what follows that in names."""
 
+    column: str
     label: str
-    value: Callable[[Row], float]
-    height: float
+    text: Callable[[Any], str]
+    unit: str
 
 
-ITERATION = Quantity("iteration (s)", lambda row: row["iteration_ms"] / 1e3, 2.4)
-_BYTES = (
-    Quantity("device\nmemory (GiB)", lambda row: row["peak_device_bytes"] / 2**30, 1.0),
-    Quantity("host\nmemory (GiB)", lambda row: row["host_bytes"] / 2**30, 1.0),
-    Quantity(
-        "storage\ntraffic (GiB)", lambda row: (row["storage_read_bytes"] + row["storage_written_bytes"]) / 2**30, 1.0
-    ),
+_AXES = (
+    Axis("scale_params", "times the parameters", lambda value: f"{value:g}", " x parameters"),
+    Axis("free_bytes", "device memory always free (GiB)", lambda value: f"{value / 2**30:.3g}", " GiB free"),
+    Axis("subgroup_params", "parameters per subgroup", lambda value: count_text(value).replace(" ", ""), " a subgroup"),
+    Axis("host_free_bytes", "free host memory (GiB)", lambda value: f"{value / 2**30:.3g}", " GiB of host memory"),
 )
 
 
 @dataclass(frozen=True)
-class FitStyle:
-    """The style that shows whether a plan fits."""
+class Grid:
+    """The panels of a picture: one row of panels per workload and scenario, one column per machine."""
 
-    name: str
-    filled: str
+    axis: Axis | None  # Swept column that panels are drawn along; None if no scenario was swept.
+    ticks: list[Any]
+    panel_rows: dict[str, list[list[Row]]]  # By name: the rows of each machine.
+    machines: list[str]
+    policies: list[str]
 
-    def mark(self, color: str) -> dict[str, Any]:
-        face = "white" if self.filled == "none" else color
-        fill = "left" if self.filled == "left" else "full"
-        return {"color": color, "mfc": face, "markerfacecoloralt": "white", "fillstyle": fill, "ls": "none", "ms": 6.5}
-
-    def handle(self, axes: Axes) -> Artist:
-        """Return the entry for the legend."""
-        return axes.plot([], [], label=self.name, marker="o", **self.mark("#222222"))[0]
-
-
-FITS = {
-    True: FitStyle("fits", "all"),
-    False: FitStyle("does not fit", "none"),
-    None: FitStyle("fits: not known", "left"),
-}
-
-
-def byte_quantities(rows: Iterable[Row]) -> list[Quantity]:
-    """Return what is drawn below the iterations: each kind of bytes that is not 0 in every row."""
-    shown = [row for row in rows if row["error"] is None]
-    return [quantity for quantity in _BYTES if any(map(quantity.value, shown))]
-
-
-def draw_lines(axes: Axes, grid: Grid, points: Points, quantity: Quantity) -> None:
-    """Draw a line per policy over the values of the swept axis, and behind iterations other time and the bound."""
-    assert grid.axis is not None
-    positions = np.arange(len(grid.ticks))
-    if quantity is ITERATION:
-        axes.fill_between(positions, _axis_values(grid, points, "compute_ms"), lw=0, **COMPUTE)
-    for policy, style in zip(grid.policies, _STYLES, strict=False):
-        rows = [points.get((policy, tick)) for tick in grid.ticks]
-        values = np.array([quantity.value(row) if has_figures(row) else np.nan for row in rows])
-        axes.plot(positions, values, lw=1.3, ms=0, color=style["color"], ls=style["ls"])
-        for position, value, row in zip(positions, values, rows, strict=True):
-            if has_figures(row):
-                axes.plot(position, value, marker=style["marker"], **FITS[row["fits"]].mark(style["color"]))
-        is_exact = all(row["exact"] for row in rows if has_figures(row))
-        axes.plot([], [], label=policy if is_exact else f"{policy} (not exact)", lw=1.3, ms=6, **style)
-    if quantity is ITERATION:
-        bounds = [least_bound(points.get((policy, tick)) for policy in grid.policies) for tick in grid.ticks]
-        axes.plot(positions, bounds, **BOUND)
-    axes.set_xticks(
-        positions, [grid.axis.text(tick) + _params_text(grid, points, tick) for tick in grid.ticks], fontsize=8.5
-    )
-    axes.set_xlim(-0.3, len(positions) - 0.7)
-
-
-def scale_lines(row_axes: Sequence[Axes], axis: Axis, quantity: Quantity) -> None:
-    """Give the panels of a row the same vertical axis from 0; that of times over the parameters is logarithmic."""
-    low, high = min(axes.dataLim.minposy for axes in row_axes), max(axes.dataLim.y1 for axes in row_axes)
-    for axes in row_axes:
-        is_time = quantity is ITERATION
-        if not is_time or axis.column != "scale_params" or not 0 < high < np.inf or high < _MAX_LINEAR_RATIO * low:
-            axes.set_ylim(0, max(high, 0) * (1.05 if is_time else 1.15) or 1)
-            continue
-        axes.set_yscale("log")
-        axes.set_ylim(low * 0.8, high * 1.15)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
-
-
-def has_figures(row: Row | None) -> TypeGuard[Row]:
-    """Return whether there is a row, and it has figures instead of an error."""
-    return row is not None and row["error"] is None
-
-
-def least_bound(rows: Iterable[Row | None]) -> float:
-    """Return the bound in seconds of all of some rows: that with the widest overlap; NaN without any."""
-    bounds = [seconds for row in rows if not np.isnan(seconds := _seconds(row, "bound_overlap_iteration_ms"))]
-    return min(bounds, default=np.nan)
-
-
-def _seconds(row: Row | None, column: str) -> float:
-    """Return a figure in seconds; NaN if the row does not have it."""
-    return row[column] / 1e3 if has_figures(row) else np.nan
-
-
-def _axis_values(grid: Grid, points: Points, column: str) -> Sequence[float]:
-    """Return a figure in seconds at each tick, of a column that is the same for every policy."""
-    values = []
-    for tick in grid.ticks:
-        policy_seconds = (_seconds(points.get((policy, tick)), column) for policy in grid.policies)
-        values.append(next((seconds for seconds in policy_seconds if not np.isnan(seconds)), np.nan))
-    return values
-
-
-def _params_text(grid: Grid, points: Points, tick: float) -> str:
-    """Return the number of parameters at a tick of the `scale_params` axis; empty for other axes."""
-    if grid.axis is None or grid.axis.column != "scale_params":
-        return ""
-    rows = (row for policy in grid.policies if has_figures(row := points.get((policy, tick))))
-    return next((f"\n{count_text(row['params'])}" for row in rows), "")
-
-
-_NAME_SIZE = 10.0
-# Height of a line of the legend, inches.
-_LEGEND_LINE = 0.18
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Grid:
+        """Arrange the rows of a sweep. Raises UserError for more panels or policies than anybody can read."""
+        swept = {axis: values for axis in _AXES if len(values := values_of(rows, axis.column)) > 1}
+        axis = max(swept, key=lambda axis: len(swept[axis]), default=None)
+        machines, policies = values_of(rows, "machine"), values_of(rows, "policy")
+        panel_rows: dict[str, list[list[Row]]] = {}
+        for row in rows:
+            others = [f"{other.text(row[other.column])}{other.unit}" for other in swept if other is not axis]
+            panels = panel_rows.setdefault(", ".join([row["workload"], *others]), [[] for _ in machines])
+            panels[machines.index(row["machine"])].append(row)
+        if len(panel_rows) * len(machines) > _MAX_PANELS or len(machines) > _MAX_MACHINES:
+            raise UserError(
+                f"--plot would need {len(panel_rows)} rows of {len(machines)} panels, more than "
+                f"{_MAX_PANELS} in all or {_MAX_MACHINES} in a row: draw a smaller sweep, or leave --plot out"
+            )
+        most, kind = (_MAX_LINES, "lines") if axis else (_MAX_BARS, "bars")
+        if len(policies) > most:
+            raise UserError(f"--plot shows at most {most} policies as {kind}: draw fewer, or leave --plot out")
+        return Grid(axis, sorted(swept[axis]) if axis else [], panel_rows, machines, policies)
 
 
 def draw_sweep(rows: Sequence[Row]) -> Figure:
     """Draw iterations and bytes of each policy: as lines over the swept column with most values, or as bars without."""
     grid = Grid.of(rows)
-    figure = draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis)
-    figure.set_label(
-        "ebbtide: sweep of " + ", ".join(dict.fromkeys(plain_text(panel_row.workload) for panel_row in grid.panel_rows))
-    )
+    figure = _draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis, _with_figures(rows))
+    figure.set_label("ebbtide: sweep of " + ", ".join(map(plain_text, values_of(rows, "workload"))))
     return figure
 
 
-def _draw_lines(grid: Grid, axis: Axis) -> Figure:
+def _with_figures(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["error"] is None]
+
+
+def _draw_lines(grid: Grid, axis: Axis, shown: Sequence[Row]) -> Figure:
     """Draw a column of panels per machine: for each workload and scenario the iteration, and the bytes below it."""
-    quantities = [ITERATION, *byte_quantities(grid.rows)]
-    row_height = 2.6 + 1.1 * (len(quantities) - 1)
+    labels = [label for label, (value, _) in _QUANTITIES.items() if label == _ITERATION or any(map(value, shown))]
+    heights = [_QUANTITIES[label][1] for label in labels]
+    row_height = 2.6 + 1.1 * (len(labels) - 1)
     size = (max(7.0, 0.9 + 3.6 * len(grid.machines)), 0.9 + row_height * len(grid.panel_rows))
     figure = Figure(figsize=size, layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(
-        len(grid.panel_rows) * len(quantities),
+        len(grid.panel_rows) * len(labels),
         len(grid.machines),
         squeeze=False,
         sharey="row",
-        sharex=False,
-        height_ratios=[quantity.height for quantity in quantities] * len(grid.panel_rows),
+        height_ratios=heights * len(grid.panel_rows),
     )
-    for number, panel_row in enumerate(grid.panel_rows):
-        points = [grid.points(panel_row, machine) for machine in grid.machines]
-        for quantity, row_axes in zip(quantities, all_axes[number * len(quantities) :], strict=False):
-            for axes, machine_points in zip(row_axes, points, strict=True):
-                draw_lines(axes, grid, machine_points, quantity)
-                axes.tick_params(labelbottom=quantity is quantities[-1])
-                axes.spines[["top", "right"]].set_visible(False)
-                if quantity is ITERATION and not any(map(has_figures, machine_points.values())):
-                    errors = (str(row["error"]) for row in machine_points.values())
-                    _write_message(axes, next(errors, "not in the sweep"))
-            scale_lines(row_axes, axis, quantity)
-            row_axes[0].set_ylabel(quantity.label)
-    for axes in all_axes[-1]:
-        axes.set_xlabel(axis.label)
+    # Room for the name of a row beside its iterations, in points.
+    name_height = row_height * 72 * heights[0] / sum(heights) - 50
+    for number, (name, panels) in enumerate(grid.panel_rows.items()):
+        block = all_axes[number * len(labels) : (number + 1) * len(labels)]
+        for label, row_axes in zip(labels, block, strict=True):
+            for axes, rows in zip(row_axes, panels, strict=True):
+                _draw_panel(axes, grid, axis, rows, label)
+                axes.tick_params(labelbottom=label is labels[-1])
+            _scale(row_axes, axis, label)
+            row_axes[0].set_ylabel(label)
+        text = shorten_text(figure, plain_text(name), _NAME_SIZE, name_height)
+        block[0, 0].set_ylabel(f"{text}\n{_ITERATION}", fontsize=_NAME_SIZE, parse_math=False)
+    for machine, first, last in zip(grid.machines, all_axes[0], all_axes[-1], strict=True):
+        first.set_title(
+            shorten_text(figure, plain_text(machine), _NAME_SIZE, 3.3 * 72), fontsize=_NAME_SIZE, parse_math=False
+        )
+        last.set_xlabel(axis.label)
     figure.align_ylabels(all_axes[:, 0])
-    _legend(figure, grid, all_axes[0, 0])
-    _names(
-        figure, grid, all_axes[:: len(quantities)], ITERATION.height / sum(quantity.height for quantity in quantities)
-    )
+    _add_legend(figure, all_axes[0, 0], {row["fits"] for row in shown})
     return figure
 
 
-def _names(figure: Figure, grid: Grid, all_axes: Any, share: float) -> None:
-    """Write machines above the columns and workloads at the left of the iterations, which have a share of a row."""
-    for machine, axes in zip(grid.machines, all_axes[0], strict=True):
-        text = shorten_text(figure, plain_text(machine), _NAME_SIZE, 3.3 * 72)
-        axes.set_title(text, fontsize=_NAME_SIZE, parse_math=False)
-    height = figure.get_size_inches()[1] * 72 / len(grid.panel_rows) * share - 50
-    for panel_row, row_axes in zip(grid.panel_rows, all_axes, strict=True):
-        text = shorten_text(figure, plain_text(panel_row.name), _NAME_SIZE, height)
-        row_axes[0].set_ylabel(f"{text}\n{row_axes[0].get_ylabel()}".strip(), fontsize=_NAME_SIZE, parse_math=False)
+def _draw_panel(axes: Axes, grid: Grid, axis: Axis, rows: Sequence[Row], label: str) -> None:
+    """Draw a line per policy over the values of the swept axis, and behind iterations other time and the bound."""
+    shown = sorted(_with_figures(rows), key=itemgetter(axis.column))
+    value, _ = _QUANTITIES[label]
+    positions = np.arange(len(grid.ticks))
+
+    def least(figure: Callable[[Row], float], rows: Sequence[Row] = shown) -> list[float]:
+        """Return the least figure of rows at each tick; NaN where there is none."""
+        at_tick = [[figure(row) for row in rows if row[axis.column] == tick] for tick in grid.ticks]
+        return [min(figures, default=np.nan) for figures in at_tick]
+
+    if label == _ITERATION:
+        axes.fill_between(positions, least(lambda row: row["compute_ms"] / 1e3), lw=0, **_COMPUTE)
+        if not shown:
+            _write_message(axes, rows)
+    for policy, style in zip(grid.policies, _STYLES, strict=False):
+        own = [row for row in shown if row["policy"] == policy]
+        axes.plot(positions, least(value, own), lw=1.3, ms=0, color=style["color"], ls=style["ls"])
+        for row in own:
+            mark = {"marker": style["marker"], "color": style["color"], **_MARK, **_FITS[row["fits"]][1]}
+            axes.plot(grid.ticks.index(row[axis.column]), value(row), **mark)
+        name = policy if all(row["exact"] for row in own) else f"{policy} (not exact)"
+        axes.plot([], [], label=name, lw=1.3, ms=6, **style)
+    if label == _ITERATION:
+        axes.plot(positions, least(lambda row: row["bound_overlap_iteration_ms"] / 1e3), **_BOUND)
+    texts = [axis.text(tick) for tick in grid.ticks]
+    if axis.column == "scale_params":
+        params = {row[axis.column]: f"\n{count_text(row['params'])}" for row in shown}
+        texts = [text + params.get(tick, "") for text, tick in zip(texts, grid.ticks, strict=True)]
+    axes.set_xticks(positions, texts, fontsize=8.5)
+    axes.set_xlim(-0.3, len(positions) - 0.7)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Figure, grid: Grid, axes: Axes) -> None:
+def _scale(row_axes: Sequence[Axes], axis: Axis, label: str) -> None:
+    """Give the panels of a row the same vertical axis from 0; that of times over the parameters is logarithmic."""
+    low, high = min(axes.dataLim.minposy for axes in row_axes), max(axes.dataLim.y1 for axes in row_axes)
+    is_time = label == _ITERATION
+    first = row_axes[0]
+    if not is_time or axis.column != "scale_params" or not 0 < high < np.inf or high < _MAX_LINEAR_RATIO * low:
+        first.set_ylim(0, max(high, 0) * (1.05 if is_time else 1.15) or 1)
+        return
+    first.set_yscale("log")
+    first.set_ylim(low * 0.8, high * 1.15)
+    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    first.yaxis.set_major_formatter("{x:g}")
+    first.yaxis.set_minor_formatter("")
+
+
+def _add_legend(figure: Figure, axes: Axes, fits: set[bool | None]) -> None:
+    """Add a legend below all panels, for which the figure becomes higher."""
     handles: list[Artist] = list(axes.get_legend_handles_labels()[0])
-    handles += [Patch(label="forward, backward and other", **COMPUTE), *axes.plot([], [], label="bound", **BOUND)]
-    shown = {row["fits"] for row in grid.rows if row["error"] is None}
-    handles += [FITS[fits].handle(axes) for fits in (True, False, None) if fits in shown]
+    handles += [Patch(label="forward, backward and other", **_COMPUTE), *axes.plot([], [], label="bound", **_BOUND)]
+    for key, (name, style) in _FITS.items():
+        if key in fits:
+            handles += axes.plot([], [], label=name, marker="o", color="#222222", **_MARK, **style)
     names = [plain_text(str(handle.get_label())) for handle in handles]
-    columns = _column_count(names, figure.get_size_inches()[0] * 72 / _CHARACTER_POINTS)
     width, height = figure.get_size_inches()
+    characters = max(map(len, names)) + _HANDLE_CHARACTERS
+    columns = max(1, min(5, len(names), int(width * 72 / _CHARACTER_POINTS / characters)))
     figure.set_size_inches(width, height + _LEGEND_LINE * -(-len(names) // columns))
     legend = figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
     for text in legend.get_texts():
         text.set_parse_math(False)
 
 
-def _column_count(names: Sequence[str], characters: float) -> int:
-    """Return in how many columns, each as wide as its longest name, names fit into a width in characters."""
-    for columns in range(min(len(names), 5), 1, -1):
-        rows = -(-len(names) // columns)
-        longest = [max(map(len, names[begin : begin + rows])) for begin in range(0, len(names), rows)]
-        if sum(longest) + _HANDLE_CHARACTERS * len(longest) <= characters:
-            return columns
-    return 1
-
-
-def _write_message(axes: Axes, text: str, x: float = 0.5, align: str = "center") -> None:
+def _write_message(axes: Axes, rows: Sequence[Row], x: float = 0.5, align: str = "center") -> None:
     """Write into a panel that has nothing to draw why that is so."""
+    text = plain_text(next((str(row["error"]) for row in rows), "not in the sweep"))
     place: dict[str, Any] = {"ha": align, "va": "center", "transform": axes.transAxes}
-    axes.text(x, 0.5, plain_text(text), wrap=True, parse_math=False, fontsize=8, color="#444444", **place)
+    axes.text(x, 0.5, text, wrap=True, parse_math=False, fontsize=8, color="#444444", **place)
 
 
-def draw_bars(grid: Grid) -> Figure:
+def _draw_bars(grid: Grid) -> Figure:
     """Draw a row of panels per workload and machine, of one scale per workload, and in it a bar per policy."""
-    groups = [
-        [(machine, grid.points(panel_row, machine)) for machine in grid.machines] for panel_row in grid.panel_rows
-    ]
-    all_bars = [
-        [[_bar(policy, number, points) for number, policy in enumerate(grid.policies)] for _, points in group]
-        for group in groups
-    ]
-    columns = policy_bars.byte_columns([bar for group in all_bars for bars in group for bar in bars])
+    groups = [[_bars(grid.policies, rows) for rows in panels] for panels in grid.panel_rows.values()]
+    all_bars = [bar for group in groups for bars in group for bar in bars]
+    kinds = policy_bars.byte_kinds(all_bars)
     count = len(grid.panel_rows) * len(grid.machines)
-    size = (policy_bars.figure_width(columns), 0.9 + (0.75 + 0.36 * len(grid.policies)) * count)
-    figure = Figure(figsize=size, layout="constrained", dpi=130)
+    figure = policy_bars.figure_for(kinds, 0.9 + (0.75 + 0.36 * len(grid.policies)) * count)
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(count, 1 + len(columns), squeeze=False, width_ratios=policy_bars.width_ratios(columns))
-    rows = iter(all_axes)
-    for panel_row, group, group_bars in zip(grid.panel_rows, groups, all_bars, strict=True):
-        flat = [bar for bars in group_bars for bar in bars]
-        bounds_ms = [1e3 * least_bound(points.values()) for _, points in group]
-        longest_bound = max((bound for bound in bounds_ms if not np.isnan(bound)), default=None)
-        limit_ms = policy_bars.time_limit_ms(flat, longest_bound)
-        for (machine, points), bars, bound_ms in zip(group, group_bars, bounds_ms, strict=True):
-            axes, *byte_axes = next(rows)
-            policy_bars.draw_iterations(axes, bars, None if np.isnan(bound_ms) else bound_ms, "bound")
+    all_axes = policy_bars.add_panels(figure, kinds, count)
+    remaining = iter(all_axes)
+    for (name, panels), group in zip(grid.panel_rows.items(), groups, strict=True):
+        of_group = [bar for bars in group for bar in bars]
+        drawn = []
+        for machine, rows, bars in zip(grid.machines, panels, group, strict=True):
+            axes, *_ = row_axes = next(remaining)
+            bound_ms = min((row["bound_overlap_iteration_ms"] for row in _with_figures(rows)), default=None)
+            policy_bars.draw_row(row_axes, kinds, bars, bound_ms, "bound", of_group)
+            title = shorten_text(figure, f"{plain_text(name)} on {plain_text(machine)}", _NAME_SIZE, 5.5 * 72)
+            axes.set_title(title, fontsize=_NAME_SIZE, loc="left", parse_math=False)
+            if bound_ms is None:
+                _write_message(axes, rows, 0.02, "left")
+            drawn.append(axes)
+        limit_ms = max(axes.get_xlim()[1] for axes in drawn)
+        for axes in drawn:
             axes.set_xlim(0, limit_ms)
-            axes.set_xlabel("")
-            name = f"{plain_text(panel_row.name)} on {plain_text(machine)}"
-            axes.set_title(
-                shorten_text(figure, name, _NAME_SIZE, 5.5 * 72), fontsize=_NAME_SIZE, loc="left", parse_math=False
-            )
-            for panel, column in zip(byte_axes, columns, strict=True):
-                policy_bars.draw_bytes(panel, column, bars, max(map(column.bytes_of, flat)))
-                panel.set_ylim(axes.get_ylim())
-            if not any(bar.phases_ms for bar in bars):
-                _write_message(
-                    axes, next((str(row["error"]) for row in points.values()), "not in the sweep"), 0.02, "left"
-                )
     all_axes[-1][0].set_xlabel("time of an iteration (ms), simulated")
-    lines: Sequence[Artist] = next((list(axes.lines) for axes in all_axes[:, 0] if axes.lines), [])
-    handles = [*policy_bars.legend_patches([bar for group in all_bars for bars in group for bar in bars]), *lines]
-    figure.legend(
-        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=policy_bars.FONT_SIZE
-    )
+    bounds = next((list(axes.lines) for axes in all_axes[:, 0] if axes.lines), [])
+    policy_bars.add_legend(figure, all_bars, bounds)
     return figure
 
 
-def _bar(policy: str, number: int, points: Points) -> policy_bars.PolicyBar:
-    row = points.get((policy, None))
-    if not has_figures(row):
-        is_alone = not any(map(has_figures, points.values()))
-        return policy_bars.PolicyBar(policy, remark="" if is_alone else "no result", position=number)
-    return policy_bars.PolicyBar(
-        name=policy,
-        phases_ms={phase: row[f"{phase}_ms"] for phase in (OTHER, *PHASES)},
-        device_bytes=row["peak_device_bytes"],
-        host_bytes=row["host_bytes"],
-        storage_bytes=row["storage_read_bytes"] + row["storage_written_bytes"],
-        remark=policy_bars.remark_of(row["fits"], row["exact"]),
-        position=number,
-    )
+def _bars(policies: Sequence[str], rows: Sequence[Row]) -> list[policy_bars.PolicyBar]:
+    """Return a bar per policy; one without a result says so, unless no policy has one."""
+    shown = {row["policy"]: row for row in _with_figures(rows)}
+    remark = "no result" if shown else ""
+    return [
+        policy_bars.bar_of(shown[policy], number)
+        if policy in shown
+        else policy_bars.PolicyBar(policy, remark=remark, position=number)
+        for number, policy in enumerate(policies)
+    ]

@@ -196,18 +196,7 @@ class Journal:
 
 
 # Figures of a result that are several each, or of layers.
-_NOT_COLUMNS = ("busy", "storage_busy", "weights", "activations", "job_peak_device_bytes")
-
-
-def make_task(workload: Workload, machine: Machine, scenario: Scenario, policy: str) -> Task:
-    """Return everything that the row depends on, as names, numbers and lists of them."""
-    return {
-        "ebbtide": ebbtide.__version__,
-        "workload": asdict(workload),
-        "machine": machine.as_json(),
-        "scenario": asdict(scenario),
-        "policy": policy,
-    }
+NOT_COLUMNS = ("busy", "storage_busy", "weights", "activations", "job_peak_device_bytes")
 
 
 def task_key(task: Task) -> str:
@@ -255,7 +244,7 @@ def _replayed_row(task: Task) -> Row:
         "largest_subgroup_params": max(workload.subgroups),
         "least_free_bytes": workload.min_free_bytes,
         "compute_ms": workload.compute_s * 1e3,
-        **{name: value for name, value in result.items() if name not in _NOT_COLUMNS},
+        **{name: value for name, value in result.items() if name not in NOT_COLUMNS},
         # Null where the policy does not use storage.
         **{f"{resource}_busy_share": result["busy"].get(resource) for resource in (*RESOURCES, *STORAGE_RESOURCES)},
         **{f"bound_{name}": value for name, value in replayed["bound"].items()},
@@ -266,9 +255,18 @@ def _replayed_row(task: Task) -> Row:
 def combinations(
     pairs: Sequence[tuple[Workload, Machine]], scenarios: Sequence[Scenario], policies: Sequence[str]
 ) -> list[Task]:
-    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order."""
+    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order.
+
+    A task is everything that its row depends on, as names, numbers and lists of them."""
     return [
-        make_task(*pair, scenario, policy) for pair, scenario, policy in itertools.product(pairs, scenarios, policies)
+        {
+            "ebbtide": ebbtide.__version__,
+            "workload": asdict(workload),
+            "machine": machine.as_json(),
+            "scenario": asdict(scenario),
+            "policy": policy,
+        }
+        for (workload, machine), scenario, policy in itertools.product(pairs, scenarios, policies)
     ]
 
 

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.sweep.best import Grid
-from ebbtide.interleave.experiments.sweep.picture import draw_sweep
+from ebbtide.interleave.experiments.sweep.picture import Grid, draw_sweep
 from ebbtide.interleave.experiments.sweep.task import Row, Scenario
 from tests.interleave.experiments.sweep.sweeps import machine, rows, workload
 
