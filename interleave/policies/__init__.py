@@ -1,4 +1,4 @@
-"""The policies, one file each. Importing this package imports, and so registers, every module in it."""
+"""The policies, a file for each or for those alike. Importing this package imports, and so registers, all of them."""
 
 from collections.abc import Iterable
 from importlib import import_module

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import OVERLAP, overlaps_of
-from ebbtide.interleave.policies.registry import DefaultRun, PolicySpec, policy, reject_value
+from ebbtide.interleave.policies.registry import DefaultRun, PolicySpec, free_memory_steps, policy, reject_value
 from ebbtide.interleave.policies.search.best_plan import find_best_plan
 from ebbtide.machines.machine import Machine
 
@@ -18,11 +17,7 @@ def adaptive(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep state resident in memory that is always free, park it in windows, stream it or update on the CPU, as the
     rates allow."""
     reject_value(spec)
-    if workload.gpu_free is None:
-        raise PolicyError(
-            f"{spec.text!r} needs to know what device memory is free: give it (--free-bytes 20GiB, or gpu_free_bytes "
-            "in a workload file), or a trace with the memory of a GPU"
-        )
+    free_memory_steps(workload, spec)
     machine.need(_NEEDED, f"policy {spec.text}")
     # Of a job that lacks memory whatever the plan, the plan is the best for what is free at other times.
     workload = replace(workload, missing_bytes=0.0)

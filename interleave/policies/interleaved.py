@@ -8,7 +8,7 @@ from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import OVERLAP, with_overlap
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import GRADS, PARAMS, DefaultRun, PolicySpec, policy, to_number
+from ebbtide.interleave.policies.registry import GRADS, PARAMS, DefaultRun, PolicySpec, policy
 from ebbtide.machines.machine import Machine
 
 # One subgroup is fetched while another is updated or flushed.
@@ -20,10 +20,10 @@ def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Fetch every K-th subgroup, update it on the GPU and flush it while the CPU updates the others; K@R does so
     within the share R that is offloaded, and keeps the rest resident."""
     stride_text, _, share_text = (spec.value or "").partition("@")
-    stride = to_number(spec.text, stride_text, "the stride", None, 1, 1e9)
+    stride = spec.number("the stride", None, 1, 1e9, stride_text)
     if stride != int(stride):
         raise PolicyError(f"{spec.text!r}: the stride is {stride_text!r}; it must be a whole number")
-    share = to_number(spec.text, share_text or None, "the offloaded share", 1.0, 0.0, 1.0)
+    share = spec.number("the offloaded share", 1.0, 0.0, 1.0, share_text)
     builder = PlanBuilder(spec.text, workload, spec.options["grads"] == "blocking")
     resident = resident_range(share, len(workload.subgroups), workload.deepspeed_version)
     offloaded = [subgroup for subgroup in range(len(builder.sizes)) if subgroup not in resident]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 from ebbtide.interleave.policies.layer_choice import LAYER_OPTIONS, plan_with_layers
 from ebbtide.interleave.policies.storage import with_storage
 from ebbtide.machines.machine import Machine
@@ -27,17 +27,33 @@ class PolicySpec:
     value: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
-    def number(self, what: str, default: float | None, minimum: float, maximum: float) -> float:
+    def number(
+        self, what: str, default: float | None, minimum: float, maximum: float, part: str | None = None
+    ) -> float:
         """Return the value as a number from `minimum` to `maximum`.
 
         Args:
             what: Meaning of the number, for the error message.
             default: Number if there is no value; None if a value is required.
+            part: The part of the value that is the number; None: all of it.
 
         Raises:
             PolicyError: The value is missing or not such a number.
         """
-        return to_number(self.text, self.value, what, default, minimum, maximum)
+        value = self.value if part is None else part
+        if value is None or not value.strip():
+            if default is None:
+                raise PolicyError(f"{self.text!r} lacks {what}: write it after a colon")
+            return default
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
+        if not minimum <= number <= maximum:
+            raise PolicyError(
+                f"{self.text!r}: {what} is {value!r}; it must be a number from {minimum:g} to {maximum:g}"
+            )
+        return number
 
 
 PolicyFunction = Callable[[Workload, Machine, PolicySpec], Plan]
@@ -209,22 +225,17 @@ def _without_late(spec: PolicySpec) -> str:
     return ",".join([head, *(f"{key}={value}" for key, value in options.items())])
 
 
-def to_number(text: str, value: str | None, what: str, default: float | None, minimum: float, maximum: float) -> float:
-    """Convert a part of a policy's string to a number. See `PolicySpec.number`."""
-    if value is None or not value.strip():
-        if default is None:
-            raise PolicyError(f"{text!r} lacks {what}: write it after a colon")
-        return default
-    try:
-        number = float(value)
-    except ValueError:
-        number = float("nan")
-    if not minimum <= number <= maximum:
-        raise PolicyError(f"{text!r}: {what} is {value!r}; it must be a number from {minimum:g} to {maximum:g}")
-    return number
-
-
 def reject_value(spec: PolicySpec) -> None:
     """Raise PolicyError if the string has a value after the colon, for policies that take none."""
     if spec.value is not None:
         raise PolicyError(f"{spec.text!r}: {spec.name} takes nothing after a colon")
+
+
+def free_memory_steps(workload: Workload, spec: PolicySpec) -> FreeMemorySteps:
+    """Return the free device memory of a workload over the iteration. Raises PolicyError where it is not known."""
+    if workload.gpu_free is None:
+        raise PolicyError(
+            f"{spec.text!r} needs to know what device memory is free: give it (--free-bytes 20GiB, or gpu_free_bytes "
+            "in a workload file), or a trace with the memory of a GPU"
+        )
+    return workload.gpu_free

@@ -1,4 +1,4 @@
-"""Policies of other systems, one file each, as their authors run them. Importing the package registers them."""
+"""Policies of other systems, as their authors run them. Importing the package registers all of them."""
 
 from importlib import import_module
 from pkgutil import iter_modules

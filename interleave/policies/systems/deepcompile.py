@@ -1,10 +1,9 @@
 """DeepCompile's offload of optimizer state: on the host in forward and backward, on the GPU at the step."""
 
-from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import FORWARD, UPDATE, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, free_memory_steps, policy, reject_value
 from ebbtide.machines.machine import Machine
 
 # The share of the device that its memory budget leaves free.
@@ -20,14 +19,10 @@ def deepcompile(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     subgroup is fetched at the first moment of the backward from which on there is memory for all on the device so far;
     what finds none is fetched when the backward ends. A fifth of the device counts as not free."""
     reject_value(spec)
-    if workload.gpu_free is None:
-        raise PolicyError(
-            f"{spec.text!r} needs to know what device memory is free: give it (--free-bytes 20GiB, or gpu_free_bytes "
-            "in a workload file), or a trace with the memory of a GPU"
-        )
+    free_steps = free_memory_steps(workload, spec)
     margin = _MARGIN * (machine.gpu_memory_bytes or 0.0)
     backward_s = workload.compute_s - workload.backward_s
-    before_step = [(at_s, free) for at_s, free in workload.gpu_free if at_s < workload.compute_s]
+    before_step = [(at_s, free) for at_s, free in free_steps if at_s < workload.compute_s]
     floor = min([free for at_s, free in before_step if at_s < backward_s or not at_s], default=0.0) - margin
     builder = PlanBuilder(spec.text, workload)
     leaving = _leaving(builder.sizes, workload.state_bytes, floor)

@@ -1,4 +1,4 @@
-"""Plans of systems that do not clip gradients."""
+"""Systems that do not clip gradients: the full offload of prime-rl, and torchao's CPUOffloadOptimizer."""
 
 from dataclasses import replace
 
@@ -6,14 +6,55 @@ from ebbtide.interleave.model.operations import CLIPPING_FIRST, Departures
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
+from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import STATE_BYTES
 
 
-def unclipped_builder(text: str, workload: Workload) -> PlanBuilder:
+@policy("prime-rl", SystemRun("prime-rl", 50), simulation_only=True, uses_storage=False)
+def prime_rl(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    """Update each subgroup on the CPU as soon as its gradient is there, and upload it within the backward, as prime-rl
+    does with `full_offload`. It does not clip."""
+    builder = _builder(workload, spec)
+    builder.gradients()
+    for subgroup in reversed(range(len(builder.sizes))):
+        builder.on_cpu(subgroup)
+    return _plan(builder, workload, "prime-rl")
+
+
+@policy("torchao", SystemRun("torchao", 60), simulation_only=True, uses_storage=False, backward=("eager", "compiled"))
+def torchao(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    """Update on the CPU in the order in which gradients come, as torchao's CPUOffloadOptimizer does. It does not clip.
+
+    One stream copies gradients and parameters, so no parameter is uploaded before the last gradient is on the host.
+    The step is called when the backward is launched, not when it is done, so that updates overlap it
+    (`backward=eager`). A compiled backward returns all gradients at its end: with `backward=compiled` nothing overlaps.
+    """
+    builder = _builder(workload, spec)
+    if spec.options["backward"] == "compiled":
+        builder.early = False
+        builder.gradients_at_step(frozenset(), workload.grad_bytes)
+    else:
+        builder.gradients()
+    copies = builder.copied_gradients()
+    for subgroup in reversed(range(len(builder.sizes))):
+        update = builder.update_on_cpu(subgroup)
+        builder.add("upload", "h2d", subgroup, workload.param_bytes, (update, *copies), builder.ops[update].point)
+    plan = _plan(builder, workload, "torchao")
+    if workload.state_bytes < STATE_BYTES:
+        return plan
+    no_masters = "torchao keeps no fp32 masters: parameters in half precision are updated in half precision"
+    consequence = "; ".join(filter(None, (no_masters, plan.departures.consequence)))
+    return replace(plan, departures=plan.departures._replace(consequence=consequence))
+
+
+def _builder(workload: Workload, spec: PolicySpec) -> PlanBuilder:
     """Return a builder of plans that update as soon as gradients are ready, whether or not the workload clips."""
-    return PlanBuilder(text, replace(workload, clipping=False), early=True)
+    reject_value(spec)
+    return PlanBuilder(spec.text, replace(workload, clipping=False), early=True)
 
 
-def unclipped_plan(builder: PlanBuilder, workload: Workload, system: str) -> Plan:
+def _plan(builder: PlanBuilder, workload: Workload, system: str) -> Plan:
     """Return the plan of a builder, which departs from clipping if the workload clips."""
     plan = builder.plan(validate=False)
     if workload.clipping:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from ebbtide.interleave.model.operations import CLIPPING_FIRST, ONE_UPDATE, OWN_GRADIENT, Departures, Rule
 from ebbtide.interleave.model.plan import OTHER, Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.gpu_only import all_resident
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy
+from ebbtide.interleave.policies.static_splits import split_plan
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
 
@@ -34,7 +34,7 @@ def zenflow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     share = spec.number("the share of important gradients", None, 0.0, 1.0)
     interval = int(spec.options["interval"])
     if share == 1:
-        return all_resident(workload, spec.text)
+        return split_plan(workload, spec, range(len(workload.subgroups)))
     builder = PlanBuilder(spec.text, workload)
     is_paper = spec.options["rule"] == "paper"
     on_cpu = 1 - share if is_paper else 1.0
