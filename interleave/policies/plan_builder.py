@@ -94,18 +94,10 @@ class PlanBuilder:
         """Copy one gradient to the host like `gradients`, and return the index of the copy."""
         until_step = self.workload.gradients_held_until_step
         point = UPDATE if until_step else self._gradient_points[subgroup]
-        self._gradient_copies[subgroup] = self.add(
-            "gradient down",
-            "d2h",
-            subgroup,
-            bytes_per_param,
-            after,
-            point,
-            pageable,
-            blocking and not until_step,
-            acquire=acquire,
-        )
-        return self._gradient_copies[subgroup]
+        blocks = blocking and not until_step
+        copy = self.add("gradient down", "d2h", subgroup, bytes_per_param, after, point, pageable, blocks, acquire)
+        self._gradient_copies[subgroup] = copy
+        return copy
 
     def clip_copied_gradients(self) -> None:
         """Clip when all gradients are on the host, if the workload clips."""

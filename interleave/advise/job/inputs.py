@@ -1,7 +1,5 @@
 """Resolves what is advised: the workload, the machines and their prices, the recorded GPU, and policies of the user."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -9,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, load_workload, workload_from
@@ -20,9 +18,6 @@ from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.machine import Machine, machine_from
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
-
-if TYPE_CHECKING:
-    from ebbtide.profiler.trace import Trace
 
 # Devices whose memory differs by less than this share count as the same.
 _SAME_CAPACITY = 0.05
@@ -51,11 +46,21 @@ def resolve_workload(
 
     That of a trace has its layers, if it has any, where one of the policies moves them. The least free device memory,
     and host memory that the optimizer may use, take the place of what the source has."""
-    workload = _workload(trace, file, size)
-    if trace is not None and any(map(moves_layers, with_systems(policies))):
-        from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
+    if sum(source is not None for source in (trace, file, size)) != 1:
+        raise WorkloadError("name a trace, a --workload file, or a size (--params): one of the three")
+    if file is not None:
+        workload = load_workload(file)
+    elif size is not None:
+        workload = workload_of_size(size)
+    else:
+        from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 
-        workload = with_trace_layers(workload, trace)
+        assert trace is not None
+        workload = workload_of(trace)
+        if any(map(moves_layers, with_systems(policies))):
+            from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
+
+            workload = with_trace_layers(workload, trace)
     if free_bytes is not None:
         workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, float(free_bytes)))
     return workload if host_free_bytes is None else replace(workload, host_free_bytes=float(host_free_bytes))
@@ -75,19 +80,6 @@ def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemoryS
     return tuple(
         (start_s, max(min_bytes, high - (high - size) * factor) if size > low else min_bytes) for start_s, size in free
     )
-
-
-def _workload(trace: Trace | None, file: Path | None, size: JobSize | None) -> Workload:
-    if sum(source is not None for source in (trace, file, size)) != 1:
-        raise WorkloadError("name a trace, a --workload file, or a size (--params): one of the three")
-    if file is not None:
-        return load_workload(file)
-    if size is not None:
-        return workload_of_size(size)
-    from ebbtide.interleave.advise.job.workload_from_trace import workload_of
-
-    assert trace is not None
-    return workload_of(trace)
 
 
 def workload_of_size(size: JobSize) -> Workload:
@@ -138,16 +130,23 @@ def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None)
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":
         return machine
-    recorded = _ranks_on_host(trace)
+    recorded = ranks_on_host(trace)
     if recorded is not None and _other_machine(machine, trace)[0] is not None:
         recorded = min(recorded, machine.box.ranks)
     return machine if recorded is None else machine.for_ranks(recorded)
 
 
-def _ranks_on_host(trace: Trace) -> int | None:
-    from ebbtide.interleave.advise.job.workload_from_trace import ranks_on_host
-
-    return ranks_on_host(trace)
+def ranks_on_host(trace: Trace) -> int | None:
+    """Return how many ranks of a trace shared the host of its first rank; None if the trace does not have them all."""
+    ranks = trace.ranks
+    entries = [trace.rank(rank) for rank in ranks]
+    if not entries:
+        return None
+    host = entries[0].host
+    if host is None and max(entries[0].world_size or 0, max(ranks) + 1) > len(ranks):
+        # An imported trace of some ranks: the others may have run on the same host.
+        return None
+    return sum(entry.host == host for entry in entries)
 
 
 def note_other_machine(
@@ -172,7 +171,7 @@ def note_other_machine(
             gpu_free=tuple((at_s, max(0.0, size - lacking)) for at_s, size in free),
             missing_bytes=max(workload.missing_bytes, lacking - min(size for _, size in free)),
         )
-    if machine.box is not None and (_ranks_on_host(trace) or 0) > machine.box.ranks:
+    if machine.box is not None and (ranks_on_host(trace) or 0) > machine.box.ranks:
         notes.append(NETWORK_NOTE)
     return replace(workload, notes=tuple(notes))
 

@@ -41,10 +41,8 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     params = layers.sums((layers.rows["category"] == "parameter").to_numpy()) / workload.param_bytes
     if len(params) < 2 or params.min() < 1 or params.sum() > workload.params * (1 + 1e-6):
         return workload
-    forward_s, backward_s, again_s = (
-        seconds * shares
-        for seconds, shares in zip((workload.forward_s, *[workload.backward_s] * 2), layers.phase_shares(), strict=True)
-    )
+    forward_s, _ = workload.forward_s * layers.phase_shares(FORWARD)
+    backward_s, again_s = workload.backward_s * layers.phase_shares(BACKWARD)
     saved, recomputed, outputs = layers.sums(layers.is_saved), layers.sums(layers.is_recomputed), layers.output_bytes()
     result = []
     for number, name in enumerate(layers.names):
@@ -159,14 +157,8 @@ class _TracedLayers:
             result += self.sums(own & (kernel == last[self.layer]))
         return result
 
-    def phase_shares(self) -> tuple[Floats, Floats, Floats]:
-        """Return each layer's share of the forward, and of the backward: of its own, and of recomputation."""
-        forward, backward = self._time_ns(FORWARD), self._time_ns(BACKWARD)
-        count = len(self.names)
-        return forward[:count], backward[:count], backward[count:]
-
-    def _time_ns(self, phase: str) -> Floats:
-        """Return shares of a phase by layer, and then of recomputation by layer.
+    def phase_shares(self, phase: str) -> Floats:
+        """Return shares of a phase by layer, and a second row of recomputation by layer.
 
         A kernel belongs to what is allocated, or in the backward released, next."""
         count = len(self.names)
@@ -179,7 +171,7 @@ class _TracedLayers:
             label = np.append(labels, -1)[position]
             np.add.at(spent, label[label >= 0], np.diff(ends)[label >= 0])
             length += one.gpu_end_ns - one.gpu_start_ns
-        return spent / max(length, 1)
+        return spent.reshape(2, count) / max(length, 1)
 
     def _events(self, one: _Phase) -> tuple[Ints, Ints]:
         """Return times and labels: the layer, for recomputation plus the number of layers; -1 for others."""

@@ -35,7 +35,8 @@ def workload_of(trace: Trace) -> Workload:
             f"{trace.path} has no number of parameters that a rank updates: describe the job in a --workload file"
         )
     bytes_per_param = param_bytes(metrics.entry)
-    waiting_ms = _gradient_wait_ms(metrics, backward)
+    wait = gradient_wait(metrics)
+    waiting_ms = min(max(wait.wait_ms, 0.0), backward) if wait is not None else 0.0
     notes = [f"times and memory are {line}"] if (line := prediction_line(trace)) else []
     if waiting_ms:
         notes.append(
@@ -83,19 +84,6 @@ def workload_of(trace: Trace) -> Workload:
     )
 
 
-def ranks_on_host(trace: Trace) -> int | None:
-    """Return how many ranks of a trace shared the host of its first rank; None if the trace does not have them all."""
-    ranks = trace.ranks
-    entries = [trace.rank(rank) for rank in ranks]
-    if not entries:
-        return None
-    host = entries[0].host
-    if host is None and max(entries[0].world_size or 0, max(ranks) + 1) > len(ranks):
-        # An imported trace of some ranks: the others may have run on the same host.
-        return None
-    return sum(entry.host == host for entry in entries)
-
-
 def swap_buffer_bytes(metrics: JobMetrics) -> int | None:
     """Return the bytes of host memory that a job used for state on storage; None if its state was not there.
 
@@ -109,12 +97,6 @@ def swap_buffer_bytes(metrics: JobMetrics) -> int | None:
     on_storage = job.info.largest_stored_gradient_bytes is not None
     per_param = PARAM_BYTES + GRAD_BYTES + (0 if on_storage else _FP32_BYTES)
     return int(count) * _FP32_BYTES * max(job.subgroups) + per_param * sum(job.subgroups)
-
-
-def _gradient_wait_ms(metrics: JobMetrics, backward_ms: float) -> float:
-    """Return how long the backward waited for gradient copies."""
-    wait = gradient_wait(metrics)
-    return min(max(wait.wait_ms, 0.0), backward_ms) if wait is not None else 0.0
 
 
 def _busy_share(metrics: JobMetrics, direction: str) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ebbtide.interleave.advise.job.decoder import guessed_layers
 from ebbtide.interleave.advise.job.training_job import TrainingJob, TunableSettings
@@ -71,10 +72,6 @@ def _quantized_state(one: Variant, state: str = "device") -> Iterable[Variant]:
         yield Variant(replace(job, state_bytes=after), one.settings, state)
 
 
-def _paged(one: Variant) -> Iterable[Variant]:
-    return _quantized_state(one, "paged")
-
-
 def _checkpointed(one: Variant) -> Iterable[Variant]:
     """Layers keep their input alone, and one layer is computed again at a time (`checkpointed_share`)."""
     memory = one.job.memory
@@ -130,7 +127,7 @@ LEVERS = (
     Lever("streamed gradients", "no clipping by the norm of all gradients", _streamed),
     Lever("8-bit optimizer", "moments are rounded to 8 bits", _quantized_state),
     Lever("checkpointing", "a second forward in the backward", _checkpointed),
-    Lever("paged optimizer", "8-bit moments; copies where memory is short", _paged),
+    Lever("paged optimizer", "8-bit moments; copies where memory is short", partial(_quantized_state, state="paged")),
     Lever("offload", "copies, and updates on the CPU", _offloaded),
     Lever("LoRA", "trains adapters alone", _adapters),
     Lever("QLoRA", "trains adapters alone, on weights of 4 bits", _quantized_weights),

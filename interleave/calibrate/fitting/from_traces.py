@@ -13,7 +13,7 @@ from scipy.optimize import least_squares
 
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.errors import MachineError
-from ebbtide.interleave.advise.job.workload_from_trace import ranks_on_host
+from ebbtide.interleave.advise.job.inputs import ranks_on_host
 from ebbtide.interleave.calibrate.fitting.samples import FitSample, StepRates, sample_of, step_rates
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.box import Box

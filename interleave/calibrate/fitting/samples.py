@@ -5,8 +5,9 @@ from functools import cached_property
 
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.errors import MachineError
+from ebbtide.interleave.advise.job.inputs import ranks_on_host
 from ebbtide.interleave.advise.job.training_job import recorded_policy
-from ebbtide.interleave.advise.job.workload_from_trace import ranks_on_host, workload_of
+from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -53,8 +54,6 @@ def sample_of(trace: Trace) -> FitSample:
         raise MachineError(
             f"{trace.path} ran under adaptive, whose plan follows the machine: fit from a run of another policy"
         )
-    from ebbtide.analysis.metrics.job import JobMetrics
-
     metrics = JobMetrics(trace)
     update_ms, backward_ms = metrics.phase_ms(UPDATE), metrics.phase_ms(BACKWARD)
     loop = metrics.sub_step("optimizer_step")

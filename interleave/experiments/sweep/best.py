@@ -218,10 +218,10 @@ def _scenario_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def _byte_columns() -> list[Column]:
-    def known(bytes_of: Callable[[Row], float]) -> Callable[[Row], float | None]:
+    def of_replayed(bytes_of: Callable[[Row], float]) -> Callable[[Row], float | None]:
         return lambda row: bytes_of(row) if "host_bytes" in row else None
 
-    return [size(kind, known(bytes_of)) for kind, bytes_of in RESULT_BYTES.items()]
+    return [size(kind, of_replayed(bytes_of)) for kind, bytes_of in RESULT_BYTES.items()]
 
 
 def write_rows(rows: Sequence[Row], tasks: Sequence[Task], path: Path) -> None:

@@ -59,43 +59,26 @@ def zero_infinity(workload: Workload, machine: Machine, spec: PolicySpec) -> Pla
         for subgroup in reversed(range(len(builder.sizes))):
             builder.gradient(subgroup, workload.grad_bytes, acquire=MASTER_BYTES * builder.sizes[subgroup])
         builder.clip_copied_gradients()
-    read_bytes = workload.state_bytes + (MASTER_BYTES if gradients_stored else 0)
+    width = workload.state_bytes
+    read_bytes = width + (MASTER_BYTES if gradients_stored else 0)
     uploads: list[int] = []
     writes: list[int] = []
     # DeepSpeed waits for all gradients before the first read.
     before_read = tuple(gradient_writes.values())
     for subgroup, size in enumerate(builder.sizes):
+        buffer = subgroup % slots
         own_gradient = (gradient_writes[subgroup],) if gradients_stored else ()
-        released = (*_before(uploads, subgroup, 1 + ahead), *_before(writes, subgroup, slots))
-        read = builder.add(
-            "read",
-            "storage_read",
-            subgroup,
-            read_bytes,
-            tuple({*before_read, *own_gradient, *released}),
-            path=path,
-            buffer=subgroup % slots,
-        )
+        buffer_freed = (*_before(uploads, subgroup, 1 + ahead), *_before(writes, subgroup, slots))
+        after = tuple({*before_read, *own_gradient, *buffer_freed})
+        read = builder.add("read", "storage_read", subgroup, read_bytes, after, path=path, buffer=buffer)
         before_read = (read,)
-        update = len(builder.ops)
-        uploads.append(
-            builder.on_cpu(
-                subgroup, "blocking", (read, *_before(uploads, subgroup, 1), *_before(writes, subgroup, 1 + behind))
-            )
-        )
+        after = (read, *_before(uploads, subgroup, 1), *_before(writes, subgroup, 1 + behind))
+        uploads.append(builder.on_cpu(subgroup, "blocking", after))
         if not gradients_stored:
             builder.ops[-1] = builder.ops[-1]._replace(release=MASTER_BYTES * size)
-        writes.append(
-            builder.add(
-                "write",
-                "storage_write",
-                subgroup,
-                workload.state_bytes,
-                tuple(range(update, uploads[-1] + 1)),
-                path=path,
-                buffer=subgroup % slots,
-            )
-        )
+        after = tuple(range(read + 1, uploads[-1] + 1))
+        write = builder.add("write", "storage_write", subgroup, width, after, path=path, buffer=buffer)
+        writes.append(write)
     departures = Departures(frozenset({STATE_ONLY}) if gradients_stored else frozenset())
     plan = replace(
         builder.plan(validate=False),
@@ -124,22 +107,13 @@ def _fastest_path(workload: Workload, machine: Machine, spec: PolicySpec) -> int
 def _written_gradients(builder: PlanBuilder, count: int, path: int) -> dict[int, int]:
     """Copy gradients to buffers and write them; return the index of the write of each subgroup's gradient."""
     writes: dict[int, int] = {}
-    previous = -1
     for number, subgroup in enumerate(reversed(range(len(builder.sizes)))):
         # All buffers are full, and DeepSpeed waits until all are written.
         is_full = number > 0 and number % count == 0
         after = tuple(writes.values())[-count:] if is_full else ()
         copy = builder.gradient(subgroup, builder.workload.grad_bytes, after, blocking=is_full)
-        previous = builder.add(
-            "write",
-            "storage_write",
-            subgroup,
-            MASTER_BYTES,
-            (copy,) if previous < 0 else (copy, previous),
-            builder.ops[copy].point,
-            path=path,
-        )
-        writes[subgroup] = previous
+        after, point = (copy, *list(writes.values())[-1:]), builder.ops[copy].point
+        writes[subgroup] = builder.add("write", "storage_write", subgroup, MASTER_BYTES, after, point, path=path)
     builder.clip_copied_gradients()
     return writes
 

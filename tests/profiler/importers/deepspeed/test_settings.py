@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.interleave.advise.job.workload_from_trace import ranks_on_host
+from ebbtide.interleave.advise.job.inputs import ranks_on_host
 from ebbtide.profiler.trace.metadata import ModelInfo
 from tests.profiler.importers.deepspeed.made_logs import CONFIG, import_log, log_line, step_lines
 
