@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from ebbtide.interleave.advise.choice import best_static_split, fits_memory, steps_of, without_offload
@@ -33,10 +34,12 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
     More ranks are the greatest change, since they cost hardware; then a smaller micro-batch with more micro-steps, then
     activation checkpointing, which costs a forward; the offload of optimizer state is the least. Ranks are doubled,
     micro-batches are divisors of that of the job."""
-    own = job.settings
+    own, can_checkpoint = job.settings, job.memory is not None and job.memory.checkpointed is not None
+    batch = own.micro_batch or 0
+    divisors = [size for size in range(batch, 0, -1) if batch % size == 0]
     for ranks in _doubled(own.ranks):
-        for micro_batch in _divisors(own.micro_batch):
-            for checkpointing in dict.fromkeys((own.checkpointing, own.checkpointing or _can_checkpoint(job))):
+        for micro_batch in divisors or [None]:
+            for checkpointing in dict.fromkeys((own.checkpointing, own.checkpointing or can_checkpoint)):
                 for offload in dict.fromkeys((own.offload, True)):
                     yield TunableSettings(ranks, micro_batch, checkpointing, offload)
 
@@ -109,77 +112,58 @@ def _exceeds_both(workload: Workload, machine: Machine) -> bool:
     return on_host * workload.state_bytes > machine.host_memory_bytes
 
 
-def _can_checkpoint(job: TrainingJob) -> bool:
-    return job.memory is not None and job.memory.checkpointed is not None
-
-
 def _doubled(ranks: int) -> Iterator[int]:
     yield ranks
     while (ranks := 2 * ranks) <= MAX_RANKS:
         yield ranks
 
 
-def _divisors(micro_batch: int | None) -> list[int | None]:
-    if micro_batch is None:
-        return [None]
-    return [size for size in range(micro_batch, 0, -1) if micro_batch % size == 0]
-
-
 def alternatives(workload: Workload, machine: Machine, job: RecordedJob) -> tuple[str, ...]:
     """Return sentences on less accumulation, a smaller batch and a smaller state, as far as figures are known.
 
-    For workloads that have to offload. A change is named if all state fits on the device with it (`without_offload`).
+    For workloads that have to offload. Of each kind the least change is named with which all state fits on the device.
     """
-    texts = (
-        _without_accumulation(workload, machine, job),
-        _smaller_batch(workload, machine, job),
-        _smaller_state(workload, machine),
-    )
-    return tuple(text for text in texts if text is not None)
+    kinds = _without_accumulation(workload, job), _smaller_batches(workload, job), _smaller_states(workload)
+    fitting = ((text for changed, text in kind if without_offload(changed, machine) is not None) for kind in kinds)
+    return tuple(text for texts in fitting for text in islice(texts, 1))
 
 
-def _without_accumulation(workload: Workload, machine: Machine, job: RecordedJob) -> str | None:
+def _without_accumulation(workload: Workload, job: RecordedJob) -> Iterator[tuple[Workload, str]]:
     """With one micro-step, gradients take the memory of the activations that the backward releases."""
     free = workload.min_free_bytes
-    changed = replace(workload, accumulates=False)
-    if not workload.accumulates or free is None or without_offload(changed, machine) is None:
-        return None
-    state, gradients = workload.state_bytes * workload.params, workload.grad_bytes * workload.params
-    return (
-        f"with 1 micro-step an update instead of {job.micro_steps} nothing would have to be offloaded: gradients "
-        f"({gradients / 1e9:.1f} GB) would not stay beside activations, and the state ({state / 1e9:.1f} GB) "
-        f"fits into the {free / 1e9:.1f} GB that are always free"
-    )
+    if workload.accumulates and free is not None:
+        state, gradients = workload.state_bytes * workload.params, workload.grad_bytes * workload.params
+        yield (
+            replace(workload, accumulates=False),
+            f"with 1 micro-step an update instead of {job.micro_steps} nothing would have to be offloaded: gradients "
+            f"({gradients / 1e9:.1f} GB) would not stay beside activations, and the state ({state / 1e9:.1f} GB) "
+            f"fits into the {free / 1e9:.1f} GB that are always free",
+        )
 
 
-def _smaller_batch(workload: Workload, machine: Machine, job: RecordedJob) -> str | None:
+def _smaller_batches(workload: Workload, job: RecordedJob) -> Iterator[tuple[Workload, str]]:
     """The memory that varies over an iteration is taken to be in proportion to the micro-batch."""
-    batch = job.micro_batch
-    if workload.gpu_free is None or batch is None:
-        return None
-    most = max(size for _, size in workload.gpu_free)
-    varying = most - min(size for _, size in workload.gpu_free)
-    for size in range(batch - 1, 0, -1):
-        free = tuple((time, most - (most - least) * size / batch) for time, least in workload.gpu_free)
-        # The number of samples in an update stays.
-        changed = replace(workload, gpu_free=free, accumulates=True)
-        if without_offload(changed, machine) is not None:
-            needed = (workload.state_bytes + workload.grad_bytes) * workload.params
-            return (
-                f"with a micro-batch of {size} instead of {batch} nothing would have to be offloaded: of the "
-                f"{varying / 1e9:.1f} GB that vary over an iteration {varying * size / batch / 1e9:.1f} GB would "
-                f"remain (an estimate, in proportion to the batch), and state and gradients take {needed / 1e9:.1f} "
-                f"GB of {most / 1e9:.1f} GB"
-            )
-    return None
+    batch, steps = job.micro_batch or 0, workload.gpu_free or ()
+    most = max((size for _, size in steps), default=0.0)
+    varying = most - (workload.min_free_bytes or 0.0)
+    needed = (workload.state_bytes + workload.grad_bytes) * workload.params
+    for size in range(batch - 1, 0, -1) if steps else ():
+        free = tuple((time, most - (most - least) * size / batch) for time, least in steps)
+        yield (
+            # The number of samples in an update stays.
+            replace(workload, gpu_free=free, accumulates=True),
+            f"with a micro-batch of {size} instead of {batch} nothing would have to be offloaded: of the "
+            f"{varying / 1e9:.1f} GB that vary over an iteration {varying * size / batch / 1e9:.1f} GB would "
+            f"remain (an estimate, in proportion to the batch), and state and gradients take {needed / 1e9:.1f} "
+            f"GB of {most / 1e9:.1f} GB",
+        )
 
 
-def _smaller_state(workload: Workload, machine: Machine) -> str | None:
-    """Return the optimizer with the most bytes of state, fewer than now, that would need no offload."""
+def _smaller_states(workload: Workload) -> Iterator[tuple[Workload, str]]:
+    """Yield optimizers with fewer bytes of state than now, those with most first."""
     is_half = workload.param_bytes == PARAM_BYTES
     for name, state_bytes, results in (*((_REMAINDER,) if is_half else ()), *_SMALLER_STATE):
-        changed = replace(workload, state_bytes=state_bytes)
-        if state_bytes < workload.state_bytes and without_offload(changed, machine) is not None:
-            needed_gb = state_bytes * workload.params / 1e9
-            return f"with {name}, {needed_gb:.1f} GB, nothing would have to be offloaded ({results})"
-    return None
+        if state_bytes < workload.state_bytes:
+            size = f"{state_bytes * workload.params / 1e9:.1f} GB"
+            text = f"with {name}, {size}, nothing would have to be offloaded ({results})"
+            yield replace(workload, state_bytes=state_bytes), text

@@ -203,8 +203,8 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
         choice = choose_policy(placed.workload, shared, recorded)
     policy, schedule = choice.steps.plan.policy, choice.steps.valid
     change = changed(job.settings, settings, policy)
-    spans = _ranges(choice, shared, placed)
-    span = spans[policy]
+    times = _policy_times(choice, shared, placed)
+    span = next(time for time in times if time.policy == policy)
     per_host = ranks_on_a_host(machine, settings.ranks, asked.ranks_per_host)
     hosts = -(-settings.ranks // per_host)
     tokens = job.tokens_of(settings)
@@ -222,22 +222,22 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
         device_capacity_bytes=shared.gpu_memory_bytes,
         host_bytes=schedule.host_bytes(),
         host_capacity_bytes=machine.for_ranks(per_host).host_memory_bytes,
-        iteration_ms=span.likely_s * 1e3,
-        iteration_low_ms=span.low_s * 1e3,
-        iteration_high_ms=span.high_s * 1e3,
-        tokens_per_s=_rate(tokens, span.likely_s),
-        tokens_per_s_low=_rate(tokens, span.high_s),
-        tokens_per_s_high=_rate(tokens, span.low_s),
-        cost_per_billion_tokens=_cost(hourly, tokens, span.likely_s),
-        cost_low=_cost(hourly, tokens, span.low_s),
-        cost_high=_cost(hourly, tokens, span.high_s),
+        iteration_ms=span.iteration_ms,
+        iteration_low_ms=span.iteration_low_ms,
+        iteration_high_ms=span.iteration_high_ms,
+        tokens_per_s=_rate(tokens, span.iteration_ms / 1e3),
+        tokens_per_s_low=_rate(tokens, span.iteration_high_ms / 1e3),
+        tokens_per_s_high=_rate(tokens, span.iteration_low_ms / 1e3),
+        cost_per_billion_tokens=_cost(hourly, tokens, span.iteration_ms / 1e3),
+        cost_low=_cost(hourly, tokens, span.iteration_low_ms / 1e3),
+        cost_high=_cost(hourly, tokens, span.iteration_high_ms / 1e3),
         limited_by=_limiting_part(schedule, shared, placed.times),
         code=lines.python,
         lines=lines,
         settings=settings,
         ranks_per_host=per_host,
         hosts=hosts,
-        policies=_policy_times(spans),
+        policies=times,
         accuracy=accuracy_of(machine).text(),
         notes=_notes(placed, machine, per_host, hosts),
     )
@@ -281,14 +281,11 @@ def _without_solution(job: TrainingJob, machine: Machine, asked: PlanRequest) ->
     )
 
 
-def _ranges(choice: PolicyChoice, machine: Machine, placed: PlacedWorkload) -> dict[str, IterationRange]:
-    """Return the range of each policy that fits, by its string."""
+def _policy_times(choice: PolicyChoice, machine: Machine, placed: PlacedWorkload) -> tuple[PolicyTime, ...]:
+    """Return the iteration of each policy that fits, fastest first."""
     candidates = [choice.steps, choice.best, *(steps for steps in choice.others if fits_memory(steps, machine))]
     by_policy = {steps.plan.policy: steps for steps in candidates}
-    return {policy: iteration_range(steps, machine, placed.times.factor) for policy, steps in by_policy.items()}
-
-
-def _policy_times(spans: dict[str, IterationRange]) -> tuple[PolicyTime, ...]:
+    spans = {policy: iteration_range(steps, machine, placed.times.factor) for policy, steps in by_policy.items()}
     times = [
         PolicyTime(policy, span.likely_s * 1e3, span.low_s * 1e3, span.high_s * 1e3) for policy, span in spans.items()
     ]

@@ -157,12 +157,20 @@ def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, 
     size = int(configured) if isinstance(configured, (int, float)) and configured >= 1 else workload.subgroup_params
     zero = {"stage": stage, "offload_optimizer": offload, "sub_group_size": size}
     norm = max_grad_norm(workload, job)
+    half = {"bf16": {"enabled": True}} if workload.param_bytes == 2 else {}
+    sizes = job.settings(_BATCH)
+    if not sizes.keys() & set(_BATCH[:2]):
+        sizes = {_BATCH[1]: 1, **sizes}
+    elif _BATCH[1] in sizes and _BATCH[2] in sizes:
+        # Follows from the others and the number of ranks.
+        sizes.pop(_BATCH[0], None)
     return {
         "zero_optimization": zero,
         **({"gradient_clipping": norm} if norm is not None else {}),
-        **_precision(workload, job),
-        **_batch(job),
-        **_optimizer(job),
+        **(job.settings(_PRECISION) if job.config else half),
+        **sizes,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        **job.settings(("optimizer", "scheduler")),
     }
 
 
@@ -179,27 +187,6 @@ def max_grad_norm(workload: Workload, job: RecordedJob) -> float | None:
         return MAX_GRAD_NORM if workload.clipping else None
     norm = job.config.get("gradient_clipping")
     return float(norm) if isinstance(norm, (int, float)) and norm > 0 else None
-
-
-def _precision(workload: Workload, job: RecordedJob) -> dict[str, Any]:
-    if job.config:
-        return job.settings(_PRECISION)
-    return {"bf16": {"enabled": True}} if workload.param_bytes == 2 else {}
-
-
-def _batch(job: RecordedJob) -> dict[str, Any]:
-    sizes = job.settings(_BATCH)
-    if _BATCH[1] in sizes and _BATCH[2] in sizes:
-        # Follows from the others and the number of ranks.
-        sizes.pop(_BATCH[0], None)
-    return sizes if sizes.keys() & set(_BATCH[:2]) else {_BATCH[1]: 1, **sizes}
-
-
-def _optimizer(job: RecordedJob) -> dict[str, Any]:
-    recorded = job.settings(("optimizer", "scheduler"))
-    if "optimizer" in recorded:
-        return recorded
-    return {"optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}}, **recorded}
 
 
 _ADAMW = f"optimizer = torch.optim.AdamW(model.parameters(), lr={LEARNING_RATE!r}, fused=True)"

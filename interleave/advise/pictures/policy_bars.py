@@ -246,7 +246,7 @@ def _draw_memory(axes: Axes, rows: Any, plans: Sequence[MachinePlan], place: str
         text = "-" if size is None else f"{size / 2**30:,.0f}"
         if size is not None and capacity:
             text = f"{text} of {capacity / 2**30:,.0f}"
-        _annotate(axes, text, max(capacity, size or 0.0) / 2**30, row)
+        _write_figure(axes, row, max(capacity, size or 0.0) / 2**30, text)
     axes.set_xlim(0, most * 1.6)
     axes.set_title(f"{place} memory (GiB)", fontsize=9, loc="left")
 
@@ -260,7 +260,7 @@ def _draw_ranges(axes: Axes, rows: Any, plans: Sequence[MachinePlan], panel: _Pa
         low, likely, high = (getattr(plan, name) / panel.scale for name in (panel.low, panel.likely, panel.high))
         axes.plot([low, high], [row, row], color=panel.color, lw=3, alpha=0.45, solid_capstyle="butt")
         axes.plot([likely], [row], "o", color=panel.color, ms=5)
-        _annotate(axes, f"{likely:,.{0 if likely >= 100 else 1 if likely >= 10 else 2}f}", high, row)
+        _write_figure(axes, row, high, f"{likely:,.{0 if likely >= 100 else 1 if likely >= 10 else 2}f}")
         highs.append((low, high))
     axes.set_title(panel.title, fontsize=9, loc="left")
     if highs:
@@ -275,7 +275,3 @@ def _draw_ranges(axes: Axes, rows: Any, plans: Sequence[MachinePlan], panel: _Pa
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(axis="x", color="#eeeeee")
         axes.set_axisbelow(True)
-
-
-def _annotate(axes: Axes, text: str, x: float, row: int) -> None:
-    axes.annotate(text, (x, row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=_FONT)
