@@ -2,9 +2,7 @@
 
 import importlib
 import struct
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +16,6 @@ from ebbtide.errors import UserError
 from ebbtide.interleave.experiments.compare import results as figures
 from ebbtide.interleave.experiments.compare import runs as training_runs
 from ebbtide.interleave.experiments.compare.testbed import StorageFolders, Testbed, find_testbed
-from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import refuse_simulation_only
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
@@ -164,7 +161,8 @@ def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> training_r
 
 
 def _results(runs: Sequence[training_runs.PolicyRun], machine: Machine) -> list[figures.ComparedPolicy]:
-    counted = [_counted_schedules(run) for run in runs]
+    # After the warm-up, and under the last plan: an adaptive policy may change its plan.
+    counted = [[one for one in run.schedules[_WARMUP:] if one.plan is run.schedules[-1].plan] for run in runs]
     # All runs train the same job: the duration of its phases depends on the policy only where they wait for it.
     schedules = [schedule for run_schedules in counted for schedule in run_schedules]
     phases = {
@@ -174,27 +172,9 @@ def _results(runs: Sequence[training_runs.PolicyRun], machine: Machine) -> list[
     for run, measured in zip(runs, counted, strict=True):
         last = measured[-1]
         predicted = simulate(last.plan, replace(last.workload, **phases), machine)
-        results.append(
-            figures.ComparedPolicy(
-                policy=run.policy,
-                counted=len(measured),
-                times=figures.phase_times(measured, predicted),
-                busy=figures.busy_shares(measured, predicted),
-                peak_device_bytes=figures.Pair(max(s.peak_device_bytes for s in measured), predicted.peak_device_bytes),
-                memory=figures.bytes_in_use(measured, predicted),
-                losses=figures.finite_losses(run.losses),
-                losses_equal=_bits(run.losses) == _bits(runs[0].losses),
-                measured=figures.median_schedule(measured),
-                predicted=predicted,
-            )
-        )
+        losses_equal = _bits(run.losses) == _bits(runs[0].losses)
+        results.append(figures.compared_policy(run.policy, measured, predicted, run.losses, losses_equal))
     return results
-
-
-def _counted_schedules(run: training_runs.PolicyRun) -> list[Schedule]:
-    """Return the schedules after the warm-up that ran the last plan: an adaptive policy may change its plan."""
-    last_plan = run.schedules[-1].plan
-    return [schedule for schedule in run.schedules[_WARMUP:] if schedule.plan is last_plan]
 
 
 def _bits(losses: Sequence[float]) -> bytes:
@@ -290,17 +270,15 @@ def run_baseline(
     """Train with another optimizer and return the times and the loss of each iteration."""
     job = training_runs.Job(training.shape, training.seed, testbed.device, training.waits)
     times: list[training_runs.StepTimes] = []
-    # Some of them print as they are imported, and stdout is for the result.
-    with redirect_stdout(sys.stderr):
-        try:
-            optimizer = BASELINES[name].make(job.params)
-        except ImportError as error:
-            installed = find_spec(name) is not None
-            raise training_runs.CannotRun(
-                f"unsupported version: {error}" if installed else f"not installed: pip install {name}"
-            ) from None
-        except training_runs.CannotRun:
-            raise
-        except Exception as error:
-            raise training_runs.CannotRun(f"it fails to start here: {error!r}") from error
-        return times, training_runs.train(job, optimizer, training, times.append)
+    try:
+        optimizer = BASELINES[name].make(job.params)
+    except ImportError as error:
+        installed = find_spec(name) is not None
+        raise training_runs.CannotRun(
+            f"unsupported version: {error}" if installed else f"not installed: pip install {name}"
+        ) from None
+    except training_runs.CannotRun:
+        raise
+    except Exception as error:
+        raise training_runs.CannotRun(f"it fails to start here: {error!r}") from error
+    return times, training_runs.train(job, optimizer, training, times.append)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,10 +48,6 @@ class ComparedBytes:
         read, written = self.storage_read, self.storage_written
         return Pair(read.measured + written.measured, read.predicted + written.predicted)
 
-    def as_json(self) -> dict[str, Any]:
-        names = ("device", "host", "storage_read", "storage_written")
-        return {f"{name}_bytes": getattr(self, name).as_json() for name in names}
-
 
 @dataclass(frozen=True)
 class ComparedPolicy:
@@ -82,7 +78,7 @@ class ComparedPolicy:
             **{f"{phase}_ms": pair.as_json() for phase, pair in self.times.items()},
             "busy": {resource: pair.as_json() for resource, pair in self.busy.items()},
             "peak_device_bytes": self.peak_device_bytes.as_json(),
-            **self.memory.as_json(),
+            **{f"{field.name}_bytes": getattr(self.memory, field.name).as_json() for field in fields(ComparedBytes)},
             "stored_subgroups": len(self.measured.plan.stored),
             "exact": self.is_exact,
             "final_loss": self.losses[-1],
@@ -138,37 +134,40 @@ class Comparison:
         }
 
 
-def phase_times(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, Pair]:
-    """Return the median time in ms of the `iteration`, of each phase, and the `exposed` time."""
-    return {
-        phase: Pair(
-            1e3 * median(getattr(schedule, f"{phase}_s") for schedule in measured),
-            1e3 * getattr(predicted, f"{phase}_s"),
-        )
-        for phase in ("iteration", *PHASES, "exposed")
-    }
-
-
-def busy_shares(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, Pair]:
-    """Return the median busy share of each resource during the update."""
+def compared_policy(
+    policy: str, measured: Sequence[Schedule], predicted: Schedule, losses: Sequence[float], losses_equal: bool
+) -> ComparedPolicy:
+    """Return the medians of schedules beside a prediction, and the largest memory of all of them."""
     shares, expected = [schedule.busy_shares() for schedule in measured], predicted.busy_shares()
-    return {resource: Pair(median(share[resource] for share in shares), expected[resource]) for resource in RESOURCES}
-
-
-def bytes_in_use(measured: Sequence[Schedule], predicted: Schedule) -> ComparedBytes:
-    """Return the largest memory of all iterations and the median bytes of storage, beside those of the plan."""
     counts = [schedule.measured for schedule in measured if schedule.measured is not None]
-    return ComparedBytes(
-        Pair(max(count.device for count in counts), predicted.peak_device_bytes),
-        Pair(max(count.host for count in counts), predicted.host_bytes()),
-        Pair(median(count.storage_read for count in counts), predicted.moved_bytes("storage_read")),
-        Pair(median(count.storage_written for count in counts), predicted.moved_bytes("storage_write")),
+    read, written = (
+        Pair(median(getattr(count, name) for count in counts), predicted.moved_bytes(resource))
+        for name, resource in (("storage_read", "storage_read"), ("storage_written", "storage_write"))
     )
-
-
-def median_schedule(measured: Sequence[Schedule]) -> Schedule:
-    """Return the schedule with the median update time; of an even number the shorter of the two."""
-    return sorted(measured, key=lambda schedule: schedule.update_s)[(len(measured) - 1) // 2]
+    return ComparedPolicy(
+        policy=policy,
+        counted=len(measured),
+        times={
+            phase: Pair(
+                1e3 * median(getattr(schedule, f"{phase}_s") for schedule in measured),
+                1e3 * getattr(predicted, f"{phase}_s"),
+            )
+            for phase in ("iteration", *PHASES, "exposed")
+        },
+        busy={name: Pair(median(share[name] for share in shares), expected[name]) for name in RESOURCES},
+        peak_device_bytes=Pair(max(one.peak_device_bytes for one in measured), predicted.peak_device_bytes),
+        memory=ComparedBytes(
+            device=Pair(max(count.device for count in counts), predicted.peak_device_bytes),
+            host=Pair(max(count.host for count in counts), predicted.host_bytes()),
+            storage_read=read,
+            storage_written=written,
+        ),
+        losses=finite_losses(losses),
+        losses_equal=losses_equal,
+        # Of an even number the shorter of the two.
+        measured=sorted(measured, key=lambda schedule: schedule.update_s)[(len(measured) - 1) // 2],
+        predicted=predicted,
+    )
 
 
 def finite_losses(losses: Sequence[float]) -> list[float | None]:

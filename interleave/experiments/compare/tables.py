@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide.analysis.tables.table import Column, Table, View, ms, text
-from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison, Pair
+from ebbtide.interleave.experiments.compare.results import Comparison, Pair
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.policies.storage import storage_summary
 from ebbtide.units import bytes_unit, count_text, rate_text
@@ -99,14 +99,11 @@ def _detailed_tables(comparison: Comparison) -> View:
     title = "Memory, storage read and written in an iteration, measured / predicted, and results"
     yield Table("memory", title, columns, results)
 
-    def busy_text(resource: str) -> Any:
-        def shares_text(result: ComparedPolicy) -> str:
-            pair = result.busy[resource]
-            return f"{100 * pair.measured:.0f} / {100 * pair.predicted:.0f} %"
+    def busy_text(pair: Pair) -> str:
+        return f"{100 * pair.measured:.0f} / {100 * pair.predicted:.0f} %"
 
-        return text(resource, shares_text)
-
-    columns = [text("policy", "policy"), *map(busy_text, RESOURCES)]
+    of_resources = [text(name, lambda result, name=name: busy_text(result.busy[name])) for name in RESOURCES]
+    columns = [text("policy", "policy"), *of_resources]
     yield Table("busy", "Busy shares of the update, measured / predicted", columns, results)
     for result in results:
         if result.measured.plan.stored:
