@@ -1,4 +1,4 @@
-"""Measures updates, in place and out of place, casts and norms on the CPU, and the contention of updates and copies."""
+"""Measures updates, in place and out of place, casts and norms on the CPU, and traffic of updates beside copies."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -170,94 +169,49 @@ def measure_norm(setup: Setup, record: Record) -> None:
     record.rate("cpu_norm_params_per_s", len(gradient) / timing.seconds, how, timing)
 
 
-def measure_contention(setup: Setup, record: Record) -> None:
-    """Measure contention of the update and copies within host memory by another thread, on a core of its own."""
+def measure_traffic(setup: Setup, record: Record) -> None:
+    """Measure the traffic of host memory while the CPU updates and a thread, on a core of its own, copies within it."""
     threads = min(setup.threads, setup.cores - 1)
-    if threads < 1:
-        record.notes.append("contention of updates and copies is not known: measuring it takes two cores")
-        return
     source, target = np.ones(_COPY_BYTES, np.uint8), np.ones(_COPY_BYTES, np.uint8)
 
     def copy() -> int:
         np.copyto(target, source)
-        return _COPY_BYTES
+        return 2 * _COPY_BYTES  # Each byte is read and written.
 
-    # A copy within host memory reads and writes each byte.
-    copies = ContendingCopies("copies by a thread within host memory", copy, host_bytes_per_byte=2.0)
-    record_contention(setup, record, copies, threads)
-
-
-@dataclass(frozen=True)
-class ContendingCopies:
-    """Copies to measure together with updates: their name in the machine file, what makes some and returns their bytes,
-    and bytes of host memory read and written per byte copied."""
-
-    description: str
-    copy: Callable[[], int]
-    host_bytes_per_byte: float
+    if threads:
+        record_traffic(setup, record, copy, "copies by a thread within host memory", threads)
 
 
-def record_contention(setup: Setup, record: Record, copies: ContendingCopies, threads: int) -> None:
-    """Measure the rates of updates and copies, alone and together, and record them as `contention`."""
+def record_traffic(setup: Setup, record: Record, copy: Callable[[], int], copies: str, threads: int) -> None:
+    """Record the traffic of host memory by updates and copies at the same time.
+
+    `copy` makes some copies, which are `copies` in words, and returns the bytes that they read and write there."""
     params = setup.working_set // KERNEL_BYTES
-    kernel = record.extra["cpu_update"]["kernel"]
-    update = cpu_kernels(params, threads)[kernel]()
-    update_alone = params / measure_time(update, setup.window_s, setup.ranks).seconds
-    with Copier(copies.copy) as copier:
-        setup.ranks.wait()
-        copies_alone = copier.rate_during(lambda: time.sleep(setup.window_s))
-        update_s: list[float] = []
-        copies_together = copier.rate_during(
-            lambda: update_s.append(measure_time(update, setup.window_s, setup.ranks).seconds)
-        )
-    update_together = params / update_s[0]
-    record.host_traffic(
-        ONE_PASS_BYTES * update_together + copies.host_bytes_per_byte * copies_together,
-        f"update (threads: {threads}) during {copies.description}",
-    )
-    record.extra["contention"] = {
-        "copies": copies.description,
-        "update_threads": threads,
-        "update_params_per_s": {"alone": update_alone, "beside": update_together},
-        "copy_bytes_per_s": {"alone": copies_alone, "beside": copies_together},
-        "update_share": update_together / update_alone,
-        "copy_share": copies_together / copies_alone,
-        "asked_host_bytes_per_s": ONE_PASS_BYTES * update_alone + copies.host_bytes_per_byte * copies_alone,
-    }
+    update = cpu_kernels(params, threads)[record.extra["cpu_update"]["kernel"]]()
+    update_s: list[float] = []
+    copied = copy_rate_during(copy, lambda: update_s.append(measure_time(update, setup.window_s, setup.ranks).seconds))
+    how = f"update (threads: {threads}) during {copies}"
+    record.host_traffic(ONE_PASS_BYTES * params / update_s[0] + copied, how)
 
 
-class Copier:
-    """A thread that copies from the start to the end of a `with` block, by calls that return the bytes copied."""
+def copy_rate_during(copy: Callable[[], int], action: Callable[[], object]) -> float:
+    """Return the bytes that a thread copies per second during an action, by calls that return the bytes copied.
 
-    def __init__(self, copy: Callable[[], int]) -> None:
-        self._copy = copy
-        self._copied_bytes = 0
-        self._running = True
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    The first copy is not measured; at least one is. Raises the error of a copy."""
+    copy()
+    stop = threading.Event()
 
-    def __enter__(self) -> Copier:
-        self._thread.start()
-        return self
+    def run() -> int:
+        copied = copy()
+        while not stop.is_set():
+            copied += copy()
+        return copied
 
-    def __exit__(self, *exception: Any) -> None:
-        self._running = False
-        self._thread.join()
-
-    def rate_during(self, action: Callable[[], object]) -> float:
-        """Return the bytes copied per second during an action and until a copy has ended; raise the error of one."""
-        begin, before = time.perf_counter(), self._copied_bytes
-        action()
-        while self._copied_bytes == before and self._error is None:
-            time.sleep(1e-3)
-        if self._error is not None:
-            raise self._error
-        return (self._copied_bytes - before) / (time.perf_counter() - begin)
-
-    def _run(self) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        begin = time.perf_counter()
+        copied = pool.submit(run)
         try:
-            self._copy()
-            while self._running:
-                self._copied_bytes += self._copy()
-        except Exception as error:
-            self._error = error
+            action()
+        finally:
+            stop.set()
+        return copied.result() / (time.perf_counter() - begin)

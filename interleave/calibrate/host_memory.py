@@ -58,7 +58,10 @@ def measure_nodes(setup: Setup, record: Record) -> None:
     The keys of `numa`: `node`, that of the GPU (without one, of the first core); `threads`; `bytes_per_s`, bytes read
     plus bytes written per second by node, None where the memory could not be placed there; `remote_share`, the rate of
     the slowest other node as a share of the node's own."""
-    home = _home_node(setup.device)
+    if setup.device is None:
+        home = next(iter(nodes_of(os.sched_getaffinity(0), read_nodes())), None)
+    else:
+        home = gpu_node(torch.device("cuda", setup.device))
     if home is None:
         record.notes.append("local and remote host memory were not measured: the NUMA node of the GPU is not known")
         return
@@ -74,12 +77,6 @@ def measure_nodes(setup: Setup, record: Record) -> None:
             f"memory of another NUMA node is as fast as {100 * share:.0f} % of that of node {home}: start each rank on "
             "its GPU's node (torchrun --numa-binding=node, or numactl)"
         )
-
-
-def _home_node(device: int | None) -> int | None:
-    if device is None:
-        return next(iter(nodes_of(os.sched_getaffinity(0), read_nodes())), None)
-    return gpu_node(torch.device("cuda", device))
 
 
 def _node_bandwidth(setup: Setup, home: int, node: int, threads: int) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbtide.interleave.calibrate.cpu import ContendingCopies, record_contention
+from ebbtide.interleave.calibrate.cpu import record_traffic
 from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
 
 DIRECTIONS = ("h2d", "d2h")
@@ -113,8 +113,8 @@ def measure_pageable_copies(setup: Setup, record: Record) -> None:
         record.rate(f"{direction}_pageable_bytes_per_s", COPY_BYTES / timing.seconds, how, timing)
 
 
-def measure_contention(setup: Setup, record: Record) -> None:
-    """Measure contention of the update on the CPU and pinned copies in both directions."""
+def measure_traffic(setup: Setup, record: Record) -> None:
+    """Measure the traffic of host memory while the CPU updates and pinned memory is copied in both directions."""
     assert setup.device is not None
     link = LinkProbe(setup.device)
 
@@ -122,5 +122,4 @@ def measure_contention(setup: Setup, record: Record) -> None:
         link.copy(DIRECTIONS, _BATCH_COPIES)
         return 2 * _BATCH_COPIES * COPY_BYTES
 
-    copies = ContendingCopies("pinned copies in both directions", copy, host_bytes_per_byte=1.0)
-    record_contention(setup, record, copies, setup.threads)
+    record_traffic(setup, record, copy, "pinned copies in both directions", setup.threads)

@@ -69,11 +69,10 @@ class Ranks:
 
         with self._peers():
             self._wait_for_start()
-            with _stdout_to_stderr():
-                timeout = timedelta(seconds=_TIMEOUT_S)
-                distributed.init_process_group(
-                    "gloo", store=self.store, rank=self.rank, world_size=self.count, timeout=timeout
-                )
+            timeout = timedelta(seconds=_TIMEOUT_S)
+            distributed.init_process_group(
+                "gloo", store=self.store, rank=self.rank, world_size=self.count, timeout=timeout
+            )
         try:
             yield self
         except _PeerLostError:
@@ -116,19 +115,6 @@ class Ranks:
 
     def _has_dead_helper(self) -> bool:
         return any(helper.exitcode not in (None, 0) for helper in self.helpers)
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect file descriptor 1: gloo in some versions of torch prints to stdout as it connects."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 # Set by torchrun and DeepSpeed's launcher in each process.

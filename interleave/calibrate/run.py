@@ -118,7 +118,7 @@ _COPIES = (
     Part("pinned copies", link.measure_pinned_copies, 3),
     Part("pageable copies", link.measure_pageable_copies, 2),
 )
-_PARTS_WITHOUT_GPU = (*_HOST_PARTS, Part("update during copies", cpu.measure_contention, 3))
+_PARTS_WITHOUT_GPU = (*_HOST_PARTS, Part("update during copies", cpu.measure_traffic, 1))
 _PARTS_WITH_GPU = (
     *_HOST_PARTS,
     Part("GPU memory", gpu.record_memory, 0),
@@ -127,7 +127,7 @@ _PARTS_WITH_GPU = (
     Part("cast on the GPU", gpu.measure_cast, 1),
     Part("arithmetic of the GPU", gpu.measure_compute, 5),
     Part("overhead of a step", gpu.measure_overhead, 1),
-    Part("update during copies", link.measure_contention, 3),
+    Part("update during copies", link.measure_traffic, 1),
 )
 
 
@@ -146,11 +146,6 @@ def calibrate(
         each_rank = {key: [each.get(key) for each in rates_by_rank] for key in rates}
         extra["ranks"] = {"count": ranks.count, "each": each_rank}
     box = _box(ranks, rates_by_rank, record.alone) if ranks.local_count > 1 else None
-    contention = extra.get("contention")
-    if contention is not None:
-        # The simulator's prediction: both share the bandwidth of host memory, slowed by the same factor.
-        demand = contention.pop("asked_host_bytes_per_s")
-        contention["fluid_share"] = min(1.0, rates["host_memory_bytes_per_s"] / demand)
     machine = Machine(
         name=name,
         box=box,

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -92,8 +93,7 @@ class _Files:
 
     def __enter__(self) -> _Files:
         self.is_direct = True
-        for _ in range(2):
-            self._files.append(self._open())
+        self._files = [self._open() for _ in range(2)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,76 +109,51 @@ class _Files:
     def _open(self) -> int:
         named, name = tempfile.mkstemp(prefix=".ebbtide-storage-", dir=self._folder)
         try:
-            if self.is_direct:
-                try:
-                    direct = os.open(name, os.O_RDWR | os.O_DIRECT)
-                except OSError:
-                    self.is_direct = False
-                else:
-                    os.close(named)
-                    named = direct
+            direct = os.open(name, os.O_RDWR | os.O_DIRECT)
+        except OSError:
+            self.is_direct = False
+            return named
         finally:
             os.unlink(name)
-        return named
+        os.close(named)
+        return direct
 
     def fill(self, limit_s: float) -> None:
         """Write both files once, since first writes are slower; they become smaller if that takes too long."""
         end = time.perf_counter() + limit_s
-        buffer = mmap.mmap(-1, _BLOCK_BYTES)
-        # Some drives compress, and some file systems leave out blocks of zeros.
-        buffer.write(os.urandom(_BLOCK_BYTES))
-        for block in range(self._blocks):
-            for file in self._files:
-                _write(file, buffer, block)
-            if time.perf_counter() > end and block + 1 >= _LEAST_BLOCKS:
-                self._blocks = block + 1
-                break
+        with _block_buffer() as buffer:
+            for block in range(self._blocks):
+                for file in self._files:
+                    _write(file, buffer, block)
+                if time.perf_counter() > end and block + 1 >= _LEAST_BLOCKS:
+                    self._blocks = block + 1
+                    break
         for file in self._files:
             os.fsync(file)
 
     def rate(self, window_s: float, reads: bool, writes: bool) -> float:
         """Return how many bytes/s are read from one file, and written to the other one, for a time."""
-        moved = {"read": [0] * _THREADS, "write": [0] * _THREADS}
-        errors: list[OSError] = []
-        directions: list[tuple[str, Callable[[int, mmap.mmap], None]]] = []
-        if reads:
-            directions.append(("read", self._read))
-        if writes:
-            directions.append(("write", self._write))
-        threads = [
-            threading.Thread(target=self._move, args=(move, moved[name], number, errors), daemon=True)
-            for name, move in directions
-            for number in range(_THREADS)
-        ]
+        moves = [*[self._read] * reads, *[self._write] * writes]
         self._stop.clear()
         begin = time.perf_counter()
-        try:
-            for thread in threads:
-                thread.start()
-            time.sleep(window_s)
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join()
-        if errors:
-            raise errors[0]
-        passed = time.perf_counter() - begin
-        return (sum(moved["read"]) + sum(moved["write"])) / passed
+        with ThreadPoolExecutor(_THREADS * len(moves)) as pool:
+            parts = [pool.submit(self._move, move, number) for move in moves for number in range(_THREADS)]
+            try:
+                time.sleep(window_s)
+            finally:
+                self._stop.set()
+        return sum(part.result() for part in parts) / (time.perf_counter() - begin)
 
-    def _move(
-        self, move: Callable[[int, mmap.mmap], None], moved: list[int], number: int, errors: list[OSError]
-    ) -> None:
-        """Move every so many-th block of a file again and again, one at least, until told to stop."""
+    def _move(self, move: Callable[[int, mmap.mmap], None], number: int) -> int:
+        """Move every so many-th block of a file again and again, one at least, until told to stop; return the bytes."""
+        moved = 0
         with _block_buffer() as buffer:
             for block in cycle(range(number, self._blocks, _THREADS)):
-                try:
-                    move(block, buffer)
-                except OSError as error:
-                    errors.append(error)
-                    return
-                moved[number] += _BLOCK_BYTES
+                move(block, buffer)
+                moved += _BLOCK_BYTES
                 if self._stop.is_set():
-                    return
+                    break
+        return moved
 
     def _read(self, block: int, buffer: mmap.mmap) -> None:
         if not self.is_direct:
@@ -201,5 +176,6 @@ def _write(file: int, buffer: mmap.mmap, block: int) -> None:
 def _block_buffer() -> Iterator[mmap.mmap]:
     """Provide memory for a block, aligned to pages as O_DIRECT requires."""
     with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
+        # Some drives compress, and some file systems leave out blocks of zeros.
         buffer.write(os.urandom(_BLOCK_BYTES))
         yield buffer

@@ -86,17 +86,6 @@ def test_calibrate__without_a_gpu_its_rates_are_null_and_there_is_a_note(measure
     assert any("there is no GPU here" in note for note in result["notes"])
 
 
-@without_gpu
-@pytest.mark.skipif(_cores() < 2, reason="needs two cores")
-def test_calibrate__measures_contention(measured: tuple[Run, Path]) -> None:
-    contention = load_machine(measured[1]).extra["contention"]
-    for key in ("update_params_per_s", "copy_bytes_per_s"):
-        rates = contention[key]
-        assert min(rates.values()) > 0
-        assert contention[key.split("_")[0] + "_share"] == pytest.approx(rates["beside"] / rates["alone"])
-    assert 0 < contention["fluid_share"] <= 1
-
-
 def test_calibrate__has_no_progress_bar_without_a_terminal(measured: tuple[Run, Path]) -> None:
     stderr = measured[0].stderr
     assert all(message.startswith("ebbtide: ") for message in stderr.splitlines()), stderr

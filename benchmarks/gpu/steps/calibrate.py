@@ -33,7 +33,7 @@ def main() -> None:
             sources = check_counters(torch.cuda.current_device(), COPIES_S)
         except NvmlError as error:
             notes.append(f"the link counters of the GPU were not checked: {error}")
-    step.add(rates=rates, counters=sources, contention=machine.get("contention"), notes=notes)
+    step.add(rates=rates, counters=sources, notes=notes)
     step.check(
         "a source of the link's use is right within 10 %", any(map(agrees, sources.values())) if sources else None
     )

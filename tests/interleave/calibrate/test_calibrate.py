@@ -1,4 +1,4 @@
-"""Parts of a calibration that need no GPU: arithmetic of times, kernels, contention."""
+"""Parts of a calibration that need no GPU: arithmetic of times, kernels, copies beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.cpu import Copier, OnePassAdamW, TorchAdamW, measure_norm, measure_out_of_place
+from ebbtide.interleave.calibrate.cpu import (
+    OnePassAdamW,
+    TorchAdamW,
+    copy_rate_during,
+    measure_norm,
+    measure_out_of_place,
+)
 from ebbtide.interleave.calibrate.host_memory import working_set
 from ebbtide.interleave.calibrate.link import combined_bytes_per_s, copy_durations
 from ebbtide.interleave.calibrate.ranks import Ranks
@@ -64,23 +70,22 @@ def test_record__takes_the_highest_host_traffic_as_bandwidth() -> None:
     assert record.measured["host_memory_bytes_per_s"] == {"how": "at 30.0"}
 
 
-def test_copier__measures_the_rate_during_an_action() -> None:
+def test_copy_rate_during__measures_the_rate_during_an_action() -> None:
     def copy() -> int:
         time.sleep(0.001)
         return 1000
 
-    with Copier(copy) as copier:
-        rate = copier.rate_during(lambda: time.sleep(0.2))
+    rate = copy_rate_during(copy, lambda: time.sleep(0.2))
     # A sleep is never shorter than its argument.
     assert 0 < rate <= 1.1e6
 
 
-def test_copier__raises_the_error_of_a_failed_copy() -> None:
+def test_copy_rate_during__raises_the_error_of_a_failed_copy() -> None:
     def copy() -> int:
         raise MachineError("no room")
 
-    with Copier(copy) as copier, pytest.raises(MachineError, match="no room"):
-        copier.rate_during(lambda: time.sleep(0.01))
+    with pytest.raises(MachineError, match="no room"):
+        copy_rate_during(copy, lambda: time.sleep(0.01))
 
 
 def test_torch_adamw__updates_the_master_and_casts_gradient_and_parameter() -> None:
