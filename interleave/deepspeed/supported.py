@@ -7,8 +7,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
 from ebbtide.interleave.policies import parse
 
-# The tested versions: these and those between them.
-FIRST, LAST = (0, 19, 8), (0, 19, 8)
+_TESTED = "0.19.8"
 
 
 def check_version() -> None:
@@ -17,12 +16,8 @@ def check_version() -> None:
         installed = version("deepspeed")
     except PackageNotFoundError:
         raise EngineError("DeepSpeed is not installed: pip install 'ebbtide[deepspeed]'") from None
-    numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:3] if part.isdigit())
-    if not FIRST <= numbers <= LAST:
-        raise EngineError(
-            f"DeepSpeed {installed} is not tested with ebbtide: install {_text(FIRST)}"
-            + (f" to {_text(LAST)}" if LAST != FIRST else "")
-        )
+    if installed.split("+")[0] != _TESTED:
+        raise EngineError(f"DeepSpeed {installed} is not tested with ebbtide: install {_TESTED}")
 
 
 def overlap_of(policy: str) -> str:
@@ -103,7 +98,3 @@ def _autocasts_to_half(engine: Any) -> bool:
     import torch
 
     return bool(engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16)
-
-
-def _text(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
