@@ -55,7 +55,7 @@ def layers_of_job(job: TrainingJob, trace: Trace | None, machine: Machine) -> Wo
 
     None where layers are not known."""
     if trace is None:
-        return _layered_workload(job, machine)
+        return layered_workload(job, machine)
     recorded = workload_of(trace)
     layered = with_trace_layers(recorded, trace)
     # On another machine other kernels take other times: a dry run for it has them.
@@ -63,7 +63,7 @@ def layers_of_job(job: TrainingJob, trace: Trace | None, machine: Machine) -> Wo
     return layered if layered.layers and is_own else None
 
 
-def _layered_workload(job: TrainingJob, machine: Machine) -> Workload:
+def layered_workload(job: TrainingJob, machine: Machine) -> Workload:
     """Return the workload of a job of known shape on one GPU, with a chunk for each micro-step.
 
     Raises WorkloadError where the shape is not known or ranks share the parameters."""
