@@ -254,7 +254,6 @@ class NamedRanges:
         self._nested: dict[int, list[tuple[str, int]]] = {}
         self._open: dict[int, tuple[str, int]] = {}
         self._handles = 0
-        self._closed = False
 
     def install(self, patches: Patches) -> None:
         """Follow ranges until `patches.undo()`."""
@@ -306,16 +305,13 @@ class NamedRanges:
             self._add(*self._open.pop(handle), self._thread())
 
     def close(self) -> None:
-        """Close the open ranges, and follow none any more."""
-        if self._closed:
-            return
+        """Close the open ranges."""
         for thread, ranges in self._nested.items():
             while ranges:
                 self._add(*ranges.pop(), thread)
-        self._closed = True
 
     def _add(self, name: str, start_ns: int, thread: int) -> None:
-        if not self._closed:
+        if not self._clock.closed:
             self.rows.append(NamedRange(start_ns, self._clock.tick(), str(name), thread))
 
     def _thread(self) -> int:
