@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
-from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, kernel_columns, labels, transfer_columns
-from ebbtide.profiler.chrome_trace.host_calls import call_columns, kept_calls
+from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, kernel_columns, transfer_columns
+from ebbtide.profiler.chrome_trace.host_calls import call_columns, kept_calls, with_launches
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import DeviceTimes
 from ebbtide.profiler.importers.nsys.capture import MISSING, Capture, pid_of
@@ -147,7 +147,8 @@ class _Rank:
         self._names, self._notes = names, notes
         self._base_ns = capture.session_ns or 0
         self._calls = capture.launches[capture.launches["process"] == process]
-        self._work = with_launches(capture.work[capture.work["process"] == process], self._calls)
+        work = capture.work[capture.work["process"] == process]
+        self._work = with_launches(work, self._calls.sort_values("start", kind="stable"))
         self._ranges = capture.ranges[capture.ranges["process"] == process].sort_values("start", kind="stable")
 
     def add(self) -> None:
@@ -203,10 +204,10 @@ class _Rank:
             self._notes.append("its phases are left out: another file has phases of this rank")
             return
         derived = phases_of(self._ranges, self._capture.names, self._names)
-        table, marks = derived.phases, derived.steps
+        table = derived.phases
         self._note_missing(table)
         times = DeviceTimes(self._work)
-        device_times, mark_ends = times.times(table), times.ends(marks)
+        device_times = times.times(table)
         if self._capture.launches.empty and "gpu_start" in self._ranges:
             device_times = _projected_times(table, self._ranges)
         elif self._capture.launches.empty and len(table) and len(self._work):
@@ -214,14 +215,7 @@ class _Rank:
                 "it has no calls that launched the work: phases have the host's times (import the SQLite export, or "
                 "add the report nvtx_gpu_proj_trace or cuda_api_trace)"
             )
-        table = table.join(device_times)
-        table[["start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns"]] += self._base_ns
-        self._entry.extend("phases", **table)
-        if len(marks):
-            self._entry.meta["first_iteration_start_ns"] = int(marks["start"].iloc[0]) + self._base_ns
-            columns = {"start_ns": marks["start"], "end_ns": marks["end"], "gpu_end_ns": mark_ends}
-            columns = {column: values + self._base_ns for column, values in columns.items()}
-            self._entry.extend("iteration_marks", iteration=marks["number"], **columns)
+        derived.add_to(self._entry, device_times, times.ends(derived.steps), self._base_ns)
 
     def _note_missing(self, phases: pd.DataFrame) -> None:
         """Add a note on phases that no range names, with the names that there are."""
@@ -246,8 +240,7 @@ class _Rank:
             count = len(self._ranges)
             self._notes.append(f"its {count:,} NVTX ranges are left out: a trace keeps up to {_MAX_RANGES:,}")
             return
-        columns = annotation_columns(self._ranges, self._capture.names, self._base_ns)
-        self._entry.extend("annotations", **columns)
+        self._entry.extend("annotations", **call_columns(self._ranges, self._capture.names, self._base_ns))
 
 
 def _projected_times(phases: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
@@ -280,21 +273,3 @@ def held_bytes(memory: pd.DataFrame, start: int) -> tuple[pd.DataFrame, int]:
         sizes = pd.concat([pd.DataFrame({"t": [start], "change": [earlier]}), sizes])
     sizes = sizes.assign(bytes=sizes["change"].cumsum()).drop_duplicates("t", keep="last")
     return sizes[["t", "bytes"]].reset_index(drop=True), earlier
-
-
-def with_launches(work: pd.DataFrame, launches: pd.DataFrame) -> pd.DataFrame:
-    """Return the work of one process with the column `launched`: the start of the call, missing where not recorded."""
-    first = launches.sort_values("start", kind="stable").drop_duplicates("correlation")
-    starts = first.set_index("correlation")["start"].astype("Int64")
-    wanted = work["correlation"].where(work["correlation"] > 0, MISSING)
-    return work.assign(launched=starts[starts.index > 0].reindex(wanted).array)
-
-
-def annotation_columns(ranges: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
-    """Return the columns of the table `annotations`. base_ns: added to all times."""
-    return {
-        "start_ns": (ranges["start"] + base_ns).to_numpy(),
-        "end_ns": (ranges["end"] + base_ns).to_numpy(),
-        "name": labels(ranges["name"], names.__getitem__),
-        "thread": ranges["thread"].astype("Int64").mask(ranges["thread"] == MISSING).array,
-    }
