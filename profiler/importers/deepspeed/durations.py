@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ebbtide.phases import BACKWARD, FORWARD, PHASES, UPDATE
-from ebbtide.profiler.importers.logs.settings import MemoryReport, read_reports
 from ebbtide.profiler.importers.logs.text_log import LogLine
 
 
@@ -103,7 +102,6 @@ class TimerReader:
     def __init__(self) -> None:
         self.steps: list[StepTimers] = []
         self.marks: list[MemoryMark] = []
-        self.reports: dict[int, MemoryReport] = {}
         self._micro_steps: deque[MicroStep] = deque(maxlen=_MAX_MICRO_STEPS)
         self._update_parts: deque[UpdatePart] = deque(maxlen=_MAX_UPDATE_PARTS)
         self._marked_ns: dict[MarkedPhase, int] = {}
@@ -125,8 +123,6 @@ class TimerReader:
         elif "CPU Virtual" in line.text and self.marks and (host := _HOST.search(line.text)):
             used, percent = map(float, host.groups())
             self.marks[-1].host = HostMemory(round(used * GIB), percent / 100)
-        else:
-            self.reports.update((report.rank, report) for report in read_reports(line.text))
 
     @property
     def timed_micro_steps(self) -> bool:
