@@ -22,8 +22,8 @@ from ebbtide.profiler.trace.merge import refuse_gaps
 _MAX_NAMES = 4
 # Names that torch.profiler's tensorboard_trace_handler gives: host and process, time.
 _STEPS_OF_WORKER = re.compile(r"(.{1,250})\.\d{10,20}\.pt\.trace\.json(?:\.gz)?")
-# Formats whose importers read `ImportOptions.phases`.
-_FORMATS_WITH_RANGES = ("nsys", "nsys-csv")
+# The format whose importer reads `ImportOptions.phases`.
+_FORMAT_WITH_RANGES = "nsys"
 # Value of `--align` with which all files begin with the first one.
 START = "start"
 _SPAN_COLUMNS = ("start_ns", "end_ns", "t_ns")
@@ -136,7 +136,7 @@ def import_trace(
     for path in files:
         source = Source(path)
         sources[format or recognize(source)].append(source)
-    if phases and not any(sources[name] for name in _FORMATS_WITH_RANGES):
+    if phases and not sources[_FORMAT_WITH_RANGES]:
         raise SourceError("--phase assigns NVTX ranges: none of the files is of Nsight Systems")
     builder = TraceBuilder("imported", clock={"name": "unix", "host": None, "wall_offset_ns": 0})
     builder.meta["imported"] = [{"format": name, "file": s.path.name} for name in importers for s in sources[name]]

@@ -1,4 +1,4 @@
-"""Imports SQLite exports and CSV reports of Nsight Systems."""
+"""Imports SQLite exports of Nsight Systems."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from ebbtide.profiler.chrome_trace.host_calls import call_columns, kept_calls, w
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import DeviceTimes
 from ebbtide.profiler.importers.nsys.capture import MISSING, Capture, pid_of
-from ebbtide.profiler.importers.nsys.csv_capture import has_report, read_reports
 from ebbtide.profiler.importers.nsys.database import MAGIC, open_database
 from ebbtide.profiler.importers.nsys.phases import RangeNames, phases_of
 from ebbtide.profiler.importers.nsys.sqlite_capture import EXPORT_TABLES, read_capture
@@ -22,6 +21,8 @@ from ebbtide.units import bytes_text
 
 # Recordings, before they are exported: their format is not public.
 _RECORDINGS = (".nsys-rep", ".qdrep", ".qdstrm")
+# The header of a CSV report of `nsys stats`, which makes an SQLite export first.
+_REPORT = re.compile(rb"^(?=.{0,400}Start ?\(ns)(?=.{0,400}Duration ?\(ns).{0,400}\bName\b", re.MULTILINE)
 _RANK = re.compile(r"rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE)
 # Names of ranges that a note shows.
 _SHOWN_NAMES = 5
@@ -41,15 +42,17 @@ class NsysImporter:
     stage = Stage.PROFILE
 
     def matches(self, source: Source) -> bool:
-        return source.head.startswith(MAGIC) or source.path.suffix in _RECORDINGS
+        is_recording = source.path.suffix in _RECORDINGS or _REPORT.search(source.head) is not None
+        return source.head.startswith(MAGIC) or is_recording
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         undated = []
         for source in sources:
             if not source.head.startswith(MAGIC):
                 export = source.path.with_suffix(".sqlite")
+                recording = source.path if source.path.suffix in _RECORDINGS else source.path.with_suffix(".nsys-rep")
                 raise SourceError(
-                    f"{source} is not an SQLite export: run `nsys export --type sqlite -o {export} {source}`, and "
+                    f"{source} is not an SQLite export: run `nsys export --type sqlite -o {export} {recording}`, and "
                     f"import {export}"
                 )
             with open_database(source) as database:
@@ -64,21 +67,6 @@ class NsysImporter:
             if capture.session_ns is None:
                 undated.append(source)
         return undated
-
-
-class NsysCsvImporter:
-    """Importer of the files that `nsys stats --format csv` writes. All files of one import are of one recording."""
-
-    format = "nsys-csv"
-    recognition = Recognition.COLUMN_NAMES
-    stage = Stage.PROFILE
-
-    def matches(self, source: Source) -> bool:
-        return has_report(source)
-
-    def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        add_capture(builder, read_reports(sources), sources[0], options)
-        return list(sources)
 
 
 def add_capture(builder: TraceBuilder, capture: Capture, source: Source, options: ImportOptions) -> None:
@@ -185,7 +173,7 @@ class _Rank:
     def _add_memory(self) -> None:
         recorded = self._capture.memory
         if recorded is None:
-            self._notes.append(f"it has no use of GPU memory ({self._capture.memory_remedy})")
+            self._notes.append("it has no use of GPU memory (nsys profile --cuda-memory-usage=true)")
             return
         earlier = 0
         for number, rows in recorded[recorded["process"] == self._process].groupby("device"):
@@ -206,23 +194,17 @@ class _Rank:
         derived = phases_of(self._ranges, self._capture.names, self._names)
         table = derived.phases
         self._note_missing(table)
+        if self._capture.launches.empty and len(table) and len(self._work):
+            self._notes.append("it has no calls that launched the work: phases have the host's times")
         times = DeviceTimes(self._work)
-        device_times = times.times(table)
-        if self._capture.launches.empty and "gpu_start" in self._ranges:
-            device_times = _projected_times(table, self._ranges)
-        elif self._capture.launches.empty and len(table) and len(self._work):
-            self._notes.append(
-                "it has no calls that launched the work: phases have the host's times (import the SQLite export, or "
-                "add the report nvtx_gpu_proj_trace or cuda_api_trace)"
-            )
-        derived.add_to(self._entry, device_times, times.ends(derived.steps), self._base_ns)
+        derived.add_to(self._entry, times.times(table), times.ends(derived.steps), self._base_ns)
 
     def _note_missing(self, phases: pd.DataFrame) -> None:
         """Add a note on phases that no range names, with the names that there are."""
         missing = [phase for phase in (FORWARD, BACKWARD, UPDATE) if not phases["phase"].eq(phase).any()]
         if self._ranges.empty:
             self._notes.append(
-                f"it has no NVTX ranges, so no phases ({self._capture.ranges_remedy}; the job marks them with "
+                "it has no NVTX ranges, so no phases (nsys profile --trace=cuda,nvtx; the job marks them with "
                 'torch.cuda.nvtx.range("forward"), ("backward") and ("optimizer"))'
             )
         elif missing:
@@ -241,20 +223,6 @@ class _Rank:
             self._notes.append(f"its {count:,} NVTX ranges are left out: a trace keeps up to {_MAX_RANGES:,}")
             return
         self._entry.extend("annotations", **call_columns(self._ranges, self._capture.names, self._base_ns))
-
-
-def _projected_times(phases: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
-    """Return the device times of phases as the report of projected ranges states them."""
-    projected = ranges[ranges["gpu_start"] != MISSING].sort_values("end", ascending=False)
-    projected = projected.drop_duplicates("start").set_index("start")[["gpu_start", "gpu_end"]].astype("Int64")
-    times = projected.reindex(phases["start_ns"]).reset_index(drop=True)
-    times.columns = pd.Index(["gpu_start_ns", "gpu_end_ns"])
-    # The last work of a phase may end after the first of the next one, on another stream: phases must not overlap.
-    latest_end = times["gpu_end_ns"].cummax()
-    earlier_end = latest_end.shift().ffill()
-    times["gpu_start_ns"] = times["gpu_start_ns"].mask((times["gpu_start_ns"] < earlier_end).fillna(False), earlier_end)
-    times["gpu_end_ns"] = times["gpu_end_ns"].mask(times["gpu_end_ns"].notna(), latest_end)
-    return times
 
 
 def held_bytes(memory: pd.DataFrame, start: int) -> tuple[pd.DataFrame, int]:
