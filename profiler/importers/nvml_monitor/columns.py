@@ -41,7 +41,6 @@ FIGURES = {
     "used": ("memory.used", "mem_used", "memory_used", "fb"),
     "free": ("memory.free", "mem_free", "memory_free"),
     "total": ("memory.total", "mem_total", "memory_total"),
-    "processes": ("memory.processes",),
     "h2d": ("rxpci", "rx_pci", "pcie.rx", "pcie_rx", "pcirx"),
     "d2h": ("txpci", "tx_pci", "pcie.tx", "pcie_tx", "pcitx"),
     "generation": ("pcie.link.gen.current", "pcie.link.gen.gpucurrent", "pcie.link.gen"),
@@ -50,9 +49,9 @@ FIGURES = {
     "top_width": ("pcie.link.width.max",),
     **STATE,
 }
-_MEMORY, LINK = ("used", "free", "total", "processes"), ("h2d", "d2h")
+_MEMORY, LINK = ("used", "free", "total"), ("h2d", "d2h")
 # A file has something to import if it has a value of one of these.
-SAMPLED = ("used", "free", "processes", *LINK, *STATE)
+SAMPLED = ("used", "free", *LINK, *STATE)
 # `index` is the last choice: it may be the index of a data frame.
 _DEVICE = ("device_id", "gpu_id", "device", "gpu", "idx", "index")
 DEVICE_FIELDS = {
