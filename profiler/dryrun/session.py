@@ -108,7 +108,8 @@ class DryRun:
         self._patches = Patches()
 
     def __enter__(self) -> DryRun:
-        self._stubs = CudaStubs(torch, self.process_groups.ranks_per_node)
+        self._patches.on_undo(CudaStubs(torch, self.process_groups.ranks_per_node).remove)
+        self._patches.on_undo(self.user_files.close)
         capacity = self.options.capacity_bytes or DEFAULT_CAPACITY_BYTES
         devices = self.process_groups.ranks_per_node
         patch_cuda(
@@ -130,14 +131,17 @@ class DryRun:
         machine = self.options.machine
         ModelParallelPatches(self._patches, self.mode)
         self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
-        self._attention = register_attention(self.attention)
-        register_fused_norms(self._attention)
-        register_missing_kernels(self._attention, self._patches)
+        library = register_attention(self.attention)
+        self._patches.on_undo(library._destroy)
+        register_fused_norms(library)
+        register_missing_kernels(library, self._patches)
         self.mode.shapes.install(self._patches)
         register_flex_attention()
-        self._only_lifts_cpu = torch._C._only_lift_cpu_tensors()
+        only_lifts_cpu = torch._C._only_lift_cpu_tensors()
+        self._patches.on_undo(lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu))
         torch._C._set_only_lift_cpu_tensors(True)
-        self._multithreading = torch.autograd.set_multithreading_enabled(False)
+        multithreading = torch.autograd.set_multithreading_enabled(False)
+        self._patches.on_undo(lambda: multithreading.__exit__(None, None, None))
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
         self._patches.set(threading.Thread, "_bootstrap_inner", self.mode.wrap_thread(bootstrap))
         self.mode.__enter__()
@@ -148,15 +152,8 @@ class DryRun:
     ) -> bool:
         self._freeze()
         self.mode.__exit__(kind, error, traceback)
-        self._multithreading.__exit__(None, None, None)
-        torch._C._set_only_lift_cpu_tensors(self._only_lifts_cpu)
-        self._attention._destroy()
-        self._triton.remove()
-        self.tracker.remove()
         self.process_groups.remove()
         self._patches.undo()
-        self.user_files.close()
-        self._stubs.remove()
         return isinstance(error, DryRunFinished)
 
     def reserved_range(self) -> tuple[int, int]:

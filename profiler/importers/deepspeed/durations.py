@@ -124,16 +124,10 @@ class TimerReader:
             used, percent = map(float, host.groups())
             self.marks[-1].host = HostMemory(round(used * GIB), percent / 100)
 
-    @property
-    def timed_micro_steps(self) -> bool:
-        """Whether the log has timers of micro-steps that belong to no whole step."""
-        return bool(self._micro_steps)
-
     def finish(self, accumulation: int | None) -> None:
         """Derive steps where the log has no timers of whole ones; `accumulation` as configured, None if not known."""
         if not self.steps:
-            micro_steps = self._micro_steps or micro_steps_of_marks(self.marks)
-            self.steps = steps_of_micro_steps(micro_steps, self.marks, accumulation)
+            self.steps = steps_of_micro_steps(self._micro_steps, self.marks, accumulation)
 
     def _boundary_at(self, phase: str, begins: bool) -> PhaseBoundary:
         """Return the boundary of a mark; `Engine after step` is printed after the timers of the (micro-)step."""
@@ -233,45 +227,3 @@ def steps_of_micro_steps(
             iteration, micro_number = keys[mark.boundary.micro_step]
             marks[index] = replace(mark, boundary=replace(mark.boundary, iteration=iteration, micro_step=micro_number))
     return steps
-
-
-def micro_steps_of_marks(marks: list[MemoryMark]) -> list[MicroStep]:
-    """Return micro-steps with forward and backward by the times of marks, whose boundaries are numbered by them."""
-    micro_steps: list[MicroStep] = []
-    times: dict[MarkedPhase, int] = {}
-
-    def finish() -> None:
-        micro_step = _micro_step(times)
-        if micro_step is not None:
-            micro_steps.append(micro_step)
-
-    for index, mark in enumerate(marks):
-        boundary = mark.boundary
-        if boundary is None or mark.t_ns is None:
-            continue
-        if boundary.begins and boundary.phase == FORWARD and times:
-            finish()
-            times = {}
-        times[MarkedPhase(boundary.phase, boundary.begins)] = mark.t_ns
-        marks[index] = replace(mark, boundary=PhaseBoundary(0, len(micro_steps), boundary.phase, boundary.begins))
-    finish()
-    return micro_steps
-
-
-def _micro_step(times: dict[MarkedPhase, int]) -> MicroStep | None:
-    """Return the micro-step between marks; None without both ends of a forward and a backward."""
-    points = [
-        times.get(MarkedPhase(FORWARD, True)),
-        times.get(MarkedPhase(FORWARD, False), times.get(MarkedPhase(BACKWARD, True))),
-        times.get(MarkedPhase(BACKWARD, True), times.get(MarkedPhase(FORWARD, False))),
-        times.get(MarkedPhase(BACKWARD, False), times.get(MarkedPhase(UPDATE, True))),
-    ]
-    edges_ns = [point for point in points if point is not None]
-    if len(edges_ns) < len(points):
-        return None
-    update_start, update_end = times.get(MarkedPhase(UPDATE, True), edges_ns[3]), times.get(MarkedPhase(UPDATE, False))
-    lengths_ns = {FORWARD: edges_ns[1] - edges_ns[0], BACKWARD: edges_ns[3] - edges_ns[2]}
-    if update_end is not None:
-        lengths_ns[UPDATE] = update_end - update_start
-    ms = {phase: max(length, 0) / 1e6 for phase, length in lengths_ns.items()}
-    return MicroStep(ms, dict(times), update_end if update_end is not None else edges_ns[3])

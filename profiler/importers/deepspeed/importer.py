@@ -53,10 +53,7 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
     whole_steps = bool(timers.steps)
     timers.finish(settings.accumulation())
     if timers.steps and not whole_steps:
-        builder.note(
-            "the log has no timers of whole steps: iterations are made of its micro-steps"
-            + ("" if timers.timed_micro_steps else ", whose times are those of the memory marks")
-        )
+        builder.note("the log has no timers of whole steps: iterations are made of its micro-steps")
     phases = list(time_phases(timers.steps))
     timed = has_times(timers.steps, timers.marks)
     if not phases and not timed:
