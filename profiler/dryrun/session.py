@@ -28,7 +28,7 @@ from ebbtide.profiler.dryrun.errors import DryRunFinished
 from ebbtide.profiler.dryrun.files.user_files import UserFiles
 from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
-from ebbtide.profiler.dryrun.frameworks.parallelism import ModelParallelPatches, patch_data_parallel
+from ebbtide.profiler.dryrun.frameworks.parallelism import patch_data_parallel, patch_model_parallel
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups, patch_ray_train
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
 from ebbtide.profiler.dryrun.memory.convolutions import reserved_range
@@ -129,7 +129,7 @@ class DryRun:
         self._triton.install(self._patches)
         patch_ray_train(self._patches, self.process_groups)
         machine = self.options.machine
-        ModelParallelPatches(self._patches, self.mode)
+        patch_model_parallel(self._patches, self.mode)
         self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
         library = register_attention(self.attention)
         self._patches.on_undo(library._destroy)

@@ -46,8 +46,8 @@ _FIRST_TIME, _LAST_TIME = 10**18, 4 * 10**18
 def read_capture(database: Database) -> Capture:
     """Read what an export holds about GPUs and NVTX ranges."""
     names, notes = _Names(), list[str]()
-    parts = [_kernels(database, names), _graphs(database, names, notes), _copies(database, names),
-             _memsets(database, names)]  # fmt: skip
+    memsets = _work(database.integers(MEMSETS, _ACTIVITY, _OPTIONAL), nsys.MEMSET, names.of_text("Memset (Device)"))
+    parts = [_kernels(database, names), _graphs(database, names, notes), _copies(database, names), memsets]
     launches, ranges = _calls(database, names), _ranges(database, names)
     texts = names.resolve(database)
     return Capture(
@@ -166,11 +166,6 @@ def _kind_and_name(copy: int, source: int, target: int) -> tuple[int, str]:
     if copy >= _FIRST_UNIFIED:
         return kind, f"{name} (Unified)"
     return kind, name + ends if host else name
-
-
-def _memsets(database: Database, names: _Names) -> pd.DataFrame:
-    rows = database.integers(MEMSETS, _ACTIVITY, _OPTIONAL)
-    return _work(rows, nsys.MEMSET, names.of_text("Memset (Device)"))
 
 
 def _calls(database: Database, names: _Names) -> pd.DataFrame:
