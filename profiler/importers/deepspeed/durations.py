@@ -20,11 +20,8 @@ class PhaseBoundary:
     begins: bool
 
 
-class MarkedPhase(NamedTuple):
-    """Position of a memory mark in a micro-step."""
-
-    phase: str
-    begins: bool
+# Position of a memory mark in a micro-step: the phase, and whether it begins there.
+MarkedPhase = tuple[str, bool]
 
 
 class UpdatePart(NamedTuple):
@@ -146,7 +143,7 @@ class TimerReader:
             MemoryMark(t_ns, boundary, allocated, max(allocated, peak_allocated), reserved, peak_reserved)
         )
         if boundary is not None and t_ns is not None:
-            self._marked_ns[MarkedPhase(boundary.phase, boundary.begins)] = t_ns
+            self._marked_ns[boundary.phase, boundary.begins] = t_ns
 
     def _add_timers(self, timers: dict[str, float], t_ns: int | None) -> None:
         micro_step = _by_phase(timers, "_microstep")

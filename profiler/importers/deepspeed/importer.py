@@ -11,7 +11,6 @@ from typing import Any
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.importers.deepspeed.durations import (
     HostMemory,
-    MarkedPhase,
     MemoryMark,
     PhaseBoundary,
     StepTimers,
@@ -80,7 +79,7 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
     if skipped:
         builder.note(f"memory marks without a time or a phase are left out: {skipped}")
     if phases:
-        first, mark = phases[0].start_ns, timers.steps[0].micro_steps[0].marked_ns.get(MarkedPhase(FORWARD, True))
+        first, mark = phases[0].start_ns, timers.steps[0].micro_steps[0].marked_ns.get((FORWARD, True))
         start = first if mark is None else min(first, mark)
         for entry in ranks.values():
             entry.meta["first_iteration_start_ns"] = start - offset_ns
@@ -218,9 +217,9 @@ def _latest_starts(step: StepTimers, next_start_ns: int | None) -> list[int | No
     for (number, phase), length in zip(reversed(_phases(step)), reversed(_lengths_ns(step)), strict=True):
         micro_step = step.micro_steps[number]
         # The mark after the update follows the timers, and belongs to the marks of the next micro-step.
-        mark_after = micro_step.marked_ns.get(MarkedPhase(phase, False)) if phase != UPDATE else None
+        mark_after = micro_step.marked_ns.get((phase, False)) if phase != UPDATE else None
         ends = [t for t in (next_start_ns, micro_step.ended_ns, mark_after) if t is not None]
-        mark_before = micro_step.marked_ns.get(MarkedPhase(phase, True))
+        mark_before = micro_step.marked_ns.get((phase, True))
         begins = [mark_before] if mark_before is not None else []
         next_start_ns = min(begins + [t - length for t in ends], default=None)
         starts.append(next_start_ns)
