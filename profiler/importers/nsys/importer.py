@@ -48,11 +48,15 @@ class NsysImporter:
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         undated = []
         for source in sources:
+            if _REPORT.search(source.head):
+                raise SourceError(
+                    f"{source} is a report of `nsys stats`: import the SQLite export that it was made from, which "
+                    "`nsys export --type sqlite` makes, too"
+                )
             if not source.head.startswith(MAGIC):
                 export = source.path.with_suffix(".sqlite")
-                recording = source.path if source.path.suffix in _RECORDINGS else source.path.with_suffix(".nsys-rep")
                 raise SourceError(
-                    f"{source} is not an SQLite export: run `nsys export --type sqlite -o {export} {recording}`, and "
+                    f"{source} is not an SQLite export: run `nsys export --type sqlite -o {export} {source}`, and "
                     f"import {export}"
                 )
             with open_database(source) as database:
