@@ -2,11 +2,9 @@
 
 import contextlib
 import importlib.machinery
-import os
 import sys
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 from ebbtide.profiler.agent.patches import Patches
 
@@ -94,9 +92,7 @@ def disable_loggers(patches: Patches) -> None:
     """Disable loggers that the job imports from now on, until `patches.undo()`."""
     finder = InertFinder()
     sys.meta_path.insert(0, finder)
-    switches = mock.patch.dict(os.environ, _SWITCHES)
-    switches.start()
-    patches.on_undo(switches.stop)
+    patches.set_variables(_SWITCHES)
 
     def disable_wandb(module: Any) -> None:
         start = module.init

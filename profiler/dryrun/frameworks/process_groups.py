@@ -5,7 +5,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -62,9 +61,7 @@ class ProcessGroups:
 
     def set_environment(self) -> None:
         """Set the variables of the environment that launchers set."""
-        variables = mock.patch.dict(os.environ, self._variables())
-        variables.start()
-        self._patches.on_undo(variables.stop)
+        self._patches.set_variables(self._variables())
 
     def remove(self) -> None:
         """Leave the groups."""
