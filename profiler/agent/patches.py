@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Callable
@@ -77,6 +78,14 @@ class Patches:
         """Replace an attribute of `owner`, which it may inherit or lack."""
         self.on_undo(functools.partial(_restore, owner, name, owner.__dict__.get(name, _MISSING)))
         setattr(owner, name, value)
+
+    def set_variables(self, values: Mapping[str, str]) -> None:
+        """Set variables of the environment."""
+        for name, value in values.items():
+            before = os.environ.get(name)
+            restore = functools.partial(os.environ.__setitem__, name, before or "")
+            self.on_undo(functools.partial(os.environ.pop, name, None) if before is None else restore)
+            os.environ[name] = value
 
     def on_undo(self, function: Callable[[], Any]) -> None:
         """Call a function at `undo`."""

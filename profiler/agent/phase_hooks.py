@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from .closures import UpdateParts
 from .iteration_figures import BACKWARD, FORWARD, UPDATE
 from .job_info import first_dimension
-from .patches import Patches, when_imported
+from .patches import Patches
 from .recorder import Recorder
 
 _CALL_ATTRIBUTE = "_compiled_call_impl"
@@ -156,13 +156,10 @@ def wrap_backward(
     return backward
 
 
-def hook_megatron(recorder: Recorder, compiling: Callable[[], bool], patches: Patches) -> Callable[[], None]:
-    """Wrap the backward of Megatron's schedules once they are imported; return a function that cancels that."""
-
-    def patch(module: Any) -> None:
-        patches.wrap(module, "custom_backward", lambda original: wrap_backward(recorder, compiling, original))
-
-    return when_imported("megatron.core.pipeline_parallel.schedules", patch)
+def hook_megatron(recorder: Recorder, compiling: Callable[[], bool], patches: Patches) -> None:
+    """Wrap the backward of Megatron's schedules once they are imported."""
+    wrappers = {"": {"custom_backward": functools.partial(wrap_backward, recorder, compiling)}}
+    patches.wrap_when_imported("megatron.core.pipeline_parallel.schedules", wrappers)
 
 
 class TorchHooks:
@@ -178,7 +175,7 @@ class TorchHooks:
         run_backward = wrap_backward(recorder, self._compiling, torch.autograd._engine_run_backward)
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
         self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
-        self._patches.on_undo(hook_megatron(recorder, self._compiling, self._patches))
+        hook_megatron(recorder, self._compiling, self._patches)
         PipelineHooks(recorder, self._patches)
         scaler = torch.amp.GradScaler
         self._patches.set(scaler, "step", self._wrap_update(scaler.step, optimizer_index=1))

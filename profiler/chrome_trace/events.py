@@ -3,7 +3,8 @@
 import re
 from decimal import Decimal
 from functools import cache
-from typing import Annotated, Any, Protocol
+from io import BufferedIOBase
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -33,14 +34,6 @@ _NO_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:nan|inf(?:inity)?)(?=\s*[,\]}])", re
 MAX_BASE_NS, _MAX_US, _MAX_DURATION_US, _MAX_FLOAT_US = 1 << 61, 1 << 52, 1 << 50, float(1 << 43)
 
 
-class Stream(Protocol):
-    """Source of bytes.
-
-    `read1` may return fewer bytes than requested. It returns none only at the end."""
-
-    def read1(self, size: int, /) -> bytes: ...
-
-
 class UnreadableJson(Exception):
     """The JSON is damaged, ends too early, or has a value beyond the limits. The message gives the reason."""
 
@@ -51,7 +44,7 @@ class JsonWindow:
     All methods raise UnreadableJson where the JSON is damaged or ends too early, and UserError where the stream raises
     it. Values that were complete before the error are returned first."""
 
-    def __init__(self, stream: Stream, chunk: int) -> None:
+    def __init__(self, stream: BufferedIOBase, chunk: int) -> None:
         self.data = b""
         self.position = 0
         self._stream = stream

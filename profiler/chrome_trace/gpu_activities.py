@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.profiler.chrome_trace.events import MISSING, Args, Event, IntTable, spans
-from ebbtide.profiler.chrome_trace.host_calls import CALL_CATEGORIES, SYNC_CATEGORY, HostCalls, matching
+from ebbtide.profiler.chrome_trace.host_calls import CALL_CATEGORIES, SYNC_CATEGORY, HostCalls, matching, with_launches
 
 KINDS = ("compute", "communication", "copy", "memset")
 COMMUNICATION = KINDS.index("communication")
@@ -168,8 +168,7 @@ class GpuActivities:
         self.duplicates = int(repeated.sum())
         if self.duplicates:
             work = work[~repeated].reset_index(drop=True)
-        launched, recorded = matching(self._calls.starts, work["correlation"])
-        return work.assign(launched=pd.arrays.IntegerArray(launched, ~recorded))
+        return with_launches(work, self._calls.starts)
 
     def busiest(self) -> list[int]:
         """Return the numbers of the devices that ran anything, by busy time in descending order."""

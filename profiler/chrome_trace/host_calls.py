@@ -92,6 +92,12 @@ def thread_number(tid: Any) -> int:
     return tid if type(tid) is int and 0 <= tid < 1 << 62 else MISSING
 
 
+def with_launches(work: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """Return work with the column `launched`: the start of the first call with its correlation, missing where none."""
+    launched, recorded = matching(calls[["correlation", "start"]], work["correlation"])
+    return work.assign(launched=pd.arrays.IntegerArray(launched, ~recorded))
+
+
 def matching(calls: pd.DataFrame, correlations: npt.ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Return the value of the first call with each correlation, and whether there is one. `calls`: columns correlation
     and value. `correlations`: only positive ones state a call."""

@@ -5,6 +5,7 @@ Invalid events are repaired or skipped. If the file breaks off, the events befor
 
 import re
 from collections.abc import Iterator
+from io import BufferedIOBase
 from typing import Any
 
 from ebbtide.errors import UserError
@@ -12,7 +13,6 @@ from ebbtide.profiler.chrome_trace.events import (
     MAX_BASE_NS,
     Event,
     JsonWindow,
-    Stream,
     UnreadableJson,
     read_event,
     read_events,
@@ -33,7 +33,7 @@ _MAX_SKIPPED = 10_000
 class ChromeTrace:
     """Chrome trace that is being read from a stream of bytes."""
 
-    def __init__(self, stream: Stream, chunk: int = CHUNK) -> None:
+    def __init__(self, stream: BufferedIOBase, chunk: int = CHUNK) -> None:
         # The top-level values that are kept. Complete once `batches` has ended, since values may follow the events.
         self.meta: dict[str, Any] = {}
         self.count = 0

@@ -12,8 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -78,7 +76,9 @@ def main(arguments: list[str]) -> int:
     options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
     try:
         run = DryRun(options)
-        with _progress_shown(run), run, launcher_followed(job):
+        if sys.stderr.isatty():
+            threading.Thread(target=_show_progress, args=(run,), daemon=True).start()
+        with run, launcher_followed(job):
             if own["scratch"]:
                 for line in complete_stand_ins(Path(own["scratch"])):
                     print(line, file=sys.stderr)
@@ -114,29 +114,18 @@ def main(arguments: list[str]) -> int:
     return status
 
 
-@contextmanager
-def _progress_shown(run: Any) -> Iterator[None]:
-    """Say every half minute how far a dry run is, where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    ended, start = threading.Event(), time.monotonic()
-
-    def show() -> None:
-        while not ended.wait(_PROGRESS_S):
-            print(
-                f"ebbtide: {time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
-                f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels so far",
-                file=sys.stderr,
-            )
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def _show_progress(run: Any) -> None:
+    """Say every half minute how far a dry run is, until its job ends."""
+    start = time.monotonic()
+    while True:
+        time.sleep(_PROGRESS_S)
+        if run.clock.closed:
+            return
+        print(
+            f"ebbtide: {time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
+            f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels so far",
+            file=sys.stderr,
+        )
 
 
 def _run_job(job: list[str]) -> int:

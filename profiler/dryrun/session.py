@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -27,11 +28,11 @@ from ebbtide.profiler.dryrun.errors import DryRunFinished
 from ebbtide.profiler.dryrun.files.user_files import UserFiles
 from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
-from ebbtide.profiler.dryrun.frameworks.parallelism import ModelParallelPatches, patch_data_parallel
+from ebbtide.profiler.dryrun.frameworks.parallelism import patch_data_parallel, patch_model_parallel
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups, patch_ray_train
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
 from ebbtide.profiler.dryrun.memory.convolutions import reserved_range
-from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
+from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
 from ebbtide.profiler.dryrun.shadow_values import MAX_READS
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
@@ -64,7 +65,7 @@ class DryRun:
     Leaving it restores torch. Tensors made inside must not be used afterwards.
 
     Attributes:
-        clock, memory, host_memory, transfers, annotations, stacks, mode, tracker, attention, deepspeed, user_files:
+        clock, memory, host_memory, annotations, stacks, mode, tracker, attention, deepspeed, user_files:
             What was counted.
         model, optimizers: Descriptions of the job's model and optimizers, as in meta.json.
         finished: Whether all iterations were reached.
@@ -85,14 +86,12 @@ class DryRun:
         self.batches = BatchLengths()
         # The peak of reserved memory before the iterations with the longest batch.
         self._natural_bytes: int | None = None
-        self.transfers = Transfers(self.clock)
         self.annotations = NamedRanges(self.clock)
         self.stacks = CallStacks(torch)
         self.tracker = PhaseTracker(self.clock, self._classify, self._end_iteration)
         self.mode = FakeDeviceMode(
             self.clock,
             self.memory,
-            self.transfers,
             self.stacks,
             self.tracker.module_names,
             KernelWorkspaces(self.memory, self.stacks, self._capability, gpu),
@@ -109,7 +108,8 @@ class DryRun:
         self._patches = Patches()
 
     def __enter__(self) -> DryRun:
-        self._stubs = CudaStubs(torch, self.process_groups.ranks_per_node)
+        self._patches.on_undo(CudaStubs(torch, self.process_groups.ranks_per_node).remove)
+        self._patches.on_undo(self.user_files.close)
         capacity = self.options.capacity_bytes or DEFAULT_CAPACITY_BYTES
         devices = self.process_groups.ranks_per_node
         patch_cuda(
@@ -129,16 +129,19 @@ class DryRun:
         self._triton.install(self._patches)
         patch_ray_train(self._patches, self.process_groups)
         machine = self.options.machine
-        ModelParallelPatches(self._patches, self.mode)
+        patch_model_parallel(self._patches, self.mode)
         self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
-        self._attention = register_attention(self.attention)
-        register_fused_norms(self._attention)
-        register_missing_kernels(self._attention, self._patches)
+        library = register_attention(self.attention)
+        self._patches.on_undo(library._destroy)
+        register_fused_norms(library)
+        register_missing_kernels(library, self._patches)
         self.mode.shapes.install(self._patches)
         register_flex_attention()
-        self._only_lifts_cpu = torch._C._only_lift_cpu_tensors()
+        only_lifts_cpu = torch._C._only_lift_cpu_tensors()
+        self._patches.on_undo(lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu))
         torch._C._set_only_lift_cpu_tensors(True)
-        self._multithreading = torch.autograd.set_multithreading_enabled(False)
+        multithreading = torch.autograd.set_multithreading_enabled(False)
+        self._patches.on_undo(lambda: multithreading.__exit__(None, None, None))
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
         self._patches.set(threading.Thread, "_bootstrap_inner", self.mode.wrap_thread(bootstrap))
         self.mode.__enter__()
@@ -149,15 +152,8 @@ class DryRun:
     ) -> bool:
         self._freeze()
         self.mode.__exit__(kind, error, traceback)
-        self._multithreading.__exit__(None, None, None)
-        torch._C._set_only_lift_cpu_tensors(self._only_lifts_cpu)
-        self._attention._destroy()
-        self._triton.remove()
-        self.tracker.remove()
         self.process_groups.remove()
         self._patches.undo()
-        self.user_files.close()
-        self._stubs.remove()
         return isinstance(error, DryRunFinished)
 
     def reserved_range(self) -> tuple[int, int]:
@@ -201,19 +197,19 @@ class DryRun:
         if self._libraries.compiles:
             notes.append("torch.compile was left out: the memory is that of the eager model")
         if self.mode.shapes.bounds:
-            names = ", ".join(f"{name} ({count:,})" for name, count in self.mode.shapes.bounds.most_common())
+            names = _counted(self.mode.shapes.bounds)
             notes.append(f"shapes that depend on values count with the largest possible size: {names}")
         if self.mode.shapes.least:
-            names = ", ".join(f"{name} ({count:,})" for name, count in self.mode.shapes.least.most_common())
+            names = _counted(self.mode.shapes.least)
             notes.append(f"shapes that depend on values, without a stated bound, count with the smallest size: {names}")
         if self.batches.seen is not None:
             notes.append("batches vary: the last iterations have the longest one of those seen")
         if self.attention.counts:
-            chosen = ", ".join(f"{kernel} ({count:,})" for kernel, count in self.attention.counts.most_common())
-            notes.append(f"kernels chosen for scaled_dot_product_attention: {chosen}")
+            notes.append(f"kernels chosen for scaled_dot_product_attention: {_counted(self.attention.counts)}")
         if self._triton.counts:
-            names = ", ".join(f"{name} ({count:,})" for name, count in self._triton.counts.most_common())
-            notes.append(f"Triton kernels count with the bytes of their arguments alone: {names}")
+            notes.append(
+                f"Triton kernels count with the bytes of their arguments alone: {_counted(self._triton.counts)}"
+            )
         if self.mode.values.waited:
             notes.append(f"the job was ended: it read {MAX_READS:,} unknown values without an optimizer step")
         if self.tracker.rule.index < 0:
@@ -254,9 +250,10 @@ class DryRun:
         if self.tracker.live:
             self._classify()
         self.tracker.live = False
-        self.memory.close()
-        self.host_memory.close()
-        self.transfers.close()
-        self.clock.close()
         self.annotations.close()
+        self.clock.closed = True
         self.user_files.stop_listing()
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())

@@ -90,18 +90,10 @@ def _add_forwards_without_gradients(run: DryRun, rank: Any) -> None:
 
 
 def _add_activity(run: DryRun, rank: Any) -> None:
-    for copy in run.transfers.rows:
-        times = copy.times
-        rank.transfer(
-            copy.direction,
-            times.start_ns,
-            times.end_ns,
-            copy.size,
-            _DEVICE,
-            host_memory=copy.host_memory,
-            stream=times.stream,
-            launch_ns=times.launch_ns,
-        )
+    if copies := run.clock.copies:
+        columns = _columns(copies, "direction", "host_memory", "stream", "launch_ns", "start_ns", "end_ns")
+        sizes = [copy.size for copy in copies]
+        rank.extend("transfers", device=_DEVICE, bytes=sizes, name=columns["direction"], **columns)
     if kernels := run.clock.kernels:
         work = _columns([kernel.work for kernel in kernels], "kind", "name", "group", "flops", "bytes")
         launched = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")

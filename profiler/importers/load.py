@@ -17,17 +17,15 @@ from ebbtide.profiler.importers.importer import Hardware, Importer, ImportOption
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
-from ebbtide.units import ms_text
+from ebbtide.profiler.trace.merge import refuse_gaps
 
 _MAX_NAMES = 4
 # Names that torch.profiler's tensorboard_trace_handler gives: host and process, time.
 _STEPS_OF_WORKER = re.compile(r"(.{1,250})\.\d{10,20}\.pt\.trace\.json(?:\.gz)?")
-# Formats whose importers read `ImportOptions.phases`.
-_FORMATS_WITH_RANGES = ("nsys", "nsys-csv")
+# The format whose importer reads `ImportOptions.phases`.
+_FORMAT_WITH_RANGES = "nsys"
 # Value of `--align` with which all files begin with the first one.
 START = "start"
-# Files this close count as overlapping: monitors take a sample a second, and clocks of hosts differ a little.
-_MAX_GAP_NS = 10**9
 _SPAN_COLUMNS = ("start_ns", "end_ns", "t_ns")
 _META_TIMES = ("first_iteration_start_ns", "started_ns")
 
@@ -138,7 +136,7 @@ def import_trace(
     for path in files:
         source = Source(path)
         sources[format or recognize(source)].append(source)
-    if phases and not any(sources[name] for name in _FORMATS_WITH_RANGES):
+    if phases and not sources[_FORMAT_WITH_RANGES]:
         raise SourceError("--phase assigns NVTX ranges: none of the files is of Nsight Systems")
     builder = TraceBuilder("imported", clock={"name": "unix", "host": None, "wall_offset_ns": 0})
     builder.meta["imported"] = [{"format": name, "file": s.path.name} for name in importers for s in sources[name]]
@@ -279,16 +277,7 @@ class FileTimes:
     def check(self) -> None:
         """Raise SourceError if some files share no time with the others."""
         spans = [(*span, addition.path) for addition in self._additions if (span := addition.span_ns()) is not None]
-        spans.sort(key=lambda item: item[:2])
-        reached, last = spans[0][1:] if spans else (0, Path())
-        for start, end, path in spans[1:]:
-            if start > reached + _MAX_GAP_NS:
-                raise SourceError(
-                    f"{path} begins {ms_text((start - reached) / 1e6)} after {last} has ended: they share no time. If "
-                    f"they are of one run on clocks that differ, pass --align {START} (all files begin at once)"
-                )
-            if end > reached:
-                reached, last = end, path
+        refuse_gaps(spans, SourceError)
 
     def align(self, reference: str) -> None:
         """Move all files so that they begin with a reference: START, or the path of a file."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent import spool as kinds
@@ -35,16 +34,9 @@ _NO_ITERATION = (
 )
 
 
-class SliceMark(NamedTuple):
-    """A record of a process about a request. kind: one of `spool.DETAIL_MARKS`."""
-
-    kind: str
-    iteration: int
-
-
 class ProcessProgress:
     """One process of a recording, as far as its spool is written. `iteration`: the last that it has finished; None
-    before the first. `marks`: those of each request, by its number."""
+    before the first."""
 
     def __init__(self, path: Path) -> None:
         self.pid = process_id(path.name)
@@ -52,7 +44,8 @@ class ProcessProgress:
         self.opened_ns = self.ended_ns = 0
         self.iteration: int | None = None
         self.stopped = False
-        self.marks: dict[int, list[SliceMark]] = {}
+        # Number of a request, and one of `spool.DETAIL_MARKS` -> the iteration of the mark.
+        self._marks: dict[tuple[int, str], int] = {}
         self._spool = SpoolTail(path, _FIRST_BYTES)
         self._ends: dict[int, int] = {}
         self.update()
@@ -80,15 +73,13 @@ class ProcessProgress:
             self._ends[self.iteration] = self.ended_ns
         for iteration in list(self._ends)[:-_RECENT]:
             del self._ends[iteration]
-        marks = records[records["kind"] == kinds.DETAILS]
-        for record in marks:
-            mark = SliceMark(kinds.DETAIL_MARKS[record["code"]], int(record["a"]))
-            self.marks.setdefault(int(record["w"]), []).append(mark)
+        for record in records[records["kind"] == kinds.DETAILS]:
+            self._marks.setdefault((int(record["w"]), kinds.DETAIL_MARKS[record["code"]]), int(record["a"]))
         self.stopped = self.stopped or bool((records["kind"] == kinds.STOPPED).any())
 
     def mark(self, number: int, kind: str) -> int | None:
         """Return the iteration of a mark of a request; None where there is no such mark."""
-        return next((mark.iteration for mark in self.marks.get(number, ()) if mark.kind == kind), None)
+        return self._marks.get((number, kind))
 
 
 def training_processes(spools: Path) -> list[ProcessProgress]:

@@ -210,24 +210,19 @@ class OpenedGpus(NamedTuple):
 
 def open_gpus(nvml: Nvml, visible: str = "") -> OpenedGpus:
     """Open all cards, or their MIG devices; only those MIG devices that `visible`, CUDA_VISIBLE_DEVICES, names."""
+    named = tuple(name for name in map(str.strip, visible.split(",")) if name.startswith("MIG-"))
     gpus: list[Gpu] = []
+    chosen: list[Gpu] = []
     unavailable = []
     for index in range(nvml.call("nvmlDeviceGetCount")):
         try:
             card = Gpu(nvml, index)
-            gpus += card.mig_devices() or [card]
+            of_card = card.mig_devices() or [card]
+            chosen += [gpu for gpu in of_card if any(same_gpu(name, gpu.read_uuid()) for name in named)]
+            gpus += of_card
         except NvmlError as error:
             unavailable.append(f"GPU {index} is not sampled: {error}")
-    named = tuple(name for name in map(str.strip, visible.split(",")) if name.startswith("MIG-"))
-    chosen = [gpu for gpu in gpus if named and _is_named(gpu, named)]
     return OpenedGpus(chosen or gpus, unavailable)
-
-
-def _is_named(gpu: Gpu, uuids: tuple[str, ...]) -> bool:
-    try:
-        return any(same_gpu(uuid, gpu.read_uuid()) for uuid in uuids)
-    except GpuLost:
-        return False
 
 
 def same_gpu(first: str | None, second: str | None) -> bool:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.sampler.gpu import Gpu
@@ -26,14 +26,8 @@ class LinkSample:
     d2h_bytes_per_s: float
 
 
-class LinkSource(Protocol):
-    """A counter that link throughput is read from. `period_s`: pause between two readings in s."""
-
-    name: str
-    period_s: float
-
-    def read(self) -> LinkSample | None:
-        """Return the next sample; None if one more reading is needed first. Raises NvmlError."""
+# The sources that link throughput is read from have a `name`, a pause between two readings (`period_s`, in s), and
+# `read`, which returns the next sample; None if one more reading is needed first.
 
 
 class CounterSource:
@@ -108,6 +102,9 @@ class ThroughputSource:
         """Return a sample; blocks for about 42 ms. Raises NvmlError."""
         rates = self._gpu.read_pcie_throughput()
         return LinkSample(self._clock(), 20_000_000, *rates)
+
+
+LinkSource = CounterSource | GpmSource | ThroughputSource
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:

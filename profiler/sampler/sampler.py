@@ -97,7 +97,9 @@ class Sampler:
         for gpu in self._gpus:
             self._start_thread("the memory", partial(self._sample_memory, gpu), self._memory_period_s, gpu)
             self._start_link(gpu)
-            self._start_state(gpu)
+            reader = GpuStateReader(gpu)
+            self._state_readers.append((gpu, reader))
+            self._start_thread("the state", partial(self._sample_state, gpu, reader), _STATE_SECONDS, gpu)
 
     def stop(self) -> None:
         """Stop the threads and close the spool and NVML."""
@@ -138,11 +140,6 @@ class Sampler:
                 self._missing_links.append((gpu, description["link_missing"]))
             return
         self._start_thread("the link", partial(self._sample_link, gpu, source), source.period_s, gpu)
-
-    def _start_state(self, gpu: Gpu) -> None:
-        reader = GpuStateReader(gpu)
-        self._state_readers.append((gpu, reader))
-        self._start_thread("the state", partial(self._sample_state, gpu, reader), _STATE_SECONDS, gpu)
 
     def _start_thread(self, subject: str, read: Callable[[], None], period_s: float, gpu: Gpu | None = None) -> None:
         """Call `read` once per period on a thread of its own, until `stop` or a fault that does not pass."""

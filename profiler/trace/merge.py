@@ -1,15 +1,16 @@
 """Merges the traces that the hosts of one job recorded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.errors import TraceError
+from ebbtide.errors import TraceError, UserError
 from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, write_rank
 from ebbtide.profiler.trace.schema import TABLES
 from ebbtide.profiler.trace.trace import Trace
+from ebbtide.units import ms_text
 
-# Traces this close count as overlapping: clocks of hosts differ a little.
+# What is this close counts as overlapping: monitors take a sample a second, and clocks of hosts differ a little.
 _MAX_GAP_NS = 10**9
 _TIMES = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "launch_ns", "awaited_ns", "t_ns")
 
@@ -74,21 +75,23 @@ def _shifts(traces: Sequence[Trace], align: str | None) -> list[int]:
         reference = spans[0 if align == "start" else names.index(str(Path(align)))]
         return [reference[0] - span[0] if span and reference else 0 for span in spans]
     shifts = [_wall_offset(trace) - _wall_offset(traces[0]) for trace in traces]
-    timed = [
-        (span[0] + shift, span[1] + shift, trace.path)
-        for trace, span, shift in zip(traces, spans, shifts, strict=True)
-        if span is not None
-    ]
-    reached, last = None, None
-    for start, end, path in sorted(timed):
-        if reached is not None and start > reached + _MAX_GAP_NS:
-            raise TraceError(
-                f"{path} begins {(start - reached) / 1e9:,.1f} s after {last} has ended: they share no time. If they "
-                "are of one job on clocks that differ, pass --align start (all traces begin at once)"
-            )
-        if reached is None or end > reached:
-            reached, last = end, path
+    moved = zip(traces, spans, shifts, strict=True)
+    refuse_gaps([(*(ns + shift for ns in span), trace.path) for trace, span, shift in moved if span], TraceError)
     return shifts
+
+
+def refuse_gaps(spans: Iterable[tuple[Any, ...]], error: type[UserError]) -> None:
+    """Raise an error if one of several (start ns, end ns, path) shares no time with the others."""
+    first, *others = sorted(spans) or [(0, 0, None)]
+    _, reached, last = first
+    for start, end, path in others:
+        if start > reached + _MAX_GAP_NS:
+            raise error(
+                f"{path} begins {ms_text((start - reached) / 1e6)} after {last} has ended: they share no time. If they "
+                "are of one run on clocks that differ, pass --align start (all begin at once)"
+            )
+        if end > reached:
+            reached, last = end, path
 
 
 def _wall_offset(trace: Trace) -> int:

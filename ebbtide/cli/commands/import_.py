@@ -31,8 +31,7 @@ def import_(
         str | None,
         typer.Option(
             metavar="F",
-            help="Format: deepspeed-log, kineto, megatron-log, memory-timeline, nsys, nsys-csv, nvml-monitor, "
-            "torch-snapshot.",
+            help="Format: deepspeed-log, kineto, megatron-log, memory-timeline, nsys, nvml-monitor, torch-snapshot.",
             show_default="recognised by content",
         ),
     ] = None,

@@ -227,9 +227,22 @@ class SuperOffloadWorker:
         """Wrap the main function of the worker process, which stays importable under its own name."""
 
         @functools.wraps(original)
-        def worker(param_queue: Any, result_queue: Any, *args: Any, **kwargs: Any) -> Any:
-            tasks = _TaskQueue(param_queue)
-            return original(tasks, _ResultQueue(result_queue, tasks), *args, **kwargs)
+        def worker(tasks: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+            get_task, put_result, received_ns = tasks.get, results.put, 0
+
+            def get(*options: Any) -> Any:
+                nonlocal received_ns
+                task = get_task(*options)
+                received_ns = time.monotonic_ns()
+                return task
+
+            def put(result: Any, *options: Any) -> None:
+                if isinstance(result, dict) and "error" not in result:
+                    result[_TIMES] = received_ns, time.monotonic_ns()
+                put_result(result, *options)
+
+            tasks.get, results.put = get, put
+            return original(tasks, results, *args, **kwargs)
 
         return worker
 
@@ -268,37 +281,3 @@ class SuperOffloadWorker:
             recorder.note_once(_UNOBSERVED_NOTE)
         name = "rollback" if result.get("event_type") == "rollback" else "update"
         recorder.record_op(name, "worker", *times, subgroup=result.get("sub_group_id"))
-
-
-class _Queue:
-    """A queue with all that the original one has."""
-
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-
-class _TaskQueue(_Queue):
-    """The worker's queue of tasks, which notes when a task is received."""
-
-    received_ns = 0
-
-    def get(self, *args: Any) -> Any:
-        task = self._queue.get(*args)
-        self.received_ns = time.monotonic_ns()
-        return task
-
-
-class _ResultQueue(_Queue):
-    """The worker's queue of results, which adds the times of the task to each."""
-
-    def __init__(self, queue: Any, tasks: _TaskQueue) -> None:
-        super().__init__(queue)
-        self._tasks = tasks
-
-    def put(self, result: Any, *args: Any) -> None:
-        if isinstance(result, dict) and "error" not in result:
-            result[_TIMES] = self._tasks.received_ns, time.monotonic_ns()
-        self._queue.put(result, *args)

@@ -3,6 +3,7 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -18,51 +19,25 @@ from ebbtide.profiler.dryrun.time.clock import COMMUNICATION_STREAM, Times, Virt
 from ebbtide.profiler.dryrun.time.rates import KernelWork
 from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
-# Operations on process groups and their functional forms -> the collective.
+# Parts of the names of operations on process groups, and of their functional forms, without `_` -> the collective. A
+# name counts by the first part that it has.
 _KINDS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "broadcast_": "broadcast",
+    "allreduce": "all_reduce",
     "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
     "send": "send",
-    "isend": "send",
-    "recv_": "receive",
-    "recv_any_source_": "receive",
-    "irecv": "receive",
+    "recv": "receive",
     "barrier": "barrier",
 }
 # Of a ring of n ranks, bytes that one rank sends per byte of the largest tensor (or list) that it passes.
 _RING_SHARES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), lambda n: (n - 1) / n),
     "barrier": lambda n: 0.0,
 }
 # The other ranks of the group do not take part.
@@ -153,7 +128,7 @@ class Collectives:
     def _launch(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any], is_async: bool
     ) -> Times | None:
-        kind = _KINDS.get(func._schema.name.rpartition("::")[2])
+        kind = _kind_of(func._schema.name)
         if kind is None or not any(tensor.device.type == "cuda" for tensor in inputs):
             return None
         group = _group(func, args, kwargs)
@@ -176,6 +151,12 @@ class Collectives:
         references = self._works.get(work.seq_id, (None, []))[1]
         future.set_result([tensor for reference in references if (tensor := reference()) is not None])
         return future
+
+
+@cache
+def _kind_of(name: str) -> str | None:
+    plain = name.rpartition("::")[2].replace("_", "")
+    return next((kind for part, kind in _KINDS.items() if part in plain), None)
 
 
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:

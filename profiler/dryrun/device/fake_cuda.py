@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,65 +24,24 @@ DEFAULT_CAPACITY_BYTES = 80 * 10**9
 # Where no GPU is named: that of an H100.
 _DEFAULT_CAPABILITY = "9.0"
 _PROCESSORS = 132
+# Functions of `torch.cuda` by what they return.
+_RANDOM = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+_WITHOUT_EFFECT = ("_lazy_init", "init", "set_device", "ipc_collect", *_RANDOM)
+_TRUE = ("is_available", "_is_compiled", "is_initialized", "is_bf16_supported", "is_tf32_supported")
+_ZERO = ("current_device", "_exchange_device", "_maybe_exchange_device", "utilization", "initial_seed")
 
 
-class FakeStreams:
-    """The classes of streams and events on a clock, and the functions of torch.cuda that use them."""
+def stream_functions(clock: VirtualClock) -> dict[str, Any]:
+    """Return the classes of streams and events on a clock, and the functions of `torch.cuda` that use them."""
+    numbers = count(1)
 
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-        self._count = 0
-        self.event_class = _event_class(clock)
-        self.stream_class = _stream_class(clock, self._next_number, self.event_class)
-
-    def functions(self) -> dict[str, Any]:
-        """Return the replacements of functions and classes of `torch.cuda`."""
-        return {
-            "Stream": self.stream_class,
-            "ExternalStream": self.stream_class,
-            "Event": self.event_class,
-            "current_stream": lambda *_device, **_kwargs: self._stream(self._clock.stream),
-            "default_stream": lambda *_device, **_kwargs: self._stream(0),
-            "set_stream": self._set_stream,
-            "stream": _StreamContext,
-            "synchronize": lambda *_device, **_kwargs: self._clock.synchronize(),
-        }
-
-    def _next_number(self) -> int:
-        self._count += 1
-        return self._count
-
-    def _stream(self, number: int) -> Any:
-        return self.stream_class(number=number)
-
-    def _set_stream(self, stream: Any) -> None:
-        if stream is not None:
-            self._clock.stream = stream.stream_id
-
-
-class _StreamContext:
-    """Stands in for `torch.cuda.stream(stream)`; None: the current one stays."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(*error)
-
-
-def _stream_class(clock: VirtualClock, next_number: Any, event_class: Any) -> Any:
     class FakeStream:
         """A CUDA stream of the dry run; `number` is that of a stream that exists."""
 
         device_index, device_type, priority = 0, 1, 0
 
         def __init__(self, *_args: Any, number: int | None = None, **_kwargs: Any) -> None:
-            self.stream_id = self.cuda_stream = next_number() if number is None else number
+            self.stream_id = self.cuda_stream = next(numbers) if number is None else number
             self.device = torch.device("cuda", 0)
             self._before: list[int] = []
 
@@ -108,17 +69,13 @@ def _stream_class(clock: VirtualClock, next_number: Any, event_class: Any) -> An
             clock.wait(clock.record(stream.stream_id), self.stream_id)
 
         def record_event(self, event: Any = None) -> Any:
-            event = event or event_class()
+            event = event or FakeEvent()
             event.record(self)
             return event
 
         def query(self) -> bool:
             return _has_passed(clock, clock.record(self.stream_id))
 
-    return FakeStream
-
-
-def _event_class(clock: VirtualClock) -> Any:
     class FakeEvent:
         """A CUDA event on the clock of the dry run."""
 
@@ -144,7 +101,20 @@ def _event_class(clock: VirtualClock) -> Any:
                 raise RuntimeError("Both events must be recorded before calculating elapsed time.")
             return (end.times[TYPICAL] - self.times[TYPICAL]) / 1e6
 
-    return FakeEvent
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            clock.stream = stream.stream_id
+
+    return {
+        "Stream": FakeStream,
+        "ExternalStream": FakeStream,
+        "Event": FakeEvent,
+        "current_stream": lambda *_device, **_kwargs: FakeStream(number=clock.stream),
+        "default_stream": lambda *_device, **_kwargs: FakeStream(number=0),
+        "set_stream": set_stream,
+        "stream": lambda stream: nullcontext() if stream is None else stream,
+        "synchronize": lambda *_device, **_kwargs: clock.synchronize(),
+    }
 
 
 def _has_passed(clock: VirtualClock, event: Times) -> bool:
@@ -224,36 +194,18 @@ def patch_cuda(
 
     patches.set(torch._C, "_accelerator_setAllocatorSettings", set_allocator_settings)
     functions: dict[str, Any] = {
-        **FakeStreams(clock).functions(),
-        "is_available": _constant(True),
-        "_is_compiled": _constant(True),
-        "is_initialized": _constant(True),
-        "_lazy_init": _constant(None),
-        "init": _constant(None),
+        **stream_functions(clock),
+        **{name: _constant(None) for name in _WITHOUT_EFFECT},
+        **{name: _constant(True) for name in _TRUE},
+        **{name: _constant(False) for name in ("can_device_access_peer", "is_current_stream_capturing")},
+        **{name: _constant(0) for name in _ZERO},
         "device_count": _constant(devices),
-        "current_device": _constant(0),
-        "set_device": _constant(None),
-        "ipc_collect": _constant(None),
-        "_exchange_device": _constant(0),
-        "_maybe_exchange_device": _constant(0),
         "get_device_name": _constant(name),
         "get_device_capability": _constant(capability),
         "get_device_properties": _constant(properties),
         "get_arch_list": _constant([f"sm_{major}{minor}"]),
-        "can_device_access_peer": _constant(False),
-        "is_bf16_supported": _constant(True),
-        "is_tf32_supported": _constant(True),
-        "utilization": _constant(0),
-        "is_current_stream_capturing": _constant(False),
-        "manual_seed": _constant(None),
-        "manual_seed_all": _constant(None),
-        "seed": _constant(None),
-        "seed_all": _constant(None),
-        "initial_seed": _constant(0),
         "get_rng_state": lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": lambda *_args, **_kwargs: [torch.zeros(16, dtype=torch.uint8)],
-        "set_rng_state": _constant(None),
-        "set_rng_state_all": _constant(None),
         "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
     }
     statistics: dict[str, Any] = {
@@ -278,8 +230,7 @@ def patch_cuda(
     for key, value in statistics.items():
         patches.set(cuda, key, value)
         patches.set(cuda.memory, key, value)
-    for key in ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state",
-                "get_rng_state_all", "set_rng_state", "set_rng_state_all"):  # fmt: skip
+    for key in (*_RANDOM, "initial_seed", "get_rng_state", "get_rng_state_all"):
         patches.set(cuda.random, key, functions[key])
     _patch_extension(patches, devices)
 

@@ -22,7 +22,7 @@ from ebbtide.profiler.dryrun.device.collectives import COLLECTIVE_NAMESPACES, Co
 from ebbtide.profiler.dryrun.device.known_calls import KnownCalls
 from ebbtide.profiler.dryrun.device.unknown_shapes import UnknownShapes
 from ebbtide.profiler.dryrun.errors import CannotFakeError
-from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
+from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces
 from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
 from ebbtide.profiler.dryrun.time.clock import OperationTimer, VirtualClock
@@ -89,7 +89,6 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self,
         clock: VirtualClock,
         memory: DeviceMemory,
-        transfers: Transfers,
         stacks: CallStacks,
         modules: list[str],
         workspaces: KernelWorkspaces,
@@ -103,7 +102,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
         self.enabled = True
-        self._memory, self._transfers, self._stacks = memory, transfers, stacks
+        self._clock, self._memory, self._stacks = clock, memory, stacks
         self._timer = OperationTimer(clock, modules)
         self.collectives = Collectives(clock, self.values)
         self._workspaces, self._host_memory = workspaces, host_memory
@@ -188,7 +187,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         if func is _aten._local_scalar_dense.default:
             return self._read_value(args[0])
         if func is _aten.equal.default:
-            self._transfers.add("d2h", args[0].element_size())
+            self._clock.run_copy("d2h", args[0].element_size())
             return self.values.are_equal(*args)
         if func.namespace == "c10d":
             return self.collectives.run(func, args, kwargs)
@@ -197,7 +196,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         args = self.shapes.without_boolean_index(func, args)
         inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         key = self._calls.key(func, args, kwargs, inputs)
-        call = self._calls.find(key)
+        call = self._calls.calls.get(key)
         result = self._make_fake(func, types, args, kwargs) if call is None else call.again(inputs)
         outputs = list(tensors_in((result,)))
         if call is None:
@@ -238,7 +237,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
 
     def _read_value(self, tensor: Any) -> Any:
         if tensor.device.type == "cuda":
-            self._transfers.add("d2h", tensor.element_size())
+            self._clock.run_copy("d2h", tensor.element_size())
         return self.values.value_of(tensor)
 
     def _count_copy(self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> bool:
@@ -253,9 +252,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         if kinds == ("cpu", "cuda"):
             same_dtype = source.dtype == target.dtype
             size = target.numel() * target.element_size()
-            self._transfers.add("h2d", size, source if same_dtype else None, blocking)
+            self._clock.run_copy("h2d", size, source if same_dtype else None, blocking)
         elif kinds == ("cuda", "cpu"):
-            self._transfers.add("d2h", target.numel() * source.element_size(), target, blocking)
+            self._clock.run_copy("d2h", target.numel() * source.element_size(), target, blocking)
         return bool(kinds[0] != kinds[1])
 
     def _follow_storages(self, func: Any, args: Any, outputs: list[Any]) -> None:

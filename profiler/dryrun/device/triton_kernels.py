@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ebbtide.profiler.agent.patches import Patches, when_imported
+from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.shadow_values import ShadowValues, tensors_in
 from ebbtide.profiler.dryrun.time import time_priors as priors
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
@@ -27,7 +26,6 @@ class TritonKernels:
     def __init__(self, clock: VirtualClock, values: ShadowValues) -> None:
         self.counts: Counter[str] = Counter()
         self._clock, self._values = clock, values
-        self._cancels: list[Callable[[], None]] = []
 
     def install(self, patches: Patches) -> None:
         """Replace Triton's functions until `patches.undo()`, once the job imports it."""
@@ -39,12 +37,7 @@ class TritonKernels:
                     self._patch(kind, patches)
 
         for name in ("triton.runtime.jit", "triton.runtime.autotuner"):
-            self._cancels.append(when_imported(name, patch_module))
-
-    def remove(self) -> None:
-        """Wait for no imports any more."""
-        for cancel in self._cancels:
-            cancel()
+            patches.when_imported(name, patch_module)
 
     def _patch(self, kind: Any, patches: Patches) -> None:
         original = kind.run

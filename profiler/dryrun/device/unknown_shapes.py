@@ -94,9 +94,9 @@ class UnknownShapes:
 
 def register_missing_kernels(library: Any, patches: Patches) -> None:
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"):
-        library.impl(name, _update_in_place, "Meta")
+        library.impl(name, lambda *_args, **_kwargs: None, "Meta")
     for owner in ("cudnn", "miopen"):
-        library.impl(f"_use_{owner}_ctc_loss", _is_not_used, "Meta")
+        library.impl(f"_use_{owner}_ctc_loss", lambda *_args: False, "Meta")
     library.impl("_ctc_loss_backward", _ctc_loss_backward, "Meta")
     ctc_loss = torch.ctc_loss
 
@@ -109,14 +109,6 @@ def register_missing_kernels(library: Any, patches: Patches) -> None:
 
 def _numbers(lengths: Any) -> Any:
     return [int(length) for length in lengths.flatten()] if isinstance(lengths, torch.Tensor) else lengths
-
-
-def _update_in_place(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
-def _is_not_used(*_args: Any) -> bool:
-    return False
 
 
 def ctc_loss_like(log_probs: Any, targets: Any, _lengths: Any, target_lengths: Any, *_args: Any) -> tuple[Any, Any]:

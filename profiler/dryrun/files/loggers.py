@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.machinery
-import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -17,20 +16,16 @@ _SWITCHES = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DISABLE_TELEMETRY": "1",
 }
-# What changes repositories of the Hugging Face hub.
-_HUB_CHANGES = (
-    "create_repo",
-    "create_commit",
-    "create_branch",
-    "create_tag",
-    "delete_file",
-    "delete_folder",
-    "delete_repo",
-    "upload_file",
-    "upload_folder",
-    "upload_large_folder",
-    "run_as_future",
-)
+# Beginnings of the names of what changes repositories of the Hugging Face hub.
+_HUB_CHANGES = ("create_", "delete_", "upload_", "run_as_future")
+# Special methods of an `Inert`, and what they return.
+_SPECIAL_METHODS = {
+    **dict.fromkeys(("__setitem__", "__exit__"), None),
+    **dict.fromkeys(("__lt__", "__gt__", "__le__", "__ge__"), False),
+    **dict.fromkeys(("__fspath__", "__str__"), "dry-run"),
+    "__len__": 0,
+    "__index__": 1,
+}
 
 
 class Inert:
@@ -52,32 +47,15 @@ class Inert:
     def __getitem__(self, _key: Any) -> Any:
         return Inert()
 
-    def __setitem__(self, _key: Any, _value: Any) -> None: ...
-
     def __enter__(self) -> Any:
         return self
-
-    def __exit__(self, *_error: object) -> None: ...
 
     def __iter__(self) -> Any:
         return iter(())
 
-    def __len__(self) -> int:
-        return 0
 
-    def __index__(self) -> int:
-        return 1
-
-    def __lt__(self, _other: Any) -> bool:
-        return False
-
-    __gt__ = __le__ = __ge__ = __lt__
-
-    def __fspath__(self) -> str:
-        return "dry-run"
-
-    def __str__(self) -> str:
-        return "dry-run"
+for _name, _value in _SPECIAL_METHODS.items():
+    setattr(Inert, _name, lambda *_args, value=_value: value)
 
 
 class InertModule(ModuleType):
@@ -114,8 +92,7 @@ def disable_loggers(patches: Patches) -> None:
     """Disable loggers that the job imports from now on, until `patches.undo()`."""
     finder = InertFinder()
     sys.meta_path.insert(0, finder)
-    saved = {name: os.environ.get(name) for name in _SWITCHES}
-    os.environ.update(_SWITCHES)
+    patches.set_variables(_SWITCHES)
 
     def disable_wandb(module: Any) -> None:
         start = module.init
@@ -128,20 +105,14 @@ def disable_loggers(patches: Patches) -> None:
 
     def disable_uploads(module: Any) -> None:
         for owner in (module, module.HfApi):
-            for name in _HUB_CHANGES:
-                if hasattr(owner, name):
-                    patches.set(owner, name, lambda *_args, **_kwargs: Inert())
+            for name in [name for name in dir(owner) if name.startswith(_HUB_CHANGES)]:
+                patches.set(owner, name, lambda *_args, **_kwargs: Inert())
 
     def restore() -> None:
         with contextlib.suppress(ValueError):  # of a job that has replaced the list
             sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, InertModule)]:
             del sys.modules[name]
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
     patches.on_undo(restore)
     patches.when_imported("wandb", disable_wandb)

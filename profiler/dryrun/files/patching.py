@@ -7,12 +7,13 @@ import io
 import os
 import posix
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ebbtide.profiler.agent.patches import Patches
-from ebbtide.profiler.dryrun.files.view import FileView
+from ebbtide.profiler.dryrun.files.view import FileView, real_entry
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND | os.O_CREAT
 # Functions that read at a path: their first argument is where the view says.
@@ -31,14 +32,14 @@ class ViewEntry:
         return self.path
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isdir(self.path) and (follow_symlinks or not self.is_symlink())
+        return stat.S_ISDIR(self._mode(follow_symlinks))
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
+        return stat.S_ISREG(self._mode(follow_symlinks))
 
     def is_symlink(self) -> bool:
         """Return whether it is a symbolic link."""
-        return os.path.islink(self.path)
+        return stat.S_ISLNK(self._mode(False))
 
     def is_junction(self) -> bool:
         """Return False, as on any Unix."""
@@ -49,6 +50,12 @@ class ViewEntry:
 
     def inode(self) -> int:
         return self.stat(follow_symlinks=False).st_ino
+
+    def _mode(self, follow_symlinks: bool) -> int:
+        try:
+            return self.stat(follow_symlinks=follow_symlinks).st_mode
+        except OSError:
+            return 0
 
 
 class ViewEntries(Iterator[ViewEntry], AbstractContextManager["ViewEntries"]):
@@ -85,25 +92,28 @@ class FileFunctions:
         """Replace Python's functions until `patches.undo()`."""
         for owner in (builtins, io):
             patches.set(owner, "open", self.open)
+        view, redirected = self._view, self._redirected
+        unlink = redirected(posix.unlink, lambda path: view.remove(path, posix.unlink, False))
+        rename = redirected(posix.replace, lambda old, new: view.rename(old, new, posix.replace), paths=2)
         functions: dict[str, Any] = {
             "open": self.open_descriptor,
             "listdir": self._list,
             "scandir": self._scan,
+            "remove": unlink,
+            "unlink": unlink,
+            "rename": rename,
+            "replace": rename,
+            "rmdir": redirected(posix.rmdir, lambda path: view.remove(path, posix.rmdir, True)),
+            "truncate": redirected(posix.truncate, lambda path, size: posix.truncate(view.writable(path, False), size)),
+            "link": redirected(posix.link, self._link, paths=2),
             "symlink": self._symlink,
-            "mkdir": self._with_path("mkdir", self._make_folder),
-            "rmdir": self._with_path("rmdir", lambda path: self._view.remove(path, posix.rmdir, True)),
-            "truncate": self._with_path("truncate", self._truncate),
-            "mkfifo": self._with_path("mkfifo", self._make_fifo),
-            "link": self._with_two_paths("link", self._link),
+            "mkdir": redirected(posix.mkdir, functools.partial(self._make_at, posix.mkdir)),
+            "mkfifo": redirected(posix.mkfifo, functools.partial(self._make_at, posix.mkfifo)),
+            **{name: self._reader(getattr(posix, name)) for name in _READERS},
         }
-        for name in ("remove", "unlink"):
-            functions[name] = self._with_path(name, lambda path: self._view.remove(path, posix.unlink, False))
-        for name in _READERS:
-            functions[name] = self._reader(getattr(posix, name))
         for name in _ATTRIBUTE_CHANGES:
-            functions[name] = self._with_path(name, functools.partial(self._change_attribute, getattr(posix, name)))
-        for name in ("rename", "replace"):
-            functions[name] = self._with_two_paths(name, lambda old, new: self._view.rename(old, new, posix.replace))
+            original = getattr(posix, name)
+            functions[name] = redirected(original, functools.partial(self._change_attribute, original))
         for name, function in functions.items():
             patches.set(os, name, function)
         # By paths, which the view knows, in place of descriptors of folders.
@@ -128,46 +138,48 @@ class FileFunctions:
         with self._view.lock:
             if not flags & _WRITES:
                 return posix.open(self._view.existing(name), flags, mode)
-            exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-            return int(
-                self._write(name, bool(flags & os.O_TRUNC), bool(exclusive), lambda at: posix.open(at, flags, mode))
-            )
+            empties, exclusive = bool(flags & os.O_TRUNC), bool(flags & os.O_CREAT and flags & os.O_EXCL)
+            return int(self._write(name, empties, exclusive, lambda at: posix.open(at, flags, mode)))
 
     def _write(self, path: str, empties: bool, exclusive: bool, function: Callable[[str], Any]) -> Any:
-        location = self._view.locate(path)
-        if location is not None and os.path.isdir(path):
-            return function(location)
+        if os.path.isdir(path) or (exclusive and os.path.lexists(path)):
+            return function(self._view.existing(path))  # which raises, unless it opens a folder
         self._on_open(path)
-        if exclusive and location is not None and os.path.lexists(path):
-            return function(location)  # which raises FileExistsError
-        location = self._view.writable(path, empties)
+        return self._make(self._view.writable(path, empties), function)
+
+    def _make(self, location: str, function: Callable[[str], Any]) -> Any:
+        """Call a function that may make a file or a folder at a place on the disk."""
         is_new = not os.path.lexists(location)
         result = function(location)
         if is_new:
             self._view.note_made(location)
         return result
 
-    def _with_path(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of one path: `function` gets it where it is protected, else the original one."""
-        original = getattr(posix, name)
+    def _make_at(self, original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> None:
+        self._make(self._view.place(path), lambda at: original(at, *args, **kwargs))
 
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            name = absolute(path) if kwargs.get("dir_fd") is None else None
-            if name is None or not self._view.is_protected(name):
-                return original(path, *args, **kwargs)
-            kwargs.pop("dir_fd", None)
+    def _redirected(
+        self, original: Callable[..., Any], function: Callable[..., Any], paths: int = 1
+    ) -> Callable[..., Any]:
+        """Wrap a function that changes one or two paths: `function` gets them where one is protected."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args = (*args, *(kwargs.pop(key) for key in ("path", "src", "dst") if key in kwargs))
+            names = [absolute(path) for path in args[:paths]]
+            by_descriptor = any(value is not None for key, value in kwargs.items() if key.endswith("dir_fd"))
+            if by_descriptor or None in names or not any(self._view.is_protected(str(name)) for name in names):
+                return original(*args, **kwargs)
+            kwargs = {key: value for key, value in kwargs.items() if not key.endswith("dir_fd")}
             with self._view.lock:
-                return function(name, *args, **kwargs)
+                return function(*names, *args[paths:], **kwargs)
 
         return call
 
     def _reader(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(path: Any, *args: Any, **kwargs: Any) -> Any:
             name = absolute(path) if kwargs.get("dir_fd") is None else None
-            if name is None:
-                return original(path, *args, **kwargs)
-            location = self._view.locate(name)
-            if location == name:
+            location = self._view.locate(name) if name is not None else None
+            if name is None or location == name:
                 return original(path, *args, **kwargs)
             if location is None and original is posix.access:
                 return False
@@ -180,25 +192,13 @@ class FileFunctions:
         if self._view.owns(os.path.realpath(location)) or not os.path.lexists(path):
             original(location, *args, **kwargs)
 
-    def _with_two_paths(self, name: str, function: Callable[[str, str], None]) -> Callable[..., Any]:
-        original = getattr(posix, name)
-
-        def call(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-            names = absolute(source), absolute(target)
-            if None in names or any(kwargs.get(key) is not None for key in ("src_dir_fd", "dst_dir_fd")):
-                original(source, target, *args, **kwargs)
-                return
-            with self._view.lock:
-                function(str(names[0]), str(names[1]))
-
-        return call
-
-    def _link(self, source: str, target: str) -> None:
+    def _link(self, source: str, target: str, **_options: Any) -> None:
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-        if not self._view.link(source, target):
-            posix.link(self._view.existing(source), target)
-            self._view.note_made(target)
+        location = self._view.existing(source)
+        # A second name of a file of the user would let the job change it.
+        link = posix.link if self._view.owns(real_entry(location)) else posix.symlink
+        self._make(self._view.place(target), lambda at: link(location, at))
 
     def _symlink(self, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         path = absolute(target)
@@ -206,28 +206,10 @@ class FileFunctions:
             posix.symlink(source, target, *args, **kwargs)
             return
         with self._view.lock:
-            location = self._view.locate(path)
-            if location is None or not os.path.lexists(path):
-                location = self._view.place_folder(path)
-                if location != path:
-                    source = os.path.join(os.path.dirname(path), os.fsdecode(source))
-            posix.symlink(source, location)
-            self._view.note_made(location)
-
-    def _make_folder(self, path: str, mode: int = 0o777) -> None:
-        location = self._view.locate(path)
-        if location is None or not os.path.lexists(path):
-            location = self._view.place_folder(path)
-        posix.mkdir(location, mode)
-        self._view.note_made(location)
-
-    def _make_fifo(self, path: str, mode: int = 0o666) -> None:
-        location = self._view.existing(path)
-        posix.mkfifo(location, mode)
-        self._view.note_made(location)
-
-    def _truncate(self, path: str, length: int) -> None:
-        posix.truncate(self._view.writable(path, empties=False), length)
+            location = self._view.place(path)
+            if location != path:
+                source = os.path.join(os.path.dirname(path), os.fsdecode(source))
+            self._make(location, lambda at: posix.symlink(source, at))
 
     def _list(self, path: Any = ".") -> Any:
         name = absolute("." if path is None else path)

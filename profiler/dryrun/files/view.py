@@ -92,10 +92,8 @@ class FileView:
 
     def writable(self, path: str, empties: bool) -> str:
         """Return where the job may write a file: a copy, if the file is one of the user."""
-        location = self.locate(path)
-        real = os.path.realpath(location) if location is not None else None
-        if location is None or real is None or status_of(real) is None:
-            return self._place(path, location)
+        location = self.place(path)
+        real = os.path.realpath(location)
         if not is_file(real) or self.owns(real) or not self.is_protected(real):
             return location
         copy = self._new_path()
@@ -130,9 +128,17 @@ class FileView:
                 with open(os.path.join(self.folder, _FORKED), "a", encoding="utf-8") as file:
                     file.write(json.dumps([real, *self.made[real]]) + "\n")
 
-    def place_folder(self, path: str) -> str:
-        """Return where the job may make a folder. Raises FileNotFoundError if the folder around it is missing."""
-        return self._place(path, self.locate(path))
+    def place(self, path: str) -> str:
+        """Return where a path is on the disk, or where the job may make something there: the temporary folder, where
+        what is on the disk is hidden. Raises FileNotFoundError if the folder around it is missing."""
+        location = self.locate(path)
+        if location is not None and (location == path or status_of(location, follow=False) is not None):
+            return location
+        if location is not None and is_inside(location, self.folder):
+            return location
+        self._require_folder(path)
+        self._entries[path] = location = self._new_path()
+        return location
 
     def remove(self, path: str, function: Callable[[str], Any], folder: bool) -> None:
         """Remove a file or an empty folder: from the disk if the job has made it, else for the job alone."""
@@ -173,19 +179,6 @@ class FileView:
         self._move_entries(source, target)
         self._entries[target] = old
 
-    def link(self, source: str, target: str) -> bool:
-        """Show a file of the user under a second path to the job; return False for a file that the job has made.
-
-        A link on the disk would let the job change the user's file.
-
-        `source, target`: the absolute paths; the target is missing for the job."""
-        location = self.existing(source)
-        if self.owns(real_entry(location)) and self.locate(target) == target:
-            return False
-        self._require_folder(target)
-        self._entries[target] = location
-        return True
-
     def names_in(self, path: str) -> list[str]:
         """Return the names in a folder, as the job sees it; none where it is no folder."""
         location = self.locate(path)
@@ -218,16 +211,6 @@ class FileView:
 
     def _may_change(self, path: str) -> bool:
         return self.owns(path) or not self.is_protected(path)
-
-    def _place(self, path: str, location: str | None) -> str:
-        """Return where something new goes: its own path, or the temporary folder where that is not the disk's."""
-        if location == path:
-            return path
-        if location is not None and is_inside(location, self.folder):
-            return location
-        self._require_folder(path)
-        self._entries[path] = self._new_path()
-        return str(self._entries[path])
 
     def _require_folder(self, path: str) -> None:
         folder = self.locate(os.path.dirname(path))

@@ -101,15 +101,18 @@ class DeepSpeedPatches:
         machine: Machine | None,
     ) -> None:
         self.description: dict[str, Any] | None = None
-        self._patches, self._tracker, self._clock, self._groups = patches, tracker, clock, groups
+        self._patches, self._tracker, self._clock = patches, tracker, clock
         self._cpu_rate = _cpu_update_params_per_s(machine, groups.ranks_per_node)
-        for name, callback in (
-            ("accelerator.real_accelerator", lambda module: patches.set(module, "ds_accelerator", None)),
-            ("comm.comm", self._patch_communication),
-            ("utils.groups", self._patch_groups),
-            ("ops.op_builder.builder", self._patch_extensions),
-        ):
-            patches.when_imported(f"deepspeed.{name}", callback)
+        replaced: dict[str, dict[str, Any]] = {
+            "accelerator.real_accelerator": {"ds_accelerator": None},
+            # DeepSpeed asks MPI where no launcher has set the environment.
+            "comm.comm": {"cdb": None, "mpi_discovery": lambda **_options: groups.set_environment()},
+            # Groups that were made outside of this dry run.
+            "utils.groups": dict.fromkeys(("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device")),
+        }
+        for name, values in replaced.items():
+            patches.when_imported(f"deepspeed.{name}", functools.partial(_set_all, patches, values))
+        patches.when_imported("deepspeed.ops.op_builder.builder", self._patch_extensions)
         part, overflow, hook = self._wrap_part_of_update, _wrap_overflow_check, self._wrap_module_hook
         optimizer = {"finalize_gradient_accumulation_boundary": part, "has_overflow": overflow}
         backward = functools.partial(wrap_backward, tracker, torch.compiler.is_compiling)  # type: ignore[arg-type]
@@ -131,16 +134,6 @@ class DeepSpeedPatches:
         }
         for name, functions in wrappers.items():
             patches.wrap_when_imported(f"deepspeed.{name}", functions)
-
-    def _patch_communication(self, module: Any) -> None:
-        self._patches.set(module, "cdb", None)
-        # DeepSpeed asks MPI where no launcher has set the environment.
-        self._patches.set(module, "mpi_discovery", lambda **_options: self._groups.set_environment())
-
-    def _patch_groups(self, module: Any) -> None:
-        """Forget groups that were made outside of this dry run."""
-        for name in ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device"):
-            self._patches.set(module, name, None)
 
     def _patch_extensions(self, module: Any) -> None:
         clock, rate = self._clock, self._cpu_rate
@@ -182,6 +175,11 @@ class DeepSpeedPatches:
                     tracker.leave()
 
         return run
+
+
+def _set_all(patches: Patches, values: dict[str, Any], module: Any) -> None:
+    for name, value in values.items():
+        patches.set(module, name, value)
 
 
 def _wrap_overflow_check(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,59 +69,58 @@ def _reduce(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[
     return future
 
 
-class ModelParallelPatches:
-    """Patches of DTensor and of torch.distributed.pipelining, once the job has imported them."""
+def patch_model_parallel(patches: Patches, mode: FakeDeviceMode) -> None:
+    """Adapt DTensor and torch.distributed.pipelining, once the job has imported them, until `patches.undo()`."""
+    propagation = functools.partial(_patch_propagation, patches, mode)
+    patches.when_imported("torch.distributed.tensor._sharding_prop", propagation)
+    patches.when_imported("torch.distributed.pipelining.stage", functools.partial(_patch_stages, patches))
 
-    def __init__(self, patches: Patches, mode: FakeDeviceMode) -> None:
-        self._patches, self._mode = patches, mode
-        patches.when_imported("torch.distributed.tensor._sharding_prop", self._patch_propagation)
-        patches.when_imported("torch.distributed.pipelining.stage", self._patch_stages)
 
-    def _patch_propagation(self, module: Any) -> None:
-        """Let DTensor find the layouts of results on tensors of its own, of full size, which are not of the job."""
-        mode = self._mode
+def _patch_propagation(patches: Patches, mode: FakeDeviceMode, module: Any) -> None:
+    """Let DTensor find the layouts of results on tensors of its own, of full size, which are not of the job."""
 
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def propagate(*args: Any, **kwargs: Any) -> Any:
-                before, mode.enabled = mode.enabled, False
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    mode.enabled = before
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def propagate(*args: Any, **kwargs: Any) -> Any:
+            before, mode.enabled = mode.enabled, False
+            try:
+                return original(*args, **kwargs)
+            finally:
+                mode.enabled = before
 
-            return propagate
+        return propagate
 
-        self._patches.set(module, "FakeTensorMode", HostlessFakeMode)
-        self._patches.wrap(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", wrap)
+    patches.set(module, "FakeTensorMode", HostlessFakeMode)
+    patches.wrap(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", wrap)
 
-    def _patch_stages(self, module: Any) -> None:
-        """Let stages take what others would send: gradients as this stage's outputs, inputs as a stage's outputs."""
-        sent: list[Any] = []
 
-        def send(_stage: Any, content: Any, _target: int) -> None:
-            if isinstance(content, module._StageForwardMeta):
-                sent[:] = [content]
+def _patch_stages(patches: Patches, module: Any) -> None:
+    """Let stages take what others would send: gradients as this stage's outputs, inputs as a stage's outputs."""
+    sent: list[Any] = []
 
-        def receive(stage: Any, source: int) -> Any:
-            if source > stage.stage_index:
-                return module._StageBackwardMeta(backward_metas=module._derive_grad_metas(stage._stage_meta.outputs))
-            return sent[0]
+    def send(_stage: Any, content: Any, _target: int) -> None:
+        if isinstance(content, module._StageForwardMeta):
+            sent[:] = [content]
 
-        votes: list[Any] = []
+    def receive(stage: Any, source: int) -> Any:
+        if source > stage.stage_index:
+            return module._StageBackwardMeta(backward_metas=module._derive_grad_metas(stage._stage_meta.outputs))
+        return sent[0]
 
-        def wrap_vote(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def vote(stage: Any, *args: Any, **kwargs: Any) -> Any:
-                result = original(stage, *args, **kwargs)
-                if stage.is_first:
-                    votes[:] = [result]
-                return result
+    votes: list[Any] = []
 
-            return vote
+    def wrap_vote(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def vote(stage: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(stage, *args, **kwargs)
+            if stage.is_first:
+                votes[:] = [result]
+            return result
 
-        self._patches.wrap(module.PipelineStage, "_warmup_forward_vote", wrap_vote)
-        # Whether shapes are stated or must be inferred: all stages agree with the first one.
-        self._patches.set(module.PipelineStage, "_warmup_backward_result", lambda *_stage, **_received: votes[0])
-        self._patches.set(module.PipelineStage, "_send_meta", send)
-        self._patches.set(module.PipelineStage, "_recv_meta", receive)
+        return vote
+
+    patches.wrap(module.PipelineStage, "_warmup_forward_vote", wrap_vote)
+    # Whether shapes are stated or must be inferred: all stages agree with the first one.
+    patches.set(module.PipelineStage, "_warmup_backward_result", lambda *_stage, **_received: votes[0])
+    patches.set(module.PipelineStage, "_send_meta", send)
+    patches.set(module.PipelineStage, "_recv_meta", receive)

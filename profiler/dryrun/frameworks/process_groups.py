@@ -32,10 +32,10 @@ class ProcessGroups:
         self.ranks_per_node = min(ranks_per_node or self.ranks, self.ranks)
         self.stated = ranks is not None
         self._initialized = False
-        self._environment: dict[str, str | None] = {}
 
     def install(self, patches: Patches) -> None:
         """Replace functions of torch.distributed until `patches.undo()`, and set the environment as torchrun does."""
+        self._patches = patches
         if self.stated:
             self.set_environment()
         self._original_init = distributed_c10d.init_process_group
@@ -60,20 +60,13 @@ class ProcessGroups:
         self.set_environment()
 
     def set_environment(self) -> None:
-        """Set the variables of the environment that launchers set, until `remove`."""
-        for name, value in self._variables().items():
-            self._environment.setdefault(name, os.environ.get(name))
-            os.environ[name] = value
+        """Set the variables of the environment that launchers set."""
+        self._patches.set_variables(self._variables())
 
     def remove(self) -> None:
-        """Leave the groups, and put the environment back."""
+        """Leave the groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        for name, value in self._environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
     def notes(self, peer_bytes_per_s: float | None) -> list[str]:
         """Return lines for people about the ranks."""

@@ -13,7 +13,7 @@ import torch
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorBlock
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
-from ebbtide.profiler.dryrun.time.clock import LaunchedCopy, VirtualClock
+from ebbtide.profiler.dryrun.time.clock import VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ENGINE
 
@@ -119,7 +119,6 @@ class DeviceMemory:
         self._clock = clock
         # Address of a storage -> (its block, the reference whose callback releases it)
         self._live: dict[int, tuple[DeviceBlock, Any]] = {}
-        self._closed = False
 
     def has(self, storage: Any) -> bool:
         return storage._cdata in self._live
@@ -127,7 +126,7 @@ class DeviceMemory:
     def add(self, storage: Any, stack: int, module: str | None) -> None:
         """Follow a new storage until it is released."""
         key = storage._cdata
-        if self._closed:
+        if self._clock.closed:
             return
         reference = weakref.ref(storage, lambda _reference: self._release(key))
         block = DeviceBlock(0, 0, stack, module)
@@ -136,12 +135,12 @@ class DeviceMemory:
 
     def add_workspace(self, size: int, stack: int) -> None:
         """Add memory that a library takes and keeps."""
-        if not self._closed:
+        if not self._clock.closed:
             self._allocate(DeviceBlock(0, 0, stack, None, category="temporary"), size)
 
     def add_temporaries(self, sizes: list[int], stack: int) -> None:
         """Add memory that a kernel takes while it runs."""
-        if not self._closed:
+        if not self._clock.closed:
             blocks = [DeviceBlock(0, 0, stack, None, category="temporary") for _ in sizes]
             for block, size in zip(blocks, sizes, strict=True):
                 self._allocate(block, size)
@@ -150,7 +149,7 @@ class DeviceMemory:
 
     def add_convolution(self, sizes: list[tuple[int, int]], stack: int) -> None:
         """Add the workspaces of a convolution, (typical, most) bytes, one after the other, as far as they are free."""
-        for typical, most in [] if self._closed else sizes:
+        for typical, most in [] if self._clock.closed else sizes:
             block = DeviceBlock(0, 0, stack, None, category="temporary", most=most)
             self.convolutions.append(block)
             self._allocate(block, typical)
@@ -161,7 +160,7 @@ class DeviceMemory:
 
         An operation in place looks like this, where fake tensors run it out of place."""
         entry = self._live.get(old._cdata)
-        if entry is None or self._closed or entry[0].size != new.nbytes() or self.has(new):
+        if entry is None or self._clock.closed or entry[0].size != new.nbytes() or self.has(new):
             return False
         del self._live[old._cdata]
         key = new._cdata
@@ -171,7 +170,7 @@ class DeviceMemory:
     def resize(self, storage: Any, stack: int, module: str | None) -> None:
         """Account for a storage that has changed its size, as FSDP2 does to free and to allocate parameters."""
         entry = self._live.get(storage._cdata)
-        if entry is None or self._closed or entry[0].size == storage.nbytes():
+        if entry is None or self._clock.closed or entry[0].size == storage.nbytes():
             return
         before, reference = entry
         self._free(before)
@@ -194,7 +193,7 @@ class DeviceMemory:
 
     def empty_cache(self) -> None:
         """Release the cached segments, as `torch.cuda.empty_cache()` does."""
-        if not self._closed:
+        if not self._clock.closed:
             self.allocator.empty_cache()
             self._note_change(self._clock.tick())
 
@@ -203,13 +202,9 @@ class DeviceMemory:
         self.peak_bytes, self.peak_allocated_bytes = self.requested_bytes, self.allocator.allocated_bytes
         self.peak_reserved_bytes = self.allocator.reserved_bytes
 
-    def close(self) -> None:
-        """Follow nothing any more: what happens from now on is the end of the job."""
-        self._closed = True
-
     def _release(self, key: int) -> None:
         entry = self._live.pop(key, None)
-        if entry is not None and not self._closed:
+        if entry is not None and not self._clock.closed:
             self._free(entry[0])
 
     def _allocate(self, block: DeviceBlock, size: int) -> None:
@@ -260,7 +255,6 @@ class FakeHostMemory:
         # Address of a storage -> (its pageable bytes, its pinned block or 0, the reference whose callback releases it)
         self._live: dict[int, tuple[int, int, Any]] = {}
         self._kept: Counter[int] = Counter()
-        self._closed = False
 
     def install(self, patches: Patches) -> None:
         """Replace the methods of tensors that pin memory, until `patches.undo()`."""
@@ -277,12 +271,8 @@ class FakeHostMemory:
 
     def follow(self, storage: Any) -> None:
         """Count the storage of a fake tensor of the host until it is released, if it is not yet."""
-        if not self._closed and storage._cdata not in self._live:
+        if not self._clock.closed and storage._cdata not in self._live:
             self._add(storage, storage.nbytes(), 0)
-
-    def close(self) -> None:
-        """Count nothing any more: what happens from now on is the end of the job."""
-        self._closed = True
 
     def notes(self) -> list[str]:
         """Return lines for people."""
@@ -301,7 +291,7 @@ class FakeHostMemory:
         block = 1 << (storage.nbytes() - 1).bit_length()
         if self._kept[block]:
             self._kept[block] -= 1
-        elif not self._closed:
+        elif not self._clock.closed:
             self.pinned_bytes += block
         self.pageable_bytes -= size
         self._add(storage, 0, block)
@@ -315,45 +305,12 @@ class FakeHostMemory:
     def _release(self, key: int) -> None:
         size, block, _ = self._live.pop(key)
         self._kept[block] += 1
-        if not self._closed:
+        if not self._clock.closed:
             self.pageable_bytes -= size
             self._note_change()
 
     def _note_change(self) -> None:
-        if not self._closed:
+        if not self._clock.closed:
             self.most_bytes = max(self.most_bytes, self.pageable_bytes + self.pinned_bytes)
             self.most_pinned_bytes = max(self.most_pinned_bytes, self.pinned_bytes)
             self.timeline.append((self._clock.tick(), self.pageable_bytes, self.pinned_bytes))
-
-
-@dataclass(frozen=True)
-class FakeTransfer:
-    """A copy: its times in ns, direction (`h2d`, `d2h`), bytes, and `host_memory` (`pinned` or `pageable`)."""
-
-    times: LaunchedCopy
-    direction: str
-    size: int
-    host_memory: str
-
-
-class Transfers:
-    """The copies so far.
-
-    `rows`: the copies in order."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self.rows: list[FakeTransfer] = []
-        self._clock = clock
-        self._closed = False
-
-    def add(self, direction: str, size: int, host_tensor: Any = None, blocking: bool = True) -> None:
-        """Add a copy of `size` bytes that is launched now; `blocking`: whether the host waits for it."""
-        if self._closed or not size:
-            return
-        pinned = host_tensor is not None and host_tensor.is_pinned()
-        times = self._clock.run_copy(direction, size, pinned, blocking)
-        self.rows.append(FakeTransfer(times, direction, size, "pinned" if pinned else "pageable"))
-
-    def close(self) -> None:
-        """Count nothing any more."""
-        self._closed = True

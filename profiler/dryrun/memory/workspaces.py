@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -174,8 +175,8 @@ def _reduced_dims(func: Any, args: Any, kwargs: Any, ndim: int) -> set[int]:
 def _global_buffers(source: Any, dims: set[int], item: int, value_bytes: int, gpu: Multiprocessors) -> list[int]:
     """Return the bytes of the intermediate values and of the semaphores; nothing if blocks work alone."""
     reduced, kept = _iteration(source, dims)
-    outputs = _product(size for size, *_ in kept)
-    inputs = _product(size for size, *_ in reduced)
+    outputs = math.prod(size for size, *_ in kept)
+    inputs = math.prod(size for size, *_ in reduced)
     ndim = len(reduced) + len(kept)
     along_input = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
     vector = 1
@@ -257,10 +258,3 @@ def _last_power_of_two(number: int) -> int:
 
 def _ceil(number: int, divisor: int) -> int:
     return -(-number // divisor)
-
-
-def _product(sizes: Any) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

@@ -70,8 +70,11 @@ class LaunchedKernel:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedCopy:
-    """Times of a copy in ns in the typical case, and its stream."""
+    """A copy: its direction (`h2d`, `d2h`), bytes and `host_memory` (`pinned` or `pageable`), its stream and times."""
 
+    direction: str
+    size: int
+    host_memory: str
     stream: int
     launch_ns: int
     start_ns: int
@@ -84,17 +87,19 @@ class VirtualClock:
     Three simulations advance side by side, one for each of `CASES`. The trace has the typical one.
 
     Attributes:
-        kernels: The kernels so far, in order of launch.
+        kernels, copies: Those so far, in order of launch.
         stream: The current stream; 0 is the default one.
         in_job: Whether a phase has begun: before, work on the host takes no time.
+        closed: Whether the job is at its end: nothing is counted from then on, here and by all that has this clock.
     """
 
     def __init__(self, machine: Machine | None = None) -> None:
         self.rates = GpuRates(machine)
         self._kernel_ns = cache(self.rates.kernel_ns)
         self.kernels: list[LaunchedKernel] = []
+        self.copies: list[LaunchedCopy] = []
         self.stream = 0
-        self.in_job = False
+        self.in_job = self.closed = False
         self._cases = tuple(SimulatedTime() for _ in CASES)
         self._typical = self._cases[TYPICAL]
         self._machine_name = machine.name if machine is not None else None
@@ -104,7 +109,6 @@ class VirtualClock:
         self._pageable = {
             key: (pageable and pageable[key]) or priors.PAGEABLE_SHARE * self._pinned[key] for key in ("h2d", "d2h")
         }
-        self._closed = False
 
     @property
     def now_ns(self) -> int:
@@ -131,14 +135,12 @@ class VirtualClock:
         """Launch a kernel on a stream; None: the current one."""
         stream = self.stream if stream is None else stream
         launch_ns = self.tick()
-        times = None
-        for number, duration in enumerate(self._kernel_ns(work)):
-            latency = round(priors.LAUNCH_NS[number])
-            launched = self._cases[number].launch(stream, latency, duration)
-            times = launched if number == TYPICAL else times
-        assert times is not None
-        if not self._closed:
-            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times))
+        times = [
+            case.launch(stream, round(latency), duration)
+            for case, latency, duration in zip(self._cases, priors.LAUNCH_NS, self._kernel_ns(work), strict=True)
+        ]
+        if not self.closed:
+            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times[TYPICAL]))
 
     def run_collective(self, work: KernelWork, is_async: bool = False) -> Times:
         """Launch a collective after the work of the current stream, and return its end in each case.
@@ -151,26 +153,28 @@ class VirtualClock:
             self.wait(done)
         return done
 
-    def run_copy(self, direction: str, size: int, pinned: bool, blocking: bool) -> LaunchedCopy:
+    def run_copy(self, direction: str, size: int, host_tensor: Any = None, blocking: bool = True) -> None:
         """Copy `size` bytes between host and device on the current stream.
 
         A blocking copy makes the host wait for the stream, as `Tensor.to` does. One that is not makes it wait for
         nothing if the host's memory is pinned, else while the data pass a pinned buffer of the driver.
 
         `direction`: `h2d` or `d2h`."""
+        if self.closed or not size:
+            return
+        pinned = host_tensor is not None and host_tensor.is_pinned()
         rate = (self._pinned if pinned else self._pageable)[direction]
         launch_ns = self.tick()
-        times = None
+        times = []
         for number, case in enumerate(self._cases):
             duration = round(1e9 * size / (rate * priors.COPY_EFFICIENCY[number]) + priors.COPY_NS[number])
-            launched = case.launch(self.stream, round(priors.LAUNCH_NS[number]), duration, direction)
+            times.append(case.launch(self.stream, round(priors.LAUNCH_NS[number]), duration, direction))
             if blocking or (not pinned and direction == "d2h"):
                 case.synchronize(self.stream)
             elif not pinned:
                 case.host_ns += duration
-            times = launched if number == TYPICAL else times
-        assert times is not None
-        return LaunchedCopy(self.stream, launch_ns, *times)
+        host_memory = "pinned" if pinned else "pageable"
+        self.copies.append(LaunchedCopy(direction, size, host_memory, self.stream, launch_ns, *times[TYPICAL]))
 
     def record(self, stream: int | None = None) -> Times:
         """Return when the GPU passes an event that is recorded now on a stream, in each case; None: the current one."""
@@ -191,10 +195,6 @@ class VirtualClock:
         """Make the host wait for an event."""
         for case, until_ns in zip(self._cases, event, strict=True):
             case.host_ns = max(case.host_ns, until_ns)
-
-    def close(self) -> None:
-        """Keep no more kernels."""
-        self._closed = True
 
     def assumptions(self) -> dict[str, str]:
         """Return what the times rest on, in words."""

@@ -101,7 +101,6 @@ class PhaseTracker:
         self._streamed: list[Any] = []
         self._backwards = self._numbered = 0
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._handles: list[Any] = []
 
     @property
     def in_phase(self) -> bool:
@@ -114,26 +113,21 @@ class PhaseTracker:
         return self._open[0] if self._open else FORWARD
 
     def install(self, patches: Patches) -> None:
-        """Hook torch until `patches.undo()` and `remove()`."""
+        """Hook torch until `patches.undo()`."""
         patches.set(torch.nn.Module, "_compiled_call_impl", OutermostCall(self, torch))  # type: ignore[arg-type]
         for owner in (torch.autograd, torch.autograd.graph):
             original = torch.autograd.graph._engine_run_backward
             patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))  # type: ignore[arg-type]
-        self._cancel_megatron = hook_megatron(self, torch.compiler.is_compiling, patches)  # type: ignore[arg-type]
+        hook_megatron(self, torch.compiler.is_compiling, patches)  # type: ignore[arg-type]
         scaler_step = self.wrap_update(torch.amp.GradScaler.step, lambda _scaler, optimizer, *_: optimizer)
         patches.set(torch.amp.GradScaler, "step", scaler_step)
-        self._handles = [
+        for handle in (
             torch_optimizers.register_optimizer_step_pre_hook(self._before_step),
             torch_optimizers.register_optimizer_step_post_hook(self._after_step),
             torch_modules.register_module_forward_pre_hook(self._enter_module),
             torch_modules.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks that torch registers."""
-        self._cancel_megatron()
-        for handle in self._handles:
-            handle.remove()
+        ):
+            patches.on_undo(handle.remove)
 
     def enter(self, phase: int) -> bool:
         """Open a phase; return whether it is the outermost one."""
@@ -254,7 +248,6 @@ class NamedRanges:
         self._nested: dict[int, list[tuple[str, int]]] = {}
         self._open: dict[int, tuple[str, int]] = {}
         self._handles = 0
-        self._closed = False
 
     def install(self, patches: Patches) -> None:
         """Follow ranges until `patches.undo()`."""
@@ -306,16 +299,13 @@ class NamedRanges:
             self._add(*self._open.pop(handle), self._thread())
 
     def close(self) -> None:
-        """Close the open ranges, and follow none any more."""
-        if self._closed:
-            return
+        """Close the open ranges."""
         for thread, ranges in self._nested.items():
             while ranges:
                 self._add(*ranges.pop(), thread)
-        self._closed = True
 
     def _add(self, name: str, start_ns: int, thread: int) -> None:
-        if not self._closed:
+        if not self._clock.closed:
             self.rows.append(NamedRange(start_ns, self._clock.tick(), str(name), thread))
 
     def _thread(self) -> int:

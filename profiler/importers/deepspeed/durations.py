@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ebbtide.phases import BACKWARD, FORWARD, PHASES, UPDATE
-from ebbtide.profiler.importers.logs.settings import MemoryReport, read_reports
 from ebbtide.profiler.importers.logs.text_log import LogLine
 
 
@@ -21,11 +20,8 @@ class PhaseBoundary:
     begins: bool
 
 
-class MarkedPhase(NamedTuple):
-    """Position of a memory mark in a micro-step."""
-
-    phase: str
-    begins: bool
+# Position of a memory mark in a micro-step: the phase, and whether it begins there.
+MarkedPhase = tuple[str, bool]
 
 
 class UpdatePart(NamedTuple):
@@ -103,7 +99,6 @@ class TimerReader:
     def __init__(self) -> None:
         self.steps: list[StepTimers] = []
         self.marks: list[MemoryMark] = []
-        self.reports: dict[int, MemoryReport] = {}
         self._micro_steps: deque[MicroStep] = deque(maxlen=_MAX_MICRO_STEPS)
         self._update_parts: deque[UpdatePart] = deque(maxlen=_MAX_UPDATE_PARTS)
         self._marked_ns: dict[MarkedPhase, int] = {}
@@ -125,19 +120,11 @@ class TimerReader:
         elif "CPU Virtual" in line.text and self.marks and (host := _HOST.search(line.text)):
             used, percent = map(float, host.groups())
             self.marks[-1].host = HostMemory(round(used * GIB), percent / 100)
-        else:
-            self.reports.update((report.rank, report) for report in read_reports(line.text))
-
-    @property
-    def timed_micro_steps(self) -> bool:
-        """Whether the log has timers of micro-steps that belong to no whole step."""
-        return bool(self._micro_steps)
 
     def finish(self, accumulation: int | None) -> None:
         """Derive steps where the log has no timers of whole ones; `accumulation` as configured, None if not known."""
         if not self.steps:
-            micro_steps = self._micro_steps or micro_steps_of_marks(self.marks)
-            self.steps = steps_of_micro_steps(micro_steps, self.marks, accumulation)
+            self.steps = steps_of_micro_steps(self._micro_steps, self.marks, accumulation)
 
     def _boundary_at(self, phase: str, begins: bool) -> PhaseBoundary:
         """Return the boundary of a mark; `Engine after step` is printed after the timers of the (micro-)step."""
@@ -156,7 +143,7 @@ class TimerReader:
             MemoryMark(t_ns, boundary, allocated, max(allocated, peak_allocated), reserved, peak_reserved)
         )
         if boundary is not None and t_ns is not None:
-            self._marked_ns[MarkedPhase(boundary.phase, boundary.begins)] = t_ns
+            self._marked_ns[boundary.phase, boundary.begins] = t_ns
 
     def _add_timers(self, timers: dict[str, float], t_ns: int | None) -> None:
         micro_step = _by_phase(timers, "_microstep")
@@ -237,45 +224,3 @@ def steps_of_micro_steps(
             iteration, micro_number = keys[mark.boundary.micro_step]
             marks[index] = replace(mark, boundary=replace(mark.boundary, iteration=iteration, micro_step=micro_number))
     return steps
-
-
-def micro_steps_of_marks(marks: list[MemoryMark]) -> list[MicroStep]:
-    """Return micro-steps with forward and backward by the times of marks, whose boundaries are numbered by them."""
-    micro_steps: list[MicroStep] = []
-    times: dict[MarkedPhase, int] = {}
-
-    def finish() -> None:
-        micro_step = _micro_step(times)
-        if micro_step is not None:
-            micro_steps.append(micro_step)
-
-    for index, mark in enumerate(marks):
-        boundary = mark.boundary
-        if boundary is None or mark.t_ns is None:
-            continue
-        if boundary.begins and boundary.phase == FORWARD and times:
-            finish()
-            times = {}
-        times[MarkedPhase(boundary.phase, boundary.begins)] = mark.t_ns
-        marks[index] = replace(mark, boundary=PhaseBoundary(0, len(micro_steps), boundary.phase, boundary.begins))
-    finish()
-    return micro_steps
-
-
-def _micro_step(times: dict[MarkedPhase, int]) -> MicroStep | None:
-    """Return the micro-step between marks; None without both ends of a forward and a backward."""
-    points = [
-        times.get(MarkedPhase(FORWARD, True)),
-        times.get(MarkedPhase(FORWARD, False), times.get(MarkedPhase(BACKWARD, True))),
-        times.get(MarkedPhase(BACKWARD, True), times.get(MarkedPhase(FORWARD, False))),
-        times.get(MarkedPhase(BACKWARD, False), times.get(MarkedPhase(UPDATE, True))),
-    ]
-    edges_ns = [point for point in points if point is not None]
-    if len(edges_ns) < len(points):
-        return None
-    update_start, update_end = times.get(MarkedPhase(UPDATE, True), edges_ns[3]), times.get(MarkedPhase(UPDATE, False))
-    lengths_ns = {FORWARD: edges_ns[1] - edges_ns[0], BACKWARD: edges_ns[3] - edges_ns[2]}
-    if update_end is not None:
-        lengths_ns[UPDATE] = update_end - update_start
-    ms = {phase: max(length, 0) / 1e6 for phase, length in lengths_ns.items()}
-    return MicroStep(ms, dict(times), update_end if update_end is not None else edges_ns[3])

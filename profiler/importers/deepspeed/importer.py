@@ -11,7 +11,6 @@ from typing import Any
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.importers.deepspeed.durations import (
     HostMemory,
-    MarkedPhase,
     MemoryMark,
     PhaseBoundary,
     StepTimers,
@@ -48,15 +47,12 @@ class DeepSpeedLogImporter:
 
 def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -> bool:
     """Add a log to a trace; return whether it has times of day. `monitors` give its time zone; None: there are none."""
-    timers, settings_reader = TimerReader(), SettingsReader()
-    zone = feed_lines(source, timers.feed, settings_reader.feed)
+    timers, reader = TimerReader(), SettingsReader()
+    zone, settings = feed_lines(source, timers.feed, reader.feed), reader.settings
     whole_steps = bool(timers.steps)
-    timers.finish(settings_reader.settings.accumulation())
+    timers.finish(settings.accumulation())
     if timers.steps and not whole_steps:
-        builder.note(
-            "the log has no timers of whole steps: iterations are made of its micro-steps"
-            + ("" if timers.timed_micro_steps else ", whose times are those of the memory marks")
-        )
+        builder.note("the log has no timers of whole steps: iterations are made of its micro-steps")
     phases = list(time_phases(timers.steps))
     timed = has_times(timers.steps, timers.marks)
     if not phases and not timed:
@@ -66,10 +62,10 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
         )
     if phases and phases[-1].end_ns - phases[0].start_ns > _MAX_NS:
         raise source.damaged("its timers add up to decades")
-    for note in _missing_parts(timers, settings_reader.settings, timed):
+    for note in _missing_parts(timers, settings, timed):
         builder.note(note)
     offset_ns = clock_offset_ns(source, builder, zone, _span_ns(phases, timers.marks), monitors) if timed else 0
-    ranks = add_metadata(builder, settings_reader.settings, timers.marks)
+    ranks = add_metadata(builder, settings, timers.marks)
     phase_ranks = sorted({0, *monitored_ranks(ranks, monitors)})
     for rank in phase_ranks:
         add_phases(ranks[rank], phases, timers.steps, offset_ns)
@@ -77,13 +73,13 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
         others = ": the other ranks, which wait for it, get the same phases" if len(phase_ranks) > 1 else ""
         builder.note(f"the log has timers of rank 0 only{others}")
     skipped = add_memory(ranks[0], timers.marks, phases, timed, offset_ns)
-    if phases and timers.reports and not timers.marks:
+    if phases and settings.reports and not timers.marks:
         builder.note("memory of Megatron's report is the peak since the job's start: it stands for all iterations")
-        add_peaks(ranks, timers.reports, phases[0].start_ns - offset_ns)
+        add_peaks(ranks, settings.reports, phases[0].start_ns - offset_ns)
     if skipped:
         builder.note(f"memory marks without a time or a phase are left out: {skipped}")
     if phases:
-        first, mark = phases[0].start_ns, timers.steps[0].micro_steps[0].marked_ns.get(MarkedPhase(FORWARD, True))
+        first, mark = phases[0].start_ns, timers.steps[0].micro_steps[0].marked_ns.get((FORWARD, True))
         start = first if mark is None else min(first, mark)
         for entry in ranks.values():
             entry.meta["first_iteration_start_ns"] = start - offset_ns
@@ -102,7 +98,7 @@ def _missing_parts(timers: TimerReader, settings: JobSettings, timed: bool) -> I
     elif not timed:
         yield "the log has no times of day: phases are placed one after another, and gaps are not known"
     if not timers.marks:
-        if not timers.reports:
+        if not settings.reports:
             yield "the log has no memory marks: turn on memory_breakdown"
     else:
         yield (
@@ -221,9 +217,9 @@ def _latest_starts(step: StepTimers, next_start_ns: int | None) -> list[int | No
     for (number, phase), length in zip(reversed(_phases(step)), reversed(_lengths_ns(step)), strict=True):
         micro_step = step.micro_steps[number]
         # The mark after the update follows the timers, and belongs to the marks of the next micro-step.
-        mark_after = micro_step.marked_ns.get(MarkedPhase(phase, False)) if phase != UPDATE else None
+        mark_after = micro_step.marked_ns.get((phase, False)) if phase != UPDATE else None
         ends = [t for t in (next_start_ns, micro_step.ended_ns, mark_after) if t is not None]
-        mark_before = micro_step.marked_ns.get(MarkedPhase(phase, True))
+        mark_before = micro_step.marked_ns.get((phase, True))
         begins = [mark_before] if mark_before is not None else []
         next_start_ns = min(begins + [t - length for t in ends], default=None)
         starts.append(next_start_ns)

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntTable, spans
 from ebbtide.profiler.chrome_trace.gpu_activities import DEVICE_CATEGORIES, GpuActivities
-from ebbtide.profiler.chrome_trace.host_calls import thread_number
+from ebbtide.profiler.chrome_trace.host_calls import call_columns, thread_number
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import ANNOTATION, CALLS, OPS, DeviceTimes, Marks, find_phases
@@ -49,14 +49,7 @@ class Annotations:
     def columns(self, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `annotations`. base_ns: added to the times of the events."""
         rows = self._rows.table() if self.are_kept else self._rows.table().iloc[:0]
-        used, codes = np.unique(rows["name"], return_inverse=True)
-        names = [*self._names]
-        return {
-            "start_ns": rows["start"] + base_ns,
-            "end_ns": rows["end"] + base_ns,
-            "name": pd.Categorical.from_codes(codes, [names[number] for number in used]),
-            "thread": rows["thread"].astype("Int64").mask(rows["thread"] == MISSING),
-        }
+        return call_columns(rows, [*self._names], base_ns)
 
 
 _HEAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{.*"(?:traceEvents|schemaVersion)"\s*:|\[\s*\{.*"ph"\s*:)', re.DOTALL)
@@ -173,27 +166,17 @@ def _is_count(value: Any) -> bool:
 
 def _add_phases(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
     marked = find_phases(contents.marks, notes)
-    table, steps = marked.phases, marked.steps
     device_times = DeviceTimes(contents.device.work)
-    times, step_ends = device_times.times(table), device_times.ends(steps)
+    times, step_ends = device_times.times(marked.phases), device_times.ends(marked.steps)
     if contents.trace.stop_reason:
         # Kineto writes the events of the GPU last: those that are there may be a part of what a phase launched.
         times[:] = step_ends[:] = pd.NA
-        if len(table):
+        if len(marked.phases):
             notes.append("the GPU's events are at the end, which is cut off: phases have the host's times")
-    table = table.join(times)
     if not entry.frame("phases").empty:
         notes.append("its phases are left out: another file has phases of this rank")
         return
-    times = ["start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns"]
-    table[times] += contents.trace.base_ns
-    entry.extend("phases", **table)
-    if len(steps):
-        base_ns = contents.trace.base_ns
-        entry.meta["first_iteration_start_ns"] = int(steps["start"].iloc[0]) + base_ns
-        marks = {"start_ns": steps["start"], "end_ns": steps["end"], "gpu_end_ns": step_ends}
-        marks = {column: values + base_ns for column, values in marks.items()}
-        entry.extend("iteration_marks", iteration=steps["number"], **marks)
+    marked.add_to(entry, times, step_ends, contents.trace.base_ns)
 
 
 def _add_memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.iteration_figures import IterationRule
 from ebbtide.profiler.chrome_trace.events import Event, IntArray, IntTable, spans
 from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION
+from ebbtide.profiler.trace import RankBuilder
 from ebbtide.profiler.trace.iterations import micro_steps
 
 # The category of annotations of the host; those of the device have another.
@@ -242,6 +243,17 @@ class FoundPhases:
     # Columns number, start and end of the ProfilerStep annotations that are iterations; empty if iterations are counted
     # by updates. Without any phase they are all of these annotations.
     steps: pd.DataFrame
+
+    def add_to(self, entry: RankBuilder, times: pd.DataFrame, step_ends: pd.Series[int], base_ns: int) -> None:
+        """Add them to a rank. `times`, `step_ends`: times of the device as `DeviceTimes` has them."""
+        table, steps = self.phases.join(times), self.steps
+        table[["start_ns", "end_ns", *times]] += base_ns
+        entry.extend("phases", **table)
+        if len(steps):
+            entry.meta["first_iteration_start_ns"] = int(steps["start"].iloc[0]) + base_ns
+            marks = {"start_ns": steps["start"], "end_ns": steps["end"], "gpu_end_ns": step_ends}
+            marks = {column: values + base_ns for column, values in marks.items()}
+            entry.extend("iteration_marks", iteration=steps["number"], **marks)
 
 
 def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:

@@ -3,7 +3,7 @@
 import base64
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +31,13 @@ _REPORT = re.compile(
 )
 
 
+class MemoryReport(NamedTuple):
+    """Peaks of memory of a rank since the start of the job, in bytes, as Megatron printed them."""
+
+    peak_allocated: int
+    peak_reserved: int
+
+
 @dataclass
 class JobSettings:
     """Settings of a job; None or empty for what the log does not state."""
@@ -54,6 +61,8 @@ class JobSettings:
     command: str | None = None
     omp_threads: int | None = None
     checkpointing: bool = False
+    # Memory that Megatron reports, by rank.
+    reports: dict[int, MemoryReport] = field(default_factory=dict)
 
     def params(self) -> int | None:
         """Return the parameters of the whole model: the sum of its tensor- and pipeline-parallel parts."""
@@ -193,6 +202,11 @@ class SettingsReader:
             self._launcher, self._config_lines, self._config_chars = match["launcher"], [], 0
             settings.config_damaged = True
             self._continue_config(self._launcher + match["json"])
+        elif "memory (MB)" in text:
+            # Ranks may break into each other's lines.
+            for rank, allocated, reserved in _REPORT.findall(text):
+                peaks = round(float(allocated) * 2**20), round(float(reserved) * 2**20)
+                settings.reports[int(rank)] = MemoryReport(*peaks)
         else:
             # The check for a few letters makes this ten times faster than a search for each pattern.
             for letters, pattern, set_value in _PATTERNS:
@@ -256,21 +270,6 @@ def monitored_ranks(ranks: dict[int, RankBuilder], monitors: Coverage | None) ->
         owners.setdefault(entry.meta["devices"][0]["device"], rank)
     covered = [f"cuda:{number}" for number in monitors.devices] if monitors is not None else []
     return [owners[device] for device in covered if device in owners]
-
-
-class MemoryReport(NamedTuple):
-    """Peaks of memory of a rank since the start of the job, in bytes, as Megatron printed them."""
-
-    rank: int
-    peak_allocated: int
-    peak_reserved: int
-
-
-def read_reports(text: str) -> Iterator[MemoryReport]:
-    """Yield the reports in a line of a log. Ranks may break into each other's lines."""
-    if "memory (MB)" in text:
-        for rank, allocated, reserved in _REPORT.findall(text):
-            yield MemoryReport(int(rank), round(float(allocated) * 2**20), round(float(reserved) * 2**20))
 
 
 def add_peaks(ranks: dict[int, RankBuilder], reports: dict[int, MemoryReport], start_ns: int) -> None:

@@ -16,12 +16,10 @@ from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.logs.settings import (
     JobSettings,
-    MemoryReport,
     SettingsReader,
     add_peaks,
     add_ranks,
     monitored_ranks,
-    read_reports,
 )
 from ebbtide.profiler.importers.logs.text_log import LogLine, clock_offset_ns, feed_lines, first_log_lines, only_log
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
@@ -80,44 +78,30 @@ class MegatronLogImporter:
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         source = only_log(sources, "Megatron")
-        log = _Log(source)
-        if not log.intervals:
+        reader, settings_reader = IntervalReader(), SettingsReader()
+        zone, settings = feed_lines(source, reader.feed, settings_reader.feed), settings_reader.settings
+        reader.finish()
+        if not reader.intervals:
             raise SourceError(f"{source} has no line `iteration N/ M | ... | elapsed time per iteration (ms): ...`")
-        placed = place_iterations(log.intervals)
+        placed = place_iterations(reader.intervals)
         first_ns, last_ns = int(placed[0].starts_ns[0]), int(placed[-1].ends_ns[-1])
         if last_ns - first_ns > _MAX_NS:
             raise source.damaged("its times add up to decades")
-        dated = any(interval.t_ns is not None for interval in log.intervals)
+        dated = any(interval.t_ns is not None for interval in reader.intervals)
         monitors = read_coverage(options.sources.get(MONITOR_FORMAT, ()))
-        offset_ns = clock_offset_ns(source, builder, log.zone, (first_ns, last_ns), monitors) if dated else 0
-        ranks = _add_job(builder, log.settings)
-        timed = {rank for interval in log.intervals for times in interval.timers.values() for rank in times}
+        offset_ns = clock_offset_ns(source, builder, zone, (first_ns, last_ns), monitors) if dated else 0
+        ranks = _add_job(builder, settings)
+        timed = {rank for interval in reader.intervals for times in interval.timers.values() for rank in times}
         timed_ranks = {rank for rank in timed if rank is not None}
         shortened = False
-        for rank in sorted({0, *monitored_ranks(ranks, monitors), *log.reports, *timed_ranks} & ranks.keys()):
+        for rank in sorted({0, *monitored_ranks(ranks, monitors), *settings.reports, *timed_ranks} & ranks.keys()):
             shortened |= add_iterations(ranks[rank], rank, placed, offset_ns)
-        add_peaks(ranks, log.reports, first_ns - offset_ns)
+        add_peaks(ranks, settings.reports, first_ns - offset_ns)
         for entry in ranks.values():
             entry.meta["first_iteration_start_ns"] = first_ns - offset_ns
-        for note in _notes(log, dated, shortened, len(ranks)):
+        for note in _notes(reader, settings, dated, shortened):
             builder.note(note)
         return [] if dated else [source]
-
-
-class _Log:
-    """The contents of a log; `zone`: offset of its clock from UTC in ns, None if the log does not state it."""
-
-    def __init__(self, source: Source) -> None:
-        reader, settings_reader = IntervalReader(), SettingsReader()
-        self.reports: dict[int, MemoryReport] = {}
-
-        def add_reports(line: LogLine) -> None:
-            self.reports.update((report.rank, report) for report in read_reports(line.text))
-
-        self.zone = feed_lines(source, reader.feed, settings_reader.feed, add_reports)
-        self.incomplete = reader.finish()
-        self.intervals: list[LoggedInterval] = reader.intervals
-        self.settings: JobSettings = settings_reader.settings
 
 
 def _add_job(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBuilder]:
@@ -130,7 +114,7 @@ def _add_job(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBuil
     return ranks
 
 
-def _notes(log: _Log, dated: bool, shortened: bool, rank_count: int) -> Iterator[str]:
+def _notes(log: IntervalReader, settings: JobSettings, dated: bool, shortened: bool) -> Iterator[str]:
     """Yield a note for each part that the log does not have, or has with limits."""
     timers = {name for interval in log.intervals for name in interval.timers}
     iteration_ms = median(interval.iteration_ms for interval in log.intervals)
@@ -147,7 +131,7 @@ def _notes(log: _Log, dated: bool, shortened: bool, rank_count: int) -> Iterator
         yield f"the log has a line per {per_line} iterations: each of them gets their mean (--log-interval 1 has all)"
     if (first := log.intervals[0].last_iteration - log.intervals[0].count) > 0:
         yield f"iteration 0 of the trace is iteration {first + 1} of the log"
-    if timers and rank_count > 1:
+    if timers and (settings.world_size or 1) > 1:
         yield "timers are those of the slowest rank, unless the log has them by rank"
     if timers & {"forward-compute"}:
         yield "the forwards of all micro-batches are placed before their backwards"
@@ -155,11 +139,11 @@ def _notes(log: _Log, dated: bool, shortened: bool, rank_count: int) -> Iterator
         yield "the log ends within the timers of its last iterations, which are left out"
     if shortened:
         yield "timers that add up to more than their iteration are shortened in proportion"
-    if log.reports:
+    if settings.reports:
         yield "memory of Megatron's report is the peak since the job's start: it stands for all iterations"
     else:
         yield "the log has no report of memory"
-    if log.settings.world_size is None:
+    if settings.world_size is None:
         yield "the log does not state the number of ranks: 1 is assumed"
 
 
@@ -262,6 +246,7 @@ class IntervalReader:
 
     def __init__(self) -> None:
         self.intervals: list[LoggedInterval] = []
+        self.incomplete = False  # Whether the log ended within the timers of its last interval.
         self._log_interval: int | None = None
         self._in_timers = False
         self._name = ""
@@ -298,10 +283,12 @@ class IntervalReader:
         elif text.strip():
             self._in_timers = False
 
-    def finish(self) -> bool:
-        """Derive how many iterations each interval has; return whether the last was left out, since it lacks timers."""
-        cut = len(self.intervals) > 1 and self.intervals[-1].timers.keys() < self.intervals[-2].timers.keys()
-        if cut:
+    def finish(self) -> None:
+        """Derive how many iterations each interval has; the last one is left out if it lacks timers."""
+        self.incomplete = (
+            len(self.intervals) > 1 and self.intervals[-1].timers.keys() < self.intervals[-2].timers.keys()
+        )
+        if self.incomplete:
             self.intervals.pop()
         differences = [after.last_iteration - before.last_iteration for before, after in pairwise(self.intervals)]
         differences = [d if 0 < d <= _MAX_INTERVAL else 0 for d in differences]
@@ -310,7 +297,6 @@ class IntervalReader:
         for logged, difference in zip(self.intervals, [0, *differences], strict=False):
             # The first line, also of a run that was appended, covers a whole interval, or all iterations so far.
             logged.count = max(1, min(interval, difference or logged.last_iteration))
-        return cut
 
 
 def _stamp_ns(text: str) -> int | None:

@@ -1,6 +1,6 @@
-"""Imports Nsight Systems: SQLite exports (`nsys export --type sqlite`) and CSV reports (`nsys stats`)."""
+"""Imports SQLite exports of Nsight Systems (`nsys export --type sqlite`)."""
 
 from ebbtide.profiler.importers.importer import Importer
-from ebbtide.profiler.importers.nsys.importer import NsysCsvImporter, NsysImporter
+from ebbtide.profiler.importers.nsys.importer import NsysImporter
 
-IMPORTERS: tuple[Importer, ...] = (NsysImporter(), NsysCsvImporter())
+IMPORTERS: tuple[Importer, ...] = (NsysImporter(),)

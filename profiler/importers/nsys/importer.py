@@ -1,4 +1,4 @@
-"""Imports SQLite exports and CSV reports of Nsight Systems."""
+"""Imports SQLite exports of Nsight Systems."""
 
 import re
 from collections.abc import Sequence
@@ -7,12 +7,11 @@ from typing import Any
 import pandas as pd
 
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
-from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, kernel_columns, labels, transfer_columns
-from ebbtide.profiler.chrome_trace.host_calls import call_columns, kept_calls
+from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, kernel_columns, transfer_columns
+from ebbtide.profiler.chrome_trace.host_calls import call_columns, kept_calls, with_launches
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import DeviceTimes
 from ebbtide.profiler.importers.nsys.capture import MISSING, Capture, pid_of
-from ebbtide.profiler.importers.nsys.csv_capture import has_report, read_reports
 from ebbtide.profiler.importers.nsys.database import MAGIC, open_database
 from ebbtide.profiler.importers.nsys.phases import RangeNames, phases_of
 from ebbtide.profiler.importers.nsys.sqlite_capture import EXPORT_TABLES, read_capture
@@ -22,6 +21,8 @@ from ebbtide.units import bytes_text
 
 # Recordings, before they are exported: their format is not public.
 _RECORDINGS = (".nsys-rep", ".qdrep", ".qdstrm")
+# The header of a CSV report of `nsys stats`, which makes an SQLite export first.
+_REPORT = re.compile(rb"^(?=.{0,400}Start ?\(ns)(?=.{0,400}Duration ?\(ns).{0,400}\bName\b", re.MULTILINE)
 _RANK = re.compile(r"rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE)
 # Names of ranges that a note shows.
 _SHOWN_NAMES = 5
@@ -41,11 +42,17 @@ class NsysImporter:
     stage = Stage.PROFILE
 
     def matches(self, source: Source) -> bool:
-        return source.head.startswith(MAGIC) or source.path.suffix in _RECORDINGS
+        is_recording = source.path.suffix in _RECORDINGS or _REPORT.search(source.head) is not None
+        return source.head.startswith(MAGIC) or is_recording
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         undated = []
         for source in sources:
+            if _REPORT.search(source.head):
+                raise SourceError(
+                    f"{source} is a report of `nsys stats`: import the SQLite export that it was made from, which "
+                    "`nsys export --type sqlite` makes, too"
+                )
             if not source.head.startswith(MAGIC):
                 export = source.path.with_suffix(".sqlite")
                 raise SourceError(
@@ -64,21 +71,6 @@ class NsysImporter:
             if capture.session_ns is None:
                 undated.append(source)
         return undated
-
-
-class NsysCsvImporter:
-    """Importer of the files that `nsys stats --format csv` writes. All files of one import are of one recording."""
-
-    format = "nsys-csv"
-    recognition = Recognition.COLUMN_NAMES
-    stage = Stage.PROFILE
-
-    def matches(self, source: Source) -> bool:
-        return has_report(source)
-
-    def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        add_capture(builder, read_reports(sources), sources[0], options)
-        return list(sources)
 
 
 def add_capture(builder: TraceBuilder, capture: Capture, source: Source, options: ImportOptions) -> None:
@@ -147,7 +139,8 @@ class _Rank:
         self._names, self._notes = names, notes
         self._base_ns = capture.session_ns or 0
         self._calls = capture.launches[capture.launches["process"] == process]
-        self._work = with_launches(capture.work[capture.work["process"] == process], self._calls)
+        work = capture.work[capture.work["process"] == process]
+        self._work = with_launches(work, self._calls.sort_values("start", kind="stable"))
         self._ranges = capture.ranges[capture.ranges["process"] == process].sort_values("start", kind="stable")
 
     def add(self) -> None:
@@ -184,7 +177,7 @@ class _Rank:
     def _add_memory(self) -> None:
         recorded = self._capture.memory
         if recorded is None:
-            self._notes.append(f"it has no use of GPU memory ({self._capture.memory_remedy})")
+            self._notes.append("it has no use of GPU memory (nsys profile --cuda-memory-usage=true)")
             return
         earlier = 0
         for number, rows in recorded[recorded["process"] == self._process].groupby("device"):
@@ -203,32 +196,19 @@ class _Rank:
             self._notes.append("its phases are left out: another file has phases of this rank")
             return
         derived = phases_of(self._ranges, self._capture.names, self._names)
-        table, marks = derived.phases, derived.steps
+        table = derived.phases
         self._note_missing(table)
+        if self._capture.launches.empty and len(table) and len(self._work):
+            self._notes.append("it has no calls that launched the work: phases have the host's times")
         times = DeviceTimes(self._work)
-        device_times, mark_ends = times.times(table), times.ends(marks)
-        if self._capture.launches.empty and "gpu_start" in self._ranges:
-            device_times = _projected_times(table, self._ranges)
-        elif self._capture.launches.empty and len(table) and len(self._work):
-            self._notes.append(
-                "it has no calls that launched the work: phases have the host's times (import the SQLite export, or "
-                "add the report nvtx_gpu_proj_trace or cuda_api_trace)"
-            )
-        table = table.join(device_times)
-        table[["start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns"]] += self._base_ns
-        self._entry.extend("phases", **table)
-        if len(marks):
-            self._entry.meta["first_iteration_start_ns"] = int(marks["start"].iloc[0]) + self._base_ns
-            columns = {"start_ns": marks["start"], "end_ns": marks["end"], "gpu_end_ns": mark_ends}
-            columns = {column: values + self._base_ns for column, values in columns.items()}
-            self._entry.extend("iteration_marks", iteration=marks["number"], **columns)
+        derived.add_to(self._entry, times.times(table), times.ends(derived.steps), self._base_ns)
 
     def _note_missing(self, phases: pd.DataFrame) -> None:
         """Add a note on phases that no range names, with the names that there are."""
         missing = [phase for phase in (FORWARD, BACKWARD, UPDATE) if not phases["phase"].eq(phase).any()]
         if self._ranges.empty:
             self._notes.append(
-                f"it has no NVTX ranges, so no phases ({self._capture.ranges_remedy}; the job marks them with "
+                "it has no NVTX ranges, so no phases (nsys profile --trace=cuda,nvtx; the job marks them with "
                 'torch.cuda.nvtx.range("forward"), ("backward") and ("optimizer"))'
             )
         elif missing:
@@ -246,22 +226,7 @@ class _Rank:
             count = len(self._ranges)
             self._notes.append(f"its {count:,} NVTX ranges are left out: a trace keeps up to {_MAX_RANGES:,}")
             return
-        columns = annotation_columns(self._ranges, self._capture.names, self._base_ns)
-        self._entry.extend("annotations", **columns)
-
-
-def _projected_times(phases: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
-    """Return the device times of phases as the report of projected ranges states them."""
-    projected = ranges[ranges["gpu_start"] != MISSING].sort_values("end", ascending=False)
-    projected = projected.drop_duplicates("start").set_index("start")[["gpu_start", "gpu_end"]].astype("Int64")
-    times = projected.reindex(phases["start_ns"]).reset_index(drop=True)
-    times.columns = pd.Index(["gpu_start_ns", "gpu_end_ns"])
-    # The last work of a phase may end after the first of the next one, on another stream: phases must not overlap.
-    latest_end = times["gpu_end_ns"].cummax()
-    earlier_end = latest_end.shift().ffill()
-    times["gpu_start_ns"] = times["gpu_start_ns"].mask((times["gpu_start_ns"] < earlier_end).fillna(False), earlier_end)
-    times["gpu_end_ns"] = times["gpu_end_ns"].mask(times["gpu_end_ns"].notna(), latest_end)
-    return times
+        self._entry.extend("annotations", **call_columns(self._ranges, self._capture.names, self._base_ns))
 
 
 def held_bytes(memory: pd.DataFrame, start: int) -> tuple[pd.DataFrame, int]:
@@ -280,21 +245,3 @@ def held_bytes(memory: pd.DataFrame, start: int) -> tuple[pd.DataFrame, int]:
         sizes = pd.concat([pd.DataFrame({"t": [start], "change": [earlier]}), sizes])
     sizes = sizes.assign(bytes=sizes["change"].cumsum()).drop_duplicates("t", keep="last")
     return sizes[["t", "bytes"]].reset_index(drop=True), earlier
-
-
-def with_launches(work: pd.DataFrame, launches: pd.DataFrame) -> pd.DataFrame:
-    """Return the work of one process with the column `launched`: the start of the call, missing where not recorded."""
-    first = launches.sort_values("start", kind="stable").drop_duplicates("correlation")
-    starts = first.set_index("correlation")["start"].astype("Int64")
-    wanted = work["correlation"].where(work["correlation"] > 0, MISSING)
-    return work.assign(launched=starts[starts.index > 0].reindex(wanted).array)
-
-
-def annotation_columns(ranges: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
-    """Return the columns of the table `annotations`. base_ns: added to all times."""
-    return {
-        "start_ns": (ranges["start"] + base_ns).to_numpy(),
-        "end_ns": (ranges["end"] + base_ns).to_numpy(),
-        "name": labels(ranges["name"], names.__getitem__),
-        "thread": ranges["thread"].astype("Int64").mask(ranges["thread"] == MISSING).array,
-    }

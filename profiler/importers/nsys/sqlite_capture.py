@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION, TRANSFER, kind_of
 from ebbtide.profiler.importers.nsys import capture as nsys
 from ebbtide.profiler.importers.nsys.capture import Capture
 from ebbtide.profiler.importers.nsys.database import Database
@@ -44,21 +45,28 @@ _FIRST_TIME, _LAST_TIME = 10**18, 4 * 10**18
 
 def read_capture(database: Database) -> Capture:
     """Read what an export holds about GPUs and NVTX ranges."""
-    capture = Capture()
-    names = _Names()
-    parts = [_kernels(database, names), _graphs(database, names, capture.notes), _copies(database, names),
-             _memsets(database, names)]  # fmt: skip
-    capture.work = pd.concat(parts, ignore_index=True)
-    capture.launches = _calls(database, names)
-    capture.ranges = _ranges(database, names)
-    capture.names = names.resolve(database)
-    nsys.separate_collectives(capture.work, capture.names)
-    _name_domains(capture)
-    if MEMORY in database.tables:
-        capture.memory = _memory(database)
-    capture.devices, capture.ranks = read_devices(database), read_mpi_ranks(database)
-    capture.session_ns = read_session_start(database)
-    return capture
+    names, notes = _Names(), list[str]()
+    memsets = _work(database.integers(MEMSETS, _ACTIVITY, _OPTIONAL), nsys.MEMSET, names.of_text("Memset (Device)"))
+    parts = [_kernels(database, names), _graphs(database, names, notes), _copies(database, names), memsets]
+    launches, ranges = _calls(database, names), _ranges(database, names)
+    texts = names.resolve(database)
+    return Capture(
+        texts,
+        _with_collectives(pd.concat(parts, ignore_index=True), texts),
+        launches,
+        _with_domains(ranges, texts),
+        _memory(database) if MEMORY in database.tables else None,
+        read_devices(database),
+        read_mpi_ranks(database),
+        read_session_start(database),
+        notes,
+    )
+
+
+def _with_collectives(work: pd.DataFrame, texts: list[str]) -> pd.DataFrame:
+    """Give the kernels of NCCL and RCCL their kind."""
+    collective = np.array([kind_of("kernel", text) == COMMUNICATION for text in texts], bool)
+    return work.assign(kind=work["kind"].mask((work["kind"] == nsys.COMPUTE) & collective[work["name"]], COMMUNICATION))
 
 
 class _Names:
@@ -138,29 +146,26 @@ def _copies(database: Database, names: _Names) -> pd.DataFrame:
     rows = database.integers(COPIES, (*_ACTIVITY, "bytes", "copyKind"), optional)
     rows = rows[rows["copyKind"] != _HOST_TO_HOST].reset_index(drop=True)
     sorts, positions = np.unique(rows[["copyKind", "srcKind", "dstKind"]], axis=0, return_inverse=True)
-    kinds, numbers = [], []
-    for copy, source, target in sorts.tolist():
-        direction = _direction(copy, source, target)
-        host_memory = _HOST_MEMORY.get(target if direction == nsys.DEVICE_TO_HOST else source)
-        kinds.append(nsys.copy_kind(direction))
-        numbers.append(names.of_text(nsys.copy_name(direction, host_memory, unified=copy >= _FIRST_UNIFIED)))
+    described = [_kind_and_name(*sort) for sort in sorts.tolist()]
+    kinds, numbers = [kind for kind, _ in described], [names.of_text(name) for _, name in described]
     size = rows["bytes"].where(rows["bytes"].between(0, _MAX_COPY_BYTES), nsys.MISSING)
     kind, name = (np.array(values, np.int64)[positions.ravel()] for values in (kinds, numbers))
     return _work(rows, kind, name, bytes=size)
 
 
-def _direction(copy: int, source: int, target: int) -> str:
-    """Return the direction of a copy by its kind, or by its memories where the kind is not known."""
+def _kind_and_name(copy: int, source: int, target: int) -> tuple[int, str]:
+    """Return the kind and name of a copy by its kind in CUPTI, or by its memories where that is not known."""
     if copy in _H2D or (copy == _UNKNOWN_COPY and source in _HOST_MEMORY and target == _DEVICE):
-        return nsys.HOST_TO_DEVICE
-    if copy in _D2H or (copy == _UNKNOWN_COPY and target in _HOST_MEMORY and source == _DEVICE):
-        return nsys.DEVICE_TO_HOST
-    return nsys.ON_DEVICE
-
-
-def _memsets(database: Database, names: _Names) -> pd.DataFrame:
-    rows = database.integers(MEMSETS, _ACTIVITY, _OPTIONAL)
-    return _work(rows, nsys.MEMSET, names.of_text(nsys.MEMSET_NAME))
+        host = _HOST_MEMORY.get(source)
+        kind, name, ends = TRANSFER, "Memcpy HtoD", f" ({host} -> Device)"
+    elif copy in _D2H or (copy == _UNKNOWN_COPY and target in _HOST_MEMORY and source == _DEVICE):
+        host = _HOST_MEMORY.get(target)
+        kind, name, ends = TRANSFER, "Memcpy DtoH", f" (Device -> {host})"
+    else:
+        kind, name, ends, host = nsys.COPY, "Memcpy DtoD", "", None
+    if copy >= _FIRST_UNIFIED:
+        return kind, f"{name} (Unified)"
+    return kind, name + ends if host else name
 
 
 def _calls(database: Database, names: _Names) -> pd.DataFrame:
@@ -203,17 +208,17 @@ def _ranges(database: Database, names: _Names) -> pd.DataFrame:
     return ranges[[*nsys.RANGE_COLUMNS, "domain"]]
 
 
-def _name_domains(capture: Capture) -> None:
-    """Put the name of their domain before the names of ranges outside the default one: `NCCL:ncclAllReduce`."""
-    ranges = capture.ranges
+def _with_domains(ranges: pd.DataFrame, texts: list[str]) -> pd.DataFrame:
+    """Put the name of their domain before the names of ranges outside the default one: `NCCL:ncclAllReduce`. These are
+    added to `texts`."""
     pairs = ranges[["domain", "name"]].to_numpy()
     unique, positions = np.unique(pairs, axis=0, return_inverse=True)
     numbers = []
     for domain, name in unique.tolist():
-        numbers.append(name if domain == nsys.MISSING else len(capture.names))
+        numbers.append(name if domain == nsys.MISSING else len(texts))
         if domain != nsys.MISSING:
-            capture.names.append(f"{capture.names[domain]}:{capture.names[name]}")
-    capture.ranges = ranges.assign(name=np.array(numbers, np.int64)[positions.ravel()]).drop(columns="domain")
+            texts.append(f"{texts[domain]}:{texts[name]}")
+    return ranges.assign(name=np.array(numbers, np.int64)[positions.ravel()]).drop(columns="domain")
 
 
 def _memory(database: Database) -> pd.DataFrame:

@@ -13,8 +13,8 @@ import pandas as pd
 from ebbtide.profiler.importers.nvml_monitor.dmon import TIME
 from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable
 
-# Unix time in s, ms, us or ns: number of digits before the point (from 2001 to 2286) -> power of ten to ns.
-_POWERS = {10: 9, 13: 6, 16: 3, 19: 0}
+# Digits before the point of a Unix time in s, ms, us and ns (from 2001 to 2286), and all digits of one in ns.
+_UNIX_DIGITS, _NS_DIGITS = (10, 13, 16, 19), 19
 _HALF_DAY_NS = 43_200_000_000_000
 _MAX_NS = 1 << 62
 _FIRST, _LAST = pd.Timestamp("1990-01-01", tz="UTC"), pd.Timestamp("2100-01-01", tz="UTC")
@@ -41,7 +41,6 @@ FIGURES = {
     "used": ("memory.used", "mem_used", "memory_used", "fb"),
     "free": ("memory.free", "mem_free", "memory_free"),
     "total": ("memory.total", "mem_total", "memory_total"),
-    "processes": ("memory.processes",),
     "h2d": ("rxpci", "rx_pci", "pcie.rx", "pcie_rx", "pcirx"),
     "d2h": ("txpci", "tx_pci", "pcie.tx", "pcie_tx", "pcitx"),
     "generation": ("pcie.link.gen.current", "pcie.link.gen.gpucurrent", "pcie.link.gen"),
@@ -50,9 +49,9 @@ FIGURES = {
     "top_width": ("pcie.link.width.max",),
     **STATE,
 }
-_MEMORY, LINK = ("used", "free", "total", "processes"), ("h2d", "d2h")
+_MEMORY, LINK = ("used", "free", "total"), ("h2d", "d2h")
 # A file has something to import if it has a value of one of these.
-SAMPLED = ("used", "free", "processes", *LINK, *STATE)
+SAMPLED = ("used", "free", *LINK, *STATE)
 # `index` is the last choice: it may be the index of a data frame.
 _DEVICE = ("device_id", "gpu_id", "device", "gpu", "idx", "index")
 DEVICE_FIELDS = {
@@ -97,20 +96,9 @@ def assume_times(device: pd.Series[float], hint: str) -> RowTimes:
 def _read_unix(parts: pd.DataFrame) -> RowTimes:
     digits = parts[0].str.len()
     # A line that was cut in its time has fewer digits than the others.
-    power = _POWERS.get(int(digits.mode()[0]))
-    ns = pd.Series(pd.NA, parts.index, dtype="Int64")
-    if power is not None:
-        complete = parts[digits == digits.mode()[0]]
-        values = [
-            int(whole) * 10**power + _fraction_ns(fraction, power)
-            for whole, fraction in zip(complete[0], complete[1], strict=True)
-        ]
-        ns[complete.index] = pd.array([value if value < _MAX_NS else None for value in values], dtype="Int64")
-    return RowTimes(ns, True)
-
-
-def _fraction_ns(digits: Any, power: int) -> int:
-    return int(digits.ljust(9, "0")[:power] or 0) if isinstance(digits, str) else 0
+    complete = digits.eq(digits.mode()[0]) & digits.isin(_UNIX_DIGITS)
+    ns = (parts[0] + parts[1].fillna("")).str.ljust(_NS_DIGITS, "0").str[:_NS_DIGITS]
+    return RowTimes(ns.where(complete & (ns < str(_MAX_NS))).astype("Int64"), True)
 
 
 def _read_times_of_day(stamps: pd.Series[str], device: pd.Series[float]) -> RowTimes:

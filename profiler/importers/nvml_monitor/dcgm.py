@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -62,6 +61,8 @@ _EXPORTER_HEAD = re.compile(
 )
 _DMON_HEADER = re.compile(r"^(.{0,64}?)#\s?Entity\s+(\S.*)$")
 _DMON_ROW = re.compile(r"^(.{0,64}?)\b(GPU|GPU-I|GPU-CI)\s+(\d{1,4})\s+(\S.*)$")
+# Columns that describe a device, and the labels that have them.
+_LABELS = {"uuid": "UUID", "name": "modelName", "pci_bus_id": "pci_bus_id"}
 _CUT = "was cut off within its last line, which is left out"
 _MIG = "has figures of MIG instances, which are left out"
 
@@ -75,14 +76,8 @@ def is_blank(value: str) -> bool:
     return not number < _FP64_BLANK or (number.is_integer() and int(number) in _INT32_BLANKS)
 
 
-@dataclass
-class _Sample:
-    """The figures that were taken of one device at one time."""
-
-    time: str | None
-    index: str
-    labels: dict[str, str]
-    values: dict[str, str] = field(default_factory=dict)
+# The figures that were taken of one device at one time, by their column.
+_Sample = dict[str, str | None]
 
 
 def looks_like_exporter(source: Source) -> bool:
@@ -133,17 +128,19 @@ def read_exporter(source: Source) -> MonitorTable:
         seen.add(series)
         sample = scrape.get(labels["gpu"])
         if sample is None:
-            sample = scrape[labels["gpu"]] = _Sample(
-                next(iter(stamp), None) or read_time(match[1]) or time, labels["gpu"], labels
-            )
+            sample = scrape[labels["gpu"]] = {
+                "index": labels["gpu"],
+                "timestamp": next(iter(stamp), None) or read_time(match[1]) or time,
+                **{column: labels.get(label) or labels.get(label.lower()) for column, label in _LABELS.items()},
+            }
             samples.append(sample)
         if not is_blank(value):
-            sample.values.setdefault(EXPORTER_FIELDS[name][0], value)
+            sample.setdefault(EXPORTER_FIELDS[name][0], value)
     is_last_cut = not name or (name in written and is_cut(written[name][-1], written[name][:-1]))
     if is_last_cut and not ends_with_line_end(source):
         notes.append(_CUT)
         if name in written:
-            samples[-1].values.pop(EXPORTER_FIELDS[name][0], None)
+            samples[-1].pop(EXPORTER_FIELDS[name][0], None)
     if len(hosts) > 1:
         raise SourceError(
             f"{source} has GPUs of several hosts ({', '.join(sorted(hosts)[:5])}): import the lines of each host on "
@@ -183,11 +180,11 @@ def read_dcgmi(source: Source) -> MonitorTable:
             if len(values) < len(fields):
                 continue
             written.append(values[-1])
-            sample = _Sample(read_time(prefix) or time, index, {})
+            sample: _Sample = {"index": index, "timestamp": read_time(prefix) or time}
             for short_name, value in zip(fields, values, strict=False):
                 field = DMON_FIELDS.get(short_name.upper())
                 if field is not None and not is_blank(value):
-                    sample.values.setdefault(field[0], value)
+                    sample.setdefault(field[0], value)
             samples.append(sample)
         else:
             time = read_time(line) or time
@@ -205,24 +202,15 @@ def _lines(source: Source) -> Iterator[str]:
 
 
 def _table(source: Source, samples: list[_Sample], tool: Tool, notes: list[str]) -> MonitorTable:
-    samples = [sample for sample in samples if sample.values]
-    if not samples:
+    units = dict(EXPORTER_FIELDS.values())
+    rows = pd.DataFrame(samples).dropna(axis="columns", how="all")
+    figures = [name for name in rows if name in units]
+    if not figures:
         raise SourceError(
             f"{source} has no figure of a GPU: record fields such as DCGM_FI_DEV_FB_USED (252 of dcgmi dmon)"
         )
-    units = dict(EXPORTER_FIELDS.values())
-    figures = sorted({figure for sample in samples for figure in sample.values})
-    labels = {"uuid": "UUID", "name": "modelName", "pci_bus_id": "pci_bus_id"}
-    columns: dict[str, list[str | None]] = {"index": [sample.index for sample in samples]}
-    if any(sample.time for sample in samples):
-        columns["timestamp"] = [sample.time for sample in samples]
-    for column, label in labels.items():
-        values = [sample.labels.get(label) or sample.labels.get(label.lower()) for sample in samples]
-        if any(values):
-            columns[column] = values
-    columns |= {figure: [sample.values.get(figure) for sample in samples] for figure in figures}
-    rows = pd.DataFrame(columns)
-    names = list(rows.columns)
+    rows = rows.dropna(subset=figures, how="all").reset_index(drop=True)
+    names = [str(name) for name in rows]
     rows.columns = pd.RangeIndex(len(names))
     rows[len(names)] = None
     return MonitorTable(names, [units.get(name, "") for name in names], rows, tool, notes)

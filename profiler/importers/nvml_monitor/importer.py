@@ -107,10 +107,9 @@ def _sampled(monitor: Monitor) -> set[str]:
 
 
 def _add_rows(rank: RankBuilder, name: str, rows: pd.DataFrame, tool: Tool) -> None:
-    for figure, pool in (("used", "device"), ("processes", "processes")):
-        used = rows[rows[figure].notna()]
-        sizes = used[figure].round().astype("int64").to_numpy()
-        rank.extend("memory", t_ns=used["t_ns"].to_numpy(), device=name, pool=pool, bytes=sizes)
+    used = rows[rows["used"].notna()]
+    sizes = used["used"].round().astype("int64").to_numpy()
+    rank.extend("memory", t_ns=used["t_ns"].to_numpy(), device=name, pool="device", bytes=sizes)
     rates = rows[rows[[*LINK]].notna().any(axis=1)]
     times = rates["t_ns"].to_numpy()
     rank.extend(
@@ -196,7 +195,7 @@ def parse_monitor(source: Source) -> Monitor:
         figures["used"] = figures["total"] - figures["free"]
     if figures[[*LINK]].isna().all(axis=None):
         notes.append(f"has no PCIe figures ({table.tool.link_hint}): link throughput is not known")
-    if figures[["used", "processes"]].isna().all(axis=None):
+    if figures["used"].isna().all():
         notes.append("has no memory figures")
     texts = {
         key: table.text(column) for key, names in DEVICE_FIELDS.items() if (column := table.column(names)) is not None

@@ -1,9 +1,9 @@
 """Imports snapshots of torch's CUDA allocator: files of `torch.cuda.memory._dump_snapshot()`, gzipped or not."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -199,13 +199,6 @@ def rank_of(source: Source, builder: TraceBuilder, format: str, number: int) -> 
     return entry
 
 
-class PoolSizes(NamedTuple):
-    """Size of a pool over time."""
-
-    times_ns: _IntArray
-    sizes_bytes: _IntArray
-
-
 class TimelineImporter:
     """Importer of memory timelines."""
 
@@ -239,17 +232,26 @@ def read_timeline(source: Source, builder: TraceBuilder, number: int) -> None:
     if len(data) > _MAX_FILE_BYTES:
         raise SourceError(f"{source} is too large: memory timelines are read up to {_MAX_FILE_BYTES >> 20} MiB")
     try:
-        pools = dict(_read_plot(data) if _PLOT_HEAD.match(source.head) else _read_raw(data))
+        times, sizes = _read_plot(data) if _PLOT_HEAD.match(source.head) else _read_raw(data)
     except (msgspec.MsgspecError, ValueError) as error:
         raise source.damaged(error) from None
-    if not pools:
+    if not len(times):
         raise SourceError(f"{source} is an empty memory timeline: record it with profile_memory=True")
+    last_of_time = np.append(times[1:] != times[:-1], True)
+    times, sizes = times[last_of_time], sizes[last_of_time]
+    if sizes.min() < 0:
+        raise source.damaged("it frees more bytes than were allocated")
     rank = rank_of(source, builder, TimelineImporter.format, number)
     device = _device(source, rank, builder)
-    if int(pools["tensors"].times_ns[0]) not in _UNIX_NS:
+    if int(times[0]) not in _UNIX_NS:
         builder.note(f"{source.path.name}: its times are not Unix times, so they do not match those of other files")
-    for pool, sizes in pools.items():
-        rank.extend("memory", t_ns=sizes.times_ns, device=device, pool=pool, bytes=sizes.sizes_bytes)
+    categories = zip(CATEGORIES, sizes.T, strict=True)
+    pools = {"tensors": sizes.sum(axis=1), **{f"tensors/{name}": size for name, size in categories if size.any()}}
+    for pool, size in pools.items():
+        # The changes, and both ends.
+        kept = np.append(True, size[1:] != size[:-1])
+        kept[-1] = True
+        rank.extend("memory", t_ns=times[kept], device=device, pool=pool, bytes=size[kept])
 
 
 def _device(source: Source, rank: RankBuilder, builder: TraceBuilder) -> str:
@@ -272,46 +274,26 @@ def _is_page(source: Source) -> bool:
     return b"<html" in source.head[:64] and _PAGE_TITLE in source.head
 
 
-def _read_raw(data: bytes) -> Iterator[tuple[str, PoolSizes]]:
+def _read_raw(data: bytes) -> tuple[_IntArray, _IntArray]:
     """Read changes: rows of time in ns (-1: present from the start), action, bytes, category.
 
-    A new version of a tensor is two rows, one out of its old category and one into the new category."""
+    A new version of a tensor is two rows, one out of its old category and one into the new category. Returns the times,
+    and the bytes of each category from each of them on."""
     rows = np.array(_RAW.decode(data), np.int64).reshape(-1, 4)
     times, _, changes, category = rows[rows[:, 0].argsort(kind="stable")].T
-    timed = times >= 0
-    if not timed.any():
-        return
     if np.abs(changes).astype(float).sum() >= 2.0**62:
         raise ValueError("its sizes add up to more than any device has")
-    times = np.where(timed, times, times[timed][0])
-    yield "tensors", _pool_sizes(times, changes.cumsum())
-    for number, name in enumerate(CATEGORIES):
-        if (category == number).any():
-            yield f"tensors/{name}", _pool_sizes(times, np.where(category == number, changes, 0).cumsum())
+    by_category = np.where(category[:, None] == np.arange(len(CATEGORIES)), changes[:, None], 0)
+    count = len(times) if (times >= 0).any() else 0
+    times = np.maximum(times, times[times >= 0].min(initial=np.iinfo(np.int64).max))
+    return times[:count], by_category.cumsum(axis=0)[:count]
 
 
-def _read_plot(data: bytes) -> Iterator[tuple[str, PoolSizes]]:
+def _read_plot(data: bytes) -> tuple[_IntArray, _IntArray]:
     """Read the points of a plot: times in us, and the bytes of each category at each time."""
     points, rows = _PLOT.decode(data)
     if len(points) != len(rows):
         raise ValueError(f"it has {len(points)} times but sizes for {len(rows)}")
-    times, sizes = np.array(points, np.int64) * 1000, np.array(rows, np.int64)
-    if not len(times) or times[0] < 0:
-        return
-    order = times.argsort(kind="stable")
-    times, sizes = times[order], sizes[order, 1:]
-    yield "tensors", _pool_sizes(times, sizes.sum(axis=1))
-    for name, column in zip(CATEGORIES, sizes.T, strict=True):
-        if column.any():
-            yield f"tensors/{name}", _pool_sizes(times, column)
-
-
-def _pool_sizes(times: _IntArray, sizes: _IntArray) -> PoolSizes:
-    """Keep the changes, one per time, the first and the last. Raise ValueError if the size falls below zero."""
-    last = np.append(times[1:] != times[:-1], True)
-    times, sizes = times[last], sizes[last]
-    if sizes.min() < 0:
-        raise ValueError("it frees more bytes than were allocated")
-    changed = np.append(True, sizes[1:] != sizes[:-1])
-    changed[-1] = True
-    return PoolSizes(times[changed], sizes[changed])
+    times, sizes = np.array(points, np.int64) * 1000, np.array(rows, np.int64).reshape(-1, 1 + len(CATEGORIES))
+    order = times.argsort(kind="stable")[: len(times) if points and points[0] >= 0 else 0]
+    return times[order], sizes[order, 1:]

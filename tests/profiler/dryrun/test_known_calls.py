@@ -49,7 +49,7 @@ def digest(job: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, is_anew: boo
             "blocks": [(b.start_ns, b.size, b.module, b.category, run.stacks.texts[b.stack]) for b in blocks],
             "ends": sorted(b.end_ns or 0 for b in blocks),
             "peaks": (memory.most_bytes, memory.most_reserved_bytes, run.host_memory.most_bytes),
-            "copies": [(row.direction, row.size) for row in run.transfers.rows],
+            "copies": [(row.direction, row.size) for row in run.clock.copies],
             "unknown": (run.mode.values.placeholders, run.mode.shapes.bounds, run.mode.shapes.least),
             "result": result,
             "known": sum(call is not None for call in calls),

@@ -141,7 +141,7 @@ def test_dry_run__counts_copies_and_which_are_pinned() -> None:
         on_device.sum().item()
         on_device.add(1).clone()
 
-    copies = run_forked(lambda: [(c.direction, c.size, c.host_memory) for c in dry_run(job)[0].transfers.rows])
+    copies = run_forked(lambda: [(c.direction, c.size, c.host_memory) for c in dry_run(job)[0].clock.copies])
     assert copies == [
         ("h2d", 4000, "pinned"),
         ("h2d", 600, "pageable"),

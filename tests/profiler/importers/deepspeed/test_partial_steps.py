@@ -1,4 +1,4 @@
-"""Logs without timers of whole steps: phases from micro-steps or memory marks; and Megatron's report of memory."""
+"""Logs without timers of whole steps: phases from micro-steps; and Megatron's report of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.profiler.importers.deepspeed.made_logs import (
     iteration_lines,
     lengths_ms,
     log_line,
-    mark_lines,
     micro_step_line,
     timer_text,
 )
@@ -44,25 +43,6 @@ def test_steps_of_micro_steps__end_at_updates(tmp_path: Path, config: list[str])
     assert trace.ops(0)["name"].tolist() == ["optimizer_step"] * 2
     assert any("iterations are made of its micro-steps" in note for note in trace.notes)
     assert not any("turn on wall_clock_breakdown" in note for note in trace.notes)
-
-
-def marked_iteration(second: float) -> list[str]:
-    """Return the marks of one iteration: forward 0.2 s, backward 0.3 s, update 0.4 s, 0.01 s between them."""
-    times = (("forward", "before", 0.0), ("forward", "after", 0.2), ("backward", "before", 0.21),
-             ("backward", "after", 0.51), ("step", "before", 0.52), ("step", "after", 0.92))  # fmt: skip
-    return [line for word, where, offset in times for line in mark_lines(second + offset, word, where=where)]
-
-
-def test_micro_steps_of_marks__become_phases(tmp_path: Path) -> None:
-    trace = import_log(tmp_path, [*marked_iteration(1), *marked_iteration(2)])
-    assert lengths_ms(trace) == [
-        (step, 0, phase, pytest.approx(ms))
-        for step in (0, 1)
-        for phase, ms in (("forward", 200), ("backward", 300), ("update", 400))
-    ]
-    starts = trace.phases(0)["start_ns"].to_numpy()
-    assert ((starts - starts[0]) / 1e6).tolist() == pytest.approx([0, 210, 520, 1000, 1210, 1520])
-    assert any("times are those of the memory marks" in note for note in trace.notes)
 
 
 def test_megatron_report__is_the_memory_of_a_log_without_marks(tmp_path: Path) -> None:

@@ -51,6 +51,15 @@ def test_recording__is_refused_with_the_command_that_exports_it(tmp_path: Path, 
     assert "nsys export --type sqlite" in message_of(recording)
 
 
+def test_csv_report__is_refused_with_the_export_that_it_was_made_from(tmp_path: Path) -> None:
+    report = tmp_path / "run_cuda_gpu_trace.csv"
+    report.write_text(
+        "\nProcessing [run.sqlite]...\nStart (ns),Duration (ns),CorrId,Device,Strm,Name\n1,2,3,A (0),7,k\n"
+    )
+    assert recognize(Source(report)) == "nsys"
+    assert "is a report of `nsys stats`: import the SQLite export" in message_of(report)
+
+
 def test_other_databases__are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.sqlite"
     connection = sqlite3.connect(path)

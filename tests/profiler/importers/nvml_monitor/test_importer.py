@@ -316,7 +316,7 @@ def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None
         ("timestamp, index, memory.used [MiB]\n2024/04/15 00:52:40.000, x, 5 MiB\n", "has no row with a time"),
         (
             "# gpu   pid  type    sm  command\n# Idx     #   C/G     %  name\n  0  123  C  5  python\n",
-            "lists processes without their memory: record it with `nvidia-smi pmon -s m -o DT`",
+            "lists processes, not devices: record it with `nvidia-smi dmon`",
         ),
         (f"timestamp, pid, memory.used\n{START}, 5, 6\n", "lists processes"),
         ("# gpu  mtemp\n# Idx      C\n    0     45\n", "has no column of memory, link or state"),

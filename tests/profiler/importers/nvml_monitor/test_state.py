@@ -1,4 +1,4 @@
-"""Utilization, power, clocks and temperature in monitor files; processes; system metrics of Weights & Biases."""
+"""Utilization, power, clocks and temperature in monitor files; system metrics of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -70,41 +70,6 @@ def test_read_dmon__reads_rates_of_the_performance_monitor(tmp_path: Path) -> No
     assert link["h2d_bytes_per_s"].tolist() == [6 * MIB, 8 * MIB]
     assert set(link["source"]) == {"gpm"}
     assert set(link["window_ns"]) == {2 * SECOND}
-
-
-PMON = """# gpu         pid   type     fb   ccpm    command
-# Idx           #    C/G     MB     MB    name
-    0       1604     G    157      0    Xorg
-    0    3432889     C  10120      0    python3 train.py --lr 1
-    1          -     -      -      -    -
-    0       1604     G    157      0    Xorg
-    0    3432889     C  10130      0    python3
-    1          7     C      -      -    python3
-"""
-
-
-def test_read_dmon__adds_the_memory_of_processes(tmp_path: Path) -> None:
-    trace = import_text(tmp_path, PMON)
-    assert memory_rows(trace, 0, "processes") == [(0.0, 10277.0), (1.0, 10287.0)]
-    # No process uses 0 bytes; a process whose memory is not known makes the sum unknown.
-    assert memory_rows(trace, 1, "processes") == [(0.0, 0.0)]
-    assert set(trace.memory(0)["pool"]) == {"processes"}
-    assert any("the sum of their memory on each device is the pool `processes`" in note for note in trace.notes)
-    cut = import_text(tmp_path, PMON + "    0       1604     G    1")
-    assert memory_rows(cut, 0, "processes")[-1] == (1.0, 10287.0)
-    assert "m.txt was cut off within its last sample, which is left out" in cut.notes
-    cut = import_text(tmp_path, PMON + "    0       1604     G    157      0    Xorg\n    0    34")
-    assert memory_rows(cut, 0, "processes")[-1] == (1.0, 10287.0)
-    assert "m.txt was cut off within its last sample, which is left out" in cut.notes
-    dated = PMON.replace("# gpu", "#Date Time gpu").replace("# Idx", "#YYYYMMDD HH:MM:SS Idx")
-    dated = "".join(f"{'' if line[0] == '#' else ' 20261122 10:00:00 '}{line}\n" for line in dated.splitlines())
-    assert import_text(tmp_path, dated).meta.clock.name == "unix"
-
-
-def test_read_dmon__refuses_processes_without_memory(tmp_path: Path) -> None:
-    text = "# gpu    pid   type     sm    mem    command\n# Idx     #    C/G      %      %    name\n 0 7 C 3 1 python\n"
-    with pytest.raises(SourceError, match="without their memory: record it with `nvidia-smi pmon -s m -o DT`"):
-        import_text(tmp_path, text)
 
 
 QUERY = """timestamp, index, utilization.gpu [%], power.draw [W], clocks.current.sm [MHz], temperature.gpu, \
