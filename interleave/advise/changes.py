@@ -36,7 +36,7 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
     micro-batches are divisors of that of the job."""
     own, can_checkpoint = job.settings, job.memory is not None and job.memory.checkpointed is not None
     batch = own.micro_batch or 0
-    divisors = [size for size in range(batch, 0, -1) if batch % size == 0]
+    divisors: list[int | None] = [size for size in range(batch, 0, -1) if batch % size == 0]
     for ranks in _doubled(own.ranks):
         for micro_batch in divisors or [None]:
             for checkpointing in dict.fromkeys((own.checkpointing, own.checkpointing or can_checkpoint)):

@@ -55,13 +55,16 @@ _NAME_SIZE = 10.0
 # Height of a line of the legend, inches.
 _LEGEND_LINE = 0.18
 _ITERATION = "iteration (s)"
+
+
+def _in_gib(bytes_of: Callable[[Any], float]) -> Callable[[Row], float]:
+    return lambda row: bytes_of(row) / 2**30
+
+
 # The figures that panels of lines show, by their labels: that of a row, and the relative height of its panel.
 _QUANTITIES: dict[str, tuple[Callable[[Row], float], float]] = {
     _ITERATION: (lambda row: row["iteration_ms"] / 1e3, 2.4),
-    **{
-        f"{kind.replace(' ', chr(10))} (GiB)": (lambda row, bytes_of=bytes_of: bytes_of(row) / 2**30, 1.0)
-        for kind, bytes_of in RESULT_BYTES.items()
-    },
+    **{f"{kind.replace(' ', chr(10))} (GiB)": (_in_gib(bytes_of), 1.0) for kind, bytes_of in RESULT_BYTES.items()},
 }
 
 
