@@ -196,7 +196,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         args = self.shapes.without_boolean_index(func, args)
         inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         key = self._calls.key(func, args, kwargs, inputs)
-        call = self._calls.calls.get(key)
+        call = self._calls.find(key)
         result = self._make_fake(func, types, args, kwargs) if call is None else call.again(inputs)
         outputs = list(tensors_in((result,)))
         if call is None:

@@ -71,7 +71,7 @@ class KnownCalls:
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self._fake_mode = fake_mode
-        self.calls: dict[Any, KnownCall] = {}  # by what `key` returns
+        self._calls: dict[Any, KnownCall] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any, inputs: list[Any]) -> tuple[Any, ...] | None:
         """Return what a call has in common with equal ones; None if that is not known. `inputs`: tensors in order."""
@@ -86,6 +86,9 @@ class KnownCalls:
                 return None
         return tuple(key)
 
+    def find(self, key: Any) -> KnownCall | None:
+        return self._calls.get(key)
+
     def add(self, key: Any, func: Any, result: Any, inputs: list[Any], effects: Any) -> None:
         """Add a call that has just been made, unless others may have another result."""
         if not _DEPENDENT.isdisjoint(func.tags):
@@ -95,7 +98,7 @@ class KnownCalls:
             results = [_result_of(value, inputs) for value in ([result] if container is None else result)]
         except LookupError:
             return
-        self.calls[key] = KnownCall(func, container, results, effects)
+        self._calls[key] = KnownCall(func, container, results, effects)
 
     def _describe(self, values: Collection[Any], key: list[Any]) -> bool:
         key.append(len(values))
