@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/layer_choices.py [--all]
 
-Prints by number of layers: jobs that fit, those whose iteration is at most 5 % longer than with the best choice, and the
-largest excess. The search may compare all choices of a small job, which `--all` lets it do. Takes about half an hour.
+Prints by number of layers: jobs that fit, those whose iteration is at most 5 % longer than with the best choice, and
+the largest excess. The search may compare all choices of a small job, which `--all` lets it do. Takes half an hour.
 """
 
 from __future__ import annotations
