@@ -87,6 +87,16 @@ class StorageChannels:
         return tasks
 
 
+def link_factors(up_rate: float, down_rate: float, limit: float) -> tuple[float, float]:
+    """Return the factors by which both directions of the link are slowed that together exceed a limit.
+
+    Each gets half of it, and what the other one leaves of its half (max-min fairness)."""
+    half = limit / 2
+    up = min(up_rate, max(half, limit - down_rate))
+    down = min(down_rate, limit - up)
+    return up / up_rate if up_rate else 1.0, down / down_rate if down_rate else 1.0
+
+
 class TaskGraph:
     """Tasks, each on one resource, and which of them wait for which."""
 
@@ -115,9 +125,9 @@ def run_tasks(
 ) -> tuple[list[float], list[float]] | None:
     """Return the start and the end of each task, s; None if it is certain that the last one ends after a limit.
 
-    Each resource runs the first of its ready tasks. Both directions of the link are slowed by one factor if together
-    they exceed the duplex limit, likewise reads and writes of a path of the storage, then CPU, link and storage by one
-    factor if they exceed host memory. Raises RuntimeError if tasks wait for each other."""
+    Each resource runs the first of its ready tasks. Both directions of the link are slowed if together they exceed the
+    duplex limit (see `link_factors`), reads and writes of a path of the storage by one factor, then CPU, link and
+    storage by one factor if they exceed host memory. Raises RuntimeError if tasks wait for each other."""
     alone_s, demand, pending, successors = graph.alone_s, graph.demand, graph.pending, graph.successors
     total = len(alone_s)
     starts, ends = [0.0] * total, [0.0] * total
@@ -216,9 +226,12 @@ def run_tasks(
             changed = True
             storage_traffic = storage.traffic
         if changed:
+            up_link = down_link = 1.0
             link_demand = up_demand * up_share + down_demand * down_share
-            link = duplex_bytes_per_s / link_demand if link_demand > duplex_bytes_per_s else 1.0
-            all_demand = cpu_demand + link * link_demand + storage_traffic
+            if link_demand > duplex_bytes_per_s:
+                up_link, down_link = link_factors(up_demand * up_share, down_demand * down_share, duplex_bytes_per_s)
+                link_demand = duplex_bytes_per_s
+            all_demand = cpu_demand + link_demand + storage_traffic
             share = host_bytes_per_s / all_demand if all_demand > host_bytes_per_s else 1.0
             if share != cpu_speed:
                 if cpu >= 0:
@@ -226,14 +239,14 @@ def run_tasks(
                     cpu_since = now
                     cpu_end = now + cpu_left / share
                 cpu_speed = share
-            speed = share * link * up_share
+            speed = share * up_link * up_share
             if speed != up_speed:
                 if up >= 0:
                     up_left -= (now - up_since) * up_speed
                     up_since = now
                     up_end = now + up_left / speed
                 up_speed = speed
-            speed = share * link * down_share
+            speed = share * down_link * down_share
             if speed != down_speed:
                 if down >= 0:
                     down_left -= (now - down_since) * down_speed

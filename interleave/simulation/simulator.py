@@ -34,9 +34,9 @@ def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
     """Run a plan on a machine. The same input gives the same output to the bit.
 
     Each resource runs the first operation of the plan that is ready, one at a time. Operations that run at the same
-    time share as a fluid: both directions of the link share their duplex limit, as do reads and writes of a path of
-    the storage; CPU updates, copies, reads and writes share the bandwidth of host memory. All are slowed by the same
-    factor if together they need more than there is.
+    time share as a fluid: both directions of the link the duplex limit (see `link_factors`), reads and writes of a path
+    of the storage its limit, CPU updates, copies, reads and writes the bandwidth of host memory. The latter two slow
+    all by one factor.
 
     Raises:
         MachineError: The machine lacks a rate that the plan needs.

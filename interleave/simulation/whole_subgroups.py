@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
+from ebbtide.interleave.simulation.event_loop import link_factors
 from ebbtide.interleave.simulation.linear_program import IterationInterval, gradient_ready_s
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD
@@ -257,12 +258,15 @@ def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
     rates = []
     for subset in range(1, 8):
         cpu_runs, up_runs, down_runs = (float(subset >> bit & 1) for bit in range(3))
-        demand = up_runs * up + down_runs * down
-        link = min(1.0, machine.duplex_bytes_per_s / demand) if machine.duplex_bytes_per_s and demand else 1.0
-        total = cpu_runs * cpu * cpu_bytes + link * demand
+        up_rate, down_rate = up_runs * up, down_runs * down
+        if machine.duplex_bytes_per_s is not None and up_rate + down_rate > machine.duplex_bytes_per_s:
+            up_link, down_link = link_factors(up_rate, down_rate, machine.duplex_bytes_per_s)
+            up_rate, down_rate = up_rate * up_link, down_rate * down_link
+        copied = up_rate + down_rate
+        total = cpu_runs * cpu * cpu_bytes + copied
         share = min(1.0, (machine.host_memory_bytes_per_s or 0.0) / total)
-        rates.append(ModeRates(cpu_runs * cpu * share, up_runs * up * share * link, down_runs * down * share * link))
-        left = (machine.host_memory_bytes_per_s or 0.0) - link * demand
-        if cpu_runs and demand and share < 1 and left > 0:
-            rates.append(ModeRates(left / cpu_bytes, up_runs * up * link, down_runs * down * link))
+        rates.append(ModeRates(cpu_runs * cpu * share, up_rate * share, down_rate * share))
+        left = (machine.host_memory_bytes_per_s or 0.0) - copied
+        if cpu_runs and copied and share < 1 and left > 0:
+            rates.append(ModeRates(left / cpu_bytes, up_rate, down_rate))
     return rates

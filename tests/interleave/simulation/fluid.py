@@ -106,6 +106,13 @@ def speeds(
         if isinstance(group, int):
             limit = machine.storage[group].duplex_bytes_per_s
         needed = sum(demand[i] for i in members)
+        if group == "link" and limit and needed > limit:
+            # The slower direction has what it needs, at most half; the other one has the rest.
+            left_over = limit
+            for number, i in enumerate(sorted(members, key=demand.__getitem__)):
+                got = min(demand[i], left_over / (len(members) - number))
+                factors[i], left_over = got / demand[i], left_over - got
+            continue
         factors |= dict.fromkeys(members, min(1.0, limit / needed) if limit and needed else 1.0)
     total = sum(rate * factors[i] for i, rate in demand.items())
     of_host = min(1.0, (machine.host_memory_bytes_per_s or 0.0) / total) if total else 1.0

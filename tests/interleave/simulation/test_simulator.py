@@ -16,6 +16,7 @@ from ebbtide.interleave.model.plan import UPDATE, Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.simulation.event_loop import link_factors
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.fluid import Fluid, traffic_bytes
@@ -335,6 +336,14 @@ def test_simulate__shares_the_duplex_limit() -> None:
     machine = replace(TEST_MACHINE, h2d_bytes_per_s=30e9, duplex_bytes_per_s=40e9)
     schedule = ran("interleaved:1", even(count, size), machine)
     assert schedule.update_s == pytest.approx(OVERHEAD + 24 * count * size / 40e9, rel=2e-2)
+
+
+def test_link_factors__a_faster_direction_takes_at_most_half_of_what_the_other_one_needs() -> None:
+    assert link_factors(30e9, 50e9, 40e9) == pytest.approx((20 / 30, 20 / 50))
+    assert link_factors(30e9, 90e9, 40e9) == pytest.approx((20 / 30, 20 / 90))
+    # What one direction does not need is the other one's.
+    assert link_factors(5e9, 50e9, 40e9) == pytest.approx((1.0, 35 / 50))
+    assert link_factors(50e9, 0.0, 40e9) == pytest.approx((40 / 50, 1.0))
 
 
 def test_simulate__names_a_missing_rate() -> None:
