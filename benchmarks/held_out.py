@@ -4,8 +4,8 @@
 
 FOLDER holds logs of github.com/mauryaavinash95/deep-optimizer-states-results, found by name. Updates on H100 are
 predicted by the preset `h100-80gb-sxm-published`, those on A100 by `a100-40gb-published`, and those of A100 ranks that
-are not bound to cores by a fit to the runs with one and two ranks of `traces/`. Prints Markdown, see
-docs/validation.md.
+are not bound to cores by a fit to the runs with one and two ranks of `traces/`. Backwards that wait for blocking copies
+are predicted with the compute of the same job's runs with asynchronous copies. Prints Markdown, see docs/validation.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import statistics
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from published import TRACES
@@ -59,6 +60,7 @@ def main() -> None:
     machines = {"H100": preset("h100-80gb-sxm-published"), "A100": preset("a100-40gb-published")}
     unbound = unbound_machine()
     rows, errors = [], defaultdict(list)
+    blocking, compute_s = [], defaultdict(list)
     with tempfile.TemporaryDirectory() as work:
         for number, path in enumerate(sorted(args.folder.rglob("log-*.log"))):
             match, text = NAME.search(path.name), path.read_text(errors="replace")
@@ -79,6 +81,11 @@ def main() -> None:
             group = f"{card} {match['model']} {sample.ranks} ranks a host {'bound' if is_bound else 'not bound'}"
             errors[group].append(predicted / sample.update_s - 1)
             rows.append([run, group, f"{sample.update_s:.3f}", f"{predicted:.3f}", percent(predicted, sample.update_s)])
+            job = f"{group}, ratio {float(match['ratio']):g}, batch {match['batch']}"
+            if sample.backward_s is not None and is_bound:
+                blocking.append((job, sample, machine))
+            elif sample.backward_s is None:
+                compute_s[job].append(sample.workload.backward_s)
     table(["run", "machine", "update, s", "predicted", "error"], rows)
     table(
         ["runs", "count", "mean error", "largest"],
@@ -92,6 +99,25 @@ def main() -> None:
             for group, values in sorted(errors.items())
         ],
     )
+    table(
+        ["job", "blocking backward, s", "asynchronous, s", "wait, s/Gparam", "predicted, s", "error"],
+        [blocking_row(job, sample, machine, compute_s[job]) for job, sample, machine in blocking if compute_s[job]],
+    )
+
+
+def blocking_row(job: str, sample: FitSample, machine: Machine, compute_s: list[float]) -> list[str]:
+    """Return a row of a backward that waits for its copies, predicted from backwards of the same job that do not."""
+    alone_s, measured_s = statistics.median(compute_s), sample.backward_s or 0.0
+    schedule = replace(sample, workload=replace(sample.workload, backward_s=alone_s)).simulate(machine)
+    copied = sum(op.params for op in schedule.plan.ops if op.blocking)
+    return [
+        job,
+        f"{measured_s:.3f}",
+        f"{alone_s:.3f}",
+        f"{(measured_s - alone_s) / copied * 1e9:.2f}",
+        f"{schedule.backward_s:.3f}",
+        percent(schedule.backward_s, measured_s),
+    ]
 
 
 if __name__ == "__main__":

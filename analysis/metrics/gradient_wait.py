@@ -8,8 +8,8 @@ from ebbtide.analysis.metrics.substeps.breakdown import SubStep
 from ebbtide.phases import BACKWARD, FORWARD
 
 # A backward computes as much as two forwards. Recomputation adds one. Reducing gradients over ranks takes about as long
-# as gathering parameters adds to a forward, so at most one more. Published runs with asynchronous copies took 3.8 to
-# 4.7 forwards with both.
+# as gathering parameters adds to a forward, so at most one more. Published runs with asynchronous copies took 3.5 to
+# 4.7 forwards with both from 13 G parameters on, and 2.0 to 3.2 below, where forwards are not limited by arithmetic.
 _FORWARDS_PER_BACKWARD = 2
 # A backward that takes less than this many times its expected time does not count as waiting.
 _MIN_RATIO = 1.5
