@@ -15,7 +15,7 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import POLICIES, DefaultRun, parse, plan_in_memory
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
-from ebbtide.interleave.policies.search.placement_search import Placement, PlacementSearch
+from ebbtide.interleave.policies.search.placement_search import START_SHARE, Placement, PlacementSearch
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 from ebbtide.interleave.policies.storage import with_default_storage
 from ebbtide.interleave.simulation.bound import OptimalShares, min_iteration_s, optimal_shares
@@ -29,13 +29,13 @@ _MAX_SUBGROUPS_ONE_BY_ONE = 24
 _MAX_REFINED_SUBGROUPS = 256
 # Work of the search over placements, at each number of subgroups, and of that over assignments (see `PlanCosts`).
 _PLACEMENT_OPS = 20_000
-_ASSIGNMENT_OPS = 40_000
+_ASSIGNMENT_OPS = 50_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
 # Rates, of which each alone is lower on the slower machines whose best placements are starts, by which factor, and the
 # work for each of them.
 _SLOWER_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_update_params_per_s", "gpu_update_params_per_s")
-_SLOWER, _SLOWER_OPS = 0.6, 4_000
+_SLOWER, _SLOWER_OPS = 0.6, 3_000
 # Shares of the CPU's update rate that the search starts from once more, where it may slow copies.
 _THROTTLED_STARTS = (0.9, 0.5, 0.25)
 # The search ends when the cost is within this factor of the bound.
@@ -126,28 +126,35 @@ def _search_one_by_one(costs: PlanCosts, shares: list[OptimalShares]) -> Assignm
     return LocalSearch(costs, target_s).run(starts)
 
 
-def _improved_seeds(search: PlacementSearch, costs: PlanCosts, shares: list[OptimalShares]) -> list[Placement]:
-    """Return the placements that the search finds from its seeds, and from the best of them on a throttled CPU."""
-    improved = [search.improve(seed) for seed in search.seeds(shares, _SEEDS)]
+def _improved_seeds(
+    search: PlacementSearch, costs: PlanCosts, shares: list[OptimalShares], share: float = 1.0
+) -> list[Placement]:
+    """Return the placements that the search finds from its seeds, and from the best of them on a throttled CPU.
+
+    Each start takes at most a share of the work that is left."""
+    improved = [search.improve(seed, share=share) for seed in search.seeds(shares, _SEEDS)]
     if costs.cpu_slows_copies:
         best = min(improved, key=search.cost)
-        improved += [search.improve(replace(best, cpu_share=share)) for share in _THROTTLED_STARTS]
+        throttled = (replace(best, cpu_share=cpu_share) for cpu_share in _THROTTLED_STARTS)
+        improved += [search.improve(start, share=share) for start in throttled]
     # A slower machine's best placement is another start, so that a faster machine has no worse plan.
-    best = min(improved, key=search.cost)
     for key in _SLOWER_RATES:
         if (rate := getattr(costs.machine, key)) is not None:
+            best = min(improved, key=search.cost)
             slower = replace(costs.machine, **{key: _SLOWER * rate})
             start = search.on(PlanCosts(costs.workload, slower, costs.text, _SLOWER_OPS, costs.overlap)).improve(best)
-            improved.append(search.improve(start))
+            starts = [start]
             if key == "cpu_update_params_per_s" and costs.cpu_slows_copies:
-                improved.append(search.improve(replace(start, cpu_share=_SLOWER * start.cpu_share)))
+                starts.append(replace(start, cpu_share=_SLOWER * start.cpu_share))
+            improved += [search.improve(start, share=share) for start in starts]
     return sorted(dict.fromkeys(improved), key=search.cost)[:_SEEDS]
 
 
 def _search_merged(levels: list[Level], shares: list[OptimalShares]) -> list[Assignment]:
     """Return the best assignment of each level: found with the fewest subgroups, and then refined."""
     search = _forward_search(levels[0])
-    placements = _improved_seeds(search, levels[0].costs, shares)
+    placements = _improved_seeds(search, levels[0].costs, shares, START_SHARE)
+    placements = sorted([search.explore(search.improve(placements[0])), *placements], key=search.cost)[:_SEEDS]
     assignments = [search.assignment(placements[0])]
     for coarse, fine in itertools.pairwise(levels):
         search = _forward_search(fine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any, NamedTuple
 
 from ebbtide.interleave.model.workload import Workload
@@ -156,6 +157,7 @@ _CHANGES = (
     PlacementChange(moved=1, slots=1, early=1, late=1),
     PlacementChange(resident=1, slots=-1),
     PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1),
+    PlacementChange(resident=1, moved=-2, slots=-2, early=-2, late=-2),
     PlacementChange(round_trip_gradients=1),
     PlacementChange(slots=1, early=1, round_trip_gradients=1),
 )
@@ -171,6 +173,8 @@ _MEMORY_CHANGES = (
     PlacementChange(slots=1, early=1, late=1),
     PlacementChange(resident=1, slots=1, early=1, late=1),
 )
+# From how many random changes of a placement the search starts, and the share of the work left that each may take.
+_EXPLORED, START_SHARE = 12, 0.25
 _PARKED_TO_RESIDENT = PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1)
 
 
@@ -189,6 +193,11 @@ class PlacementSearch:
         has_gpu = costs.machine.gpu_update_params_per_s is not None
         self._fit_in_update = fit(workload.free_at(workload.compute_s) or 0.0) if has_gpu else 0
         self._fit_at_start, self._always_fit = fit(costs.memory.at_start), fit(costs.memory.always)
+        # The work that `improve` leaves to others (see `PlanCosts.ops_left`).
+        self._least_ops = 0.0
+        self._changes = (*_CHANGES, *_SPECULATION_CHANGES) if costs.overlap.backward else _CHANGES
+        # Costs, or lower bounds of them, of placements, and whether they are exact.
+        self._known: dict[Placement, tuple[float, bool]] = {}
 
     def on(self, costs: PlanCosts) -> PlacementSearch:
         """Return the search with other costs."""
@@ -200,7 +209,11 @@ class PlacementSearch:
 
     def cost(self, placement: Placement, limit: float = INFINITE) -> float:
         """Return the cost of a placement; see `PlanCosts.cost`."""
-        return self._costs.cost(self.assignment(placement), limit)
+        cost, is_exact = self._known.get(placement, (0.0, False))
+        if not is_exact and cost < limit:
+            cost = self._costs.cost(self.assignment(placement), limit)
+            self._known[placement] = cost, cost < limit
+        return cost
 
     def seeds(self, shares: Iterable[OptimalShares], count: int) -> list[Placement]:
         """Return the cheapest placements to start from, cheapest first.
@@ -241,38 +254,58 @@ class PlacementSearch:
                     return best
         return Placement(0, 0, 0)
 
-    def improve(self, start: Placement, step: int | None = None) -> Placement:
+    def improve(self, start: Placement, step: int | None = None, share: float = 1.0) -> Placement:
         """Improve a placement by steps that are halved when none of them helps, while operations are left.
 
-        `step` is the size of the first steps; None: an eighth of the subgroups."""
+        `step` is the size of the first steps; None: an eighth of the subgroups. `share` is the part of the operations
+        left that it may take."""
         step = step or max(1, len(self._workload.subgroups) // 8)
         best = start
-        changes = (*_CHANGES, *_SPECULATION_CHANGES) if self._costs.overlap.backward else _CHANGES
-        while step and self._costs.ops_left > 0:
+        self._least_ops = (1 - share) * max(0, self._costs.ops_left)
+        while step and self._has_ops:
             before = best
-            for change in changes:
+            for change in self._changes:
                 for sign in (1, -1):
-                    # As far as it helps.
-                    while (candidate := self._better(best, best.changed(change, sign * step))) is not None:
-                        best = candidate
+                    # As far as it helps, by steps that grow.
+                    length = step
+                    while (candidate := self._better(best, best.changed(change, sign * length))) is not None:
+                        best, length = candidate, 2 * length
             opposite_gradients = replace(best, round_trip_gradients=best.moved - best.round_trip_gradients)
             opposite_order = replace(best, interleave_cpu_gpu=not best.interleave_cpu_gpu)
             opposite_end = replace(best, moved_late=not best.moved_late)
             for opposite in (opposite_order, opposite_gradients, opposite_end):
                 best = self._better(best, opposite) or best
-            if best == before:
+            if best == before and step == 1:
+                # Last, so that a start keeps its own until the counts fit them.
                 for eighths in range(9) if self._costs.overlap.backward else ():
                     speculated = eighths * (len(self._workload.subgroups) - best.resident - best.moved) // 8
                     best = self._better(best, replace(best, speculated=speculated)) or best
-                for share in other_cpu_shares(best.cpu_share) if self._costs.cpu_slows_copies else ():
-                    best = self._better(best, replace(best, cpu_share=share)) or best
-                step = step // 2 if best == before else step
+                for cpu_share in other_cpu_shares(best.cpu_share) if self._costs.cpu_slows_copies else ():
+                    best = self._better(best, replace(best, cpu_share=cpu_share)) or best
+            step = step // 2 if best == before else step
+        return best
+
+    @property
+    def _has_ops(self) -> bool:
+        return self._costs.ops_left > self._least_ops
+
+    def explore(self, best: Placement) -> Placement:
+        """Improve a placement from random changes of it, while operations are left. The same input gives the same."""
+        draw, most = Random(0), 1 + len(self._workload.subgroups) // 6
+        for _ in range(_EXPLORED if self._has_ops else 0):
+            other = best
+            for change in draw.choices(self._changes, k=2):
+                other = self._clamp(other.changed(change, draw.choice((-1, 1)) * draw.randint(1, most)))
+            if self._costs.cpu_slows_copies:
+                other = replace(other, cpu_share=draw.choice((other.cpu_share, *other_cpu_shares(other.cpu_share))))
+            other = self.improve(other, step=1 + most // 3, share=START_SHARE)
+            best = min(best, other, key=self.cost)
         return best
 
     def _better(self, best: Placement, other: Placement) -> Placement | None:
         """Return the nearest possible placement to the other one if it is cheaper than the best, else None."""
         candidate = self._clamp(other)
-        if candidate == best or self._costs.ops_left <= 0:
+        if candidate == best or not self._has_ops:
             return None
         limit = self.cost(best) * (1 - 1e-9)
         return candidate if self.cost(candidate, limit) < limit else None
