@@ -248,9 +248,11 @@ def test_adaptive__uses_fewer_threads_where_the_cpu_starves_the_link(monkeypatch
     assert ours.exposed_s >= bound(workload, STARVED_LINK).exposed_whole_s * (1 - 1e-5)
     monkeypatch.setattr(placement_search, "other_cpu_shares", lambda share: ())
     monkeypatch.setattr(best_plan, "_THROTTLED_STARTS", ())
+    monkeypatch.setattr(best_plan, "_SLOWER_RATES", ())
     best_plan.search_plan.cache_clear()
     with_all_threads = ran("adaptive", workload, STARVED_LINK)
     best_plan.search_plan.cache_clear()
+    assert with_all_threads.plan.cpu_share == 1
     assert ours.iteration_s < 0.98 * with_all_threads.iteration_s
 
 
