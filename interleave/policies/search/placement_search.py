@@ -197,7 +197,7 @@ class PlacementSearch:
         self._least_ops = 0.0
         self._changes = (*_CHANGES, *_SPECULATION_CHANGES) if costs.overlap.backward else _CHANGES
         # Costs, or lower bounds of them, of placements, and whether they are exact.
-        self._known: dict[Placement, tuple[float, bool]] = {}
+        self._evaluated: dict[Placement, tuple[float, bool]] = {}
 
     def on(self, costs: PlanCosts) -> PlacementSearch:
         """Return the search with other costs."""
@@ -209,10 +209,10 @@ class PlacementSearch:
 
     def cost(self, placement: Placement, limit: float = INFINITE) -> float:
         """Return the cost of a placement; see `PlanCosts.cost`."""
-        cost, is_exact = self._known.get(placement, (0.0, False))
+        cost, is_exact = self._evaluated.get(placement, (0.0, False))
         if not is_exact and cost < limit:
             cost = self._costs.cost(self.assignment(placement), limit)
-            self._known[placement] = cost, cost < limit
+            self._evaluated[placement] = cost, cost < limit
         return cost
 
     def seeds(self, shares: Iterable[OptimalShares], count: int) -> list[Placement]:
