@@ -23,7 +23,7 @@ from tests.interleave.strategies import fixed_policies, machines, workloads
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there is no policy ''; there are adaptive, deepcompile, fsdp2-offload, gpu-only, interleaved, megatron"),
+        ("", "there is no policy ''; there are adaptive, deepcompile, fsdp2-offload, gpu-only, interleaved, mega"),
         ("magic", "there is no policy 'magic'"),
         ("Adaptive", "there is no policy 'Adaptive'"),
         ("twin-flow", "'twin-flow' lacks the share on the CPU: write it after a colon"),
