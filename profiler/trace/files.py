@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 META = "meta.json"
 # In the folder of the spools: locked by the process that will finish the trace.
 LOCK = "recording.lock"
-_MIN_ROWS_FOR_THREADS = 100_000
 
 
 @contextlib.contextmanager
@@ -241,9 +240,7 @@ def _read(path: Path, rank: int, table: str) -> Columns:
                 return _no_rows(table)
             stored = set(parquet.schema.names)
             names = [column.name for column in TABLES[table] if column.name in stored]
-            # Threads only delay the reading of a small file.
-            use_threads = parquet.metadata.num_rows > _MIN_ROWS_FOR_THREADS
-            columns = Columns(table, typed_rows(table, parquet.read(names, use_threads=use_threads)))
+            columns = Columns(table, typed_rows(table, parquet.read(names, use_threads=False)))
         check_values(table, columns)
         return columns
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:

@@ -78,7 +78,7 @@ def test_caching_allocator__takes_the_segments_of_a_real_run(name: str) -> None:
     reserved_before, segments_before = allocator.reserved_bytes, allocator.segments_allocated
     segments = grown = errors = 0
     events = snapshot.events[0]
-    for number, address, size in zip(*(events[name] for name in ("action", "address", "bytes")), strict=True):
+    for number, address, size in zip(*(events[name].tolist() for name in ("action", "address", "bytes")), strict=True):
         action = names[number]
         if action == "segment_alloc":
             segments, grown = segments + 1, grown + size
