@@ -138,9 +138,8 @@ def _read_answer(answer: IO[bytes]) -> Snapshot:
         table: pd.DataFrame({name: np.frombuffer(answer.read(8 * head["rows"][table]), np.int64) for name in columns})
         for table, columns in TABLES.items()
     }
-    annotations = [tuple(entry) for entry in head["annotations"]]
     events = {device: own for device in rows if len(own := Events(answer.fileno(), rows[device]))}
-    return Snapshot(events, **tables, stacks=head["stacks"], annotations=annotations)
+    return Snapshot(events, **tables, stacks=head["stacks"], annotations=[tuple(e) for e in head["annotations"]])
 
 
 def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], answer: IO[bytes], seconds: int) -> int:

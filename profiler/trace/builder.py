@@ -166,7 +166,7 @@ class TraceBuilder:
     def build(self, path: str | Path = "built.ebb") -> Trace:
         """Return the trace in memory. Raises ValueError for rows that do not fit; `path` is only used in messages."""
         frames = {(n, table): builder.frame(table) for n, builder in self._ranks.items() for table in TABLES}
-        return Trace(Path(path), self._raw_meta(), lambda *rank_and_table: frames[rank_and_table])
+        return Trace(Path(path), self._raw_meta(), lambda rank, table: frames[rank, table])
 
     def _raw_meta(self) -> dict[str, Any]:
         return {**self.meta, "ranks": [self._ranks[rank].meta for rank in sorted(self._ranks)]}
