@@ -165,7 +165,7 @@ def _check_ranges(snapshot: Snapshot) -> None:
     limits = {"device": _MAX_DEVICES, "time_us": _MAX_US, "bytes": _MAX_BYTES, "requested": _MAX_BYTES}
     tables: list[tuple[Any, Any]] = [(table, [*table]) for table in (snapshot.blocks, snapshot.segments)]
     for rows, columns in [*tables, *((events, EVENT_COLUMNS) for events in snapshot.events.values())]:
-        for name in limits.keys() & columns:
+        for name in filter(columns.__contains__, limits):
             _check_range(name, np.asarray(rows[name]), limits[name])
     if len({events.have_times for events in snapshot.events.values()}) > 1:
         raise SnapshotError("some of its events have no times")
@@ -230,19 +230,15 @@ def _times_ns(events: Events, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.i
 
 
 def start_ns(snapshot: Snapshot, device: int) -> int:
-    """Return the Unix time of a device's first event, in ns; of the first one of all devices if it has none.
-
-    Earlier events may have been dropped: nothing is known about the time before it."""
+    """Return the Unix time of a device's first event, in ns; of the first one of all devices if it has none."""
     own = snapshot.events_of(device)
     return int(own["time_us"][0]) * 1000 if len(own) else snapshot.span_ns[0]
 
 
 def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
     """Return columns t_ns, pool and bytes of all POOLS of a device."""
-    parts = []
-    for pool in POOLS:
-        timeline = pool_timeline(snapshot, device, pool)
-        parts.append(pd.DataFrame({"t_ns": timeline.t_ns, "pool": pool, "bytes": timeline.bytes}))
+    timelines = {pool: pool_timeline(snapshot, device, pool) for pool in POOLS}
+    parts = [pd.DataFrame({"t_ns": own.t_ns, "pool": pool, "bytes": own.bytes}) for pool, own in timelines.items()]
     return pd.concat(parts, ignore_index=True)
 
 
