@@ -80,7 +80,7 @@ class Events:
         first = self._rows.start // ROWS
         blocks = np.empty((-(-self._rows.stop // ROWS) - first, ROWS), EVENT_COLUMNS[name])
         for number, block in enumerate(blocks, first):
-            os.preadv(self._answer, [block], number * _BLOCK_BYTES + offset)
+            os.preadv(self._answer, [block.data], number * _BLOCK_BYTES + offset)
         return blocks.reshape(-1)[self._rows.start - first * ROWS :][: len(self._rows)]
 
 
