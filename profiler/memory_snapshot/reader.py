@@ -45,7 +45,7 @@ class SnapshotError(ValueError):
 
 
 class Events:
-    """What the allocator did on a device, in order: columns of EVENT_COLUMNS without events of unknown actions.
+    """The events of a device in order: columns of EVENT_COLUMNS, without those of unknown actions.
 
     A column is read from the unpickler's answer whenever it is asked for: all of them take more memory than the tables
     that are made of them. Events without times (of torch before 2.2) have their positions as times."""
