@@ -26,6 +26,19 @@ def make_model(width: int, layers: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
 
 
+def fill_control_group(share: float = 0.95) -> list[torch.Tensor]:
+    """Allocate, as a job's own data, until a share of the limit of the control group (version 1) is in use."""
+    name = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+    group = Path("/sys/fs/cgroup/memory", name.rpartition(":/")[2])
+    limit_bytes = int((group / "memory.limit_in_bytes").read_text())
+    if limit_bytes > 1 << 33:
+        sys.exit("this fault needs a control group with a small limit of memory")
+    pages: list[torch.Tensor] = []
+    while int(dict(map(str.split, (group / "memory.stat").open()))["total_rss"]) < share * limit_bytes:
+        pages.append(torch.ones(1 << 24, dtype=torch.uint8))
+    return pages
+
+
 def train(fault: str) -> None:
     """Train on the CPU."""
     rank = int(os.environ.get("RANK", "0"))
@@ -35,8 +48,7 @@ def train(fault: str) -> None:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # As the job's own data in host memory: most of the control group's limit.
-    pages = [torch.ones(1 << 28, dtype=torch.uint8) for _ in range(5)] if fault == "memory-limit" else []
+    pages = fill_control_group() if fault == "memory-limit" else []
     kept: list[torch.Tensor] = []
     for step in range(LONG if fault in ("slowdown", "none-long") else ITERATIONS):
         data = torch.randn(batch, width)

@@ -214,7 +214,7 @@ FAULTS = (
     Case("slow rank", "run", recorded("slow-rank", ranks=2), ("slow-rank",), "rank 1 of 2 takes 40 ms longer"),
     Case("slowdown", "run", recorded("slowdown"), ("drift",), "40 ms more from the 30th iteration on"),
     Case("one thread", "run", recorded("update"), ("too-few-threads",), "OMP_NUM_THREADS=1 on two cores, AdamW on the CPU"),
-    Case("full control group", "run", in_group("memory-limit", MEMORY_LIMIT), ("host-memory-limit",), "the job holds most of a limit of 2 GiB"),
+    Case("full control group", "run", in_group("memory-limit", MEMORY_LIMIT), ("host-memory-limit",), "the job fills 95 % of a limit of 2 GiB"),
     Case("too many threads", "run", doctor("OMP_NUM_THREADS=64", "torchrun", "--nproc-per-node", "2", "train.py"), ("threads",), "OMP_NUM_THREADS=64 for two ranks on two cores"),
     Case("one core", "run", doctor(*TRAIN, prefix=("taskset", "-c", "0")), ("cores",), "an affinity of one of two cores"),
     Case("many ranks", "run", doctor("torchrun", "--nproc-per-node", "8", "train.py"), ("cores",), "eight ranks on two cores"),

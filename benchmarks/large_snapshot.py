@@ -1,19 +1,31 @@
-"""Writes a memory snapshot of any size as torch's Python writer does, and reads it: memory, and CPU seconds.
+"""Measure the memory and time in which ebbtide imports a large memory snapshot and says what its peak consists of.
+
+    python benchmarks/large_snapshot.py [--gb 1 4] [--folder FOLDER]
+
+The snapshot is written to FOLDER (the default is that of temporary files) as torch's Python writer does, which takes
+two minutes per GB. Of each command: wall and CPU seconds, and the most resident memory of all its processes together,
+read every 20 ms (memory that they share counts in each). Prints Markdown.
 
 The file has the proportions of a recorded training step: three events per block (allocation, release requested and
 completed), stacks of 30 to 80 frames with those of C++, a list of frames for each allocation and each release, which
 share the dicts of frames, and one segment per 20 blocks. `pickle.dumps(pickle.loads(file), 4)` are the same bytes (a
 test compares them).
-
-    python benchmarks/large_snapshot.py --gb 1
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+ROOT = Path(__file__).parents[1]
 
 _FRAME_BYTES = 1 << 16
 _BATCH = 1000
@@ -204,3 +216,50 @@ class _Snapshot:
             writer.value(writer.text(field))
             writer.value(integer(value) if isinstance(value, int) else writer.text(value))
         writer.end(b"u")
+
+
+def resident_bytes(process: int) -> int:
+    """Return the resident memory of a process and of those that it started; 0 of one that has ended."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident_bytes(int(child)) for child in children)
+
+
+def cost(*arguments: object) -> tuple[str, str, str]:
+    """Run a command of ebbtide; return its wall s, CPU s and peak GB."""
+    before, begin, peak = os.times(), time.perf_counter(), 0
+    command = [sys.executable, "-m", "ebbtide", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+        while process.poll() is None:
+            peak = max(peak, resident_bytes(process.pid))
+            time.sleep(0.02)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} failed")
+    after = os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    return f"{time.perf_counter() - begin:.0f}", f"{cpu_s:.0f}", f"{peak / 1e9:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, nargs="+", default=[1.0], help="Sizes of snapshots in GB")
+    parser.add_argument("--folder", help="Folder for the snapshots and traces")
+    options = parser.parse_args()
+    from tables import machine_line, table
+
+    print(machine_line())
+    rows = []
+    for size in options.gb:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            snapshot, trace = Path(folder) / "snapshot.pickle", Path(folder) / "run.ebb"
+            events = f"{write_snapshot(snapshot, int(size * 1e9)):,}"
+            rows.append((f"{size:g} GB", events, "import", *cost("import", snapshot, "-o", trace)))
+            rows.append((f"{size:g} GB", events, "memory --at peak", *cost("memory", trace, "--at", "peak")))
+    table(("snapshot", "events", "command", "wall s", "CPU s", "peak GB"), rows)
+
+
+if __name__ == "__main__":
+    main()

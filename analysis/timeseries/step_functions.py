@@ -133,14 +133,15 @@ def overlap_ns(starts: Ints, ends: Ints, intervals: Union) -> Ints:
 def union_length_by_group(groups: Ints, starts: Ints, ends: Ints, count: int) -> Ints:
     """Return the length of the union of the intervals of each of `count` groups, ns. `groups`: the number of the group
     of each interval."""
-    if not len(starts):
-        return np.zeros(count, np.int64)
-    begin, span = int(starts.min()), int(ends.max()) - int(starts.min()) + 1
-    # Groups one after the other on one axis, so that intervals of different groups do not meet.
-    shift = groups * span - begin
-    united_starts, united_ends = union(starts + shift, ends + shift)
     lengths = np.zeros(count, np.int64)
-    np.add.at(lengths, united_starts // span, united_ends - united_starts)
+    if len(starts):
+        # Groups one after the other on one axis, so that intervals of different groups do not meet. On it stand the
+        # positions of times: the span of days times thousands of groups would overflow.
+        times, positions = np.unique(np.concatenate([starts, ends]), return_inverse=True)
+        shift = groups * len(times)
+        united_starts, united_ends = union(positions[: len(starts)] + shift, positions[len(starts) :] + shift)
+        united_groups, first = np.divmod(united_starts, len(times))
+        np.add.at(lengths, united_groups, times[united_ends % len(times)] - times[first])
     return lengths
 
 

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from ebbtide.profiler import importers
@@ -234,14 +233,9 @@ class _Addition:
 
     def span_ns(self) -> tuple[int, int] | None:
         """Return the first and last time of the rows; None if there are none."""
-        times = [
-            pd.Series(part[column]).dropna().to_numpy(np.int64)
-            for part in self.parts
-            for column in _SPAN_COLUMNS
-            if column in part
-        ]
-        times = [values for values in times if values.size]
-        return (int(min(map(np.min, times))), int(max(map(np.max, times)))) if times else None
+        columns = (pd.Series(part[name]).dropna() for part in self.parts for name in _SPAN_COLUMNS if name in part)
+        spans = [(int(times.min()), int(times.max())) for times in columns if times.size]
+        return (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
 
     def shift(self, offset_ns: int) -> None:
         """Move the rows in time."""

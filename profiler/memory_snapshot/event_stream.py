@@ -121,8 +121,9 @@ class SnapshotPickle(PlainPickle):
         action = self._codes.get(event["action"], -1)
         self._columns["action"].append(action)
         for name, column in _INTEGERS.items():
-            # Events of unknown actions, which are left out, may have other names.
-            self._columns[column].append(event.get(name, 0) if name == "addr" or action < 0 else event[name])
+            # Events of unknown actions, which are left out, may have other names. Torch before 2.2 has no times.
+            missing = -1 if name == "time_us" else 0
+            self._columns[column].append(event[name] if name == "size" and action >= 0 else event.get(name, missing))
         stack = self._stack(event.get("frames") or [])
         self._columns["stack"].append(stack.number)
         self.stack[-1] = EVENT
@@ -145,7 +146,7 @@ class SnapshotPickle(PlainPickle):
                 added.append(len(names))
             names += [name] if pattern else []
             patterns.append((re.escape(key), pattern))
-        if not {"action", "time_us", "size"} <= {*names}:
+        if not {"action", "size"} <= {*names}:
             return None
         groups = b"".join(key + (b"(" + pattern + b")" if pattern else _OTHER) for key, pattern in patterns)
         event = _BEGIN + groups + _END
@@ -162,7 +163,7 @@ class SnapshotPickle(PlainPickle):
         count = len(fields["action"])
         columns = self._columns
         columns["action"].extend(map(self._action, fields["action"]))
-        columns["time_us"].extend(map(_integer, fields["time_us"]))
+        columns["time_us"].extend(map(_integer, fields["time_us"]) if "time_us" in fields else [-1] * count)
         columns["bytes"].extend(map(self._repeated, fields["size"]))
         columns["address"].extend(map(self._repeated, fields["addr"]) if "addr" in fields else [0] * count)
         if "frames" not in fields:

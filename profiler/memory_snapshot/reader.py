@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -20,6 +23,7 @@ import ebbtide
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS, ROWS, STATES, TABLES
 
 _CHUNK_BYTES = 1 << 20
+_BLOCK_BYTES = ROWS * sum(np.dtype(code).itemsize for code in EVENT_COLUMNS.values())
 _PROGRAM = """import sys
 sys.path.insert(0, sys.argv[1])
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import main
@@ -40,55 +44,102 @@ class SnapshotError(ValueError):
     """A file is not a memory snapshot, or is damaged or harmful. The message is the reason."""
 
 
+class Events:
+    """The events of a device in order: columns of EVENT_COLUMNS, without those of unknown actions.
+
+    A column is read from the unpickler's answer whenever it is asked for: all of them take more memory than the tables
+    that are made of them. Events without times (of torch before 2.2) have their positions as times."""
+
+    def __init__(self, answer: int, rows: range) -> None:
+        self._answer, self._rows = answer, rows
+        self._understood = self._read("action") >= 0
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._understood))
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        if name == "time_us" and not self.have_times:
+            return np.arange(len(self))
+        column = self._read(name)
+        return column if len(column) == len(self) else column[self._understood]
+
+    @cached_property
+    def have_times(self) -> bool:
+        """Whether times are Unix times."""
+        return bool((self._read("time_us")[self._understood] >= 0).any())
+
+    @cached_property
+    def release(self) -> str:
+        """The action that ends a block: the request of its release, as in torch's `allocated_bytes`; where none was
+        recorded the completed release, as in its `active_bytes` (CUDACachingAllocator.cpp)."""
+        return "free_requested" if (self["action"] == ACTIONS["free_requested"]).any() else "free_completed"
+
+    def _read(self, name: str) -> npt.NDArray[Any]:
+        names = [*EVENT_COLUMNS]
+        offset = ROWS * sum(np.dtype(EVENT_COLUMNS[before]).itemsize for before in names[: names.index(name)])
+        first = self._rows.start // ROWS
+        blocks = np.empty((-(-self._rows.stop // ROWS) - first, ROWS), EVENT_COLUMNS[name])
+        for number, block in enumerate(blocks, first):
+            os.preadv(self._answer, [block.data], number * _BLOCK_BYTES + offset)
+        return blocks.reshape(-1)[self._rows.start - first * ROWS :][: len(self._rows)]
+
+
+_NO_EVENTS = Events(-1, range(0))
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """A memory snapshot as tables of integers, whose names are in `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`."""
+    """A memory snapshot as integers; the names of columns are in `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`."""
 
-    events: pd.DataFrame  # What the allocator did, in order; `stack` is a position in `stacks`, or -1.
+    events: dict[int, Events]  # Those of each device that has some; `stack` is a position in `stacks`, or -1.
     blocks: pd.DataFrame  # Its blocks at the end; `segment` is a row of `segments`.
     segments: pd.DataFrame  # Its segments at the end; `pool` is 1 in a private pool (of a CUDA graph).
     stacks: list[str]  # Call stacks, the outermost frame in the first line.
     annotations: list[tuple[str, str, int, int]]  # (name, START or END, device, Unix time in us), in order.
 
-    def events_of(self, device: int) -> pd.DataFrame:
-        """Return the events of a device, without a copy: they follow each other."""
-        numbers = self.events["device"].to_numpy()
-        return self.events[slice(*np.searchsorted(numbers, np.array([device, device + 1], numbers.dtype)))]
+    def events_of(self, device: int) -> Events:
+        return self.events.get(device, _NO_EVENTS)
+
+    @property
+    def has_times(self) -> bool:
+        """Whether it has events, whose times are Unix times."""
+        return any(events.have_times for events in self.events.values())
+
+    @cached_property
+    def span_ns(self) -> tuple[int, int]:
+        """Return the times of the first and the last event of all devices."""
+        times = [(int(t.min()) * 1000, int(t.max()) * 1000) for t in (e["time_us"] for e in self.events.values())]
+        return min(times)[0], max(last for _, last in times)
 
 
 def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS) -> Snapshot:
-    """Read a snapshot.
-
-    `seconds`: CPU time allowed in addition to one second per MB."""
-    with tempfile.TemporaryFile() as answer:
+    """Read a snapshot. `seconds`: CPU time allowed in addition to one second per MB."""
+    with ExitStack() as stack:
+        answer = stack.enter_context(tempfile.TemporaryFile())
         if _run_unpickler(open_file, answer, seconds):
             raise SnapshotError("opening it crashes, or takes too long")
-        end = answer.seek(-8, os.SEEK_END)
-        answer.seek(end - int.from_bytes(answer.read(8), "little"))
-        head: dict[str, Any] = json.loads(answer.read()[:-8])
-        if "error" in head:
-            raise SnapshotError(head["error"])
-        answer.seek(0)
-        tables = {"events": _read_events(answer, head["device_events"])}
-        for (table, columns), rows in zip(TABLES.items(), head["rows"].values(), strict=True):
-            tables[table] = pd.DataFrame({name: np.frombuffer(answer.read(8 * rows), np.int64) for name in columns})
-    _check_ranges(tables)
-    return Snapshot(**tables, stacks=head["stacks"], annotations=[tuple(entry) for entry in head["annotations"]])
+        snapshot = _read_answer(answer)
+        _check_ranges(snapshot)
+        weakref.finalize(snapshot, stack.pop_all().close)
+    return snapshot
 
 
-def _read_events(answer: IO[bytes], device_events: list[int]) -> pd.DataFrame:
-    """Read the events, without those of unknown actions."""
-    count = sum(device_events)
-    columns = {name: np.empty(count, np.dtype(code)) for name, code in EVENT_COLUMNS.items()}
-    for start in range(0, count, ROWS):
-        for column in columns.values():
-            part = column[start : start + ROWS]
-            part[:] = np.frombuffer(answer.read(part.nbytes), part.dtype)
-    columns["device"] = np.repeat(np.arange(len(device_events), dtype=np.int16), device_events)
-    understood = columns["action"] >= 0
-    if not understood.all():
-        columns = {name: column[understood] for name, column in columns.items()}
-    return pd.DataFrame(columns, copy=False)
+def _read_answer(answer: IO[bytes]) -> Snapshot:
+    end = answer.seek(-8, os.SEEK_END)
+    answer.seek(end - int.from_bytes(answer.read(8), "little"))
+    head: dict[str, Any] = json.loads(answer.read()[:-8])
+    if "error" in head:
+        raise SnapshotError(head["error"])
+    ends = [0, *accumulate(head["device_events"])]
+    rows = {device: range(*own) for device, own in enumerate(pairwise(ends)) if own[0] < own[1]}
+    _check_range("device", np.array([*rows]), _MAX_DEVICES)
+    answer.seek(-(-ends[-1] // ROWS) * _BLOCK_BYTES)
+    tables = {
+        table: pd.DataFrame({name: np.frombuffer(answer.read(8 * head["rows"][table]), np.int64) for name in columns})
+        for table, columns in TABLES.items()
+    }
+    events = {device: own for device in rows if len(own := Events(answer.fileno(), rows[device]))}
+    return Snapshot(events, **tables, stacks=head["stacks"], annotations=[tuple(e) for e in head["annotations"]])
 
 
 def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], answer: IO[bytes], seconds: int) -> int:
@@ -109,18 +160,23 @@ def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], a
     return process.returncode
 
 
-def _check_ranges(tables: dict[str, pd.DataFrame]) -> None:
+def _check_ranges(snapshot: Snapshot) -> None:
     """Raise SnapshotError for numbers that no allocator counts, so that no sum overflows."""
     limits = {"device": _MAX_DEVICES, "time_us": _MAX_US, "bytes": _MAX_BYTES, "requested": _MAX_BYTES}
-    columns = [item for table in tables.values() if len(table) for item in table.items()]
-    for column, values in columns:
-        if column not in limits:
-            continue
-        low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= limits[column]:
-            raise SnapshotError(f"it has {low if low < 0 else high} for {column}")
-        if limits[column] == _MAX_BYTES and values.to_numpy().sum(dtype=float) >= _MAX_SUM_BYTES:
-            raise SnapshotError("its sizes add up to more than any device has")
+    tables: list[tuple[Any, Any]] = [(table, [*table]) for table in (snapshot.blocks, snapshot.segments)]
+    for rows, columns in [*tables, *((events, EVENT_COLUMNS) for events in snapshot.events.values())]:
+        for name in filter(columns.__contains__, limits):
+            _check_range(name, np.asarray(rows[name]), limits[name])
+    if len({events.have_times for events in snapshot.events.values()}) > 1:
+        raise SnapshotError("some of its events have no times")
+
+
+def _check_range(name: str, values: npt.NDArray[Any], limit: int) -> None:
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    if low < 0 or high >= limit:
+        raise SnapshotError(f"it has {low if low < 0 else high} for {name}")
+    if limit == _MAX_BYTES and values.sum(dtype=float) >= _MAX_SUM_BYTES:
+        raise SnapshotError("its sizes add up to more than any device has")
 
 
 class PoolTimeline(NamedTuple):
@@ -137,13 +193,10 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
 
     A snapshot has the recorded events (or the last of them), and the blocks and segments at its end. So each pool ends
     at the size at that moment, and starts at that size minus the changes of the events: it includes what was allocated
-    before. `requested` falls when a release is requested, as torch's allocated_bytes do (its active_bytes fall when the
-    release is completed; both in CUDACachingAllocator.cpp). If only completed releases were recorded, it falls with
-    them."""
+    before. `requested` falls with `Events.release`."""
     events = snapshot.events_of(device)
     if pool == "requested":
-        release = "free_requested" if releases_requested(events) else "free_completed"
-        signs, end_bytes = {"alloc": 1, release: -1}, int(blocks_in_use(snapshot, device, events)["requested"].sum())
+        signs, end_bytes = {"alloc": 1, events.release: -1}, int(blocks_in_use(snapshot, device)["requested"].sum())
     else:
         segments = snapshot.segments
         signs, end_bytes = _RESERVED, int(segments.loc[segments["device"] == device, "bytes"].sum())
@@ -151,7 +204,7 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
     sign[[ACTIONS[action] for action in signs]] = list(signs.values())
     signed = sign[events["action"]]
     changing = signed != 0
-    changes = events["bytes"].to_numpy()[changing]
+    changes = events["bytes"][changing]
     changes *= signed[changing]
     # Millions of events: sums and times are made in place.
     sums, times = np.zeros(len(changes) + 2, np.int64), np.empty(len(changes) + 2, np.int64)
@@ -160,47 +213,37 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
     sums[-1] = sums[-2]
     missing = max(int(sums[-1] - sums.min()) - end_bytes, 0)
     sums += end_bytes - sums[-1] + missing
-    times[0], times[-1] = start_ns(snapshot, device), int(snapshot.events["time_us"].max()) * 1000
+    times[0], times[-1] = start_ns(snapshot, device), snapshot.span_ns[1]
     times[1:-1] = _times_ns(events, changing)
     return PoolTimeline(times, sums, missing, bool((signed < 0).any()))
 
 
-def _times_ns(events: pd.DataFrame, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+def _times_ns(events: Events, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """Return times of some events of a device, monotonic from its first event on: clocks of cores differ a little."""
-    times: npt.NDArray[np.int64] = events["time_us"].to_numpy()[chosen]
+    all_times = events["time_us"]
+    times: npt.NDArray[np.int64] = all_times[chosen]
     if len(times):
-        times[0] = max(times[0], events["time_us"].iloc[0])
+        times[0] = max(times[0], all_times[0])
         np.maximum.accumulate(times, out=times)
         times *= 1000
     return times
 
 
 def start_ns(snapshot: Snapshot, device: int) -> int:
-    """Return the Unix time of a device's first event, in ns; of the first one of all devices if it has none.
-
-    Earlier events may have been dropped: nothing is known about the time before it."""
-    own = snapshot.events_of(device)["time_us"]
-    return int(own.iloc[0] if len(own) else snapshot.events["time_us"].min()) * 1000
+    """Return the Unix time of a device's first event, in ns; of the first one of all devices if it has none."""
+    own = snapshot.events_of(device)
+    return int(own["time_us"][0]) * 1000 if len(own) else snapshot.span_ns[0]
 
 
 def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
     """Return columns t_ns, pool and bytes of all POOLS of a device."""
-    parts = []
-    for pool in POOLS:
-        timeline = pool_timeline(snapshot, device, pool)
-        parts.append(pd.DataFrame({"t_ns": timeline.t_ns, "pool": pool, "bytes": timeline.bytes}))
+    timelines = {pool: pool_timeline(snapshot, device, pool) for pool in POOLS}
+    parts = [pd.DataFrame({"t_ns": own.t_ns, "pool": pool, "bytes": own.bytes}) for pool, own in timelines.items()]
     return pd.concat(parts, ignore_index=True)
 
 
 def allocator_state(snapshot: Snapshot, device: int) -> dict[str, int]:
-    """Return the segments of a device at the end of a snapshot, in bytes where not a count.
-
-    Keys:
-        segments, private_segments: Number of all segments, and of those in private pools (of CUDA graphs).
-        reserved_bytes, private_bytes: Bytes of all segments, and of those in private pools.
-        allocated_bytes, requested_bytes: Bytes of the blocks in use, and what tensors requested of them.
-        inactive_bytes: Bytes of free blocks in segments that also have blocks in use: torch cannot return them.
-        largest_free_bytes: The largest free block, the most that torch can allocate without a new segment."""
+    """Return the entry of `allocators` in meta.json for a device at the end of a snapshot (docs/trace-format.md)."""
     segments = snapshot.segments[snapshot.segments["device"] == device]
     blocks = snapshot.blocks[snapshot.blocks["device"] == device]
     free = blocks[blocks["state"] == STATES["inactive"]]
@@ -218,54 +261,48 @@ def allocator_state(snapshot: Snapshot, device: int) -> dict[str, int]:
     }
 
 
-def releases_requested(events: pd.DataFrame) -> bool:
-    """Return whether the events have the requests of releases, not only the completed releases.
-
-    A block counts as held until its release is requested, as in torch's `allocated_bytes`; its `active_bytes` fall when
-    the release is completed (CUDACachingAllocator.cpp)."""
-    return bool((events["action"] == ACTIONS["free_requested"]).any())
-
-
-def blocks_in_use(snapshot: Snapshot, device: int, events: pd.DataFrame) -> pd.DataFrame:
-    """Return the blocks of a device that are held at the end of a snapshot. `events`: those of the device."""
-    states = ["active_allocated"] if releases_requested(events) else ["active_allocated", "active_awaiting_free"]
-    blocks = snapshot.blocks
+def blocks_in_use(snapshot: Snapshot, device: int) -> pd.DataFrame:
+    """Return the blocks of a device that are held at the end of a snapshot."""
+    states, blocks = ["active_allocated"], snapshot.blocks
+    if snapshot.events_of(device).release == "free_completed":
+        states.append("active_awaiting_free")
     return blocks[(blocks["device"] == device) & blocks["state"].isin([STATES[state] for state in states])]
 
 
 def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFrame:
-    """Return each block that a device held at any time of a snapshot.
+    """Return each block that a device held at any time of a snapshot: at each time they add up to the pool `requested`.
 
-    `start_ns`: the start of blocks that were allocated before the first event, Unix time in ns.
-
-    Returns:
-        Columns start_ns, end_ns (missing: held at the end), bytes (as requested), address, and stack (the text, missing
-        where it was not recorded). At each time the blocks held add up to the pool `requested`.
-    """
+    `start_ns`: the start of blocks that were allocated before the first event. Columns: start_ns, end_ns (missing: held
+    at the end), bytes (as requested), address, and stack (the text, missing where it was not recorded)."""
     events = snapshot.events_of(device)
-    live = blocks_in_use(snapshot, device, events)
-    release = ACTIONS["free_requested" if releases_requested(events) else "free_completed"]
-    action = events["action"].to_numpy()
-    chosen = (action == ACTIONS["alloc"]) | (action == release)
+    live = blocks_in_use(snapshot, device)
+    action = events["action"]
+    chosen = (action == ACTIONS["alloc"]) | (action == ACTIONS[events.release])
     made = action[chosen] == ACTIONS["alloc"]
-    address, size, stack = (events[name].to_numpy()[chosen] for name in ("address", "bytes", "stack"))
+    address = events["address"][chosen]
     following, after_made = _following(address, made)
-    t_ns = _times_ns(events, chosen)
-    end_ns = np.where(following >= 0, t_ns[following], _MISSING)[made]
     older = ~made & ~after_made
     # Blocks held at the end without an allocation in the events are older than these.
     remaining = live[~live["address"].isin(address[made & (following < 0)])]
-    del following
-    unknown = np.full(older.sum() + len(remaining), start_ns)
-    ends = np.concatenate([end_ns, t_ns[older], np.full(len(remaining), _MISSING)])
-    stacks = np.concatenate([stack[made], np.full(older.sum(), -1, np.int32), remaining["stack"].astype(np.int32)])
-    columns = {
-        "start_ns": np.concatenate([t_ns[made], unknown]),
-        "end_ns": pd.arrays.IntegerArray(ends, ends == _MISSING),
-        "bytes": np.concatenate([size[made], size[older], remaining["requested"]]),
-        "address": np.concatenate([address[made], address[older], remaining["address"]]),
-        "stack": pd.Categorical.from_codes(stacks, categories=snapshot.stacks),
-    }
+
+    def of_blocks(values: npt.NDArray[Any], of_remaining: Any) -> npt.NDArray[Any]:
+        """Return values of the blocks, given those of events: older blocks first, by their releases."""
+        return np.concatenate([np.broadcast_to(of_remaining, len(remaining)), values[older], values[made]])
+
+    columns: dict[str, Any] = {"address": of_blocks(address, remaining["address"])}
+    del address
+    times = _times_ns(events, chosen)
+    ends = np.where(following >= 0, times[following], _MISSING)
+    ends[older], times[older] = times[older], start_ns
+    ends = of_blocks(ends, _MISSING)
+    columns["start_ns"] = of_blocks(times, start_ns)
+    columns["end_ns"] = pd.arrays.IntegerArray(ends, ends == _MISSING)
+    del following, times
+    columns["bytes"] = of_blocks(events["bytes"][chosen], remaining["requested"])
+    stacks = events["stack"][chosen]
+    stacks[older] = -1
+    stacks = of_blocks(stacks, remaining["stack"].astype(np.int32))
+    columns["stack"] = pd.Categorical.from_codes(stacks, categories=snapshot.stacks)
     return pd.DataFrame(columns, copy=False)
 
 

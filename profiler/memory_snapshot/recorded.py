@@ -50,7 +50,7 @@ def read_recorded(description_file: Path) -> RecordedAllocations:
             snapshot = read_snapshot(lambda: path.open("rb"))
         except SnapshotError as error:
             raise ValueError(str(error)) from None
-        rows = allocation_rows(snapshot, number, int(snapshot.events["time_us"].min()) * 1000)
+        rows = allocation_rows(snapshot, number, snapshot.span_ns[0])
         memory = pool_rows(snapshot, number)
         for table, columns in ((rows, ("start_ns", "end_ns")), (memory, ("t_ns",))):
             for column in columns:

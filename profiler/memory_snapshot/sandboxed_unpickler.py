@@ -3,10 +3,10 @@
 No class of a pickle is called, so none can run code. That does not prevent endless work, or tens of GB of memory. So
 the snapshot is read in a process of its own with limits on memory and time. It imports only the standard library.
 
-Output: the events in blocks of ROWS, each as its columns EVENT_COLUMNS; the columns of the other TABLES as native
-int64; JSON, {"error": reason} or {"rows": {table: number of rows}, "device_events": number of events of each device,
-"stacks", "annotations"}; and its length in 8 bytes. The column `stack` is a position in `stacks`, or -1. Events of
-unknown actions have the action -1.
+Output: the events in blocks of ROWS, each as its columns EVENT_COLUMNS, the last one filled up; the columns of the
+other TABLES as native int64; JSON, {"error": reason} or {"rows": {table: number of rows}, "device_events": number of
+events of each device, "stacks", "annotations"}; and its length in 8 bytes. The column `stack` is a position in
+`stacks`, or -1. Events of unknown actions have the action -1, those without a time the time -1.
 """
 
 from __future__ import annotations
@@ -124,10 +124,12 @@ class EventBlocks:
             self.write()
 
     def write(self) -> None:
-        """Write a block, which only at the end is not full."""
-        self.rows += min(len(self.columns["stack"]), ROWS)
+        """Write a block. The last one is filled up with zeros."""
+        rows = min(len(self.columns["stack"]), ROWS)
+        self.rows += rows
         for column in self.columns.values():
             sys.stdout.buffer.write(column[:ROWS])
+            sys.stdout.buffer.write(bytes((ROWS - rows) * column.itemsize))
             del column[:ROWS]
 
 
@@ -209,7 +211,8 @@ def main(seconds: int) -> None:
         snapshot = _snapshot(reader.load())
         counts, tables = device_events(snapshot), block_columns(snapshot, stacks)
         annotations = annotation_rows(snapshot)
-        events.write()
+        if events.columns["stack"]:
+            events.write()
         if sum(counts) != events.rows:
             raise ValueError("it has events that no device has")
         for columns in tables.values():
@@ -220,8 +223,7 @@ def main(seconds: int) -> None:
     except MemoryError:
         _write_error("opening it takes more memory than allowed")
     except KeyError as error:
-        no_times = error.args == ("time_us",)
-        _write_error("its events have no times (torch records them since 2.2)" if no_times else f"it lacks {error}")
+        _write_error(f"it lacks {error}")
     except (AttributeError, TypeError):
         _write_error("it is a pickle, but does not have the structure of a torch memory snapshot")
     except Exception as error:

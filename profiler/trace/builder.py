@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ebbtide.phases import PHASES
-from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, write_rank
+from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, write_table
 from ebbtide.profiler.trace.metadata import parse_meta
-from ebbtide.profiler.trace.schema import TABLES
+from ebbtide.profiler.trace.schema import SORT, TABLES
 from ebbtide.profiler.trace.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
+
+# Rows of a frame of a large table.
+_FRAME_ROWS = 1 << 18
 
 
 class RankBuilder:
@@ -46,17 +52,22 @@ class RankBuilder:
 
     def frame(self, table: str) -> pd.DataFrame:
         """Return the rows so far. Raises ValueError for rows that do not fit the table."""
-        import pandas as pd
+        return _joined(table, self._columns[table], self._rows[table])
 
-        from ebbtide.profiler.trace.frames import empty_frame, frame
-
-        parts = [frame(table, self._rows[table])] if self._rows[table] else []
-        parts += [frame(table, rows) for rows in map(pd.DataFrame, self._columns[table]) if len(rows)]
-        return frame(table, pd.concat(parts)) if len(parts) > 1 else parts[0] if parts else empty_frame(table)
-
-    def frames(self) -> dict[str, pd.DataFrame]:
-        """Return the rows so far of all tables."""
-        return {table: self.frame(table) for table in TABLES}
+    def frames_of(self, table: str) -> Iterator[pd.DataFrame]:
+        """Yield the rows so far as frames in the order of time, of a large table several: one takes too much memory."""
+        parts = self._columns[table]
+        times = [np.asarray(part[SORT[table]]) for part in parts]
+        longest = max(times, key=np.size, default=np.empty(0))
+        if longest.size <= _FRAME_ROWS or self._rows[table] or not all((np.diff(own) >= 0).all() for own in times):
+            yield self.frame(table)
+            return
+        limits = longest[_FRAME_ROWS::_FRAME_ROWS]
+        cuts = [pairwise([0, *np.searchsorted(own, limits), len(own)]) for own in times]
+        for bounds in zip(*cuts, strict=True):
+            frame = _joined(table, [_cut(part, *rows) for part, rows in zip(parts, bounds, strict=True)])
+            texts = frame.select_dtypes("category").items()
+            yield frame.assign(**{name: column.cat.remove_unused_categories() for name, column in texts})
 
     def phase(
         self,
@@ -79,25 +90,14 @@ class RankBuilder:
         return self.add("memory", t_ns=t_ns, device=device, pool=pool, bytes=size)
 
     def link(self, t_ns: int, window_ns: int, source: str, device: str = "cuda:0", **rates: Any) -> RankBuilder:
-        """Add a sample of a link's counters and return the builder.
+        """Add a sample of a link's counters, of the window that ends at `t_ns`, and return the builder.
 
-        Args:
-            t_ns: The end of the window.
-            window_ns: The length of the window.
-            source: The kind of counters: `nvml-counters`, `gpm` or `nvml-throughput`.
-            device: The GPU.
-            rates: h2d_bytes_per_s, d2h_bytes_per_s, generation and width, where they were recorded.
-        """
+        `source`: `nvml-counters`, `gpm` or `nvml-throughput`. `rates`: h2d_bytes_per_s, d2h_bytes_per_s, generation and
+        width, where they were recorded."""
         return self.add("link", t_ns=t_ns, device=device, source=source, window_ns=window_ns, **rates)
 
     def gpu(self, t_ns: int, device: str = "cuda:0", **values: Any) -> RankBuilder:
-        """Add a sample of a GPU's state and return the builder.
-
-        Args:
-            t_ns: The time of the sample.
-            device: The GPU.
-            values: utilization_percent, power_w and other columns of the table `gpu`, where they were recorded.
-        """
+        """Add a sample of a GPU's state, columns of the table `gpu`, and return the builder."""
         return self.add("gpu", t_ns=t_ns, device=device, **values)
 
     def kernel(
@@ -111,34 +111,21 @@ class RankBuilder:
         stream: int | None = None,
         group: str | None = None,
     ) -> RankBuilder:
-        """Add work on a GPU and return the builder.
+        """Add work on a GPU, in device time, and return the builder.
 
-        Args:
-            start_ns: The start, in device time.
-            end_ns: The end, in device time.
-            kind: `compute`, `communication`, `copy` (within or between GPUs) or `memset`.
-            name: The name of the kernel.
-            device: The GPU.
-            launch_ns: The start of the call that launched it; None where not recorded.
-            stream: The stream; None where not recorded.
-            group: The process group of a collective; None where not recorded.
-        """
+        `kind`: `compute`, `communication`, `copy` (within or between GPUs) or `memset`. None where not recorded: the
+        call that launched it, the stream, the process group of a collective."""
         row = {"start_ns": start_ns, "end_ns": end_ns, "kind": kind, "name": name, "device": device}
         return self.add("kernels", **row, launch_ns=launch_ns, stream=stream, group=group)
 
     def transfer(
         self, direction: str, start_ns: int, end_ns: int, size: int | None, device: str = "cuda:0", **columns: Any
     ) -> RankBuilder:
-        """Add a copy between host and device and return the builder; the rank then counts as recording transfers.
+        """Add a copy between host and device, in device time, and return the builder; the rank then counts as recording
+        transfers.
 
-        Args:
-            direction: `h2d` or `d2h`.
-            start_ns: The start, in device time.
-            end_ns: The end, in device time.
-            size: Bytes; None where not recorded.
-            device: The GPU.
-            columns: host_memory ("pinned", "pageable"), stream, launch_ns and name, where they were recorded.
-        """
+        `direction`: `h2d` or `d2h`. `size`: None where not recorded. `columns`: host_memory ("pinned", "pageable"),
+        stream, launch_ns and name, where they were recorded."""
         self.meta["transfers_recorded"] = True
         row = {"start_ns": start_ns, "end_ns": end_ns, "device": device, "direction": direction, "bytes": size}
         return self.add("transfers", **{"name": direction, **row, **columns})
@@ -178,8 +165,8 @@ class TraceBuilder:
 
     def build(self, path: str | Path = "built.ebb") -> Trace:
         """Return the trace in memory. Raises ValueError for rows that do not fit; `path` is only used in messages."""
-        frames = {rank: builder.frames() for rank, builder in self._ranks.items()}
-        return Trace(Path(path), self._raw_meta(), lambda rank, table: frames[rank][table])
+        frames = {(n, table): builder.frame(table) for n, builder in self._ranks.items() for table in TABLES}
+        return Trace(Path(path), self._raw_meta(), lambda rank, table: frames[rank, table])
 
     def _raw_meta(self) -> dict[str, Any]:
         return {**self.meta, "ranks": [self._ranks[rank].meta for rank in sorted(self._ranks)]}
@@ -191,6 +178,23 @@ class TraceBuilder:
         parse_meta(meta, path)
         with new_trace(path, force):
             for rank, builder in self._ranks.items():
-                write_rank(path, rank, builder.frames())
+                for table in TABLES:
+                    write_table(path, rank, table, builder.frames_of(table))
             write_meta(path, meta)
         return open_trace(path)
+
+
+def _cut(columns: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    """Return some rows of columns, each an array or one value for all rows."""
+    return {name: values if np.ndim(values) == 0 else values[start:end] for name, values in columns.items()}
+
+
+def _joined(table: str, parts: Iterable[dict[str, Any]], rows: list[dict[str, Any]] | None = None) -> pd.DataFrame:
+    """Return the frame of rows and of columns of rows."""
+    import pandas as pd
+
+    from ebbtide.profiler.trace.frames import empty_frame, frame
+
+    frames = [frame(table, rows)] if rows else []
+    frames += [frame(table, part) for part in map(pd.DataFrame, parts) if len(part)]
+    return frame(table, pd.concat(frames)) if len(frames) > 1 else frames[0] if frames else empty_frame(table)

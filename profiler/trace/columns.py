@@ -100,6 +100,8 @@ class Columns:
 
 
 def _sorted(table: str, rows: pa.Table) -> pa.Table:
+    # Row groups have dictionaries of their own: joined here, as arrays are, no column is kept twice.
+    rows = rows.combine_chunks()
     times = _numbers(_one_array(rows.column(SORT[table])))
     return rows if (times[1:] >= times[:-1]).all() else rows.take(pa.array(np.argsort(times, kind="stable")))
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 META = "meta.json"
 # In the folder of the spools: locked by the process that will finish the trace.
 LOCK = "recording.lock"
-_MIN_ROWS_FOR_THREADS = 100_000
 
 
 @contextlib.contextmanager
@@ -165,17 +164,27 @@ def write_meta(path: Path, meta: dict[str, Any]) -> None:
 
 
 def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> None:
-    """Write the tables of one rank as Parquet (zstd). An optional table without rows has no file."""
-    folder = path / f"rank-{rank}"
-    folder.mkdir(exist_ok=True)
+    """Write the tables of one rank. An optional table without rows has no file."""
     for table in TABLES:
-        if table in OPTIONAL_TABLES and tables[table].empty:
-            continue
-        rows = pa.Table.from_pandas(tables[table], schema=arrow_schema(table), preserve_index=False)
-        # Times hardly repeat: a dictionary of them would only take memory.
-        repeating = [column.name for column in TABLES[table] if not column.name.endswith("_ns")]
-        file = folder / f"{table}.parquet"
-        pq.write_table(rows.replace_schema_metadata(), file, compression="zstd", use_dictionary=repeating)
+        write_table(path, rank, table, [tables[table]])
+
+
+def write_table(path: Path, rank: int, table: str, frames: Iterable[pd.DataFrame]) -> None:
+    """Write a table of one rank as Parquet (zstd) from frames of its rows in order, as they come."""
+    file, schema = _parquet(path, rank, table), arrow_schema(table)
+    file.parent.mkdir(exist_ok=True)
+    # Times hardly repeat: a dictionary of them would only take memory.
+    repeating = [column.name for column in TABLES[table] if not column.name.endswith("_ns")]
+    with contextlib.ExitStack() as stack:
+        writer = None
+        for frame in frames:
+            if frame.empty and table in OPTIONAL_TABLES:
+                continue
+            writer = writer or stack.enter_context(
+                pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=repeating)
+            )
+            rows = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
+            writer.write_table(rows.replace_schema_metadata())
 
 
 def drop_ranks(path: Path, ranks: Iterable[int]) -> None:
@@ -229,11 +238,9 @@ def _read(path: Path, rank: int, table: str) -> Columns:
         with _opened(file, text_columns(table)) as parquet:
             if not parquet.metadata.num_rows:
                 return _no_rows(table)
-            names = set(parquet.schema.names)
-            # Threads only delay the reading of a small file.
-            use_threads = parquet.metadata.num_rows > _MIN_ROWS_FOR_THREADS
-            rows = parquet.read([c.name for c in TABLES[table] if c.name in names], use_threads=use_threads)
-        columns = Columns(table, typed_rows(table, rows))
+            stored = set(parquet.schema.names)
+            names = [column.name for column in TABLES[table] if column.name in stored]
+            columns = Columns(table, typed_rows(table, parquet.read(names, use_threads=False)))
         check_values(table, columns)
         return columns
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:

@@ -166,7 +166,7 @@ def typed_rows(table: str, rows: pa.Table) -> pa.Table:
         values = _typed(rows.column(column.name), column) if column.name in present else None
         if not column.nullable and len(rows) and (values is None or values.null_count):
             raise ValueError(f"the table {table} needs a column {column.name}, with a value in every row")
-        columns[column.name] = pa.nulls(len(rows), _target(column)) if values is None else values
+        columns[column.name] = _nulls(len(rows), column) if values is None else values
     return pa.Table.from_arrays(list(columns.values()), list(columns))
 
 
@@ -177,9 +177,9 @@ def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
         return values
     if pa.types.is_null(kind.value_type if pa.types.is_dictionary(kind) else kind):
         return values.cast(target)
-    if is_text(column.type) and pa.types.is_dictionary(kind) and values.null_count == len(values):
+    if is_text(column.type) and not is_text(kind) and pa.types.is_dictionary(kind) and values.null_count == len(values):
         # A pandas category without any value has categories of floats.
-        return pa.chunked_array([pa.nulls(len(values), target)])
+        return pa.chunked_array([_nulls(len(values), column)])
     if pa.types.is_integer(column.type):
         fits = pa.types.is_integer(kind)
     elif pa.types.is_floating(column.type):
@@ -189,6 +189,12 @@ def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
     if not fits:
         raise ValueError(f"its column {column.name} is {kind}, not {column.type}")
     return values.unify_dictionaries() if pa.types.is_dictionary(kind) else values.cast(target)
+
+
+def _nulls(count: int, column: TraceColumn) -> pa.Array:
+    """Return missing values. Those of text are a dictionary, which takes half of the memory, as those in files are."""
+    kind = _target(column)
+    return pa.nulls(count, pa.dictionary(pa.int32(), kind) if is_text(kind) else kind)
 
 
 def _target(column: TraceColumn) -> pa.DataType:

@@ -11,6 +11,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.columns import Columns
 from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta, parse_meta
@@ -148,6 +150,8 @@ class Trace:
                 self._new_bytes = 0
                 while sum(kept.nbytes for kept in self._tables.values()) > _MAX_TABLE_BYTES and len(self._tables) > 1:
                     self._tables.popitem(last=False)
+                # Arrow keeps the memory of what is dropped for later tables.
+                pa.default_memory_pool().release_unused()
         return table
 
     def labels(self, rank: int, name: str, column: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ _CALL = re.compile(r"^_call_impl \(", re.M)
 # Functions and modules named after a loss, and the gradients of torch's functions of logits.
 _LOSS = re.compile(r"^(?:\w*[Ll]oss\w*|cross_entropy) \(|^(?:NllLoss|LogSoftmax|CrossEntropy)\w*Backward", re.M)
 
-FORWARD, BACKWARD, STEP, MODEL, LIBRARY = "forward", "backward", "step", "model", "library"
+FORWARD, BACKWARD, STEP, MODEL, LIBRARY = _PARTS = ("forward", "backward", "step", "model", "library")
 
 
 def part_of_step(stack: str) -> str:
@@ -74,7 +75,7 @@ def call_site(stack: str) -> str:
 # In the order in which they are stacked, from what is held longest.
 CATEGORIES = ("parameter", "buffer", "optimizer_state", "gradient", "activation", "temporary")
 _OPTIMIZER_STEP = "Optimizer.step"
-Labels = npt.NDArray[np.object_]
+Bools = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -93,16 +94,14 @@ def categorized_allocations(trace: Trace, rank: int, device: str) -> pd.DataFram
         workspace of a library: `temporary`
 
     Without a later step or backward, the end of the recording counts. Blocks that were allocated before the recording,
-    without a stack, have no category, nor have those outside of modules where no backward was recorded.
-
-    Returns:
-        The table `allocations` with `end_ns` as int64 (held to the end: the largest int64), and a column `part`.
-    """
-    rows = trace.allocations(rank)
-    rows = rows[rows["device"] == device].reset_index(drop=True)
-    starts = rows["start_ns"].to_numpy(np.int64)
-    ends = rows["end_ns"].fillna(_NEVER).to_numpy(np.int64)
-    part = _parts(trace, rank, rows)
+    without a stack, have no category, nor have those outside of modules where no backward was recorded. Returns the
+    table `allocations` with `end_ns` as int64 (held to the end: the largest int64), and a column `part`."""
+    table = trace.columns(rank, "allocations")
+    own = table.equal("device", device)
+    # Of millions of blocks, a frame of the whole table would take too much memory.
+    starts, ends = table.ints("start_ns")[own], np.where(table.recorded("end_ns"), table.ints("end_ns"), _NEVER)[own]
+    recorded, module, stack = (_labels(*table.codes(name), own) for name in ("category", "module", "stack"))
+    part = _parts(trace, rank, starts, stack)
     step_starts, step_ends = _optimizer_steps(trace, rank, part, starts)
     backward_starts = _backward_starts(trace, rank, part, starts)
     # What a block is that is held past the time in which a temporary one would be.
@@ -113,18 +112,24 @@ def categorized_allocations(trace: Trace, rank: int, device: str) -> pd.DataFram
         MODEL: ("parameter", ends == _NEVER),
         LIBRARY: ("temporary", ends == _NEVER),
     }
-    category = np.full(len(rows), None, dtype=object)
+    category = recorded.set_categories(sorted({*CATEGORIES, *recorded.categories})).copy()
+    inferred = pd.Categorical.from_codes(np.full(len(category), -1, np.int8), dtype=category.dtype)
     for place, (name, is_long_lived) in by_part.items():
-        category[part == place] = np.where(is_long_lived[part == place], name, "temporary")
-    replaced = _replaced_parameters(rows["bytes"].to_numpy(np.int64), starts, ends, part, step_starts, step_ends)
-    category[replaced] = "parameter"
-    recorded = rows["category"].astype(object)
-    category = np.where(recorded.notna(), recorded, category)
-    return rows.assign(end_ns=ends, part=part, category=pd.Series(category, dtype=object))
+        inferred[(part == place) & is_long_lived] = name
+        inferred[(part == place) & ~is_long_lived] = "temporary"
+    sizes = table.ints("bytes")[own]
+    inferred[_replaced_parameters(sizes, starts, ends, part, step_starts, step_ends)] = "parameter"
+    category[recorded.isna()] = inferred[recorded.isna()]
+    texts = {"category": category, "module": module, "stack": stack, "part": part}
+    return pd.DataFrame({"start_ns": starts, "end_ns": ends, "bytes": sizes, **texts}, copy=False)
+
+
+def _labels(codes: npt.NDArray[Any], labels: list[str], selected: Bools) -> pd.Categorical:
+    return pd.Categorical.from_codes(codes[selected], labels).reorder_categories(sorted(labels))
 
 
 def _replaced_parameters(
-    sizes: Ints, starts: Ints, ends: Ints, part: Labels, step_starts: Ints, step_ends: Ints
+    sizes: Ints, starts: Ints, ends: Ints, part: pd.Categorical, step_starts: Ints, step_ends: Ints
 ) -> list[int]:
     """Return parameters that optimizer steps release, and the blocks that take their place: of those of the same size
     that are made in the step and held when it ends, the last one before the release."""
@@ -144,14 +149,11 @@ def _replaced_parameters(
     return replaced
 
 
-def _parts(trace: Trace, rank: int, rows: pd.DataFrame) -> Labels:
-    """Return the part of the step in which each block was allocated; None where that is not known."""
-    stacks = rows["stack"].cat
-    of_stack = np.array([*(part_of_step(stack) for stack in stacks.categories), None], dtype=object)
-    part: Labels = of_stack[stacks.codes.to_numpy()]
-    starts = rows["start_ns"].to_numpy(np.int64)
-    bare = stacks.codes.to_numpy() < 0
-    if not bare.all() and len(starts):
+def _parts(trace: Trace, rank: int, starts: Ints, stack: pd.Categorical) -> pd.Categorical:
+    """Return the part of the step in which each block was allocated; missing where that is not known."""
+    part = pd.Categorical([*map(part_of_step, stack.categories), None], categories=_PARTS)[stack.codes]
+    bare = stack.isna()
+    if not bare.all():
         # Python stacks were recorded, and threads of the autograd engine have none.
         part[bare & (starts > starts.min())] = BACKWARD
     phases = trace.phases(rank)
@@ -164,12 +166,12 @@ def _parts(trace: Trace, rank: int, rows: pd.DataFrame) -> Labels:
         part[(number >= 0) & (starts < np.append(ends, 0)[number]) & ~own] = place
     if not (part == BACKWARD).any():
         # Nothing says that this is training: what is outside of modules may be anything.
-        in_module = np.array([*map(in_module_call, stacks.categories), False], dtype=bool)[stacks.codes.to_numpy()]
+        in_module = np.array([*map(in_module_call, stack.categories), False], dtype=bool)[stack.codes]
         part[(part == FORWARD) & ~in_module & phases.empty] = None
     return part
 
 
-def _optimizer_steps(trace: Trace, rank: int, part: Labels, starts: Ints) -> tuple[Ints, Ints]:
+def _optimizer_steps(trace: Trace, rank: int, part: pd.Categorical, starts: Ints) -> tuple[Ints, Ints]:
     """Return starts and ends of optimizer steps: from phases, else from annotations, else from the stacks."""
     phases = trace.phases(rank)
     updates = phases[phases["phase"] == "update"]
@@ -185,7 +187,7 @@ def _optimizer_steps(trace: Trace, rank: int, part: Labels, starts: Ints) -> tup
     return starts[first], np.append(starts, _NEVER - 1)[after]
 
 
-def _backward_starts(trace: Trace, rank: int, part: Labels, starts: Ints) -> Ints:
+def _backward_starts(trace: Trace, rank: int, part: pd.Categorical, starts: Ints) -> Ints:
     phases = trace.phases(rank)
     backwards: Ints = phases.loc[phases["phase"] == "backward", "start_ns"].to_numpy(np.int64)
     return backwards if len(backwards) else starts[part == BACKWARD]

@@ -20,7 +20,6 @@ from ebbtide.profiler.trace import Trace
 _BEFORE = "allocated before the recording"
 LOSS = "(loss)"
 _KEYS = ["category", "module", "site"]
-_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -84,19 +83,16 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     start_ns, end_ns = recorded_span(trace, rank, device) if detailed else (0, -1)
     in_detail = at_ns is None or start_ns <= at_ns <= end_ns
     pool = detailed if detailed and in_detail else peak_pool(trace)
-    times, sizes = _timeline(trace, rank, pool, device) if pool else (_NONE, _NONE)
-    if not len(times) or not pool:
+    reading = _reading(trace, rank, pool, device, at_ns) if pool else None
+    if reading is None or not pool:
         return None
-    if at_ns is None:
-        at_ns = int(times[np.argmax(sizes)])
-    position = int(np.searchsorted(times, at_ns, side="right")) - 1
+    at_ns, total = reading
     moment = np.array([at_ns])
-    if position < 0 or not within_spans(memory_spans(trace, rank, pool), moment, moment)[0]:
+    if not within_spans(memory_spans(trace, rank, pool), moment, moment)[0]:
         return None
-    total = int(sizes[position])
     if pool != detailed:
         holders = _from_inventory(trace, rank, device, at_ns)
-    elif (trace.allocations(rank)["device"] == device).any():
+    elif device in trace.labels(rank, "allocations", "device"):
         holders = _from_allocations(trace, rank, device, at_ns)
     else:
         holders = _from_pools(trace, rank, device, at_ns)
@@ -133,24 +129,33 @@ def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None,
 
 def recorded_span(trace: Trace, rank: int, device: str) -> tuple[int, int]:
     """Return the first and last time at which the pool of the recorded allocations of a device is known, ns."""
-    memory = trace.memory(rank)
-    times = memory.loc[(memory["device"] == device) & (memory["pool"] == _detailed_pool(trace, rank, device)), "t_ns"]
-    return int(times.min()), int(times.max())
+    times, _ = _timeline(trace, rank, _detailed_pool(trace, rank, device) or "", device)
+    return int(times[0]), int(times[-1])
 
 
 def _detailed_pool(trace: Trace, rank: int, device: str) -> str | None:
     """Return the pool that recorded allocations, or categories, add up to; None where there are none."""
-    memory = trace.memory(rank)
-    pools = set(memory.loc[memory["device"] == device, "pool"].unique())
-    if not (trace.allocations(rank)["device"] == device).any() and not any(p.startswith("tensors/") for p in pools):
+    memory = trace.columns(rank, "memory")
+    own = memory.equal("device", device)
+    pools = [pool for pool in memory.labels("pool") if (own & memory.equal("pool", pool)).any()]
+    if device not in trace.labels(rank, "allocations", "device") and not any(p.startswith("tensors/") for p in pools):
         return None
     return next((pool for pool in ("requested", "tensors") if pool in pools), None)
 
 
 def _timeline(trace: Trace, rank: int, pool: str, device: str) -> tuple[Ints, Ints]:
-    memory = trace.memory(rank)
-    rows = memory[(memory["pool"] == pool) & (memory["device"] == device)]
-    return rows["t_ns"].to_numpy(np.int64), rows["bytes"].to_numpy(np.int64)
+    memory = trace.columns(rank, "memory")
+    rows = memory.equal("pool", pool) & memory.equal("device", device)
+    return memory.ints("t_ns")[rows], memory.ints("bytes")[rows]
+
+
+def _reading(trace: Trace, rank: int, pool: str, device: str, at_ns: int | None = None) -> tuple[int, int] | None:
+    """Return a time and the bytes of a pool at it: those of its peak, if no time is given. None where not known."""
+    times, sizes = _timeline(trace, rank, pool, device)
+    if at_ns is None and len(times):
+        at_ns = int(times[np.argmax(sizes)])
+    position = int(np.searchsorted(times, at_ns or 0, side="right")) - 1
+    return None if at_ns is None or position < 0 else (at_ns, int(sizes[position]))
 
 
 def _from_allocations(trace: Trace, rank: int, device: str, at_ns: int) -> list[Holder]:
@@ -171,12 +176,11 @@ def _from_allocations(trace: Trace, rank: int, device: str, at_ns: int) -> list[
 
 def _from_pools(trace: Trace, rank: int, device: str, at_ns: int) -> list[Holder]:
     holders = []
-    for pool in sorted(trace.memory(rank)["pool"].unique()):
-        _, slash, category = str(pool).partition("tensors/")
-        times, sizes = _timeline(trace, rank, str(pool), device)
-        position = int(np.searchsorted(times, at_ns, side="right")) - 1
-        if slash and category != "unknown" and position >= 0 and sizes[position] > 0:
-            holders.append(Holder(category, None, None, int(sizes[position])))
+    for pool in sorted(trace.labels(rank, "memory", "pool")):
+        _, slash, category = pool.partition("tensors/")
+        reading = _reading(trace, rank, pool, device, at_ns)
+        if slash and category != "unknown" and reading is not None and reading[1] > 0:
+            holders.append(Holder(category, None, None, reading[1]))
     return holders
 
 
@@ -229,7 +233,7 @@ def stack_tree(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     were not recorded."""
     device = device or main_device(trace, rank)
     holders = holders_at(trace, rank, at_ns, device)
-    if device is None or holders is None or not (trace.allocations(rank)["device"] == device).any():
+    if device is None or holders is None or device not in trace.labels(rank, "allocations", "device"):
         return None
     if at_ns is None:
         at_ns = holders.at_ns

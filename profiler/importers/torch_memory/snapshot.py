@@ -62,44 +62,45 @@ class SnapshotImporter:
         return source.head[0] == 0x80 and source.head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        for number, source in enumerate(sources):
-            import_snapshot(source, builder, number)
-        return []
+        return [s for number, s in enumerate(sources) if not import_snapshot(s, builder, number)]
 
 
-def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
-    """Add each allocation, and the pools `requested` and `reserved`, of each device in a snapshot, in Unix times.
+def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> bool:
+    """Add each allocation, and the pools `requested` and `reserved`, of each device in a snapshot.
 
-    `number`: the rank if no file name contains one."""
+    `number`: the rank if no file name contains one. Returns whether the times are Unix times."""
     try:
         snapshot = read_snapshot(source.open)
     except SnapshotError as error:
         raise source.damaged(error) from None
-    events = snapshot.events
-    if events.empty and snapshot.segments.empty:
+    if not snapshot.events and snapshot.segments.empty:
         raise SourceError(f"{source} has no events and no memory")
     rank = rank_of(source, builder, SnapshotImporter.format, number)
-    activity = events["device"].value_counts()
-    activity = activity.reindex(np.union1d(snapshot.segments["device"], activity.index), fill_value=0)
-    devices = activity.sort_values(ascending=False, kind="stable").index
+    numbers = {*snapshot.segments["device"].tolist(), *snapshot.events}
+    devices = sorted(numbers, key=lambda device: (-len(snapshot.events_of(device)), device))
     if len(devices) > 1:
         builder.note(
             f"{source.path.name} has {len(devices)} devices: figures are of cuda:{devices[0]}, which has most events; "
             "the tables have all of them"
         )
     for device in devices:
-        importer = _DeviceSnapshot(source, builder, rank, snapshot, int(device))
+        importer = _DeviceSnapshot(source, builder, rank, snapshot, device)
         importer.add_state()
-        if len(events):
+        if snapshot.events:
             importer.add_memory()
             importer.add_out_of_memory()
-    if events.empty:
+    if not snapshot.events:
         builder.note(
             f"{source.path.name} has no events, only the memory at its end, at time 0: for its course, call "
             "torch.cuda.memory._record_memory_history() before the steps to record"
         )
     _add_annotations(rank, snapshot)
     builder.note(f"{source.path.name} is a memory snapshot: it has no phases and no link figures")
+    if snapshot.events and not snapshot.has_times:
+        builder.note(
+            f"{source.path.name} has no times (torch records them since 2.2): times are numbers of events, 1 us each"
+        )
+    return snapshot.has_times
 
 
 def _add_annotations(rank: RankBuilder, snapshot: Snapshot) -> None:
@@ -131,7 +132,7 @@ class _DeviceSnapshot:
         """Add the segments at the end; without events also the size of each pool."""
         state = allocator_state(self._snapshot, self._device)
         self._rank.meta.setdefault("allocators", []).append({"device": self._name, **state})
-        if self._snapshot.events.empty:
+        if not self._snapshot.events:
             for pool in ("requested", "allocated", "reserved"):
                 self._rank.memory(0, state[f"{pool}_bytes"], pool, self._name)
 
@@ -141,7 +142,7 @@ class _DeviceSnapshot:
             rows = allocation_rows(self._snapshot, self._device, start_ns(self._snapshot, self._device))
             self._rank.extend("allocations", device=self._name, **rows.drop(columns="address"))
         self._add_pool("reserved")
-        in_use = blocks_in_use(self._snapshot, self._device, self._events)
+        in_use = blocks_in_use(self._snapshot, self._device)
         requested, blocked = (f"{in_use[sizes].sum() / 1e6:,.1f} MB" for sizes in ("requested", "bytes"))
         if blocked != requested:
             counted = "`requested` counts the sizes that tensors requested, and their blocks are larger"
@@ -160,12 +161,14 @@ class _DeviceSnapshot:
 
     def add_out_of_memory(self) -> None:
         """Add the first failed allocations, with a note for each, and one for the number of the others."""
-        failed = self._events[self._events["action"] == ACTIONS["oom"]]
-        for t_us, size in failed[["time_us", "bytes"]].head(_MAX_NOTES).itertuples(index=False):
+        failed = np.flatnonzero(self._events["action"] == ACTIONS["oom"])
+        times_us, sizes = (self._events[name][failed[:_MAX_NOTES]].tolist() for name in ("time_us", "bytes"))
+        for t_us, size in zip(times_us, sizes, strict=True):
             error = {"t_ns": t_us * 1000, "device": self._name, "requested_bytes": size}
             self._rank.meta.setdefault("out_of_memory", []).append(error)
-            moment = datetime.fromtimestamp(t_us // 1_000_000, UTC)
-            self._note(f"out of memory at {moment:%Y-%m-%d %H:%M:%S} UTC, when {size / 1e9:.2f} GB were requested")
+            moment = f"{datetime.fromtimestamp(t_us // 1_000_000, UTC):%Y-%m-%d %H:%M:%S} UTC"
+            moment = moment if self._events.have_times else f"event {t_us}"
+            self._note(f"out of memory at {moment}, when {size / 1e9:.2f} GB were requested")
         if len(failed) > _MAX_NOTES:
             self._note(f"out of memory {len(failed) - _MAX_NOTES} more times")
 

@@ -53,6 +53,12 @@ def test_overlap_ns__counts_the_moments_of_each_interval(queries: Spans, spans: 
     assert overlap_ns(starts, ends, united(spans)).tolist() == expected
 
 
+def test_union_length_by_group__does_not_overflow_for_days_in_many_groups() -> None:
+    groups, day_ns = np.arange(200_000), 86_400 * 10**9
+    lengths = union_length_by_group(groups, np.zeros_like(groups), groups + day_ns, len(groups))
+    assert (lengths == groups + day_ns).all()
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), SPANS), max_size=5))
 def test_union_length_by_group__keeps_groups_apart(groups: list[tuple[int, Spans]]) -> None:
     rows = [(group, *interval) for group, spans in groups for interval in spans]

@@ -240,8 +240,8 @@ def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypat
         (3_005, 700),
     ]
     assert tables.allocations[["bytes", "category", "module", "device"]].astype(object).to_numpy().tolist() == [
-        [700, "gradient", "layer", "cuda:0"],
         [1000, None, None, "cuda:0"],
+        [700, "gradient", "layer", "cuda:0"],
     ]
     assert notes == []
 

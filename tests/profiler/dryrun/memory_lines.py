@@ -126,13 +126,13 @@ def predicted_line(job: Callable[[], Iterator[str]], device_name: str, relative:
 def snapshot_line(path: Path) -> MemoryLine:
     """Return the line of a snapshot of torch's allocator with one device."""
     snapshot = read_snapshot(lambda: path.open("rb"))
-    events = snapshot.events
+    events = snapshot.events[0]
     signs = np.select([events["action"] == ACTIONS["alloc"], events["action"] == ACTIONS["free_requested"]], [1, -1], 0)
     rows = signs != 0
-    changes = (signs * events["bytes"].to_numpy(np.int64))[rows]
+    changes = (signs * events["bytes"])[rows]
     requested = np.concatenate([[0], changes.cumsum()]) + int(pool_timeline(snapshot, 0, "requested").bytes[0])
     allocated = (signs == 1)[rows]
-    phase_of_event = np.where(allocated, _phase_codes(snapshot, events["stack"].to_numpy()[rows]), -1)
+    phase_of_event = np.where(allocated, _phase_codes(snapshot, events["stack"][rows]), -1)
     names, bounds = [], []
     for code, name in enumerate(PHASES):
         positions = np.flatnonzero(phase_of_event == code)

@@ -77,7 +77,8 @@ def test_caching_allocator__takes_the_segments_of_a_real_run(name: str) -> None:
     live = {address: allocator.allocate(size) for address, size in zip(older["address"], older["bytes"], strict=True)}
     reserved_before, segments_before = allocator.reserved_bytes, allocator.segments_allocated
     segments = grown = errors = 0
-    for number, address, size in snapshot.events[["action", "address", "bytes"]].itertuples(index=False):
+    events = snapshot.events[0]
+    for number, address, size in zip(*(events[name].tolist() for name in ("action", "address", "bytes")), strict=True):
         action = names[number]
         if action == "segment_alloc":
             segments, grown = segments + 1, grown + size

@@ -56,8 +56,8 @@ def test_allocation_rows__end_at_the_request_of_the_release(tmp_path: Path) -> N
         for value in rows["end_ns"].astype(object).where(rows["end_ns"].notna(), None)
     ]
     assert list(zip((rows["start_ns"] // 1000 - START_US).tolist(), ends, rows["bytes"].tolist(), strict=True)) == [
-        (1, 5, 300),
         (1, 11, 100),
+        (1, 5, 300),
         (10, None, 200),
         (12, None, 50),
     ]

@@ -13,7 +13,7 @@ from ebbtide.profiler.memory_snapshot.reader import SnapshotError, read_snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
 from tests.conftest import slow_case
 
-COLUMNS = ("device", "action", "time_us", "bytes", "address")
+COLUMNS = ("action", "time_us", "bytes", "address")
 
 
 def lines(frames: list[dict[str, Any]] | None) -> str:
@@ -32,9 +32,15 @@ def check(path: Path) -> None:
         for event in trace
         if event["action"] in ACTIONS
     ]
-    assert list(zip(*(snapshot.events[name].tolist() for name in COLUMNS), strict=True)) == events
+    read = [
+        (device, *row)
+        for device, rows in snapshot.events.items()
+        for row in zip(*(rows[name].tolist() for name in COLUMNS), strict=True)
+    ]
+    assert read == events
     texts = [lines(e.get("frames")) for t in expected["device_traces"] for e in t if e["action"] in ACTIONS]
-    assert [snapshot.stacks[number] if number >= 0 else "" for number in snapshot.events["stack"]] == texts
+    stacks = [number for rows in snapshot.events.values() for number in rows["stack"]]
+    assert [snapshot.stacks[number] if number >= 0 else "" for number in stacks] == texts
 
 
 @pytest.fixture

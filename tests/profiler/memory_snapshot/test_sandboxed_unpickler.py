@@ -13,6 +13,7 @@ import pytest
 
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import EVENT_COLUMNS
 from tests.conftest import run_process, slow, slow_case
 
 EVENT = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1_700_000_000_000_000}
@@ -147,10 +148,12 @@ def test_read_snapshot__refuses_objects_outside_the_file(source: Path) -> None:
         read(source)
 
 
-def test_read_snapshot__gives_the_reason_for_events_without_times(source: Path) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_read_snapshot__refuses_times_of_some_events_alone(devices: int, source: Path) -> None:
     event = {key: value for key, value in EVENT.items() if key != "time_us"}
-    source.write_bytes(pickle.dumps({"segments": [], "device_traces": [[event]]}))
-    with pytest.raises(SnapshotError, match="no times"):
+    traces = [[event, EVENT]] if devices == 1 else [[event], [EVENT]]
+    source.write_bytes(pickle.dumps({"segments": [], "device_traces": traces}))
+    with pytest.raises(SnapshotError, match=r"some of its events have no times|-1 for time_us"):
         read(source)
 
 
@@ -162,9 +165,9 @@ def test_read_snapshot__reads_plain_data(protocol: int, source: Path) -> None:
     unknown = {"action": "user_defined", "size": 0}
     source.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[EVENT, unknown], []]}, protocol))
     snapshot = read(source)
-    assert snapshot.events.to_dict("records") == [
-        {"device": 0, "action": 0, "time_us": EVENT["time_us"], "bytes": 512, "address": 1, "stack": -1}
-    ]
+    assert {device: [int(events[name][0]) for name in EVENT_COLUMNS] for device, events in snapshot.events.items()} == {
+        0: [0, EVENT["time_us"], 512, 1, -1]
+    }
     assert snapshot.segments.to_dict("records") == [{"device": 1, "bytes": 4096, "pool": 0}]
     assert snapshot.blocks["requested"].tolist() == [700, 600, 1024]
     assert snapshot.blocks["address"].tolist() == [0, 1024, 2048]
@@ -191,7 +194,7 @@ def test_read_snapshot__keeps_the_python_frames_of_stacks_and_each_stack_once(so
         "autograd engine\nMulBackward0\nrecompute (/job/train.py:1)",
         "autograd engine\nMulBackward0\ncuBLAS workspace",
     ]
-    assert snapshot.events["stack"].tolist() == [0, 0, 1, 2, -1, -1, 3]
+    assert snapshot.events[0]["stack"].tolist() == [0, 0, 1, 2, -1, -1, 3]
 
 
 def test_read_snapshot__removes_control_characters_from_stacks(source: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -128,6 +129,29 @@ def test_open_trace__reads_every_value_sorted_by_time(rows: Rows) -> None:
 def test_trace_builder__keeps_every_digit_of_every_row(rows: Rows) -> None:
     trace = built(rows).build()
     assert {table: with_none(trace.table(0, table)) for table in TABLES} == {t: ordered(rows, t) for t in TABLES}
+
+
+times = st.lists(st.integers(0, 30), max_size=40)
+
+
+@settings(max_examples=examples(25, by_default=5))
+@given(st.lists(times.map(sorted), max_size=4), st.none() | times)
+def test_write__of_a_large_table_has_row_groups_with_the_same_rows(parts: list[list[int]], last: list[int]) -> None:
+    """Rows that are not in order, or single, are written as one group."""
+    builder = TraceBuilder()
+    rank = builder.rank(0)
+    for number, starts in enumerate([*parts, *([last] if last else [])]):
+        start_ns, stacks = np.array(starts, np.int64), pd.Categorical([f"f{start % 4}" for start in starts])
+        end_ns = pd.array([None if start % 3 else start for start in starts], "Int64")
+        columns = {"start_ns": start_ns, "end_ns": pd.Series(end_ns), "stack": stacks, "bytes": start_ns + number}
+        rank.extend("allocations", device=f"cuda:{number}", **columns)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ebbtide.profiler.trace.builder._FRAME_ROWS", 8)
+        trace = builder.write(Path(folder) / "t.ebb")
+        pd.testing.assert_frame_equal(trace.allocations(0), builder.build().allocations(0))
+        ordered = last is None or last == sorted(last)
+        if ordered and len(trace.columns(0, "allocations")) > 8 * (len(parts) + 1):
+            assert pq.ParquetFile(trace.path / "rank-0" / "allocations.parquet").num_row_groups > 1
 
 
 @pytest.mark.parametrize("filled", [False, True])

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -140,8 +141,14 @@ def test_stored_bytes__follows_no_link(path: Path) -> None:
     assert open_trace(path).stored_bytes == before - size + len(file.name)
 
 
-def test_columns__reads_in_the_calling_thread(path: Path) -> None:
+def test_columns__reads_in_the_calling_thread(tmp_path: Path) -> None:
     """A thread of pyarrow that lets go of an object of Python while the process ends would abort it."""
+    builder = TraceBuilder("recorded")
+    times = np.arange(200_000)
+    builder.rank(0).extend("memory", t_ns=times, device="cuda:0", pool="reserved", bytes=times).kernel(
+        0, 1, name="gemm"
+    )
+    builder.write(tmp_path / "t.ebb")
     script = """
 import os, sys
 from ebbtide.profiler.trace import open_trace
@@ -152,8 +159,8 @@ before = os.listdir("/proc/self/task")
 print(sum(len(trace.columns(0, table)) for table in TABLES), trace.labels(0, "kernels", "name"))
 assert os.listdir("/proc/self/task") == before
 """
-    run = run_process([sys.executable, "-c", script, path])
-    assert (run.returncode, run.stdout, run.stderr) == (0, "12 ['gemm']\n", "")
+    run = run_process([sys.executable, "-c", script, tmp_path / "t.ebb"])
+    assert (run.returncode, run.stdout, run.stderr) == (0, "200001 ['gemm']\n", "")
 
 
 # Commands that read every table.

@@ -48,9 +48,9 @@ def job(**columns: object) -> Trace:
 
 def test_categorized_allocations__follow_from_stack_and_lifetime() -> None:
     rows = categorized_allocations(job(), 0, "cuda:0")
-    assert rows["category"].tolist() == [
+    assert rows["category"].astype(object).fillna("not known").tolist() == [
         "parameter",
-        None,
+        "not known",
         "activation",
         "temporary",
         "gradient",
@@ -92,7 +92,8 @@ def test_categorized_allocations__say_nothing_of_what_may_not_be_training() -> N
     rank = TraceBuilder()
     rank.rank(0).add("allocations", start_ns=0, device="cuda:0", bytes=1, stack="main (/job/serve.py:9)")
     rank.rank(0).add("allocations", start_ns=1, device="cuda:0", bytes=1, stack=FORWARD)
-    assert categorized_allocations(rank.build(), 0, "cuda:0")["category"].tolist() == [None, "activation"]
+    category = categorized_allocations(rank.build(), 0, "cuda:0")["category"]
+    assert (category.isna().tolist(), category[1]) == ([True, False], "activation")
 
 
 def test_holders_at__the_peak_are_the_blocks_held_then() -> None:

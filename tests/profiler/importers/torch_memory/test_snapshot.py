@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.out_of_memory import out_of_memory
+from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter, import_snapshot
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -152,6 +153,23 @@ def test_import_snapshot__keeps_the_order_of_events_if_clocks_jump_back(tmp_path
     assert pool_sizes(trace, "requested") == [
         (START_US + 9, 0), (START_US + 9, 512), (START_US + 9, 1536), (START_US + 12, 512), (START_US + 12, 512)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_import_snapshot__of_torch_before_2_2_has_the_order_of_events_as_clock(name: str, tmp_path: Path) -> None:
+    snapshot = pickle.loads(real(name).read_bytes())
+    for device in snapshot["device_traces"]:
+        for entry in device:
+            del entry["time_us"]
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(snapshot))
+    trace, timed = import_trace([tmp_path / "s.pickle"], tmp_path / "t.ebb"), import_files(real(name))
+    for pool in ("requested", "reserved"):
+        assert [size for _, size in pool_sizes(trace, pool)] == [size for _, size in pool_sizes(timed, pool)]
+    columns = ["bytes", "stack", "category"]
+    assert trace.allocations(0)[columns].equals(timed.allocations(0)[columns])
+    assert trace.span_ns() == (0, (len(snapshot["device_traces"][0]) - 1) * 1000)
+    assert trace.meta.clock.name == "unknown"
+    assert any("has no times (torch records them since 2.2)" in note for note in trace.notes)
 
 
 @pytest.mark.parametrize("parts", [{"device_traces": [[], []]}, {"device_traces": [[event("snapshot", 0)]]}, {}])
