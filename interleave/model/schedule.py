@@ -8,7 +8,7 @@ import numpy as np
 from ebbtide.analysis.metrics.device_fit import fits_beside, gradient_starts
 from ebbtide.interleave.model.durations import host_traffic
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES, Op, Plan
-from ebbtide.interleave.model.workload import FreeMemorySteps, LayerMemory, Workload
+from ebbtide.interleave.model.workload import LayerMemory, Workload
 from ebbtide.machines.machine import Machine
 
 
@@ -75,9 +75,8 @@ class Schedule:
         for op, start, end in self.items():
             key = op.resource, op.path
             busy[key] = busy.get(key, 0.0) + max(0.0, min(end, self.iteration_s) - max(start, begin))
-        shares: dict[str, float] = dict.fromkeys(
-            (*RESOURCES, *(STORAGE_RESOURCES if self.plan.storage_buffers else ())), 0.0
-        )
+        resources = (*RESOURCES, *STORAGE_RESOURCES) if self.plan.storage_buffers else RESOURCES
+        shares: dict[str, float] = dict.fromkeys(resources, 0.0)
         for (resource, _), seconds in busy.items() if self.update_s > 0 else ():
             shares[resource] = max(shares[resource], min(1.0, seconds / self.update_s))
         return shares
@@ -96,11 +95,9 @@ class Schedule:
         begin, over = self.iteration_s - self.update_s, self.iteration_s
         total = 0.0
         for op, start, end in self.items():
-            if start >= begin and end <= over:
-                share = 1.0
-            else:
-                share = max(0.0, min(end, over) - max(start, begin)) / (end - start) if end > start else 0.0
-            total += share * host_traffic(op, self.workload)
+            within_s = max(0.0, min(end, over) - max(start, begin))
+            is_within = start >= begin and end <= over
+            total += (1.0 if is_within else within_s / ((end - start) or 1.0)) * host_traffic(op, self.workload)
         return total
 
     def device_memory_line(self) -> tuple[np.ndarray, np.ndarray]:
@@ -119,8 +116,10 @@ class Schedule:
 
     def _device_memory_changes(self) -> list[tuple[float, float]]:
         """Return (time, bytes) by which the device memory that the plan uses changes, in the order of time."""
-        changes = [(0.0, self.plan.resident_bytes + self._parked_at_start())]
-        for op, start, end in zip(self.plan.ops, self.starts, self.ends, strict=True):
+        sizes = self.workload.subgroups
+        parked_bytes = self.workload.state_bytes * sum(sizes[subgroup] for subgroup in self.plan.parked)
+        changes = [(0.0, self.plan.resident_bytes + parked_bytes)]
+        for op, start, end in self.items():
             if op.acquire:
                 changes.append((start, op.acquire))
             if op.release:
@@ -139,10 +138,6 @@ class Schedule:
         length = self.iteration_s
         in_use = sum(-size * (time // length) for time, size in changes)
         return [(0.0, in_use), *((time % length, size) for time, size in changes)]
-
-    def _parked_at_start(self) -> float:
-        sizes = self.workload.subgroups
-        return self.workload.state_bytes * sum(sizes[subgroup] for subgroup in self.plan.parked)
 
     def _kept_gradient_changes(self) -> list[tuple[float, float]]:
         """Return (time, bytes) of kept gradients: from `gradient_starts` until the update has ended."""
@@ -177,7 +172,8 @@ class Schedule:
             if self.peak_device_bytes == 0:
                 return True
             return False if gpu_memory_bytes is not None and self.peak_device_bytes > gpu_memory_bytes else None
-        free = list(zip(*self._free_memory_steps(self.workload.gpu_free), strict=True))
+        times = self._stretched(time for time, _ in self.workload.gpu_free)
+        free = [(time, size) for time, (_, size) in zip(times, self.workload.gpu_free, strict=True)]
         return fits_beside(self._device_memory_changes(), free, self.iteration_s)
 
     def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -190,22 +186,33 @@ class Schedule:
         """
         if self.workload.gpu_free is None:
             return None
-        times, sizes = self._free_memory_steps(self.workload.gpu_free)
-        return np.array(times), np.array(sizes)
+        times = self._stretched(time for time, _ in self.workload.gpu_free)
+        return np.array(times), np.array([size for _, size in self.workload.gpu_free])
 
-    def _free_memory_steps(self, gpu_free: FreeMemorySteps) -> tuple[list[float], list[float]]:
-        """Return times and sizes of the workload's free memory, with each phase as long as in this schedule."""
+    def _stretched(self, times: Iterable[float]) -> list[float]:
+        """Return times of an iteration without waiting, with each phase as long as in this schedule."""
         lengths = (
             (self.workload.other_s, self.other_s),
             (self.workload.forward_s, self.forward_s),
             (self.workload.backward_s, self.backward_s),
         )
-        return [_stretched(time, lengths) for time, _ in gpu_free], [size for _, size in gpu_free]
+        result = []
+        for time in times:
+            begin = shifted = 0.0
+            for length, length_with_waiting in lengths:
+                if time < begin + length:
+                    shifted += (time - begin) * (length_with_waiting / length)
+                    begin = time
+                    break
+                begin += length
+                shifted += length_with_waiting
+            result.append(shifted + (time - begin))
+        return result
 
     def layer_memory_line(self) -> tuple[list[float], list[LayerMemory]]:
         """Return the device memory of layers whose weights and activations the plan moves, as a step function."""
         memory = self.workload.layer_memory
-        return self._free_memory_steps(tuple((one.at_s, 0.0) for one in memory))[0], list(memory)
+        return self._stretched(one.at_s for one in memory), list(memory)
 
     def peak_job_bytes(self) -> float | None:
         """Return the largest device memory of the layers and of what the plan puts there; None without layers."""
@@ -234,33 +241,12 @@ class Schedule:
         return needed_host_bytes(self.plan, self.workload)
 
 
-def _stretched(time: float, lengths: Iterable[tuple[float, float]]) -> float:
-    """Return a time of an iteration without waiting, with each phase as long as the second of its lengths."""
-    begin = shifted = 0.0
-    for length, length_with_waiting in lengths:
-        if time < begin + length:
-            shifted += (time - begin) * (length_with_waiting / length)
-            begin = time
-            break
-        begin += length
-        shifted += length_with_waiting
-    return shifted + (time - begin)
-
-
 def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
     """Return the host memory that a plan may use: the rank's part of the host, or less where the job leaves less.
 
     None: it is not known."""
     limits = (machine.host_memory_bytes, workload.host_free_bytes)
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def copy_buffer_bytes(plan: Plan) -> float:
-    """Return the host memory of gradients that are copied down and of parameters that are copied up.
-
-    Each of these copies has a buffer of its own, and parameters that are copied up twice have one."""
-    buffers = {(op.kind, op.subgroup): op.nbytes for op in plan.ops if op.kind in ("gradient down", "upload")}
-    return sum(buffers.values())
 
 
 def needed_host_bytes(plan: Plan, workload: Workload) -> float:
@@ -274,4 +260,12 @@ def needed_host_bytes(plan: Plan, workload: Workload) -> float:
     offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in elsewhere)
     spare = sum(sizes[subgroup] for subgroup in plan.updated_beside - stored)
     layers = plan.layers.host_bytes(workload) if plan.layers is not None else 0.0
-    return workload.state_bytes * (offloaded + spare) + sum(plan.storage_buffers) + copy_buffer_bytes(plan) + layers
+    # Parameters that are copied up twice have one buffer.
+    copies = {(op.kind, op.subgroup): op.nbytes for op in plan.ops if op.kind in ("gradient down", "upload")}
+    return workload.state_bytes * (offloaded + spare) + sum(plan.storage_buffers) + sum(copies.values()) + layers
+
+
+def exceeds_host(plan: Plan, workload: Workload, machine: Machine) -> bool:
+    """Return whether a plan needs more host memory than is known to be available."""
+    available = available_host_bytes(workload, machine)
+    return available is not None and needed_host_bytes(plan, workload) > available

@@ -1,13 +1,14 @@
-"""Iterations in a row, for plans whose late operations end in the next one."""
+"""The tasks of an iteration under a plan and its schedule: alone, before the start of the next one, or one of many."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.durations import phase_before
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.simulation.event_loop import COMPUTE, TaskGraph, run_tasks
+from ebbtide.interleave.simulation.event_loop import INFINITE, TaskGraph, run_tasks
 
 # Iterations at first, and the most. The one before the last is the result: the last has no next one.
 _FEWEST, _MOST = 4, 64
@@ -17,120 +18,191 @@ _SAME_LENGTH = 1e-9
 
 @dataclass(frozen=True)
 class IterationWork:
-    """The tasks of one iteration."""
+    """The tasks of one iteration: its start, the compute until each point, the overhead of the step, the operations."""
 
-    resource: list[int]
-    alone_s: list[float]
-    demand: list[float]
+    plan: Plan
+    workload: Workload
     # The points of the iteration between which compute runs without a stop, ascending, without its start. Those at
     # which late operations are due and others may start occur twice, as does that of the backward: when compute arrives
     # there, and when it has waited.
     points: list[float]
-    compute_s: list[float]
-    overhead_s: float
+    # By task, see `TaskGraph`.
+    resource: list[int]
+    alone_s: list[float]
+    demand: list[float]
     link_left: dict[str, tuple[float, float]]  # By phase: the shares of the link that the job's collectives leave.
+    duplex_bytes_per_s: float
+    host_bytes_per_s: float
     storage_limits: tuple[float, ...] = ()
 
     @property
-    def tasks(self) -> int:
-        """Number of tasks: operations, the start, stretches of compute, and the overhead of the step."""
-        return len(self.resource) + len(self.points) + 2
+    def first_op(self) -> int:
+        """The task of the first operation; the others follow."""
+        return len(self.resource) - len(self.plan.ops)
 
-    def gates(self) -> dict[float, int]:
-        """Return by point the number of the stretch of compute that waits for what is due there."""
-        points = self.points
-        return {point: number + (points[number - 1] != point) for number, point in enumerate(points)}
-
-
-def run_iterations(
-    plan: Plan, workload: Workload, work: IterationWork, duplex_bytes_per_s: float, host_bytes_per_s: float
-) -> Schedule:
-    """Return the schedule of an iteration in the steady state, in which each takes as long as the one before."""
-    iterations = _FEWEST
-    while True:
-        graph = _task_graph(plan, work, iterations)
+    def run(self, iterations: Sequence["IterationWork"], limit_s: float) -> tuple[list[float], list[float]] | None:
+        """Return start and end of each task of iterations in a row, see `run_tasks`."""
         try:
-            times = run_tasks(graph, duplex_bytes_per_s, host_bytes_per_s, float("inf"))
+            return run_tasks(_task_graph(iterations), self.duplex_bytes_per_s, self.host_bytes_per_s, limit_s)
         except RuntimeError as error:
-            raise PlanError(f"policy {plan.policy}: {error}") from None
+            raise PlanError(f"policy {self.plan.policy}: {error}") from None
+
+    def before_backward(self, early: dict[int, int]) -> "IterationWork":
+        """Return the compute until the backward begins, and operations that start before it, which are numbered."""
+        points = [point for point in self.points if point <= BACKWARD]
+        tasks = [*range(1 + len(points)), *(self.first_op + index for index in early)]
+        ops = [
+            op._replace(
+                after=tuple(early[predecessor] for predecessor in op.after),
+                blocking=False,
+                due=None,
+                needed=op.needed if op.needed is not None and op.needed < BACKWARD else None,
+            )
+            for op in map(self.plan.ops.__getitem__, early)
+        ]
+        return replace(
+            self,
+            plan=replace(self.plan, ops=tuple(ops)),
+            points=points,
+            resource=[self.resource[task] for task in tasks],
+            alone_s=[self.alone_s[task] for task in tasks],
+            demand=[self.demand[task] for task in tasks],
+        )
+
+    def reached(self, point: float, ends: list[float], start: int = 0) -> float:
+        """Return when compute arrives at a point, from the end of the start, which is the task `start`."""
+        return ends[start + 1 + self.points.index(point)] - ends[start]
+
+
+def run_once(work: IterationWork, limit_s: float) -> Schedule | None:
+    """Return the schedule of an iteration without late operations; None if it takes longer than the limit."""
+    times = work.run([work], limit_s)
+    return None if times is None else _schedule(work, *times)
+
+
+def run_iterations(work: IterationWork) -> Schedule:
+    """Return the schedule of an iteration in the steady state, in which each takes as long as the one before."""
+    iterations, tasks = _FEWEST, len(work.resource)
+    while True:
+        times = work.run([work] * iterations, INFINITE)
         assert times is not None
         starts, ends = times
-        begins = [ends[number * work.tasks] for number in range(iterations)]
+        begins = ends[::tasks]
         last_s, before_s = begins[-1] - begins[-2], begins[-2] - begins[-3]
         if abs(last_s - before_s) <= _SAME_LENGTH * last_s or 2 * iterations > _MOST:
-            return _schedule(plan, workload, work, starts, ends, iterations - 2)
+            return _schedule(work, starts, ends, (iterations - 2) * tasks)
         iterations *= 2
 
 
-def late_gpu_operations(plan: Plan) -> list[int]:
-    """Return the indices of the late operations of the GPU, which compute does not run beside."""
-    return [index for index, op in enumerate(plan.ops) if op.due is not None and op.resource == "gpu"]
+def is_exact(plan: Plan) -> bool:
+    """Return whether one cycle is as long as any other: no operation may start before the backward."""
+    return all(op.point >= BACKWARD for op in plan.ops)
 
 
-def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
-    """Return the tasks of iterations in a row. Those of an earlier iteration go first on each resource."""
-    rest = len(work.points) + 1
-    graph = TaskGraph(
-        [COMPUTE, *work.resource, *[COMPUTE] * rest] * iterations,
-        [0.0, *work.alone_s, *work.compute_s, work.overhead_s] * iterations,
-        [0.0, *work.demand, *[0.0] * rest] * iterations,
-        work.storage_limits,
-    )
-    # Of a point that occurs twice, the second one: operations of the next iteration wait there as compute does.
-    compute_until = {point: 1 + len(plan.ops) + number for number, point in enumerate(work.points)}
-    gates = {point: 1 + len(plan.ops) + number for point, number in work.gates().items()}
-    overhead = work.tasks - 1
-    late_on_gpu = late_gpu_operations(plan)
-    graph.stops_compute = frozenset(
-        number * work.tasks + 1 + index for number in range(iterations) for index in late_on_gpu
-    )
-    # Compute after a point is the next task; what waits for a point of the iteration waits for the task before it.
-    for number in range(iterations):
-        base = number * work.tasks
-        graph.add_dependency(base, base + 1 + len(plan.ops))
-        for task in range(base + 1 + len(plan.ops), base + overhead):
-            graph.add_dependency(task, task + 1)
-        if number:
-            graph.add_dependency(base - 1, base)
-        for index, op in enumerate(plan.ops):
-            task = base + 1 + index
-            for predecessor in op.after:
-                graph.add_dependency(base + 1 + predecessor, task)
-            reached = overhead if op.point > UPDATE else compute_until[op.point] if op.point > 0.0 else 0
-            graph.add_dependency(base + reached, task)
-            if op.blocking:
-                graph.add_dependency(task, base + (compute_until[op.point] if op.point > 0.0 else len(plan.ops)) + 1)
-            if op.needed is not None:
-                graph.add_dependency(task, base + compute_until[op.needed] + 1)
-            if number + 1 < iterations:
-                next_base = base + work.tasks
-                graph.add_dependency(task, next_base + (0 if op.due is None else gates[op.due]))
-        for task, point in enumerate(work.points, base + 1 + len(plan.ops)):
-            if (phase := phase_before(point)) in work.link_left:
-                graph.link_left[task] = work.link_left[phase]
-    return graph
+def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
+    """Return the schedule of an iteration, from an iteration without late operations before it and the next forward.
 
-
-def _schedule(
-    plan: Plan, workload: Workload, work: IterationWork, starts: list[float], ends: list[float], number: int
-) -> Schedule:
-    """Return the schedule of one of the iterations, with times from its start."""
-    base = number * work.tasks
-    count = len(plan.ops)
-    begin = ends[base]
-    first = base + 1
-    # A wait at the beginning of a phase belongs to it.
-    reached = {point: ends[first + count + work.points.index(point)] - begin for point in (FORWARD, BACKWARD, UPDATE)}
-    op_ends = [end - begin for end in ends[first : first + count]]
-    blocking_ends = (end for op, end in zip(plan.ops, op_ends, strict=True) if op.blocking)
-    update_begin = max(reached[UPDATE], max(blocking_ends, default=0.0))
+    It is that of the second one until its backward, and from there that of the first. None if it takes longer than the
+    limit, beyond which its exact length does not matter."""
+    # Operations that the next iteration may start before its backward, numbered in their order.
+    early: dict[int, int] = {}
+    for index, op in enumerate(work.plan.ops):
+        if op.point < BACKWARD and all(predecessor in early for predecessor in op.after):
+            early[index] = len(early)
+    following, start = work.before_backward(early), len(work.resource)
+    # Those operations may end after the cycle.
+    slack_s = sum(following.alone_s[: following.first_op]) + sum(following.alone_s[following.first_op :])
+    times = work.run([work, following], limit_s + slack_s)
+    if times is None:
+        return None
+    starts, ends = times
+    begin = ends[start]
+    shift = ends[start + len(following.points)] - begin - work.reached(BACKWARD, ends)
+    op_starts, op_ends = ([time + shift for time in entries[work.first_op : start]] for entries in times)
+    for index, number in early.items():
+        task = start + following.first_op + number
+        op_starts[index], op_ends[index] = starts[task] - begin, ends[task] - begin
+    forward_begin, forward_end = (following.reached(point, ends, start) for point in (FORWARD, BACKWARD))
+    update_begin = _update_begin(work, ends[work.first_op :], work.reached(UPDATE, ends))
     return Schedule(
-        plan=plan,
-        workload=workload,
-        starts=[start - begin for start in starts[first : first + count]],
+        plan=work.plan,
+        workload=work.workload,
+        starts=op_starts,
         ends=op_ends,
-        other_s=reached[FORWARD],
-        forward_s=reached[BACKWARD] - reached[FORWARD],
-        backward_s=update_begin - reached[BACKWARD],
-        update_s=ends[base + work.tasks] - begin - update_begin,
+        other_s=forward_begin,
+        forward_s=forward_end - forward_begin,
+        backward_s=update_begin + shift - forward_end,
+        update_s=begin - update_begin,
     )
+
+
+def _schedule(work: IterationWork, starts: list[float], ends: list[float], start: int = 0) -> Schedule:
+    """Return the schedule of the iteration that begins with the task `start`, with times from its end."""
+    first, last = start + work.first_op, start + len(work.resource)
+    begin = ends[start]
+    op_ends = [end - begin for end in ends[first:last]]
+    # A wait at the beginning of a phase belongs to it.
+    forward_begin, backward_begin, update_arrived = (
+        work.reached(point, ends, start) for point in (FORWARD, BACKWARD, UPDATE)
+    )
+    update_begin = _update_begin(work, op_ends, update_arrived)
+    return Schedule(
+        plan=work.plan,
+        workload=work.workload,
+        starts=[time - begin for time in starts[first:last]],
+        ends=op_ends,
+        other_s=forward_begin,
+        forward_s=backward_begin - forward_begin,
+        backward_s=update_begin - backward_begin,
+        update_s=(ends[last] if last < len(ends) else max(ends)) - begin - update_begin,
+    )
+
+
+def _update_begin(work: IterationWork, op_ends: list[float], arrived_s: float) -> float:
+    """Return when the update begins: with the last gradient, or when the backward has waited for its blocking copy."""
+    blocking_ends = (end for op, end in zip(work.plan.ops, op_ends, strict=False) if op.blocking)
+    return max(arrived_s, max(blocking_ends, default=0.0))
+
+
+def _task_graph(iterations: Sequence[IterationWork]) -> TaskGraph:
+    """Return the tasks of iterations in a row. Those of an earlier iteration go first on each resource."""
+    graph = TaskGraph(
+        [resource for work in iterations for resource in work.resource],
+        [seconds for work in iterations for seconds in work.alone_s],
+        [traffic for work in iterations for traffic in work.demand],
+        iterations[0].storage_limits,
+    )
+    pending, successors = graph.pending, graph.successors
+    start = 0
+    late_on_gpu: list[int] = []
+    for work, following in zip(iterations, (*iterations[1:], None), strict=True):
+        points, first_op, next_start = work.points, start + work.first_op, start + len(work.resource)
+        for task in range(start, first_op - 1):
+            graph.add_dependency(task, task + 1)
+        # Of a point that occurs twice, the second one: operations of the next iteration wait there as compute does.
+        reached = {0.0: start, **{point: task for task, point in enumerate(points, start + 1)}}
+        # What is due at a point stops compute there: that of the next task, from when compute first arrives.
+        gates: dict[float | None, int] = {None: next_start}
+        if following is not None:
+            graph.add_dependency(first_op - 1, next_start)
+            gates |= {point: task + 1 for task, point in reversed([*enumerate(following.points, next_start + 1)])}
+        for task, op in enumerate(work.plan.ops, first_op):
+            for predecessor in op.after:
+                successors[first_op + predecessor].append(task)
+            # After all points comes the overhead of the step.
+            successors[reached.get(op.point, first_op - 1)].append(task)
+            pending[task] = len(op.after) + 1
+            if op.blocking:
+                graph.add_dependency(task, reached[op.point] + 1)
+            if op.needed is not None:
+                graph.add_dependency(task, reached[op.needed] + 1)
+            if following is not None:
+                graph.add_dependency(task, gates[op.due])
+            if op.due is not None and op.resource == "gpu":
+                late_on_gpu.append(task)
+        if work.link_left:
+            left = {task: work.link_left.get(phase_before(point)) for task, point in enumerate(points, start + 1)}
+            graph.link_left |= {task: shares for task, shares in left.items() if shares is not None}
+        start = next_start
+    graph.stops_compute = frozenset(late_on_gpu)
+    return graph

@@ -15,8 +15,8 @@ from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.iterations import run_iterations
-from ebbtide.interleave.simulation.simulator import Simulator, is_exact, run_cycle, simulate
+from ebbtide.interleave.simulation.iterations import is_exact, run_cycle, run_iterations
+from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.strategies import machines, workloads
 
@@ -66,15 +66,14 @@ def test_run_cycle__is_as_long_as_any_of_many_iterations(policy: str, workload: 
     plan = make_plan(f"{policy},overlap=forward", workload, machine)
     assert is_exact(plan)
     work = Simulator(workload, machine).iteration_work(plan)
-    limits = machine.duplex_bytes_per_s or math.inf, machine.host_memory_bytes_per_s or math.inf
-    cycle = run_cycle(plan, workload, work, *limits, math.inf)
-    steady = run_iterations(plan, workload, work, *limits)
+    cycle = run_cycle(work, math.inf)
+    steady = run_iterations(work)
     assert cycle is not None
     for key in ("other_s", "forward_s", "backward_s", "update_s"):
         assert getattr(cycle, key) == pytest.approx(getattr(steady, key), rel=1e-7, abs=1e-9), key
     assert cycle.starts == pytest.approx(steady.starts, rel=1e-7, abs=1e-9)
     assert cycle.ends == pytest.approx(steady.ends, rel=1e-7, abs=1e-9)
-    assert run_cycle(plan, workload, work, *limits, cycle.iteration_s * 1.001) is not None
+    assert run_cycle(work, cycle.iteration_s * 1.001) is not None
 
 
 @given(late_policies, workloads(), machines())
