@@ -1,7 +1,7 @@
 """Durations of the operations of a plan if nothing else runs, and the host memory that they read and write."""
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Op, OpKind, Plan, Resource
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Op, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 
@@ -46,15 +46,26 @@ def norm_s(workload: Workload, machine: Machine) -> float:
     return workload.params * workload.grad_bytes / (machine.host_memory_bytes_per_s or 1.0)
 
 
+def link_rates(workload: Workload, machine: Machine) -> dict[str, float]:
+    """Return the bytes/s of each direction of the link that the job's own copies leave; 0 where it is not known."""
+    return {
+        "h2d": (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share),
+        "d2h": (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share),
+    }
+
+
+def alone_cpu_rate(workload: Workload, machine: Machine) -> float:
+    """Return how many parameters/s the CPU updates if nothing else runs, as far as host memory has the bandwidth."""
+    memory_limited = (machine.host_memory_bytes_per_s or 0.0) / workload.cpu_update_bytes
+    return min(machine.cpu_update_rate(workload.master) or 0.0, memory_limited)
+
+
 def link_shares(workload: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
     """Return the shares of the link that the job's collectives leave, to the device and to the host, by phase.
 
     They take the time that their bytes need at the rate that `h2d_busy_share` and `d2h_busy_share` leave."""
     lengths = dict(zip(_PHASES, (workload.other_s, workload.forward_s, workload.backward_s), strict=True))
-    rates = {
-        "h2d": (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share),
-        "d2h": (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share),
-    }
+    rates = link_rates(workload, machine)
 
     def share(nbytes: float, direction: str, length_s: float) -> float:
         possible = rates[direction] * length_s
@@ -82,7 +93,10 @@ class Durations:
     def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
         needed = {"host_memory_bytes_per_s"}
         for kind, resource, pageable in {(op.kind, op.resource, op.pageable) for op in plan.ops}:
-            needed |= _needed_rates(kind, resource, pageable)
+            if kind in ("update", "cast"):
+                needed.add(f"{resource}_{kind}_params_per_s")
+            elif kind not in ("clip", "read", "write"):
+                needed |= {f"{resource}_bytes_per_s", *([f"{resource}_pageable_bytes_per_s"] if pageable else [])}
         gpu_cast = machine.gpu_cast_params_per_s
         if "gpu_cast_params_per_s" in needed and gpu_cast is None:
             needed = needed - {"gpu_cast_params_per_s"} | {"gpu_update_params_per_s"}
@@ -96,16 +110,12 @@ class Durations:
                 f"machine {machine.name} has {len(machine.storage)} paths of storage, and policy {plan.policy} needs "
                 f"{paths}: measure them with `ebbtide calibrate --storage FOLDER`"
             )
-        pinned = {
-            "h2d": (machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share),
-            "d2h": (machine.d2h_bytes_per_s or 1.0) * (1 - workload.d2h_busy_share),
-        }
-        pageable_alone = {
-            "h2d": machine.h2d_pageable_bytes_per_s or 1.0,
-            "d2h": machine.d2h_pageable_bytes_per_s or 1.0,
-        }
+        pinned = link_rates(workload, machine)
         # A job that uses the link leaves less of it to pageable copies too.
-        limited = {direction: min(pageable_alone[direction], pinned[direction]) for direction in pinned}
+        limited = {
+            "h2d": min(machine.h2d_pageable_bytes_per_s or 1.0, pinned["h2d"]),
+            "d2h": min(machine.d2h_pageable_bytes_per_s or 1.0, pinned["d2h"]),
+        }
         self._storage_rates = {
             "storage_read": [path.read_bytes_per_s for path in machine.storage],
             "storage_write": [path.write_bytes_per_s for path in machine.storage],
@@ -131,13 +141,3 @@ class Durations:
         if op.kind in ("read", "write"):
             return self._operation_s + op.nbytes / self._storage_rates[op.resource][op.path]
         return self._operation_s + op.nbytes / self._copy_rates[op.pageable][op.resource]
-
-
-def _needed_rates(kind: OpKind, resource: Resource, pageable: bool) -> set[str]:
-    if kind in ("clip", "read", "write"):
-        return set()
-    if kind == "update":
-        return {f"{resource}_update_params_per_s"}
-    if kind == "cast":
-        return {f"{resource}_cast_params_per_s"}
-    return {f"{resource}_bytes_per_s", *([f"{resource}_pageable_bytes_per_s"] if pageable else [])}

@@ -4,7 +4,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from ebbtide.interleave.model.durations import norm_s
+from ebbtide.interleave.model.durations import alone_cpu_rate, link_rates, norm_s
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
@@ -132,15 +132,9 @@ def _first_use_s(workload: Workload, machine: Machine, overlap: Overlap) -> floa
 
     The CPU gets the gradient, updates, and uploads one after another; only the update itself may precede clipping."""
     size = workload.subgroups[0]
-    down_s, up_s = (
-        width * size / ((rate or 1.0) * (1 - busy))
-        for width, rate, busy in (
-            (workload.grad_bytes, machine.d2h_bytes_per_s, workload.d2h_busy_share),
-            (workload.param_bytes, machine.h2d_bytes_per_s, workload.h2d_busy_share),
-        )
-    )
-    memory_rate = (machine.host_memory_bytes_per_s or 0.0) / workload.cpu_update_bytes
-    update_s = size / min(machine.cpu_update_rate(workload.master) or 0.0, memory_rate)
+    rates = link_rates(workload, machine)
+    down_s, up_s = workload.grad_bytes * size / rates["d2h"], workload.param_bytes * size / rates["h2d"]
+    update_s = size / alone_cpu_rate(workload, machine)
     clipped_s = 0.0
     if workload.clipping:
         clipped_s = max(machine.step_overhead_s or 0.0, down_s) + norm_s(workload, machine)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ebbtide.interleave.model.durations import link_rates
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -15,12 +16,8 @@ from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 # Parameters in each interval: state fetched and flushed, updates on the CPU and on the GPU, gradients copied down and
 # back up, updated parameters uploaded.
 _FLOWS = ("fetched", "flushed", "cpu updates", "gpu updates", "gradients down", "gradients up", "uploaded")
-# Sums of a flow up to the end of an interval.
-_TOTALS = {
-    "cpu updates": "total cpu updates",
-    "gpu updates": "total gpu updates",
-    "gradients down": "total gradients down",
-}
+# Flows that are also summed up to the end of each interval, in `total ...`.
+_SUMMED = ("cpu updates", "gpu updates", "gradients down")
 # There are as many runs of intervals as pairs of edges, of which there are at most so many.
 _MAX_EDGES = 14
 # For sums of shares.
@@ -61,7 +58,7 @@ class BoundProgram(LinearProgram):
         self._storage = storage_limits(workload, machine)
         on_storage = (*STORAGE_FLOWS, *HOST_STATES) if self._storage is not None else ()
         for index, interval in enumerate(intervals):
-            for name in (*_FLOWS, *_TOTALS.values(), "state", *on_storage):
+            for name in (*_FLOWS, *(f"total {name}" for name in _SUMMED), "state", *on_storage):
                 self.add_variable(name, index)
             self._forbid_flows(interval, index, windows)
         for name in ("state at start", "update length", "exposed"):
@@ -178,20 +175,27 @@ class BoundProgram(LinearProgram):
         self._limit_memory(interval, flow("state"), ready_after, index + 1)
         ready_before = self.intervals[index - 1].gradients_ready if index else 0.0
         self._limit_memory(interval, before, ready_before, index)
-        for name, total in _TOTALS.items():
-            earlier = {self.variable(total, index - 1): -1.0} if index else {}
-            self.add_row({flow(total): 1.0, **earlier, flow(name): -1.0}, 0.0, 0.0)
+        for name in _SUMMED:
+            earlier = self.terms(f"total {name}", [index - 1] if index else [], -1.0)
+            self.add_row({flow(f"total {name}"): 1.0, **earlier, flow(name): -1.0}, 0.0, 0.0)
         if interval.phase == BACKWARD:
-            self.limit(flow("total gradients down"), interval.gradients_ready)
-            self.add_row(
-                {flow("total cpu updates"): 1.0, flow("total gpu updates"): 1.0}, upper=interval.gradients_ready
-            )
+            self._limit_to_ready(index, interval.gradients_ready)
+
+    def _limit_to_ready(self, index: int, share: float) -> None:
+        """Require that only gradients that are ready, a share of all, are copied and used until an interval ends."""
+        self.limit(self.variable("total gradients down", index), share)
+        updates = {self.variable("total cpu updates", index): 1.0, self.variable("total gpu updates", index): 1.0}
+        self.add_row(updates, upper=share)
 
     def _runs(self) -> Iterator[tuple[int, range]]:
         """Yield runs of intervals, each with the variable of the state before it: all runs, or a selection if there
         are many intervals."""
         count = len(self.intervals)
-        edges = range(count + 1) if count < _MAX_EDGES else _selected_edges(count)
+        edges: Sequence[int] = range(count + 1)
+        if count >= _MAX_EDGES:
+            # The last two intervals are the update's.
+            spread = {round(count * number / (_MAX_EDGES - 1)) for number in range(_MAX_EDGES)}
+            edges = sorted({*spread, count - 1, count - 2})
         for first, end in itertools.combinations(edges, 2):
             yield self.state_before(first), range(first, end)
 
@@ -200,19 +204,18 @@ class BoundProgram(LinearProgram):
         twice. If all updates are in the last interval, that interval's own row says the same."""
         in_one_interval = self._workload.needs_all_gradients and not self._overlap.forward
         for before, run in () if in_one_interval else self._runs():
-            updates = {self.variable("gpu updates", i): 1.0 for i in run}
-            fetches = {self.variable("fetched", i): -1.0 for i in run}
-            self.add_row({**updates, **fetches, before: -1.0}, upper=0.0)
+            self.add_row(
+                {**self.terms("gpu updates", run), **self.terms("fetched", run, -1.0), before: -1.0}, upper=0.0
+            )
 
     def _end_before_needed(self) -> None:
         """Require that parameters are new when the next forward uses them."""
         new: dict[int, float] = {}
-        uploads: dict[int, float] = {}
         for index, interval in enumerate(self.intervals):
             new = {**new, self.variable("uploaded", index): 1.0, self.variable("gpu updates", index): 1.0}
-            uploads[self.variable("uploaded", index)] = -1.0
             if interval.forward_done is not None:
                 self.add_row(new, lower=self._needed_share(interval.forward_done))
+                uploads = self.terms("uploaded", range(index + 1), -1.0)
                 self.add_row({self.variable("total cpu updates", index): 1.0, **uploads}, lower=0.0)
 
     def _needed_share(self, forward_done: float) -> float:
@@ -246,41 +249,27 @@ class BoundProgram(LinearProgram):
         self.add_row({state: workload.state_bytes}, upper=free)
         if gradients_ready and not workload.gradients_held_until_step:
             not_ready = workload.grad_bytes * (1 - gradients_ready)
-            freed = (
-                {self.variable("total gpu updates", intervals_passed - 1): -workload.grad_bytes}
-                if intervals_passed
-                else {}
-            )
+            passed = [intervals_passed - 1] if intervals_passed else []
+            freed = self.terms("total gpu updates", passed, -workload.grad_bytes)
             kept = {self.variable("kept gradients"): workload.grad_bytes}
             self.add_row({state: workload.state_bytes, **kept, **freed}, upper=free + not_ready)
 
     def _balance_totals(self) -> None:
-        def total(name: str, sign: float = 1.0) -> dict[int, float]:
-            return {self.variable(name, i): sign for i in range(len(self.intervals))}
-
-        kept = {self.variable("kept gradients"): 1.0}
-        self.add_row({**total("cpu updates"), **total("gpu updates")}, 1.0, 1.0)
-        self.add_row({**total("uploaded"), **total("cpu updates", -1.0)}, 0.0, 0.0)
+        terms, every, kept = self.terms, range(len(self.intervals)), {self.variable("kept gradients"): 1.0}
+        self.add_row({**terms("cpu updates", every), **terms("gpu updates", every)}, 1.0, 1.0)
+        self.add_row({**terms("uploaded", every), **terms("cpu updates", every, -1.0)}, 0.0, 0.0)
         # A gradient is copied down for an update on the CPU, or copied down and back up; the others are kept.
-        self.add_row({**total("gradients down"), **kept}, 1.0, 1.0)
-        self.add_row({**total("gradients up"), **kept, **total("gpu updates", -1.0)}, 0.0, 0.0)
-        last = len(self.intervals)
-        self.add_row({self.state_before(last): 1.0, self.variable("state at start"): -1.0}, 0.0, 0.0)
+        self.add_row({**terms("gradients down", every), **kept}, 1.0, 1.0)
+        self.add_row({**terms("gradients up", every), **kept, **terms("gpu updates", every, -1.0)}, 0.0, 0.0)
+        self.add_row({self.state_before(len(every)): 1.0, self.variable("state at start"): -1.0}, 0.0, 0.0)
 
     def _link_rate(self, direction: str) -> float:
         """Return the rate that the job leaves of a direction of the link, in the program's units."""
-        rate = getattr(self._machine, f"{direction}_bytes_per_s") or 0.0
-        return self._scaled_rate(rate * (1 - getattr(self._workload, f"{direction}_busy_share")))
+        return self._scaled_rate(link_rates(self._workload, self._machine)[direction])
 
     def _scaled_rate(self, rate: float | None) -> float:
         """Convert a rate per second to the program's units."""
         return (rate or 0.0) * self.time_unit_s / self._workload.params
-
-
-def _selected_edges(count: int) -> list[int]:
-    """Return some edges of `count` intervals, the last two among them, which are the update's."""
-    spread = {round(count * number / (_MAX_EDGES - 1)) for number in range(_MAX_EDGES)}
-    return sorted({*spread, count - 1, count - 2})
 
 
 @dataclass(frozen=True)
@@ -329,7 +318,7 @@ def add_storage_rows(
     program.add_row({start: 1.0, written_at_start: 1.0, last: -1.0, last_updated: -1.0}, upper=0.0)
     program.add_row({written_at_start: 1.0, last_updated: -1.0}, upper=0.0)
     copies = workload.grad_bytes + workload.param_bytes
-    buffers = {program.variable("cpu updates", index): copies for index in range(count)}
+    buffers = program.terms("cpu updates", range(count), copies)
     before, updated_before = start, written_at_start
     for index, phase in enumerate(phases):
         names = (*STORAGE_FLOWS, *HOST_STATES, "fetched", "flushed", "cpu updates")
@@ -351,4 +340,4 @@ def add_storage_rows(
             {stays: 1.0, before: -1.0, updated_before: -1.0, program.variable("state", index): -1.0}, upper=0.0
         )
     for name in ("read", "written"):
-        program.add_row({stays: 1.0, **{program.variable(name, index): 1.0 for index in range(count)}}, lower=1.0)
+        program.add_row({stays: 1.0, **program.terms(name, range(count))}, lower=1.0)

@@ -1,5 +1,6 @@
 """The lower bound of the iteration of plans that also move weights and activations of layers: a linear program."""
 
+from ebbtide.interleave.model.durations import link_rates
 from ebbtide.interleave.model.workload import Workload, value_at
 from ebbtide.interleave.simulation.linear_program import LinearProgram
 from ebbtide.machines.machine import Machine
@@ -28,20 +29,22 @@ def min_layer_iteration_s(workload: Workload, machine: Machine, rounds: int = 1)
     program.add_row({on_cpu: 1.0, resident: 1.0, moved: 1.0}, 1.0, 1.0)
     state, gradients = (width * workload.params / unit for width in (workload.state_bytes, workload.grad_bytes))
     recomputed: dict[int, float] = {}
-    kept: dict[int, float] = {}
-    copied: dict[int, float] = {}
+    in_round: dict[int, float] = {}
+    crossing: dict[int, float] = {}
     for number, layer in enumerate(workload.layers):
         shares = {}
         for form_number, form in enumerate(layer.forms):
             for side in ("device", "host"):
                 share = program.add_variable(f"{side} {form_number}", number, upper=1.0)
                 shares[share] = 1.0
-                recomputed[share] = form.recompute_s / compute_s
-                (kept if side == "device" else copied)[share] = form.nbytes / unit
+                recomputed[share] = -form.recompute_s / compute_s
+                if side == "device":
+                    in_round[share] = form.nbytes / unit / rounds
+                else:
+                    crossing[share] = -form.nbytes / unit
         program.add_row(shares, 1.0, 1.0)
-    program.add_row({length: 1.0, **{share: -seconds for share, seconds in recomputed.items()}}, 1.0)
+    program.add_row({length: 1.0, **recomputed}, 1.0)
     missing = {at_start: rounds, at_turn: rounds}
-    crossing = {share: -size for share, size in copied.items()}
     program.add_row({up: 1.0, **missing, moved: -state, **crossing}, 2 * rounds * weights / unit)
     program.add_row({down: 1.0, moved: -state, on_cpu: -gradients, **crossing}, 0.0)
     free = workload.gpu_free
@@ -49,16 +52,16 @@ def min_layer_iteration_s(workload: Workload, machine: Machine, rounds: int = 1)
         turn_s = workload.other_s + workload.forward_s
         at_the_turn = max(value_at(free, turn_s), value_at(free, turn_s * (1 - 1e-9)))
         program.add_row({at_start: 1.0, resident: state}, upper=value_at(free, 0.0) / unit)
-        in_round = {share: size / rounds for share, size in kept.items()}
         program.add_row({at_turn: 1.0, resident: state, **in_round}, upper=at_the_turn / unit)
     traffic = workload.cpu_update_bytes * workload.params / unit
     on_gpu = workload.params / (machine.gpu_update_params_per_s or 1.0) / compute_s
     cpu_s = workload.params / (machine.cpu_update_rate(workload.master) or 1.0) / compute_s
     program.add_row({length: 1.0, on_cpu: -cpu_s}, 0.0)
     program.add_row({length: 1.0, resident: -on_gpu, moved: -on_gpu}, 0.0)
+    rates = link_rates(workload, machine)
     for rate, terms in (
-        ((machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share), {up: 1.0}),
-        ((machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share), {down: 1.0}),
+        (rates["h2d"], {up: 1.0}),
+        (rates["d2h"], {down: 1.0}),
         (machine.duplex_bytes_per_s, {up: 1.0, down: 1.0}),
         (machine.host_memory_bytes_per_s, {up: 1.0, down: 1.0, on_cpu: traffic}),
     ):

@@ -6,6 +6,7 @@ HiGHS' own integer solver is not used: on one of some hundred programs of the bo
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -82,6 +83,10 @@ class LinearProgram:
 
     def variable(self, name: str, index: int = 0) -> int:
         return self._variables[name, index]
+
+    def terms(self, name: str, indices: Iterable[int], factor: float = 1.0) -> dict[int, float]:
+        """Return the terms of the sum of variables with a name, times a factor."""
+        return {self._variables[name, index]: factor for index in indices}
 
     def limit(self, variable: int, upper: float) -> None:
         self._upper[variable] = min(self._upper[variable], upper)

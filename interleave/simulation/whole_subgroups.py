@@ -5,6 +5,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
+from ebbtide.interleave.model.durations import alone_cpu_rate
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
@@ -36,7 +37,8 @@ class WholeSubgroupProgram(BoundProgram):
     def _complete(self) -> None:
         workload, overlap = self._workload, self._overlap
         # The length is from the rows of all plans alone.
-        min_length = self._least_length() if overlap == NO_OVERLAP else 0.0
+        values = self.minimize(self.variable("update length")) if overlap == NO_OVERLAP else None
+        min_length = 0.0 if values is None else max(0.0, float(values[self.variable("update length")]))
         # Subgroups as shares of all parameters.
         sizes = [size / workload.params for size in workload.subgroups]
         smallest = min(sizes)
@@ -64,11 +66,6 @@ class WholeSubgroupProgram(BoundProgram):
             self._order_streams(smallest)
         else:
             self._end_after_last_gradients()
-
-    def _least_length(self) -> float:
-        """Return the shortest update that the rows so far allow."""
-        values = self.minimize(self.variable("update length"))
-        return max(0.0, float(values[self.variable("update length")])) if values is not None else 0.0
 
     def _needed_share(self, forward_done: float) -> float:
         """Return the share of the subgroups that the forward has begun to use, or begins to use next."""
@@ -102,10 +99,7 @@ class WholeSubgroupProgram(BoundProgram):
             end_s += interval.length_s
             # The tolerance is for sums of lengths.
             ready = [size for size, at_s in zip(workload.subgroups, ready_s, strict=True) if at_s < end_s * (1 - 1e-9)]
-            share = sum(ready) / workload.params
-            updates = {self.variable("total cpu updates", index): 1.0, self.variable("total gpu updates", index): 1.0}
-            self.add_row(updates, upper=share)
-            self.limit(self.variable("total gradients down", index), share)
+            self._limit_to_ready(index, sum(ready) / workload.params)
 
     def _end_after_last_gradients(self) -> None:
         """Require that the update is long enough for the last gradients."""
@@ -128,16 +122,14 @@ class WholeSubgroupProgram(BoundProgram):
             self.add_row({**length, on_cpu: gpu - cpu}, lower=gpu - passed)
             share = size / workload.params
             for name, factor, lower in (("cpu updates", -share, 0.0), ("gpu updates", share, share)):
-                updates = {self.variable(name, index): 1.0 for index in (update - 1, update)}
-                self.add_row({**updates, on_cpu: factor}, lower=lower)
+                self.add_row({**self.terms(name, (update - 1, update)), on_cpu: factor}, lower=lower)
 
     def _times_after_gradient(self, size: float) -> tuple[float, float]:
         """Return the least times in which a subgroup is done after its gradient is ready: on the CPU, and on the GPU.
         `size` is a share of all parameters."""
         workload, machine = self._workload, self._machine
         down = workload.grad_bytes / self._link_rate("d2h")
-        memory_limited = (machine.host_memory_bytes_per_s or 0.0) / workload.cpu_update_bytes
-        cpu_rate = self._scaled_rate(min(machine.cpu_update_rate(workload.master) or 0.0, memory_limited))
+        cpu_rate = self._scaled_rate(alone_cpu_rate(workload, machine))
         cpu = size * (down + 1 / cpu_rate + workload.param_bytes / self._link_rate("h2d"))
         if machine.gpu_update_params_per_s is None or size > self._free_share(self.intervals[-1]) * (1 + _TOLERANCE):
             return cpu, math.inf
@@ -150,7 +142,8 @@ class WholeSubgroupProgram(BoundProgram):
         rates = modes(workload, self._machine)
         times = [self.add_variable(f"time in mode {number}", index) for number in range(len(rates))]
         self._limit_rate(dict.fromkeys(times, 1.0), index, 1.0)
-        work = ModeWork(
+        # Work by resource, in the order of `ModeRates`.
+        work: tuple[dict[int, float], ...] = (
             {self.variable("cpu updates", index): 1.0},
             {
                 self.variable("fetched", index): workload.state_bytes,
@@ -169,14 +162,13 @@ class WholeSubgroupProgram(BoundProgram):
             self.add_row({**needed, **done}, upper=0.0)
 
     def _whole_number_on_cpu(self) -> None:
-        machine, size, last, count = self._machine, self._size, self._last_size, self._count
+        size, last, count = self._size, self._last_size, self._count
         on_cpu = self.add_variable("subgroups on the CPU", upper=count, integer=True)
         any_on_cpu = self.add_variable("any subgroup on the CPU", upper=1, integer=True)
-        updates = {self.variable("cpu updates", i): -1.0 for i in range(len(self.intervals))}
+        updates = self.terms("cpu updates", range(len(self.intervals)), -1.0)
         self.add_row({on_cpu: size, **updates}, 0.0, size - last)
         self.add_row({on_cpu: 1.0, any_on_cpu: -count}, upper=0.0)
-        memory_limited = (machine.host_memory_bytes_per_s or 0.0) / self._workload.cpu_update_bytes
-        cpu_rate = self._scaled_rate(min(machine.cpu_update_rate(self._workload.master) or 0.0, memory_limited))
+        cpu_rate = self._scaled_rate(alone_cpu_rate(self._workload, self._machine))
         upload = self._workload.param_bytes * last / self._link_rate("h2d")
         terms = {self.variable("update length"): 1.0, on_cpu: -size / cpu_rate, any_on_cpu: -upload}
         self.add_row(terms, lower=-(size - last) / cpu_rate)
@@ -199,9 +191,9 @@ class WholeSubgroupProgram(BoundProgram):
             if time < max(fetch_time, flush_time) * size:
                 continue
             stays = self.add_variable("stays", number)
-            fetched = {self.variable("fetched", i): -fetch_time * size for i in run}
-            flushed = {self.variable("flushed", i): -flush_time * size for i in run}
-            self.add_row({stays: 1.0, before: -1.0, **{self.variable("flushed", i): 1.0 for i in run}}, lower=0.0)
+            fetched = self.terms("fetched", run, -fetch_time * size)
+            flushed = self.terms("flushed", run, -flush_time * size)
+            self.add_row({stays: 1.0, before: -1.0, **self.terms("flushed", run)}, lower=0.0)
             length = {self.variable("update length"): rooms[update]} if update in run else {}
             length |= {wait: rooms[i] for i, wait in self._waits.items() if i in run}
             available = sum(lengths[i] * rooms[i] for i in run)
@@ -236,14 +228,6 @@ class WholeSubgroupProgram(BoundProgram):
         self.add_row({kept: 1.0, any_kept: -1.0}, upper=0.0)
         free = self._free_share(self.intervals[update]) * workload.state_bytes
         self.add_row({kept: workload.grad_bytes, any_kept: workload.state_bytes * smallest}, upper=free)
-
-
-class ModeWork(NamedTuple):
-    """Work of an interval by resource: factors of the program's variables."""
-
-    cpu: dict[int, float]
-    h2d: dict[int, float]
-    d2h: dict[int, float]
 
 
 def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
