@@ -1,5 +1,6 @@
 """Checks of the operations of a plan on layers: weights and activations are on the device when compute uses them."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PlanError
@@ -64,16 +65,15 @@ def _check_activations(policy: str, ops: Sequence[Op], plan: LayerPlan, stretche
     bounds = {(one.activation, one.is_backward, one.round): one for one in stretches}
     down: dict[tuple[int, int], int] = {}
     back = set()
-    rounds: dict[tuple[str, int], int] = {}
-    layers = len(plan.activations)
+    rounds: Counter[tuple[str, int]] = Counter()
     for number, op in enumerate(ops):
         if op.kind not in ("activation down", "activation up"):
             continue
         index = op.buffer
-        if not 0 <= index < layers:
+        if not 0 <= index < len(plan.activations):
             raise PlanError(f"policy {policy}: {op.kind} of an activation that does not exist")
-        turn = rounds.get((op.kind, index), 0)
-        rounds[op.kind, index] = turn + 1
+        turn = rounds[op.kind, index]
+        rounds[op.kind, index] += 1
         use = bounds.get((index, op.kind == "activation up", turn))
         if use is None:
             raise PlanError(f"policy {policy}: {op.kind} of activation {index} is repeated")

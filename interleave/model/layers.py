@@ -183,7 +183,10 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
 
     Activations of all chunks count from the start of a layer's forward to the end of its backward."""
     layers, shares, saved = workload.layers, workload.chunk_shares, plan.activations
-    weights = _in_slots([workload.param_bytes * one.params for one in layers], plan.streamed, plan.weight_slots)
+    sizes = [workload.param_bytes * one.params for one in layers]
+    largest = max((sizes[layer] for layer in plan.streamed), default=0.0)
+    stays = sum(size for layer, size in enumerate(sizes) if layer not in plan.streamed)
+    weights = stays + min(plan.weight_slots, len(plan.streamed)) * largest
     gradients = [workload.grad_bytes * one.params for one in layers]
     until_step = workload.gradients_held_until_step
     in_slots = 0.0 if until_step else sum(sorted(gradients, reverse=True)[: plan.gradient_slots])
@@ -211,10 +214,10 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
             changes += [(last_end, 0.0, -working), (first_start, 0.0, working)]
     for stretch in stretches:
         chunk = stretch.activation % len(shares)
-        if not stretch.is_backward and chunk == 0:
-            changes.append((seconds_at(workload, stretch.start), 0.0, kept[stretch.layer]))
-        elif stretch.is_backward and chunk == 0:
-            changes.append((seconds_at(workload, stretch.end), 0.0, -kept[stretch.layer]))
+        if chunk == 0:
+            size = kept[stretch.layer]
+            at, change = (stretch.end, -size) if stretch.is_backward else (stretch.start, size)
+            changes.append((seconds_at(workload, at), 0.0, change))
         if stretch.is_backward and chunk == len(shares) - 1 and until_step and not all_the_time and not stretch.round:
             changes.append((seconds_at(workload, stretch.start), gradients[stretch.layer], 0.0))
     now = LayerMemory(0.0, weights, 0.0, 0.0)
@@ -223,10 +226,3 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
             yield now
         now = LayerMemory(at_s, weights, now.gradients + gradient, max(0.0, now.activations + activation))
     yield now
-
-
-def _in_slots(sizes: Sequence[float], moved: frozenset[int], slots: int) -> float:
-    """Return the bytes of what stays, and of the slots of what moves."""
-    largest = max((sizes[index] for index in moved), default=0.0)
-    stays = sum(size for index, size in enumerate(sizes) if index not in moved)
-    return stays + min(slots, len(moved)) * largest

@@ -29,6 +29,7 @@ from ebbtide.interleave.model.operations import (
     Op,
     OpKind,
     Resource,
+    Rule,
     backward_points,
     forward_points,
     gradient_ready_points,
@@ -61,6 +62,8 @@ __all__ = [
     "uses_state_on_host",
 ]
 
+# The rules without which operations may be repeated, by kind.
+_REPEATABLE: dict[OpKind, Rule] = {"update": ONE_UPDATE, "upload": ONE_UPLOAD, "write": STATE_ONLY}
 # Points that differ by less differ by rounding.
 _ROUNDING = 1e-9
 
@@ -189,16 +192,16 @@ class PlanChecker:
             if not 0 <= op.subgroup < self._plan.subgroups:
                 raise self._error(op, "is on a subgroup that does not exist")
             indices = self._indices[op.kind]
-            if indices[op.subgroup] >= 0 and not self._may_repeat(op):
+            if indices[op.subgroup] >= 0 and _REPEATABLE.get(op.kind) not in self._left_out:
                 raise self._error(op, "is repeated")
             self._check_inputs(op)
             indices[op.subgroup] = index
         if abs(allocated) > 1e-6:
             raise PlanError(f"policy {self._plan.policy}: {allocated:.0f} bytes of device memory are not released")
         self._check_outputs()
-        if self._plan.has_late_operations:
-            self._check_late_operations()
         plan = self._plan
+        if plan.has_late_operations:
+            self._check_late_operations()
         check_layers(plan.policy, plan.ops, plan.layers, self._workload)
         check_storage(
             plan.policy,
@@ -208,10 +211,6 @@ class PlanChecker:
             self._workload,
             STATE_ONLY in self._left_out,
         )
-
-    def _may_repeat(self, op: Op) -> bool:
-        rule = {"update": ONE_UPDATE, "upload": ONE_UPLOAD, "write": STATE_ONLY}.get(op.kind)
-        return rule in self._left_out
 
     def _check_clip(self, op: Op) -> None:
         """Clipping runs once and needs every gradient."""

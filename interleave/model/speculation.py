@@ -21,25 +21,25 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
     clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
     points = gradient_ready_points(workload)
 
-    def speculated(op: Op) -> Op:
-        if op.kind == "update":
-            after = tuple(index for index in op.after if plan.ops[index].kind == "gradient down")
-            return op._replace(speculative=True, after=after, point=points[op.subgroup])
-        return op._replace(after=tuple({clip: None, **dict.fromkeys(op.after)}))
-
     ops = list(plan.ops)
     updates: list[int] = []
     moved: list[int] = []
     for index, op in enumerate(plan.ops):
-        if op.subgroup in chosen and op.kind in ("update", "cast", "upload"):
-            ops[index] = speculated(op)
-            (updates if op.kind == "update" else moved).append(index)
+        if op.subgroup in chosen and op.kind == "update":
+            after = tuple(before for before in op.after if plan.ops[before].kind == "gradient down")
+            ops[index] = op._replace(speculative=True, after=after, point=points[op.subgroup])
+            updates.append(index)
+        elif op.subgroup in chosen and op.kind in ("cast", "upload"):
+            ops[index] = op._replace(after=tuple({clip: None, **dict.fromkeys(op.after)}))
+            moved.append(index)
     updates.sort(key=lambda index: -ops[index].subgroup)
     taken = {*updates, *moved}
     first = [index for index in range(clip + 1) if index not in taken]
     rest = [index for index in range(clip + 1, len(ops)) if index not in taken]
     order = [*first, *updates, *moved, *rest] if uploads_first else [*first, *rest, *updates, *moved]
-    return replace(plan, ops=_in_order(ops, order))
+    places = dict(zip(order, range(len(order)), strict=True))
+    reordered = (_with_after(ops[index], tuple([places[before] for before in ops[index].after])) for index in order)
+    return replace(plan, ops=tuple(reordered))
 
 
 def redone(plan: Plan) -> Plan:
@@ -106,14 +106,6 @@ def _rolled_back(plan: Plan) -> Plan:
                 after = tuple(places.get(before, before) for before in op.after)
                 ops.append(op._replace(point=STEP, after=after))
     return replace(plan, ops=tuple(ops))
-
-
-def _in_order(ops: list[Op], order: list[int]) -> tuple[Op, ...]:
-    """Return operations in another order."""
-    places = [0] * len(ops)
-    for place, index in enumerate(order):
-        places[index] = place
-    return tuple(_with_after(op, tuple([places[index] for index in op.after])) for op in map(ops.__getitem__, order))
 
 
 def _with_after(op: Op, after: tuple[int, ...]) -> Op:

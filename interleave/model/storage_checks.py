@@ -29,9 +29,10 @@ def check_storage(
     """
     reads = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "read"}
     all_writes = [index for index, op in enumerate(ops) if op.kind == "write"]
-    writes = {ops[index].subgroup: index for index in all_writes if not _is_of_gradient(ops[index], has_gradients)}
+    gradient_writes = {ops[index].subgroup: index for index in all_writes if has_gradients and ops[index].buffer < 0}
+    of_gradients = frozenset(gradient_writes.values())
+    writes = {ops[index].subgroup: index for index in all_writes if index not in of_gradients}
     if has_gradients:
-        gradient_writes = [index for index in all_writes if _is_of_gradient(ops[index], has_gradients)]
         _check_gradients(policy, ops, reads, gradient_writes, workload)
     if len(all_writes) > len(writes) + (len(reads) if has_gradients else 0):
         raise plan_error(policy, ops[all_writes[-1]], "is repeated")
@@ -71,26 +72,21 @@ def _users(
     return last
 
 
-def _is_of_gradient(op: Op, has_gradients: bool) -> bool:
-    return has_gradients and op.buffer < 0
-
-
 def _check_gradients(
-    policy: str, ops: Sequence[Op], reads: dict[int, int], writes: Sequence[int], workload: Workload
+    policy: str, ops: Sequence[Op], reads: dict[int, int], writes: dict[int, int], workload: Workload
 ) -> None:
     """Check that the gradient of each stored subgroup is written when it is on the host, and read after that."""
     copies = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "gradient down"}
-    write_of = {ops[index].subgroup: index for index in writes}
-    for subgroup, index in write_of.items():
+    for subgroup, index in writes.items():
         op = ops[index]
         if copies.get(subgroup, -1) not in op.after:
             raise plan_error(policy, op, "does not wait for its gradient down")
         if op.nbytes != MASTER_BYTES * workload.subgroups[subgroup]:
             raise plan_error(policy, op, "does not move the whole gradient")
     for subgroup, read in reads.items():
-        if write_of.get(subgroup, -1) not in ops[read].after:
+        if writes.get(subgroup, -1) not in ops[read].after:
             raise plan_error(policy, ops[read], "does not wait for the write of its gradient")
-        if ops[write_of[subgroup]].path != ops[read].path:
+        if ops[writes[subgroup]].path != ops[read].path:
             raise plan_error(policy, ops[read], "is not of the path that its gradient was written to")
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from ebbtide.interleave.model.plan import BACKWARD, Op, Plan, uses_state_on_host
-from ebbtide.interleave.model.schedule import available_host_bytes, needed_host_bytes
+from ebbtide.interleave.model.plan import BACKWARD, Op, OpKind, Plan, Resource, uses_state_on_host
+from ebbtide.interleave.model.schedule import available_host_bytes, exceeds_host, needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
@@ -95,12 +95,9 @@ class _Chains:
     def ops(self) -> list[Op]:
         """Return the operations with reads and writes, in an order that respects what they wait for."""
         plan = self._plan
-        last_of_buffer = {self._buffer_of[subgroup]: subgroup for subgroup in self.path_of}
-        speculative = [
-            use.first
-            for subgroup, use in self._uses.items()
-            if subgroup in self.path_of and subgroup in plan.speculated
-        ]
+        self._last_of_buffer = {self._buffer_of[subgroup]: subgroup for subgroup in self.path_of}
+        stored_and_speculated = self.path_of.keys() & plan.speculated
+        speculative = [use.first for subgroup, use in self._uses.items() if subgroup in stored_and_speculated]
         clip = next((index for index, op in enumerate(plan.ops) if op.kind == "clip"), -1)
         self._new: list[Op] = []
         self._index: dict[int, int] = {}
@@ -108,14 +105,14 @@ class _Chains:
         self._writes_of_buffers: dict[int, int] = {}
         for index in range(len(plan.ops)):
             if index not in self._index:
-                self._emit(index, last_of_buffer)
+                self._emit(index)
             if index == clip:
                 # Their buffers are the first to be used, whatever their place among the updates of the step.
                 for update in speculative:
-                    self._emit(update, last_of_buffer)
+                    self._emit(update)
         return self._new
 
-    def _emit(self, index: int, last_of_buffer: dict[int, int]) -> None:
+    def _emit(self, index: int) -> None:
         """Append an operation, its read before it and its write after it, where it is the first or the last to use
         state that is in storage."""
         op = self._plan.ops[index]
@@ -131,36 +128,24 @@ class _Chains:
         self._new.append(op._replace(after=after))
         if use is not None and index == use.last:
             buffer = self._buffer_of[op.subgroup]
-            is_late = op.due is not None or last_of_buffer[buffer] == op.subgroup
+            due = BACKWARD if op.due is not None or self._last_of_buffer[buffer] == op.subgroup else None
             self._writes_of_buffers[buffer] = len(self._new)
-            self._new.append(
-                self._transfer(op, "write")._replace(
-                    point=op.point, after=(self._index[index],), due=BACKWARD if is_late else None
-                )
-            )
+            self._new.append(self._transfer("write", "storage_write", op, op.point, (self._index[index],), due))
 
     def _read(self, consumer: Op) -> int:
         """Append the read that an operation needs and return its index."""
-        read = self._transfer(consumer, "read")
-        before = self._writes_of_buffers.get(read.buffer)
-        if before is not None:
-            due = consumer.due if self._new[before].due is not None else None
-            read = read._replace(after=(before,), due=due)
-        self._new.append(read)
+        before = self._writes_of_buffers.get(self._buffer_of[consumer.subgroup])
+        after = () if before is None else (before,)
+        due = consumer.due if before is not None and self._new[before].due is not None else None
+        self._new.append(self._transfer("read", "storage_read", consumer, BACKWARD, after, due))
         return len(self._new) - 1
 
-    def _transfer(self, op: Op, kind: str) -> Op:
-        subgroup = op.subgroup
-        return Op(
-            "read" if kind == "read" else "write",
-            "storage_read" if kind == "read" else "storage_write",
-            subgroup,
-            op.params,
-            self._state_bytes[subgroup],
-            BACKWARD,
-            path=self.path_of[subgroup],
-            buffer=self._buffer_of[subgroup],
-        )
+    def _transfer(
+        self, kind: OpKind, resource: Resource, user: Op, point: float, after: tuple[int, ...], due: float | None
+    ) -> Op:
+        own, nbytes = user.subgroup, self._state_bytes[user.subgroup]
+        path, buffer = self.path_of[own], self._buffer_of[own]
+        return Op(kind, resource, own, user.params, nbytes, point, after, due=due, path=path, buffer=buffer)
 
 
 @dataclass
@@ -236,10 +221,9 @@ DEFAULT_LAYOUT, SMALLEST_LAYOUT = StorageLayout("spread", 3), StorageLayout("spr
 
 def layouts(paths: int) -> list[StorageLayout]:
     """Return the layouts that are compared, for a machine with so many paths of storage."""
-    numbers = dict.fromkeys((paths, -(-paths // 2), 1))
     return [
         StorageLayout(placement, buffers, number)
-        for number in numbers
+        for number in dict.fromkeys((paths, -(-paths // 2), 1))
         for buffers in (3, 2, 4, 6, 1)
         for placement in ("spread", "first", "last")
     ]
@@ -253,15 +237,13 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
     iteration is taken; if none fits, the one that needs the least host memory."""
     if not _needs_storage(plan, workload, machine):
         return plan
-    choices = layouts(len(machine.storage))
-    plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in choices)
-    fitting = [candidate for candidate in plans if not _exceeds_host(candidate, workload, machine)]
+    plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in layouts(len(machine.storage)))
+    fitting = [candidate for candidate in plans if not exceeds_host(candidate, workload, machine)]
     # If none fits, the least memory is what is missing.
     candidates = fitting or [min(plans, key=lambda candidate: needed_host_bytes(candidate, workload))]
     best = min(candidates, key=lambda candidate: simulate_steps(candidate, workload, machine).cost(machine))
-    return replace(best, remark="; ".join(filter(None, (plan.remark, storage_summary(best, workload))))).validate(
-        workload
-    )
+    remark = "; ".join(filter(None, (plan.remark, storage_summary(best, workload))))
+    return replace(best, remark=remark).validate(workload)
 
 
 def with_default_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
@@ -272,20 +254,13 @@ def with_default_storage(plan: Plan, workload: Workload, machine: Machine) -> Pl
 def with_fitting_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
     """Return the same, with the layout that needs the least host memory where the default one does not fit."""
     stored = with_default_storage(plan, workload, machine)
-    if stored is plan or not _exceeds_host(stored, workload, machine):
+    if stored is plan or not exceeds_host(stored, workload, machine):
         return stored
     return stored_in(plan, workload, machine, SMALLEST_LAYOUT)
 
 
 def _needs_storage(plan: Plan, workload: Workload, machine: Machine) -> bool:
-    if not machine.storage or plan.storage_buffers:
-        return False
-    return _exceeds_host(plan, workload, machine)
-
-
-def _exceeds_host(plan: Plan, workload: Workload, machine: Machine) -> bool:
-    available = available_host_bytes(workload, machine)
-    return available is not None and needed_host_bytes(plan, workload) > available
+    return bool(machine.storage) and not plan.storage_buffers and exceeds_host(plan, workload, machine)
 
 
 def storage_summary(plan: Plan, workload: Workload) -> str:
