@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ebbtide.interleave.model.plan import BACKWARD, OTHER, UPDATE, gradient_ready_points, point_at
-from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, value_at
+from ebbtide.interleave.model.workload import Workload, value_at
 
 Role = Literal["cpu", "resident", "streamed", "early", "late", "parked"]
 ROLES: tuple[Role, ...] = ("cpu", "resident", "streamed", "early", "late", "parked")
@@ -48,13 +48,6 @@ class Assignment:
     cpu_share: float = 1.0  # The share of the CPU's update rate that is used (see `Plan`).
     moved_late: bool = True  # Where updates may end in the next forward: whether those of moved subgroups do.
     speculated: int = 0  # Where updates may run in the backward: how many of the last subgroups of the CPU do.
-
-    def role(self, subgroup: int) -> Role:
-        """Return the role of a subgroup."""
-        if subgroup in self.moved:
-            early, late = subgroup in self.early, subgroup in self.late
-            return "parked" if early and late else "early" if early else "late" if late else "streamed"
-        return "resident" if subgroup in self.resident else "cpu"
 
     def with_role(self, subgroup: int, role: Role, sort_key: Callable[[int], tuple[bool, int]]) -> Assignment:
         """Return the assignment with another role of a subgroup.
@@ -106,17 +99,16 @@ def other_cpu_shares(share: float) -> tuple[float, ...]:
     return (*CPU_SHARES, *near)
 
 
-class FreePoints:
+class FreePoints(NamedTuple):
     """Bytes that stay free from each point of the iteration to the end of the update."""
 
-    def __init__(self, points: list[float], sizes: list[float]) -> None:
-        self._points = points
-        self._sizes = sizes
+    points: list[float]
+    sizes: list[float]
 
     def first_point(self, needed: float) -> float | None:
         """Return the first point from which on so many bytes stay free, None if there is none."""
-        index = bisect_left(self._sizes, needed)
-        return self._points[index] if index < len(self._points) else None
+        index = bisect_left(self.sizes, needed)
+        return self.points[index] if index < len(self.points) else None
 
 
 class FreeMemory:
@@ -129,7 +121,8 @@ class FreeMemory:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        steps = lasting_steps(workload)
+        # Without those that are replaced at the time at which they begin.
+        steps = tuple(dict(workload.gpu_free or ((0.0, 0.0),)).items())
         free = [size for _, size in steps]
         self.always, self.at_start, self._most = min(free), free[0], max(free)
         in_update = [value_at(steps, workload.compute_s), *(size for time, size in steps if time > workload.compute_s)]
@@ -235,12 +228,6 @@ class FreeMemory:
             total += workload.grad_bytes * sizes[subgroup]
             steps.append((self._gradient_starts[subgroup], total))
         return steps
-
-
-def lasting_steps(workload: Workload) -> FreeMemorySteps:
-    """Return the steps of the free memory without those that are replaced at the time at which they begin."""
-    steps = workload.gpu_free or ((0.0, 0.0),)
-    return tuple(dict(steps).items())
 
 
 def _with_tolerance(size: float) -> float:

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import replace
 
-from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
@@ -12,18 +12,10 @@ from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.search.assignment import Assignment, FreeMemory, FreePoints
 
 
-def plan_of(
-    workload: Workload,
-    memory: FreeMemory,
-    assignment: Assignment,
-    text: str,
-    validate: bool = True,
-    overlap: Overlap = NO_OVERLAP,
-) -> Plan:
-    """Make the plan of an assignment.
+def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text: str, overlap: Overlap) -> Plan:
+    """Make the plan of an assignment, not validated: the search checks its result only.
 
-    Subgroups that must be flushed should come before those that stay, in the order of the moved ones. With `validate`
-    it is checked; the search checks its result only."""
+    Subgroups that must be flushed should come before those that stay, in the order of the moved ones."""
     builder = PlanBuilder(text, workload, early=True)
     moved, resident = assignment.moved, assignment.resident
     kept = [subgroup for subgroup in (*resident, *moved) if subgroup not in assignment.round_trips]
@@ -36,24 +28,20 @@ def plan_of(
         returned_bytes = sum(map(builder.returned_gradient_bytes, resident))
         free = memory.points(resident, kept, assignment.gradients_in_flight, returned_bytes)
         stream = _Stream(builder, assignment, free, frozenset(kept), flushed_later)
-    if assignment.uploads_first:
-        for subgroup in assignment.on_cpu:
-            builder.on_cpu(subgroup)
+    for subgroup in assignment.on_cpu if assignment.uploads_first else ():
+        builder.on_cpu(subgroup)
     if moved:
         stream.run()
     for subgroup in resident:
         builder.resident(subgroup)
-    if not assignment.uploads_first:
-        for subgroup in assignment.on_cpu:
-            builder.on_cpu(subgroup)
+    for subgroup in () if assignment.uploads_first else assignment.on_cpu:
+        builder.on_cpu(subgroup)
     plan = builder.plan(validate=False)
     if overlap.backward:
         plan = speculate(plan, workload, assignment.speculated, assignment.uploads_first and not overlap.forward)
     if overlap.forward:
         plan = late(plan, workload, frozenset() if assignment.moved_late else frozenset(moved))
-    if assignment.on_cpu:
-        plan = replace(plan, cpu_share=assignment.cpu_share)
-    return plan.validate(workload) if validate else plan
+    return replace(plan, cpu_share=assignment.cpu_share) if assignment.on_cpu else plan
 
 
 class _Stream:

@@ -99,8 +99,9 @@ def search_plan(workload: Workload, machine: Machine, text: str, overlap: Overla
     own_cost = costs.seconds(assignments[-1])
     others = rank_others(levels[0].costs, text)
     remark = _summary(assignments[-1], plan.cpu_share)
-    if others and others[0].cost < INFINITE:
-        remark += f"; the best of the others was {others[0].text}"
+    best_other = next(iter(others), None)
+    if best_other is not None and others[best_other] < INFINITE:
+        remark += f"; the best of the others was {best_other}"
     best, best_cost = replace(plan, remark=remark), own_cost * (1 - _LEAST_GAIN)
     for other_text in worth_comparing(others, levels, assignments):
         other = plan_in_memory(other_text, workload, machine)
@@ -195,33 +196,24 @@ class Level(NamedTuple):
     costs: PlanCosts
 
 
-@dataclass(frozen=True)
-class OtherPlan:
-    """The plan of another policy, and its cost; infinite if it does not fit or is not among the best."""
-
-    text: str
-    cost: float
-
-
-def rank_others(costs: PlanCosts, own_text: str) -> list[OtherPlan]:
-    """Return the plans of the other built-in policies, cheapest first. Policies that the machine lacks rates for are
-    left out.
+def rank_others(costs: PlanCosts, own_text: str) -> dict[str, float]:
+    """Return the costs of the plans of the other built-in policies, cheapest first; infinite if one does not fit or is
+    not among the best. Policies that the machine lacks rates for are left out.
 
     The first one's cost is exact; others are simulated only as far as is needed for that. The policy `own_text` is left
     out."""
     texts = _texts(own_text, len(costs.workload.subgroups), costs.overlap)
     plans = {text: plan for text in texts if (plan := _plan(costs, text))}
-    minimums = {text: costs.min_cost_of_plan(plan) for text, plan in plans.items()}
+    minimums = {text: costs.minimums.of_plan(plan) for text, plan in plans.items()}
     best = INFINITE
-    ranked = []
+    ranked = {}
     for text in sorted(plans, key=minimums.__getitem__):
-        cost = costs.seconds_of_plan(plans[text]) if minimums[text] < best else INFINITE
-        best = min(best, cost)
-        ranked.append(OtherPlan(text, cost))
-    return sorted(ranked, key=lambda other: other.cost)
+        ranked[text] = costs.seconds_of_plan(plans[text]) if minimums[text] < best else INFINITE
+        best = min(best, ranked[text])
+    return dict(sorted(ranked.items(), key=lambda entry: entry[1]))
 
 
-def worth_comparing(others: list[OtherPlan], levels: list[Level], own: list[Assignment]) -> list[str]:
+def worth_comparing(others: dict[str, float], levels: list[Level], own: list[Assignment]) -> list[str]:
     """Return the policies whose plans with all subgroups may be faster than the own one, the likeliest first.
 
     Plans of merged subgroups cost about the same as those of all subgroups, except for the time in which the first and
@@ -230,14 +222,14 @@ def worth_comparing(others: list[OtherPlan], levels: list[Level], own: list[Assi
     to all, `own` is the assignment of each level."""
     own_cost = levels[-1].costs.seconds(own[-1])
     if len(levels) == 1:
-        return [other.text for other in others if other.cost < own_cost]
+        return [text for text, cost in others.items() if cost < own_cost]
     compute_s = levels[0].merged.workload.compute_s
 
     def limit_of(level: Level, assignment: Assignment) -> float:
         limit = max(own_cost, level.costs.seconds(assignment))
         return limit + (limit - compute_s) * _LOST_SUBGROUPS / len(level.merged.workload.subgroups)
 
-    texts = [other.text for other in others if other.cost < limit_of(levels[0], own[0])]
+    texts = [text for text, cost in others.items() if cost < limit_of(levels[0], own[0])]
     for level, assignment in list(zip(levels, own, strict=True))[1:-1]:
         limit = limit_of(level, assignment)
         plans = {text: _plan(level.costs, text) for text in texts[:_OTHER_PLANS_BETWEEN]}
@@ -270,7 +262,7 @@ def _plan(costs: PlanCosts, text: str) -> Plan | None:
     """Return a policy's plan, None if it has none for this machine or its resident state does not fit."""
     try:
         plan = plan_in_memory(text, costs.workload, costs.machine)
-        costs.min_cost_of_plan(plan)
+        costs.minimums.of_plan(plan)
     except (MachineError, PolicyError):
         return None
     return plan if plan.resident_bytes <= costs.memory.always * (1 + 1e-9) + 1 else None

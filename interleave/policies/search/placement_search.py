@@ -53,22 +53,17 @@ class Placement:
         moved = min(max(self.moved, 0), count - resident)
         slots = min(max(self.slots, 1), moved, fit_in_update - resident)
         if not slots:
-            moved = 0
-        speculated = min(max(self.speculated, 0), count - resident - moved)
-        if not slots:
+            speculated = min(max(self.speculated, 0), count - resident)
             return Placement(resident, 0, 0, speculated=speculated)
-        early = min(max(self.early, 0), slots)
-        late = min(max(self.late, 0), slots, fit_at_start - resident)
-        round_trips = min(max(self.round_trip_gradients, 0), resident + moved)
         return replace(
             self,
             resident=resident,
             moved=moved,
             slots=slots,
-            early=early,
-            late=late,
-            round_trip_gradients=round_trips,
-            speculated=speculated,
+            early=min(max(self.early, 0), slots),
+            late=min(max(self.late, 0), slots, fit_at_start - resident),
+            round_trip_gradients=min(max(self.round_trip_gradients, 0), resident + moved),
+            speculated=min(max(self.speculated, 0), count - resident - moved),
         )
 
     def changed(self, change: PlacementChange, times: int = 1) -> Placement:
@@ -224,7 +219,7 @@ class PlacementSearch:
         candidates = list(
             dict.fromkeys(self._clamp(seed) for start in plain for seed in self._speculating(start, shares))
         )
-        minimums = {seed: self._costs.min_cost(self.assignment(seed)) for seed in candidates}
+        minimums = {seed: self._costs.minimums.of_assignment(self.assignment(seed)) for seed in candidates}
         best: list[tuple[float, Placement]] = []
         ops_after = self._costs.ops_left * (1 - _SEEDS_SHARE)
         for seed in sorted(candidates, key=minimums.__getitem__):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ebbtide.interleave.model.durations import Durations, host_traffic, norm_s
+from ebbtide.interleave.model.durations import Durations, host_traffic, link_rates, norm_s
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan, gradient_ready_points
-from ebbtide.interleave.model.schedule import available_host_bytes
+from ebbtide.interleave.model.schedule import exceeds_host
 from ebbtide.interleave.model.speculation import redone
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import Assignment, FreeMemory
@@ -35,8 +35,7 @@ class MinimumCosts:
         self._memory = memory
         self._overlap = overlap
         # Seconds per byte, and per parameter, of each resource alone.
-        self._h2d_s = 1 / ((machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share))
-        self._d2h_s = 1 / ((machine.d2h_bytes_per_s or 1.0) * (1 - workload.d2h_busy_share))
+        self._h2d_s, self._d2h_s = (1 / rate for rate in link_rates(workload, machine).values())
         self._host_s = 1 / (machine.host_memory_bytes_per_s or INFINITE)
         self._cpu_s = 1 / (machine.cpu_update_rate(workload.master) or INFINITE)
         self._gpu_s = 1 / (machine.gpu_update_params_per_s or INFINITE)
@@ -157,6 +156,7 @@ class PlanCosts:
     Attributes:
         machine: The machine. All its rates that plans need must be known, that of updates on the GPU excepted.
         text: The policy's string in the plans made here.
+        minimums: Lower bounds of the costs.
         cpu_slows_copies: Whether updates on the CPU and copies together need more than host memory gives.
         ops_left: Work that the search may still do, in simulated operations.
     """
@@ -172,8 +172,8 @@ class PlanCosts:
         self.memory = FreeMemory(workload)
         self._simulator = Simulator(workload, machine)
         self._link_bytes_per_s = (machine.h2d_bytes_per_s or 1.0) + (machine.d2h_bytes_per_s or 1.0)
-        self._minimums = MinimumCosts(workload, machine, self.memory, overlap)
-        self.cpu_slows_copies = self._minimums.cpu_slows_copies
+        self.minimums = MinimumCosts(workload, machine, self.memory, overlap)
+        self.cpu_slows_copies = self.minimums.cpu_slows_copies
         self._evaluations: dict[Assignment, _Evaluation] = {}
         # The plan made last: with many subgroups it takes long to make it again.
         self._latest: tuple[Assignment, Plan] | None = None
@@ -181,7 +181,7 @@ class PlanCosts:
     def plan(self, assignment: Assignment, validate: bool = True) -> Plan:
         """Make the plan of an assignment."""
         if self._latest is None or self._latest[0] is not assignment:
-            plan = plan_of(self.workload, self.memory, assignment, self.text, validate=False, overlap=self.overlap)
+            plan = plan_of(self.workload, self.memory, assignment, self.text, self.overlap)
             self._latest = assignment, plan
         plan = self._latest[1]
         return plan.validate(self.workload) if validate else plan
@@ -193,7 +193,7 @@ class PlanCosts:
         self.ops_left -= _OPS_PER_LOOKUP
         evaluation = self._evaluations.get(assignment)
         if evaluation is None:
-            least_s = self.min_cost(assignment)
+            least_s = self.minimums.of_assignment(assignment)
             evaluation = _Evaluation(least_s, least_s, least_s == INFINITE)
         if not evaluation.exact and evaluation.cost < limit:
             evaluation = self._simulated(self.plan(assignment, validate=False), limit)
@@ -208,14 +208,6 @@ class PlanCosts:
     def seconds_of_plan(self, plan: Plan, limit: float = INFINITE) -> float:
         """Return the seconds of the iteration under a plan; see `cost` for the limit."""
         return self._simulated(plan, limit).seconds
-
-    def min_cost(self, assignment: Assignment) -> float:
-        """Return a lower bound of the cost of an assignment (see `MinimumCosts`)."""
-        return self._minimums.of_assignment(assignment)
-
-    def min_cost_of_plan(self, plan: Plan) -> float:
-        """Return a lower bound of the cost of any plan (see `MinimumCosts`)."""
-        return self._minimums.of_plan(plan)
 
     def _simulated(self, plan: Plan, limit: float) -> _Evaluation:
         plan = with_default_storage(plan, self.workload, self.machine)
@@ -237,8 +229,7 @@ class PlanCosts:
         late_s = sum([end - begin_s for end in schedule.ends if end > begin_s]) / plan.subgroups
         moved_s = sum([op.nbytes for op in plan.ops]) / self._link_bytes_per_s
         factor = 1.0
-        host_bytes = available_host_bytes(self.workload, self.machine)
-        if host_bytes is not None and schedule.host_bytes() > host_bytes:
+        if exceeds_host(plan, self.workload, self.machine):
             factor = _HOST_MEMORY_PENALTY
         throttle_s = _THROTTLE_WEIGHT * (1 - plan.cpu_share) * seconds
         cost = factor * (seconds + _LATE_WEIGHT * late_s + _MOVED_WEIGHT * moved_s + throttle_s)

@@ -51,7 +51,7 @@ def cases(
     workload = replace(workload, gpu_free=((0.0, everything),), host_free_bytes=draw(st.floats(0, 1)) * everything / 2)
     overlap = OVERLAPS[draw(st.sampled_from([*OVERLAPS]))]
     if draw(st.booleans()):
-        plan = plan_of(workload, FreeMemory(workload), draw(_assignments(workload)), "random", False, overlap)
+        plan = plan_of(workload, FreeMemory(workload), draw(_assignments(workload)), "random", overlap)
     else:
         plan = draw(engine_plans.plans(workload))
         if overlap.backward:

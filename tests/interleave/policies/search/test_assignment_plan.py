@@ -68,13 +68,13 @@ def test_cost__is_that_of_the_simulated_plan_and_no_less_than_its_bound(
     costs = PlanCosts(workload, machine, "test", 10**6)
     schedule = simulate(costs.plan(assignment), workload, machine)
     if schedule.fits_device(None):
-        assert costs.min_cost(assignment) <= schedule.iteration_s * (1 + 1e-9)
+        assert costs.minimums.of_assignment(assignment) <= schedule.iteration_s * (1 + 1e-9)
         assert costs.seconds(assignment) == schedule.iteration_s
         # Ties are decided by little.
         assert schedule.iteration_s <= costs.cost(assignment) <= 1.01 * schedule.iteration_s + 1e-6
     else:
         assert costs.seconds(assignment) == INFINITE
-    assert costs.min_cost_of_plan(schedule.plan) <= schedule.iteration_s * (1 + 1e-9)
+    assert costs.minimums.of_plan(schedule.plan) <= schedule.iteration_s * (1 + 1e-9)
 
 
 @given(workloads(max_subgroups=8), machines(), st.sampled_from(["backward", "both"]), st.data())
@@ -85,8 +85,8 @@ def test_cost__of_speculative_updates_is_no_less_than_its_bound(
     costs = PlanCosts(workload, machine, "test", 10**6, OVERLAPS[overlap])
     plan, seconds = costs.plan(assignment), costs.seconds(assignment)
     assert plan.speculated <= set(assignment.on_cpu)
-    assert costs.min_cost(assignment) <= seconds * (1 + 1e-9)
-    assert seconds == INFINITE or costs.min_cost_of_plan(plan) <= seconds * (1 + 1e-9)
+    assert costs.minimums.of_assignment(assignment) <= seconds * (1 + 1e-9)
+    assert seconds == INFINITE or costs.minimums.of_plan(plan) <= seconds * (1 + 1e-9)
 
 
 @given(workloads(max_subgroups=8), machines(), st.data())
@@ -101,9 +101,9 @@ def test_cost__of_late_updates_is_no_less_than_its_bound(
     assert {op.subgroup for op in plan.ops if op.due is not None}.isdisjoint(on_time)
     assert plan.has_late_operations or not assignment.on_cpu
     seconds = costs.seconds(assignment)
-    assert costs.min_cost(assignment) <= seconds * (1 + 1e-9)
+    assert costs.minimums.of_assignment(assignment) <= seconds * (1 + 1e-9)
     if seconds < INFINITE:
-        assert costs.min_cost_of_plan(plan) <= seconds * (1 + 1e-9)
+        assert costs.minimums.of_plan(plan) <= seconds * (1 + 1e-9)
 
 
 @settings(max_examples=examples(25, by_default=6))
