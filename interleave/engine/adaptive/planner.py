@@ -203,8 +203,12 @@ class Planner:
         # A rank that has only empty shards has nothing to choose.
         policy = self.policy if self.workload.params else "zero-offload"
         plan = make_plan(policy, self.workload, self.machine)
-        if self.machine.storage:
-            self._check_host_memory(plan)
+        available, needed = self.machine.host_memory_bytes, needed_host_bytes(plan, self.workload)
+        if self.machine.storage and available is not None and needed > available:
+            raise EngineError(
+                f"policy {self.policy} needs {bytes_text(needed)} of host memory besides storage, "
+                f"more than host_memory_budget, {bytes_text(available)}: choose smaller subgroups, or more memory"
+            )
         if any(op.kind == "cast" and op.resource == "gpu" for op in plan.ops):
             raise EngineError(
                 f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
@@ -222,14 +226,6 @@ class Planner:
             )
         schedule = worst_case(plan, self.workload)
         return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
-
-    def _check_host_memory(self, plan: Plan) -> None:
-        available, needed = self.machine.host_memory_bytes, needed_host_bytes(plan, self.workload)
-        if available is not None and needed > available:
-            raise EngineError(
-                f"policy {self.policy} needs {bytes_text(needed)} of host memory besides storage, "
-                f"more than host_memory_budget, {bytes_text(available)}: choose smaller subgroups, or more memory"
-            )
 
     def observe(self, schedule: Schedule) -> None:
         """Update phases and rates from the measured schedule of a step."""

@@ -329,8 +329,7 @@ class AdaptiveRunner:
         return free_bytes if has_stepped or free_bytes is None or not self._is_adaptive else 0.0
 
     def _limited(self, size: float) -> float:
-        if self._state_share < 1:
-            size *= self._state_share
+        size *= self._state_share
         return size if self._memory_limit is None else min(size, self._memory_limit)
 
 

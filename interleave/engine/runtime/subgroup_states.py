@@ -118,7 +118,7 @@ class SubgroupStates:
 
     def save(self, subgroup: int) -> None:
         assert self.stored is not None
-        self.stored.save(subgroup, self.on_host[subgroup])
+        self.stored.save(subgroup)
         del self.on_host[subgroup]
 
     def unload(self) -> None:
@@ -129,7 +129,7 @@ class SubgroupStates:
     def reload(self, subgroup: int) -> None:
         """Read the state in a buffer again."""
         assert self.stored is not None
-        self.stored.reload(subgroup, self.on_host[subgroup])
+        self.stored.reload(subgroup)
 
     @contextmanager
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:

@@ -5,7 +5,7 @@ import fcntl
 import mmap
 import os
 import threading
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -188,33 +188,24 @@ def _measured(folder: Path, read: DirectFile, written: DirectFile, memory: memor
         file.write(0, memory)
         file.synchronize()
 
-    def read_all() -> None:
-        read.read(0, memory)
-
     def write_all() -> None:
         written.write(0, memory)
         if not written.is_direct:
             written.synchronize()
 
     def both() -> None:
-        reader = threading.Thread(target=read_all)
+        reader = threading.Thread(target=read.read, args=(0, memory))
         reader.start()
         write_all()
         reader.join()
 
+    def rate(work: Callable[[], None]) -> float:
+        return _FILE_BYTES / min(timeit.repeat(work, repeat=_ROUNDS, number=1))
+
     return StoragePath(
-        read_bytes_per_s=_FILE_BYTES / _min_seconds(read_all),
-        write_bytes_per_s=_FILE_BYTES / _min_seconds(write_all),
+        read_bytes_per_s=rate(lambda: read.read(0, memory)),
+        write_bytes_per_s=rate(write_all),
         bytes=free / host_limits.local_ranks(),
-        duplex_bytes_per_s=2 * _FILE_BYTES / _min_seconds(both),
+        duplex_bytes_per_s=2 * rate(both),
         path=str(folder.resolve()),
     )
-
-
-def _min_seconds(work: Callable[[], None]) -> float:
-    times_s = []
-    for _ in range(_ROUNDS):
-        begin_s = time.perf_counter()
-        work()
-        times_s.append(time.perf_counter() - begin_s)
-    return min(times_s)

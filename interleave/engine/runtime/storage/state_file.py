@@ -48,6 +48,7 @@ class StateFile:
         self._sizes = list(sizes)
         digest = hashlib.sha256(struct.pack(f"<{len(sizes)}Q", *sizes)).digest()
         self._identity = _Identity(run, len(sizes), digest)
+        self._begin = _header_offset(2, len(sizes))
         # Offsets in a region; the regions follow the first page and the headers.
         self._offsets = [0]
         for size in self._sizes:
@@ -88,8 +89,9 @@ class StateFile:
         """Write the state of a subgroup from memory of `aligned(size)` bytes, which begins at a page."""
         region = self._next_region(subgroup)
         if self._other is not None and self._other.regions[subgroup] == region:
-            # Before its state is overwritten.
-            self._other = self._headers.make_void(self._other)
+            # Before its state is overwritten: it cannot be loaded any more.
+            self._other = _Commit(self._other.sequence, bytes([_VOID]) * len(self._sizes))
+            self._headers.write(self._other)
         self._file.write(self._offset(subgroup, region), memory)
         self._current[subgroup] = region
         self.written_bytes += len(memory)
@@ -163,7 +165,7 @@ class StateFile:
             self._reserved.add((subgroup, region))
 
     def _offset(self, subgroup: int, region: int) -> int:
-        return self._headers.end + region * self._offsets[-1] + self._offsets[subgroup]
+        return self._begin + region * self._offsets[-1] + self._offsets[subgroup]
 
 
 @dataclass(frozen=True)
@@ -195,11 +197,6 @@ class _CommitHeaders:
         self._file = file
         self._identity = identity
 
-    @property
-    def end(self) -> int:
-        """Offset in the file after the headers."""
-        return _header_offset(2, self._identity.count)
-
     def read_identity(self) -> _Identity | None:
         """Return what the file has the state of, None if it is not a whole state file."""
         content = self._read_pages(0, _IDENTITY.size, b"")
@@ -211,8 +208,7 @@ class _CommitHeaders:
     def write_identity(self) -> None:
         """Write the first page."""
         identity = self._identity
-        content = _IDENTITY.pack(_MAGIC, _VERSION, identity.run, identity.count, identity.digest)
-        self._write_pages(0, content, zlib.crc32(content))
+        self._write_pages(0, _IDENTITY.pack(_MAGIC, _VERSION, identity.run, identity.count, identity.digest), b"")
 
     def read(self, identity: _Identity) -> Sequence[_Commit]:
         """Return the commits of a file with this identity, void ones too."""
@@ -230,14 +226,8 @@ class _CommitHeaders:
         an even number."""
         content = _SEQUENCE.pack(commit.sequence) + commit.regions
         offset = _header_offset(commit.sequence % 2, self._identity.count)
-        self._write_pages(offset, content, zlib.crc32(content + self._identity.run))
+        self._write_pages(offset, content, self._identity.run)
         self._file.synchronize()
-
-    def make_void(self, commit: _Commit) -> _Commit:
-        """Write that a commit cannot be loaded any more, and return it so."""
-        void = _Commit(commit.sequence, bytes([_VOID]) * self._identity.count)
-        self.write(void)
-        return void
 
     def _read_pages(self, offset: int, size: int, key: bytes) -> bytes | None:
         """Return content that is followed by its CRC, None if it is not whole. key: more that the CRC is of."""
@@ -250,9 +240,9 @@ class _CommitHeaders:
             content, crc = pages[:size], _CRC.unpack_from(pages, size)[0]
         return content if crc == zlib.crc32(content + key) else None
 
-    def _write_pages(self, offset: int, content: bytes, crc: int) -> None:
+    def _write_pages(self, offset: int, content: bytes, key: bytes) -> None:
         with mmap.mmap(-1, aligned(len(content) + _CRC.size)) as pages:
-            pages.write(content + _CRC.pack(crc))
+            pages.write(content + _CRC.pack(zlib.crc32(content + key)))
             with memoryview(pages) as memory:
                 self._file.write(offset, memory)
 

@@ -1,6 +1,5 @@
 """State of subgroups that host memory does not hold: its folders and files, and the memory through which it passes."""
 
-import ctypes
 import logging
 import mmap
 import os
@@ -61,6 +60,8 @@ class StoredStates:
         # The path to which the next write of a subgroup goes, of those that a plan has in storage.
         self._planned_path_of: dict[int, int] = {}
         self._buffers: list[torch.Tensor] = []
+        # The pages of a buffer that a state has been read into.
+        self._loaded: dict[int, torch.Tensor] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -85,6 +86,7 @@ class StoredStates:
 
     def prepare(self, plan: Plan) -> None:
         """Allocate the buffers of a plan, and reserve space for its writes. Raises EngineError if it is too little."""
+        self._loaded = {}
         self._planned_path_of = {op.subgroup: op.path for op in plan.ops if op.kind == "write"}
         for subgroup, path in self._planned_path_of.items():
             self.files[path].reserve(subgroup)
@@ -95,39 +97,34 @@ class StoredStates:
 
     def load(self, subgroup: int, number: int) -> torch.Tensor:
         """Read a state into a buffer of the plan, by its index, and return it, of `state_shape`, in the buffer."""
-        pages = self._buffers[number][: aligned(self._sizes[subgroup])]
-        self.files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
-        return self._state_in(pages, subgroup)
+        self._loaded[subgroup] = self._buffers[number][: aligned(self._sizes[subgroup])]
+        return self._read(subgroup, self._loaded[subgroup])
 
-    def reload(self, subgroup: int, state: torch.Tensor) -> None:
+    def reload(self, subgroup: int) -> None:
         """Read a state again into its buffer, of `load`."""
-        self.files[self._path_of[subgroup]].read(subgroup, self._buffer_of(subgroup, state))
+        self._read(subgroup, self._loaded[subgroup])
 
-    def save(self, subgroup: int, state: torch.Tensor) -> None:
+    def save(self, subgroup: int) -> None:
         """Write a state that is in a buffer, of `load`."""
-        self._write(subgroup, self._buffer_of(subgroup, state))
+        self._write(subgroup, self._loaded[subgroup])
 
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup in new host memory, of `state_shape`."""
-        pages = _pages(aligned(self._sizes[subgroup]))
-        self.files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
-        return self._state_in(pages, subgroup)
+        return self._read(subgroup, _pages(aligned(self._sizes[subgroup])))
 
     def write(self, subgroup: int, state: torch.Tensor) -> None:
         """Write the state of a subgroup from any memory."""
-        self._write(subgroup, self._copy_of(subgroup, state, _pages(aligned(self._sizes[subgroup]))))
+        self._write(subgroup, self._copied(subgroup, state, _pages(aligned(self._sizes[subgroup]))))
 
     def move_in(self, subgroup: int, state: torch.Tensor) -> None:
         """Write the state of a subgroup from any memory, through a buffer. None of them may be in use."""
-        self._write(subgroup, self._copy_of(subgroup, state, self._free_pages(subgroup)))
+        self._write(subgroup, self._copied(subgroup, state, self._free_pages(subgroup)))
 
     def move_out(self, subgroup: int, state: torch.Tensor) -> None:
         """Read the state of a subgroup into any memory, through a buffer, for good. No buffer may be in use."""
-        pages = self._free_pages(subgroup)
-        self.files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
-        state.copy_(self._state_in(pages, subgroup))
+        state.copy_(self._read(subgroup, self._free_pages(subgroup)))
         # That in the file is old from now on.
-        self._path_of.pop(subgroup, None)
+        del self._path_of[subgroup]
 
     def commit(self, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
         """Make the newest state of all subgroups the one to resume from; return what `StorageOptions.open` takes.
@@ -141,22 +138,26 @@ class StoredStates:
                 # It stays elsewhere: the file has a copy.
                 path = self._planned_path_of.get(subgroup, subgroup % len(self.files))
                 self.files[path].reserve(subgroup)
-                copy = self._copy_of(subgroup, read(subgroup), self._free_pages(subgroup))
-                self.files[path].write(subgroup, copy)
+                copy = self._copied(subgroup, read(subgroup), self._free_pages(subgroup))
+                self.files[path].write(subgroup, _bytes_of(copy))
             paths.append(path)
         names, sequences = [file.path.name for file in self.files], [file.commit() for file in self.files]
         return {"run": self._run.hex(), "files": names, "paths": paths, "sequences": sequences}
 
     def close(self) -> None:
         """Close the files. Those without a commit are removed."""
-        self._buffers = []
+        self._buffers, self._loaded = [], {}
         for file in self.files:
             file.close()
 
-    def _write(self, subgroup: int, memory: memoryview) -> None:
+    def _read(self, subgroup: int, pages: torch.Tensor) -> torch.Tensor:
+        self.files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
+        return self._state_in(pages, subgroup)
+
+    def _write(self, subgroup: int, pages: torch.Tensor) -> None:
         path = self._planned_path_of.get(subgroup, self._path_of.get(subgroup, 0))
         self.files[path].reserve(subgroup)
-        self.files[path].write(subgroup, memory)
+        self.files[path].write(subgroup, _bytes_of(pages))
         self._path_of[subgroup] = path
 
     def _free_pages(self, subgroup: int) -> torch.Tensor:
@@ -165,15 +166,10 @@ class StoredStates:
         large = next((buffer for buffer in self._buffers if len(buffer) >= nbytes), None)
         return _pages(nbytes) if large is None else large[:nbytes]
 
-    def _copy_of(self, subgroup: int, state: torch.Tensor, pages: torch.Tensor) -> memoryview:
-        """Copy a state to pages, and return their bytes."""
+    def _copied(self, subgroup: int, state: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Copy a state to pages, and return them."""
         self._state_in(pages, subgroup).copy_(state)
-        return _bytes_of(pages)
-
-    def _buffer_of(self, subgroup: int, state: torch.Tensor) -> memoryview:
-        """Return the bytes of the buffer that a state is in."""
-        memory = (ctypes.c_char * aligned(self._sizes[subgroup])).from_address(state.data_ptr())
-        return memoryview(memory).cast("B")
+        return pages
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return pinned host memory of so many bytes that begins at a page."""
@@ -228,8 +224,9 @@ class StorageOptions:
         """Return a machine with this storage and host memory. Paths that it does not know are measured."""
         measured = {Path(path.path).resolve(): path for path in machine.storage if path.path is not None}
         paths = tuple(measured.get(folder.resolve()) or probe_storage(folder) for folder in self._folders)
-        host_bytes = self.host_bytes or _available_bytes()
-        return replace(machine, storage=paths, host_memory_bytes=host_bytes)
+        available = host_limits.available_bytes()
+        default_bytes = None if available is None else _HOST_SHARE * available / host_limits.local_ranks()
+        return replace(machine, storage=paths, host_memory_bytes=self.host_bytes or default_bytes)
 
     def open(
         self, subgroups: Sequence[Subgroup], device: Device, commit: Mapping[str, Any] | None = None
@@ -271,8 +268,3 @@ class StorageOptions:
                     "uses host memory beyond host_memory_budget",
                     folder,
                 )
-
-
-def _available_bytes() -> float | None:
-    available = host_limits.available_bytes()
-    return None if available is None else _HOST_SHARE * available / host_limits.local_ranks()

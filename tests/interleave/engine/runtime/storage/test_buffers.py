@@ -44,8 +44,8 @@ class WatchedStates(StoredStates):
         self._jitter()
         return super().load(subgroup, number)
 
-    def save(self, subgroup: int, state: torch.Tensor) -> None:
-        super().save(subgroup, state)
+    def save(self, subgroup: int) -> None:
+        super().save(subgroup)
         self._jitter()
         self._owners = {number: owner for number, owner in self._owners.items() if owner != subgroup}
 
