@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, no_iterations
 from ebbtide.analysis.metrics.phases import iteration_bytes
 from ebbtide.analysis.metrics.summary import Summary
-from ebbtide.analysis.report.heat import HeatSection, heat_section
 from ebbtide.analysis.report.job_description import JobDescription, describe_job
 from ebbtide.analysis.report.rank import RankView, ShownRank, rank_view, shown_ranks
 from ebbtide.analysis.report.timeline import color_styles
@@ -27,6 +27,7 @@ from ebbtide.analysis.report.timeline_content import DetailLimits
 from ebbtide.analysis.tables.ranks import differences_table, rank_table
 from ebbtide.analysis.tables.summary import gpu_table, phase_table
 from ebbtide.analysis.tables.table import Table
+from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text, range_text
@@ -111,6 +112,8 @@ _MAX_BOXES = 4_500
 _MIN_ROWS = 50
 # Most rows of a table. More rows are for a program to read.
 MAX_ROWS = 200
+# Fewer ranks are compared by the table alone.
+_MIN_HEAT_RANKS = 9
 _SOURCES = {
     "recorded": "a recorded run",
     "imported": "an imported run",
@@ -141,7 +144,7 @@ class Page:
     gpu: Table | None  # Table of the state of the GPUs; None where it was not recorded.
     ranks: list[RankView]  # Ranks that are shown.
     omitted_ranks: str | None  # Line on ranks that are not shown; None where all are.
-    heat: HeatSection | None  # Heat maps of all ranks; None where there are few.
+    heat: str | None  # `data:` address of the picture `ranks` of `ebbtide plot`; None where there are few ranks.
     differences: Table  # Table of the ranks that differ.
     compared: Table | None  # Table of all ranks; None for a single rank.
     job: JobDescription  # Description of the job.
@@ -181,13 +184,28 @@ def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence
         gpu=gpu_table(summary.gpu) if summary.gpu is not None else None,
         ranks=[rank_view(metrics, entry, iterations, link, min_bytes, limits) for entry in shown],
         omitted_ranks=_omitted(shown, len(trace.ranks) - len(shown)),
-        heat=heat_section(trace),
+        heat=_heat_maps(trace),
         differences=differences_table(summary.rank_differences).first(MAX_ROWS),
         compared=rank_table(trace, metrics.ranks()).first(MAX_ROWS) if len(trace.ranks) > 1 else None,
         job=describe_job(trace),
         missing=_missing(trace, summary),
         notes=trace.notes,
     )
+
+
+def _heat_maps(trace: Trace) -> str | None:
+    if len(trace.ranks) < _MIN_HEAT_RANKS:
+        return None
+    # Few traces have so many ranks: the pages of others do not wait for Matplotlib.
+    from ebbtide.analysis.plot import draw, save
+
+    file = io.BytesIO()
+    try:
+        save(draw([trace], kind="ranks"), file, "png")
+    except TraceError:
+        # It has no steady iteration.
+        return None
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _omitted(shown: Sequence[ShownRank], count: int) -> str | None:

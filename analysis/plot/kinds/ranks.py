@@ -22,6 +22,8 @@ from ebbtide.units import ms_text
 CONTENT = "ranks by iterations"
 # Ranks that differ, as listed beside the picture.
 _MAX_LISTED = 10
+# Cells of a picture: of more ranks or iterations each cell is the largest of several, none thinner than a pixel.
+_MAX_CELLS = (128, 500)
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,16 @@ class RanksPanel(PlotPanel):
     legend: bool
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
-        rows = np.arange(len(self.heat.ranks) + 1) - 0.5
+        values, edges = self.heat.behind_ms, [np.arange(len(self.heat.ranks) + 1) - 0.5, self.edges_ns]
+        for dimension, (count, most) in enumerate(zip(values.shape, _MAX_CELLS, strict=True)):
+            firsts = np.arange(min(count, most)) * count // min(count, most)
+            values = np.fmax.reduceat(values, firsts, axis=dimension)
+            edges[dimension] = edges[dimension][[*firsts, count]]
+        rows, times_ns = edges
         axes.pcolormesh(
-            self.view.axis.x(self.edges_ns.astype(np.int64)),
+            self.view.axis.x(times_ns.astype(np.int64)),
             rows,
-            self.heat.behind_ms,
+            values,
             cmap=ListedColormap(LEVEL_COLORS),
             norm=BoundaryNorm([0.0, *self.levels, np.inf], len(LEVEL_COLORS)),
             rasterized=True,
