@@ -4,7 +4,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -36,61 +35,47 @@ _GPU = {
 }
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One metric."""
 
-    name: str  # Name without the suffix of its type: `_total` of a counter, `_info` of an info.
     kind: Kind  # Its type. A summary has the median over the last iterations as its quantile 0.5.
     text: str  # Its description.
     labels: tuple[str, ...]  # Names of its labels.
 
-    @property
-    def sample_names(self) -> tuple[str, ...]:
-        """The names that queries use."""
-        suffixes = {"counter": ("_total",), "gauge": ("",), "info": ("_info",), "summary": ("", "_sum", "_count")}
-        return tuple(self.name + suffix for suffix in suffixes[self.kind])
 
-
+# Type -> what the names of its samples have after the name of the metric, in the order of the values of a `_Sample`.
+SUFFIXES: dict[Kind, tuple[str, ...]] = {
+    "counter": ("_total",),
+    "gauge": ("",),
+    "info": ("_info",),
+    "summary": ("_sum", "_count", ""),
+}
 # Every label has a bounded number of values: ranks of the job (`collector.MAX_RANKS` of them), each with one device,
 # four phases, MEMORY_POOLS, two directions. An info has one series.
 FAMILIES = {
-    family.name: family
-    for family in (
-        Family("ebbtide_recording", "info", "The recording.", ("trace", "host", "version")),
-        Family("ebbtide_ranks", "gauge", "Ranks that have begun to record on this host.", ()),
-        Family("ebbtide_rank_recording", "gauge", "1 while the rank records, 0 when it is silent or has ended.", _RANK),
-        Family("ebbtide_iterations", "counter", "Finished iterations since the recording began.", _RANK),
-        Family("ebbtide_iteration_seconds", "summary", "Time of finished iterations.", _RANK),
-        Family(
-            "ebbtide_phase_seconds",
-            "summary",
-            "Time of a phase in finished iterations: forward, backward, update, or other.",
-            (*_RANK, "phase"),
-        ),
-        Family("ebbtide_memory_bytes", "gauge", "Newest value of a memory pool.", (*_DEVICE, "pool")),
-        Family("ebbtide_memory_capacity_bytes", "gauge", "Memory of the device.", _DEVICE),
-        Family("ebbtide_free_bytes", "gauge", "Free memory of the device now.", _DEVICE),
-        Family("ebbtide_phase_peak_bytes", "gauge", "Peak in a phase, median over the last iterations.", _PHASE),
-        Family("ebbtide_phase_free_bytes", "gauge", "Least free memory in a phase, median as of the peaks.", _PHASE),
-        Family("ebbtide_link_bytes", "counter", "Bytes moved over the link: h2d, d2h.", (*_DEVICE, "direction")),
-        Family("ebbtide_link_peak_bytes_per_second", "gauge", "Peak of the link in one direction.", _DEVICE),
-        Family("ebbtide_gpu_utilization_ratio", "gauge", "Share of time in which a kernel ran (NVML).", _DEVICE),
-        Family("ebbtide_gpu_power_watts", "gauge", "Power of the GPU.", _DEVICE),
-        Family("ebbtide_gpu_temperature_celsius", "gauge", "Temperature of the GPU.", _DEVICE),
-        Family("ebbtide_gpu_sm_clock_hertz", "gauge", "Clock of the GPU's processors.", _DEVICE),
-    )
-}  # fmt: skip
+    "ebbtide_recording": Family("info", "The recording.", ("trace", "host", "version")),
+    "ebbtide_ranks": Family("gauge", "Ranks that have begun to record on this host.", ()),
+    "ebbtide_rank_recording": Family("gauge", "1 while the rank records, 0 when it is silent or has ended.", _RANK),
+    "ebbtide_iterations": Family("counter", "Finished iterations since the recording began.", _RANK),
+    "ebbtide_iteration_seconds": Family("summary", "Time of finished iterations.", _RANK),
+    "ebbtide_phase_seconds": Family(
+        "summary", "Time of a phase in finished iterations: forward, backward, update, or other.", (*_RANK, "phase")
+    ),
+    "ebbtide_memory_bytes": Family("gauge", "Newest value of a memory pool.", (*_DEVICE, "pool")),
+    "ebbtide_memory_capacity_bytes": Family("gauge", "Memory of the device.", _DEVICE),
+    "ebbtide_free_bytes": Family("gauge", "Free memory of the device now.", _DEVICE),
+    "ebbtide_phase_peak_bytes": Family("gauge", "Peak in a phase, median over the last iterations.", _PHASE),
+    "ebbtide_phase_free_bytes": Family("gauge", "Least free memory in a phase, median as of the peaks.", _PHASE),
+    "ebbtide_link_bytes": Family("counter", "Bytes moved over the link: h2d, d2h.", (*_DEVICE, "direction")),
+    "ebbtide_link_peak_bytes_per_second": Family("gauge", "Peak of the link in one direction.", _DEVICE),
+    "ebbtide_gpu_utilization_ratio": Family("gauge", "Share of time in which a kernel ran (NVML).", _DEVICE),
+    "ebbtide_gpu_power_watts": Family("gauge", "Power of the GPU.", _DEVICE),
+    "ebbtide_gpu_temperature_celsius": Family("gauge", "Temperature of the GPU.", _DEVICE),
+    "ebbtide_gpu_sm_clock_hertz": Family("gauge", "Clock of the GPU's processors.", _DEVICE),
+}
 
-
-class _Sample(NamedTuple):
-    """A value of a metric. `observations` and `median` are of summaries, whose value is the sum."""
-
-    family: str
-    labels: tuple[str, ...]
-    value: float
-    observations: int = 0
-    median: float | None = None
+# Name of a family, values of its labels, and its values, by `SUFFIXES`; those that are None are not known.
+_Sample = tuple[str, tuple[str, ...], *tuple[float | None, ...]]
 
 
 class LiveTraceCollector(Collector):
@@ -103,32 +88,31 @@ class LiveTraceCollector(Collector):
 
     def describe(self) -> Iterable[core.Metric]:
         """Return all metrics without values, so that a scrape can ask for some of them (`?name[]=...`)."""
-        return [core.Metric(family.name, family.text, family.kind) for family in FAMILIES.values()]
+        return [core.Metric(name, family.text, family.kind) for name, family in FAMILIES.items()]
 
     def collect(self) -> Iterator[core.Metric]:
         """Yield the metrics that have values. A trace that cannot be read has only its name."""
         with self._lock:
             samples = list(self._samples())
         metrics = {metric.name: metric for metric in self.describe()}
-        for sample in samples:
-            family, metric = FAMILIES[sample.family], metrics[sample.family]
-            labels = dict(zip(family.labels, sample.labels, strict=True))
-            if sample.median is not None:
-                metric.add_sample(family.name, {**labels, "quantile": "0.5"}, sample.median)
-            values = [sample.value, sample.observations] if family.kind == "summary" else [sample.value]
-            for name, value in zip(family.sample_names[-len(values) :], values, strict=True):
-                metric.add_sample(name, labels, value)
+        for name, labels, *values in samples:
+            family = FAMILIES[name]
+            for suffix, value in zip(SUFFIXES[family.kind], values, strict=True):
+                quantile = {"quantile": "0.5"} if family.kind == "summary" and not suffix else {}
+                if value is not None:
+                    named = dict(zip(family.labels, labels, strict=True))
+                    metrics[name].add_sample(name + suffix, named | quantile, value)
         yield from (metric for metric in metrics.values() if metric.samples)
 
     def _samples(self) -> Iterator[_Sample]:
-        yield _Sample("ebbtide_recording", (self._live.path.name, socket.gethostname(), ebbtide.__version__), 1)
+        yield "ebbtide_recording", (self._live.path.name, socket.gethostname(), ebbtide.__version__), 1
         try:
             deadline_s = time.monotonic() + _READ_S
             self._live.poll()
             while self._live.behind and time.monotonic() < deadline_s:
                 self._live.poll()
             ranks = self._live.ranks
-            yield _Sample("ebbtide_ranks", (), len(ranks))
+            yield "ebbtide_ranks", (), len(ranks)
             for rank in ranks[:MAX_RANKS]:
                 yield from self._of_rank(rank)
         except UserError:
@@ -138,26 +122,21 @@ class LiveTraceCollector(Collector):
         figures, totals = self._live.rank(rank), self._live.totals(rank)
         own, device = (str(rank),), (str(rank), figures.device or "")
         median_s = {part: ms / 1e3 for part, ms in figures.median_ms.items()}
-        yield _Sample("ebbtide_rank_recording", own, figures.state == "recording")
-        yield _Sample("ebbtide_iterations", own, totals.iterations)
+        yield "ebbtide_rank_recording", own, figures.state == "recording"
+        yield "ebbtide_iterations", own, totals.iterations
         if totals.iterations:
-            yield _Sample(
-                "ebbtide_iteration_seconds", own, totals.iteration_s, totals.iterations, median_s.get("iteration")
-            )
-        for phase, seconds in totals.phase_s.items():
-            yield _Sample(
-                "ebbtide_phase_seconds", (*own, phase), seconds, totals.phase_iterations[phase], median_s.get(phase)
-            )
+            seconds = totals.iteration_s, totals.iterations, median_s.get("iteration")
+            yield "ebbtide_iteration_seconds", own, *seconds
+        for phase, total_s in totals.phase_s.items():
+            yield "ebbtide_phase_seconds", (*own, phase), total_s, totals.phase_iterations[phase], median_s.get(phase)
         yield from self._memory(rank, device, figures.memory)
         for direction, moved in totals.link_bytes.items():
-            if moved is not None:
-                yield _Sample("ebbtide_link_bytes", (*device, direction), moved)
-        peaks = [link.peak_bytes_per_s for link in figures.link.values() if link.peak_bytes_per_s is not None]
-        if peaks:
-            yield _Sample("ebbtide_link_peak_bytes_per_second", device, peaks[0])
+            yield "ebbtide_link_bytes", (*device, direction), moved
+        for link in [*figures.link.values()][:1]:
+            yield "ebbtide_link_peak_bytes_per_second", device, link.peak_bytes_per_s
         for column, (name, factor) in _GPU.items():
             if column in figures.gpu:
-                yield _Sample(name, device, figures.gpu[column] * factor)
+                yield name, device, figures.gpu[column] * factor
 
     def _memory(self, rank: int, device: tuple[str, str], memory: LiveMemory | None) -> Iterator[_Sample]:
         trace = self._live.trace
@@ -165,15 +144,10 @@ class LiveTraceCollector(Collector):
             for pool in sorted(set(MEMORY_POOLS) & set(trace.labels(rank, "memory", "pool"))):
                 sizes = memory_timeline(trace, rank, pool)[1]
                 if len(sizes):
-                    yield _Sample("ebbtide_memory_bytes", (*device, pool), int(sizes[-1]))
-        if memory is None:
-            return
-        if memory.capacity_bytes is not None:
-            yield _Sample("ebbtide_memory_capacity_bytes", device, memory.capacity_bytes)
-        if memory.free_bytes is not None:
-            yield _Sample("ebbtide_free_bytes", device, memory.free_bytes)
-        for phase in ITERATION_PARTS:
-            if phase in memory.peak_bytes:
-                yield _Sample("ebbtide_phase_peak_bytes", (*device, phase), memory.peak_bytes[phase])
-            if phase in memory.min_free_bytes:
-                yield _Sample("ebbtide_phase_free_bytes", (*device, phase), memory.min_free_bytes[phase])
+                    yield "ebbtide_memory_bytes", (*device, pool), int(sizes[-1])
+        if memory is not None:
+            yield "ebbtide_memory_capacity_bytes", device, memory.capacity_bytes
+            yield "ebbtide_free_bytes", device, memory.free_bytes
+            for phase in ITERATION_PARTS:
+                yield "ebbtide_phase_peak_bytes", (*device, phase), memory.peak_bytes.get(phase)
+                yield "ebbtide_phase_free_bytes", (*device, phase), memory.min_free_bytes.get(phase)

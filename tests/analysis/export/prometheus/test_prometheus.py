@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ebbtide.analysis.export.prometheus.collector import FAMILIES, MAX_RANKS
+from ebbtide.analysis.export.prometheus.collector import FAMILIES, MAX_RANKS, SUFFIXES
 from ebbtide.analysis.export.prometheus.server import Address, MetricsServer, parse_address
 from ebbtide.errors import UserError
 from ebbtide.phases import ITERATION_PARTS
@@ -25,6 +25,8 @@ from tests.profiler.agent.jobs import PRELUDE
 from tests.profiler.recording.live.growing import BACKWARD_MS, CAPACITY, OTHER_MS, PEAK, GrowingRecording
 
 ROOT = Path(__file__).parents[4]
+# Name that queries use -> the name of its metric.
+SERVED = {name + suffix: name for name, family in FAMILIES.items() for suffix in SUFFIXES[family.kind]}
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 # Label -> its values, whatever the job does.
 BOUNDED = {
@@ -45,7 +47,7 @@ def scrape(url: str) -> Values:
         family = FAMILIES[metric.name.removesuffix("_info")]
         assert metric.type == ("gauge" if family.kind == "info" else family.kind)
         for name, labels, value, *_ in metric.samples:
-            assert name in family.sample_names
+            assert SERVED[name] == metric.name.removesuffix("_info")
             assert set(labels) - {"quantile"} == set(family.labels)
             for label, value_of_label in labels.items():
                 assert value_of_label in BOUNDED.get(label, {value_of_label})
@@ -85,7 +87,7 @@ def test_server__serves_every_metric_of_a_recording_that_grows(
     half = scrape(server.url)
     recording.grow_to(1.0)
     whole = scrape(server.url)
-    assert {name for name, _ in whole} == {name for family in FAMILIES.values() for name in family.sample_names} - {
+    assert {name for name, _ in whole} == set(SERVED) - {
         # The recording has no such samples.
         *("ebbtide_gpu_power_watts", "ebbtide_gpu_temperature_celsius", "ebbtide_gpu_sm_clock_hertz")
     }
@@ -192,13 +194,12 @@ def test_dashboard__names_only_metrics_that_are_served() -> None:
     dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     assert len(queries) > 8
-    served = {name: family for family in FAMILIES.values() for name in family.sample_names}
     used = set(re.findall(r"ebbtide_\w+", " ".join([*queries, json.dumps(dashboard["templating"])])))
-    assert used <= set(served)
+    assert used <= set(SERVED)
     for query in queries:
         for name, matchers in re.findall(r"(ebbtide_\w+)\{([^}]*)\}", query):
             labels = set(re.findall(r"(\w+)=~?\"", matchers)) - {"instance", "job", "quantile"}
-            assert labels <= set(served[name].labels)
+            assert labels <= set(FAMILIES[SERVED[name]].labels)
 
 
 @pytest.mark.slow
