@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import socket
 import threading
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from socketserver import TCPServer, ThreadingMixIn
-from typing import NamedTuple, TextIO
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from socketserver import TCPServer
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, MetricsHandler
 
 from ebbtide.errors import UserError
 
@@ -36,34 +37,25 @@ def parse_address(text: str) -> Address:
     return Address(bare or _LOCALHOST, number)
 
 
-class _QuietHandler(WSGIRequestHandler):
-    """Answers requests without a word: the standard error is that of the job."""
-
+class _Handler(MetricsHandler):
     # Of a client that sends nothing.
     timeout = 10
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
 
-    def get_stderr(self) -> TextIO:
-        """Return a stream for tracebacks that nobody reads."""
-        return io.StringIO()
-
-
-class _Server(ThreadingMixIn, WSGIServer):
+class _Server(ThreadingHTTPServer):
     """Listens from its creation on, and answers each request in a thread."""
-
-    daemon_threads = True
 
     def __init__(self, address: Address) -> None:
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        super().__init__(address, _QuietHandler)
+        super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
         """Bind without a search for the host's name, which may take long."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.socket.getsockname()[:2]
-        self.setup_environ()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: the standard error is that of the job."""
 
 
 class MetricsServer:
@@ -105,14 +97,12 @@ class MetricsServer:
         self._server.server_close()
 
     def _serve(self, trace: Path) -> None:
-        # These imports take a second: scrapes wait for them, nothing else does.
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-
+        # This import takes a second: scrapes wait for it, nothing else does.
         from ebbtide.analysis.export.prometheus.collector import LiveTraceCollector
 
         registry = CollectorRegistry()
         registry.register(LiveTraceCollector(trace))
-        self._server.set_app(make_wsgi_app(registry))
+        self._server.RequestHandlerClass = _Handler.factory(registry)
         self._server.serve_forever()
 
     def __enter__(self) -> MetricsServer:
