@@ -1,7 +1,6 @@
 """Rules on iterations, and on ranks that differ."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -117,41 +116,26 @@ _ADVICE_ON_TIME = "look at that rank's clocks, temperature, link width, CPU bind
 _ADVICE_ON_DELAY = "look at what that rank does before the phase: data loading, logging, host work"
 
 
-class _SlowestRank(NamedTuple):
-    """The rank that is slowest most often, what its phases take longer than those of the median other rank (ms), and
-    the evidence."""
-
-    rank: int
-    longer_ms: float
-    evidence: tuple[str, ...]
-
-
 @rule("slow-rank", ITERATIONS, RANKS)
 def slow_rank(metrics: JobMetrics) -> Finding | None:
-    """Compare the phase times of the rank that is slowest most often with those of the median other rank, and list the
-    ranks and hosts of `rank_differences` with their causes."""
-    slowest = _slowest_rank(metrics)
+    """List the ranks and hosts of `rank_differences` with their causes; the gain is that of the longest phases. Where
+    none of a few ranks stands out, see `_slowest_rank`."""
     differences = metrics.rank_differences.differences
-    if slowest is None and not differences:
-        return None
-    gains = [difference.extra_ms for difference in differences if difference.extra_ms]
-    gains += [slowest.longer_ms] if slowest is not None else []
-    evidence = [*(slowest.evidence if slowest is not None else ()), *map(_evidence, differences[:_MAX_LINES])]
+    if not differences:
+        return _slowest_rank(metrics)
+    evidence = [*map(_evidence, differences[:_MAX_LINES])]
     if len(differences) > _MAX_LINES:
         evidence.append(f"{len(differences) - _MAX_LINES} more: `ebbtide summary` lists them")
     causes = [difference.cause for difference in differences]
-    advice = dict.fromkeys(
-        _ADVICE_ON_DELAY if "late " in cause else _ADVICE.get(cause, _ADVICE_ON_TIME) for cause in causes
-    )
+    advice = [_ADVICE_ON_DELAY if "late " in cause else _ADVICE.get(cause, _ADVICE_ON_TIME) for cause in causes]
+    gain = max(difference.extra_ms for difference in differences)
     return slow_rank.finding(
-        _title(slowest, differences),
-        clamp_gain(max(gains)) if gains else None,
-        evidence,
-        "; ".join(advice) or _ADVICE_ON_TIME,
+        _title(differences), clamp_gain(gain) if gain > 0 else None, evidence, "; ".join(dict.fromkeys(advice))
     )
 
 
-def _slowest_rank(metrics: JobMetrics) -> _SlowestRank | None:
+def _slowest_rank(metrics: JobMetrics) -> Finding | None:
+    """Compare the phase times of the rank that is slowest most often with those of the median other rank."""
     stats = metrics.iterations([])
     if not stats.slowest_rank or stats.counted < _MIN_ITERATIONS:
         return None
@@ -160,29 +144,29 @@ def _slowest_rank(metrics: JobMetrics) -> _SlowestRank | None:
         rank: sum(median_or_none(metrics.rank(rank).series.columns[f"{phase}_ms"]) or 0.0 for phase in PHASES)
         for rank in stats.slowest_rank
     }
-    others = sorted(ms for r, ms in busy.items() if r != rank)
-    usual = others[len(others) // 2]
-    longer = busy[rank] - usual
-    if count < _MIN_SLOWEST_SHARE * stats.counted or not usual or longer < _MIN_SLOWER * usual:
+    own = busy.pop(rank)
+    usual = sorted(busy.values())[len(busy) // 2]
+    if count < _MIN_SLOWEST_SHARE * stats.counted or not usual or own - usual < _MIN_SLOWER * usual:
         return None
-    evidence = (
-        f"rank {rank} is the slowest in {count} of {stats.counted} iterations",
-        f"its phases take {ms_text(busy[rank])}, those of the median other rank {ms_text(usual)}",
+    return slow_rank.finding(
+        f"Rank {rank} is slower than the others",
+        clamp_gain(own - usual),
+        (
+            f"rank {rank} is the slowest in {count} of {stats.counted} iterations",
+            f"its phases take {ms_text(own)}, those of the median other rank {ms_text(usual)}",
+        ),
+        _ADVICE_ON_TIME,
     )
-    return _SlowestRank(rank, longer, evidence)
 
 
-def _title(slowest: _SlowestRank | None, differences: tuple[RankDifference, ...]) -> str:
-    if slowest is not None and {rank for difference in differences for rank in difference.ranks} <= {slowest.rank}:
-        return f"Rank {slowest.rank} is slower than the others"
+def _title(differences: tuple[RankDifference, ...]) -> str:
     if len(differences) == 1:
         name = differences[0].name
         return f"{name[0].upper()}{name[1:]} differs from the others: {differences[0].cause}"
-    ranks = [difference.ranks[0] for difference in differences if not difference.is_host]
-    hosts = [difference.host for difference in differences if difference.is_host]
-    parts = [f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"] if hosts else []
-    parts += [f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"] if ranks else []
-    return f"{' and '.join(parts).capitalize()} differ from the others"
+    hosts = sum(difference.is_host for difference in differences)
+    ranks = len(differences) - hosts
+    parts = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in ((hosts, "host"), (ranks, "rank")) if count]
+    return f"{' and '.join(parts)} differ from the others"
 
 
 def _evidence(difference: RankDifference) -> str:

@@ -73,15 +73,15 @@ def test_between_phases__sees_stalls_that_medians_hide(make: type[Job], stalls: 
 def test_slow_rank__gain_is_its_delay(ranks: int, delay: float) -> None:
     finding = on_gpu(ranks, slower={(1, "forward"): delay / 3, (1, "backward"): 2 * delay / 3}).finding(slow_rank)
     assert finding.potential_gain_ms == pytest.approx(delay)
-    assert finding.title == "Rank 1 is slower than the others"
-    assert "rank 1 is the slowest in 6 of 6 iterations" in finding.evidence[0]
-    assert f"{400 + delay:.1f} ms" in finding.evidence[1]
-    assert "400.0 ms" in finding.evidence[1]
+    assert finding.title.startswith("Rank 1 differs from the others: slow ")
+    assert f"all phases {400 + delay:.1f} ms, usual 400.0 ms" in finding.evidence[0]
 
 
 def test_slow_rank__compares_with_median_of_others() -> None:
-    # The gain is the time above the median of the others.
+    # None of the three stands out. The gain is the time above the median of the others.
     finding = on_gpu(3, slower={(0, "forward"): 40, (2, "forward"): 60}).finding(slow_rank)
+    assert finding.title == "Rank 2 is slower than the others"
+    assert "rank 2 is the slowest in 6 of 6 iterations" in finding.evidence[0]
     assert finding.potential_gain_ms == pytest.approx(20)
 
 
@@ -91,8 +91,8 @@ def test_slow_rank__is_none_for_nearly_equal_ranks(slower: dict[tuple[int, str],
     assert on_cpu(2).result(slow_rank) is None
 
 
-@pytest.mark.parametrize(("slow_iterations", "reported"), [(8, True), (7, False)])
-def test_slow_rank__needs_four_of_five_iterations(slow_iterations: int, reported: bool) -> None:
+@pytest.mark.parametrize(("slow_iterations", "reported"), [(8, True), (5, False)])
+def test_slow_rank__needs_most_iterations(slow_iterations: int, reported: bool) -> None:
     builder = TraceBuilder(warmup_iterations=0)
     for number in range(2):
         now = 0
