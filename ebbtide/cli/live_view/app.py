@@ -1,6 +1,7 @@
 """The terminal app: panels of one rank, kept up to date by a thread that reads snapshots."""
 
 from collections.abc import Callable
+from functools import partial
 from threading import Event
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Footer
 
 from ebbtide.cli.live_view import panels
-from ebbtide.cli.live_view.screens import FindingsScreen, HelpScreen, LogScreen
+from ebbtide.cli.live_view.screens import Page, findings_text, help_text, log_text
 from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SelectedRank, SnapshotReader
 from ebbtide.cli.live_view.watched import WatchedJob
 from ebbtide.errors import UserError
@@ -206,16 +207,16 @@ class LiveView(App[str]):
         self._show()
 
     def action_findings(self) -> None:
-        self.push_screen(FindingsScreen(self.snapshot))
+        self.push_screen(Page(partial(findings_text, self.snapshot)))
 
     def action_help(self) -> None:
         """Show what the panels and keys mean."""
-        self.push_screen(HelpScreen())
+        self.push_screen(Page(help_text))
 
     def action_log(self) -> None:
         """Show the end of the job's output."""
         if self._job is not None:
-            self.push_screen(LogScreen(self._job))
+            self.push_screen(Page(partial(log_text, self._job), from_end=True))
 
     def action_interrupt(self) -> None:
         """Pass Ctrl-C on to the job where the view runs it; else leave the view."""

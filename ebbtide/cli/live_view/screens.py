@@ -1,5 +1,6 @@
 """Screens over the view: help, findings with evidence, the output of the job."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from rich.text import Text
@@ -44,65 +45,54 @@ Keys      n p, right left   next rank, previous rank
 """
 
 
-class _Page(Screen[None]):
-    """A page that scrolls over the view."""
+class Page(Screen[None]):
+    """A page that scrolls over the view; `from_end`: it begins at its end, and is kept up to date."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "app.pop_screen", "back")]
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, draw: Callable[[], Text], from_end: bool = False) -> None:
         super().__init__()
-        self._text = text
+        self._draw = draw
+        self._from_end = from_end
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
-            yield Static(self._text, id="page")
+            yield Static(self._draw(), id="page")
         yield Footer(compact=True)
 
-
-class HelpScreen(_Page):
-    """The meaning of panels and keys."""
-
-    def __init__(self) -> None:
-        super().__init__(Text.assemble(legend(), "\n", _HELP))
-
-
-class FindingsScreen(_Page):
-    """The findings of a snapshot, with evidence and advice."""
-
-    def __init__(self, snapshot: RecordingSnapshot) -> None:
-        text = Text()
-        for number, seen in enumerate(snapshot.findings or (), 1):
-            text.append(f"{number}. {finding_line(seen).strip()}\n", "bold")
-            for evidence in seen.finding.evidence:
-                text.append(f"   - {evidence}\n")
-            text.append(f"   {seen.finding.advice}\n\n")
-        if not snapshot.findings:
-            text.append("No rule has found anything yet." if snapshot.findings is None else "No rule found anything.")
-        else:
-            text.append(
-                "The time before a title is the most that an iteration would gain. Gains overlap; do not add them."
-            )
-        super().__init__(text)
-
-
-class LogScreen(_Page):
-    """The end of the output of the job, kept up to date."""
-
-    def __init__(self, job: WatchedJob) -> None:
-        super().__init__(_tail(job))
-        self._job = job
-
     def on_mount(self) -> None:
-        self.set_interval(_PERIOD_S, self._update)
-        self.query_one(VerticalScroll).scroll_end(animate=False)
+        if self._from_end:
+            self.set_interval(_PERIOD_S, self._update)
+            self.query_one(VerticalScroll).scroll_end(animate=False)
 
     def _update(self) -> None:
         scroll = self.query_one(VerticalScroll)
         at_end = scroll.is_vertical_scroll_end
-        self.query_one("#page", Static).update(_tail(self._job))
+        self.query_one("#page", Static).update(self._draw())
         if at_end:
             scroll.scroll_end(animate=False)
 
 
-def _tail(job: WatchedJob) -> Text:
+def help_text() -> Text:
+    """Return the meaning of panels and keys."""
+    return Text.assemble(legend(), "\n", _HELP)
+
+
+def findings_text(snapshot: RecordingSnapshot) -> Text:
+    """Return the findings of a snapshot, with evidence and advice."""
+    if not snapshot.findings:
+        return Text("No rule has found anything yet." if snapshot.findings is None else "No rule found anything.")
+    text = Text()
+    for number, seen in enumerate(snapshot.findings, 1):
+        text.append(f"{number}. {finding_line(seen).strip()}\n", "bold")
+        for evidence in seen.finding.evidence:
+            text.append(f"   - {evidence}\n")
+        text.append(f"   {seen.finding.advice}\n\n")
+    return text.append(
+        "The time before a title is the most that an iteration would gain. Gains overlap; do not add them."
+    )
+
+
+def log_text(job: WatchedJob) -> Text:
+    """Return the end of the output of the job."""
     return Text.assemble((f"{job.log}\n", "bold"), Text.from_ansi(tail(job.log)))
