@@ -77,6 +77,10 @@ def rank_figures(trace: Trace, rank: int, state: RankState) -> LiveRank:
     steady = table[table.index.isin(steady_iterations(trace).numbers)]
     last = table.iloc[-1] if len(table) else pd.Series(dtype=float)
     device = trace.rank(rank).main_device
+    rates = _newest(trace, rank, trace.link(rank))
+    link = {
+        d: LiveLink(rates[name], link_peak(trace, rank)) for d in DIRECTIONS if (name := f"{d}_bytes_per_s") in rates
+    }
     return LiveRank(
         rank=rank,
         device=main_device(trace, rank),
@@ -86,8 +90,8 @@ def rank_figures(trace: Trace, rank: int, state: RankState) -> LiveRank:
         last_ms={str(part): float(ms) for part, ms in last.items() if not np.isnan(ms)},
         median_ms={str(part): ms for part in steady if (ms := median_or_none(steady[part])) is not None},
         memory=_memory(trace, rank),
-        link=_link(trace, rank),
-        gpu=_gpu(trace, rank),
+        link=link,
+        gpu=_newest(trace, rank, trace.gpu(rank)),
     )
 
 
@@ -112,20 +116,11 @@ def _memory(trace: Trace, rank: int) -> LiveMemory | None:
     )
 
 
-def _link(trace: Trace, rank: int) -> dict[str, LiveLink]:
-    rows = trace.link(rank)
-    rows = rows[rows["device"] == main_device(trace, rank)]
-    peak = link_peak(trace, rank)
-    newest = {direction: rows[f"{direction}_bytes_per_s"].dropna() for direction in DIRECTIONS}
-    return {direction: LiveLink(float(rates.iloc[-1]), peak) for direction, rates in newest.items() if len(rates)}
-
-
-def _gpu(trace: Trace, rank: int) -> dict[str, float]:
-    rows = trace.gpu(rank)
-    rows = rows[rows["device"] == main_device(trace, rank)]
-    columns = [column for column in rows if column not in ("t_ns", "device")]
-    newest = {str(column): rows[column].dropna() for column in columns}
-    return {column: float(values.iloc[-1]) for column, values in newest.items() if len(values)}
+def _newest(trace: Trace, rank: int, samples: pd.DataFrame) -> dict[str, float]:
+    """Return the newest value of each column of samples of a rank's first device; without those that have none."""
+    rows = samples[samples["device"] == main_device(trace, rank)].select_dtypes("number").drop(columns="t_ns")
+    recorded = {str(column): rows[column].dropna() for column in rows}
+    return {column: float(values.iloc[-1]) for column, values in recorded.items() if len(values)}
 
 
 @dataclass(frozen=True)
