@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +11,12 @@ import typer
 
 from ebbtide.cli.options import count
 from ebbtide.cli.options import iterations as parse_iterations
-from ebbtide.cli.printing import echo
+from ebbtide.cli.printing import echo, echo_error, progress_bar
 
 if TYPE_CHECKING:
     from ebbtide.profiler.recording.attach import AttachedSlice
 
 _PERIOD_S = 0.1
-_CLEAR = "\r\033[K"
 
 
 def attach_to(
@@ -49,29 +47,19 @@ def _range(text: str | None) -> tuple[int | None, int]:
 
 
 def _wait(attached: AttachedSlice) -> None:
-    """Wait for the end of a slice, with a line that shows how far it is."""
-    shows = sys.stderr.isatty()
-    request = attached.request
-    try:
-        while not attached.update():
-            if shows:
-                typer.echo(f"{_CLEAR}{_progress(attached)}", err=True, nl=False)
-            time.sleep(_PERIOD_S)
-    except KeyboardInterrupt:
-        line = f"no longer waiting; the job records iterations {_text(request.first, request.end)} all the same"
-        typer.echo(f"{_CLEAR if shows else ''}ebbtide: {line}", err=True)
-        raise
-    if shows:
-        typer.echo(_CLEAR, err=True, nl=False)
-
-
-def _progress(attached: AttachedSlice) -> str:
-    request, ranks = attached.request, len(attached.processes)
-    reached = min(process.iteration or 0 for process in attached.processes) + 1
+    """Wait for the end of a slice, with a bar that shows how far it is."""
+    first, end, ranks = attached.request.first, attached.request.end, len(attached.processes)
     on = f" on {ranks} ranks" if ranks > 1 else ""
-    if reached < request.first:
-        return f"iteration {reached}: details begin at {request.first}{on}"
-    return f"iteration {reached}: {min(reached, request.end) - request.first} of {request.end - request.first}{on}"
+    try:
+        with progress_bar() as update:
+            while not attached.update():
+                reached = min(process.iteration or 0 for process in attached.processes) + 1
+                until = f"details begin at {first}" if reached < first else f"details until {end - 1}"
+                update(f"iteration {reached}: {until}{on}", min(max(reached, first), end) - first, end - first)
+                time.sleep(_PERIOD_S)
+    except KeyboardInterrupt:
+        echo_error(f"no longer waiting; the job records iterations {_text(first, end)} all the same")
+        raise
 
 
 def _print_result(attached: AttachedSlice) -> None:

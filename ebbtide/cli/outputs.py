@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +26,14 @@ def picture_format(path: Path) -> str:
     return ending[1:]
 
 
-def check_outputs(plot: Path | None, save: Path | None) -> None:
-    """Raise BadParameter if the paths of the picture and of the folder of traces are invalid."""
-    if plot is not None:
-        picture_format(plot)
-    if plot is not None and save is not None and plot.resolve() == save.resolve():
-        raise typer.BadParameter(f"{plot} cannot be both the picture and the folder of traces: choose two paths")
+def check_outputs(pictures: Sequence[Path | None], other: Path | None = None) -> None:
+    """Raise BadParameter if the paths of pictures and of another output are invalid."""
+    for picture in filter(None, pictures):
+        picture_format(picture)
+    outputs = [path for path in (*pictures, other) if path is not None]
+    for path, later in itertools.combinations(outputs, 2):
+        if path.resolve() == later.resolve():
+            raise typer.BadParameter(f"{path} cannot be both outputs: choose two paths")
 
 
 @contextmanager

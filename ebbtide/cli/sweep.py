@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ebbtide.cli.options import count, size
-from ebbtide.cli.outputs import picture_format, print_outputs, save_picture
+from ebbtide.cli.outputs import check_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_error, echo_line, print_view, progress_bar
 from ebbtide.cli.reading import check_options
 
@@ -91,10 +91,7 @@ class SweepOutputs:
         """Raise BadParameter or UserError before the work is done, not after it."""
         from ebbtide.errors import UserError
 
-        if self.plot is not None:
-            picture_format(self.plot)
-        if self.plot is not None and self.table is not None and self.plot.resolve() == self.table.resolve():
-            raise typer.BadParameter(f"{self.plot} cannot be both the table and the picture: choose two files")
+        check_outputs([self.plot], self.table)
         for path in (self.table, self.plot):
             if path is not None and os.path.lexists(path) and not self.force:
                 raise UserError(f"{path} exists already: choose another path, or replace it with --force")

@@ -91,7 +91,7 @@ def compare(
     Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan runs as predicted.
     Losses must be equal under all policies, bit for bit; otherwise the exit status is 1. Medians leave the first two
     steps of each out."""
-    check_outputs(plot, save)
+    check_outputs([plot], save)
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params must be at least 1")
     memory_budget_bytes = options.size(memory_budget) if memory_budget is not None else None

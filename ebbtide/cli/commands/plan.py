@@ -102,7 +102,7 @@ def plan(
 
     Figures are per rank, times are ranges that hold with a probability of 80 %."""
     plot = plot or output
-    check_outputs(plot, None)
+    check_outputs([plot])
     traces = [name for name in names or () if _is_trace(name)]
     machines = [*(machine or ()), *(name for name in names or () if not _is_trace(name))]
     _check_sources(traces, workload, params, machine is not None, list(names or ()))

@@ -138,10 +138,7 @@ def replay(
     explain = explain or (print_all and not recommend)
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
     free, host_free = (options.size(values[0]) if values else None for values in (free_bytes, host_free_bytes))
-    check_outputs(plot, save)
-    check_outputs(plot_schedules, save)
-    if plot is not None and plot_schedules is not None and plot.resolve() == plot_schedules.resolve():
-        raise typer.BadParameter(f"{plot} cannot be both pictures: choose two paths")
+    check_outputs([plot, plot_schedules], save)
 
     from ebbtide.cli.advice import print_recommendation, print_setups
     from ebbtide.errors import PlanError, PolicyError
