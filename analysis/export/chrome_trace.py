@@ -41,29 +41,19 @@ def checked(trace: Trace, rows: pd.DataFrame, kind: str) -> pd.DataFrame:
     return rows
 
 
-def device_events(process: Process, trace: Trace, rank: int, first_correlation: int) -> Iterator[str]:
+def device_events(process: Process, trace: Trace, rank: int, flows: Iterator[int]) -> Iterator[str]:
     """Yield kernels and copies of a rank, and their launches.
 
     Kernels are on a track per device and stream, and so are copies in a trace with kernels. Without kernels, copies are
     on a track per device and direction, or per stream where copies of one direction overlap. A flow leads from each
-    launch to what it launched. `first_correlation` is the number of the first flow, as `count_launches` of the ranks
-    before add up to."""
-    kernels = checked(trace, trace.kernels(rank), "a kernel")
-    copies = checked(trace, trace.transfers(rank), "a copy")
-    kernels, copies = (
-        _correlated(kernels, first_correlation),
-        _correlated(copies, first_correlation + int(_has_launch(kernels).sum())),
-    )
+    launch to what it launched; `flows` are their numbers, which all ranks share."""
+    kernels = _correlated(checked(trace, trace.kernels(rank), "a kernel"), flows)
+    copies = _correlated(checked(trace, trace.transfers(rank), "a copy"), flows)
     if kernels.empty:
         yield from _copies_alone(process, copies)
     else:
         yield from _streams(process, kernels, copies)
     yield from _launches(process, pd.concat([kernels, copies]))
-
-
-def count_launches(trace: Trace, rank: int) -> int:
-    """Return the number of kernels and copies with a flow."""
-    return sum(int(_has_launch(rows).sum()) for rows in (trace.kernels(rank), trace.transfers(rank)))
 
 
 def annotation_events(process: Process, trace: Trace, rank: int) -> Iterator[str]:
@@ -75,16 +65,10 @@ def annotation_events(process: Process, trace: Trace, rank: int) -> Iterator[str
         yield from process.slices(track, {"user_annotation": group}, _enclosing(starts, ends))
 
 
-def _has_launch(rows: pd.DataFrame) -> pd.Series[bool]:
-    """Return which rows have a launch that a flow can begin at: a flow does not go back in time."""
-    return (rows["launch_ns"] <= rows["start_ns"]).fillna(False).astype(bool)
-
-
-def _correlated(rows: pd.DataFrame, first: int) -> pd.DataFrame:
-    """Return the rows with a number for each that has a launch, from `first`."""
-    has_launch = _has_launch(rows)
-    numbers = has_launch.cumsum() + (first - 1)
-    return rows.assign(correlation=numbers.astype("Int64").where(has_launch))
+def _correlated(rows: pd.DataFrame, flows: Iterator[int]) -> pd.DataFrame:
+    """Return the rows with the number of a flow for each that has a launch before it: a flow does not go back."""
+    has_launch = (rows["launch_ns"] <= rows["start_ns"]).fillna(False)
+    return rows.assign(correlation=pd.array([next(flows) if has else None for has in has_launch], "Int64"))
 
 
 def _streams(process: Process, kernels: pd.DataFrame, copies: pd.DataFrame) -> Iterator[str]:
@@ -182,7 +166,7 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
     """Yield every event of a trace as a JSON object; times count from origin_ns."""
     # Perfetto takes process 0 for the idle task, and a track with the number of its process for the main thread.
     tids = itertools.count(len(trace.ranks) + 1)
-    correlation = 1
+    flows = itertools.count(1)
     # The critical path of the first rank, which may lead to others.
     path = critical_path(trace, trace.ranks[0]) if trace.ranks else None
     paths = pd.DataFrame([] if path is None else path.segments, columns=[field.name for field in fields(Segment)])
@@ -194,8 +178,7 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
         yield from process.name_events(" · ".join(part for part in parts if part))
         yield from _phases(process, trace, rank)
         yield from annotation_events(process, trace, rank)
-        yield from device_events(process, trace, rank, correlation)
-        correlation += count_launches(trace, rank)
+        yield from device_events(process, trace, rank, flows)
         yield from _ops(process, trace, rank)
         yield from _memory(process, trace, rank)
         yield from _link(process, trace, rank)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
@@ -29,22 +29,14 @@ class Accuracy:
     # Largest relative error of the update among these runs; None where nothing was compared.
     largest_error: float | None = None
     undetermined: tuple[str, ...] = ()  # Rates that these runs do not determine.
-    fitted_ranks: tuple[int, ...] = ()  # Numbers of ranks on a host that these runs had, ascending.
-    ranks: int | None = None  # Ranks on a host that the rates are for; None: not known.
+    fitted_ranks_per_host: tuple[int, ...] = ()  # Numbers of ranks on a host that these runs had, ascending.
+    ranks_per_host: int | None = None  # Ranks on a host that the rates are for; None: not known.
     # The factor within which each rate is known, as in `uncertainty_of`.
     uncertainty: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object `accuracy` of `ebbtide replay --json`."""
-        return {
-            "basis": self.basis,
-            "runs": self.runs,
-            "largest_error": self.largest_error,
-            "undetermined": list(self.undetermined),
-            "fitted_ranks_per_host": list(self.fitted_ranks),
-            "ranks_per_host": self.ranks,
-            "uncertainty": self.uncertainty,
-        }
+        return asdict(self)
 
     def text(self) -> str:
         """Return the accuracy in a line for people."""
@@ -59,9 +51,10 @@ class Accuracy:
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
         error = f"{100 * self.largest_error:.1f} %"
         line = f"updates predicted from this machine are within {error} on the {runs} it was fitted to"
-        if self.ranks is not None and self.fitted_ranks and self.ranks not in self.fitted_ranks:
-            numbers = " and ".join(map(str, self.fitted_ranks))
-            line += f", which had {numbers} ranks on a host: not validated with {self.ranks}"
+        ranks, fitted_ranks = self.ranks_per_host, self.fitted_ranks_per_host
+        if ranks is not None and fitted_ranks and ranks not in fitted_ranks:
+            numbers = " and ".join(map(str, fitted_ranks))
+            line += f", which had {numbers} ranks on a host: not validated with {ranks}"
         if self.undetermined:
             line += f"; not determined by them: {', '.join(self.undetermined)}"
         return line
@@ -95,16 +88,16 @@ def accuracy_of(machine: Machine) -> Accuracy:
             runs=len(errors),
             largest_error=max(errors),
             undetermined=tuple(map(str, undetermined)) if isinstance(undetermined, list) else (),
-            fitted_ranks=tuple(
+            fitted_ranks_per_host=tuple(
                 sorted({number for number in section(fit, "ranks").values() if isinstance(number, int)})
             ),
-            ranks=ranks,
+            ranks_per_host=ranks,
             uncertainty=uncertainty_of(machine),
         )
     basis: Basis = "measured" if section(machine.extra, "measured") else "unknown"
     if fit or source.get("kind") == DATA_SHEETS:
         basis = "fitted" if fit else "data sheets"
-    return Accuracy(basis, ranks=ranks, uncertainty=uncertainty_of(machine))
+    return Accuracy(basis, ranks_per_host=ranks, uncertainty=uncertainty_of(machine))
 
 
 def uncertainty_of(machine: Machine) -> dict[str, float]:

@@ -34,16 +34,5 @@ class StoragePath:
 
     def for_ranks(self, measured_ranks: int, ranks: int) -> StoragePath:
         """Return the path of one of `ranks` ranks that share it, from that with `measured_ranks`."""
-        share = measured_ranks / ranks
-
-        def scaled(value: float | None) -> float | None:
-            return None if value is None else value * share
-
-        return replace(
-            self,
-            read_bytes_per_s=self.read_bytes_per_s * share,
-            write_bytes_per_s=self.write_bytes_per_s * share,
-            bytes=scaled(self.bytes),
-            duplex_bytes_per_s=scaled(self.duplex_bytes_per_s),
-            rated_write_bytes=scaled(self.rated_write_bytes),
-        )
+        figures = {name: value for name, value in vars(self).items() if name != "path" and value is not None}
+        return replace(self, **{name: value * measured_ranks / ranks for name, value in figures.items()})

@@ -1,11 +1,11 @@
 """Checks: functions of a host that say whether something would slow a job down; and their results as text."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, get_args
 
 from ebbtide.analysis.tables.table import Gain, Misfit, View
 from ebbtide.interleave.doctor.host import JobHost
@@ -23,21 +23,6 @@ class CheckResult:
     detail: str  # The figures that were found, and with a warning why they matter.
     # Words to change it, as they are to be typed where possible; None where there is nothing to do.
     remedy: str | None = None
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The results of all checks, in the order of the checks."""
-
-    checks: tuple[CheckResult, ...]
-
-    def of(self, state: State) -> list[CheckResult]:
-        """Return the results of a state."""
-        return [check for check in self.checks if check.state == state]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide doctor --json` prints."""
-        return {"checks": [asdict(check) for check in self.checks]}
 
 
 # State, detail, and the remedy where there is one.
@@ -64,17 +49,20 @@ def all_checks() -> dict[str, Finder]:
     return dict(_CHECKS)
 
 
-def examine(host: JobHost) -> Diagnosis:
-    """Run all checks on a host."""
-    return Diagnosis(
-        tuple(CheckResult(name, *result) for name, finder in all_checks().items() for result in finder(host))
-    )
+def examine(host: JobHost) -> list[CheckResult]:
+    """Run all checks on a host; return their results in the order of the checks."""
+    return [CheckResult(name, *result) for name, finder in all_checks().items() for result in finder(host)]
 
 
-def diagnosis_view(diagnosis: Diagnosis, verbose: bool) -> View:
+def checks_of(checks: Iterable[CheckResult], state: State) -> list[CheckResult]:
+    """Return the results of a state."""
+    return [check for check in checks if check.state == state]
+
+
+def diagnosis_view(results: Sequence[CheckResult], verbose: bool) -> View:
     """Yield what slows a job down on this host, with remedies; `verbose`: all checks with their figures."""
-    warnings, unknown = diagnosis.of("warning"), diagnosis.of("unknown")
-    counts = f"{len(diagnosis.of('ok'))} checks are fine"
+    fine, warnings, unknown = (checks_of(results, state) for state in get_args(State))
+    counts = f"{len(fine)} checks are fine"
     if warnings:
         yield Misfit(f"this host would slow a job down: {counted(len(warnings), 'warning')}; {counts}")
     else:
@@ -83,7 +71,7 @@ def diagnosis_view(diagnosis: Diagnosis, verbose: bool) -> View:
         yield f"{number}. {check.name}: {check.detail}"
         yield Gain(f"   DO  {check.remedy}")
     if verbose:
-        for title, checks in (("not known:", unknown), ("fine:", diagnosis.of("ok"))):
+        for title, checks in (("not known:", unknown), ("fine:", fine)):
             if checks:
                 yield title
                 yield from map(_check_line, checks)

@@ -319,7 +319,7 @@ BOTH = "--workload w.json --machine m.json"
         (f"-o s.parquet {BOTH} --plot s.gif", ".png, .svg, .pdf"),
         (f"-o nowhere/s.parquet {BOTH}", "cannot write"),
         (f"-o s.parquet {BOTH} --plot nowhere/s.png", "cannot write"),
-        (f"-o s.png {BOTH} --plot s.png", "two files"),
+        (f"-o s.png {BOTH} --plot s.png", "both outputs"),
     ],
 )
 def test_sweep__bad_input_is_one_line_and_changes_no_file(refuses: Refuses, arguments: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -24,7 +25,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check this host: cores, threads, memory, links, storage and software, as a job would have them."""
-    from ebbtide.interleave.doctor.check import Diagnosis, diagnosis_view, examine
+    from ebbtide.interleave.doctor.check import checks_of, diagnosis_view, examine
     from ebbtide.interleave.doctor.host import this_host
     from ebbtide.interleave.doctor.launch import launch_line
 
@@ -35,14 +36,14 @@ def doctor(
         echo(json.dumps({"launch": line}) if as_json else line)
         return
     host = this_host(job or [])
-    diagnosis = examine(host)
+    checks = examine(host)
     if measure:
         from ebbtide.interleave.doctor.measured import measured_checks
 
-        diagnosis = Diagnosis((*diagnosis.checks, *measured_checks(host)))
+        checks += measured_checks(host)
     if as_json:
-        echo(json.dumps(diagnosis.as_json()))
+        echo(json.dumps({"checks": [asdict(check) for check in checks]}))
     else:
-        print_view(diagnosis_view(diagnosis, verbose))
-    if strict and diagnosis.of("warning"):
+        print_view(diagnosis_view(checks, verbose))
+    if strict and checks_of(checks, "warning"):
         raise typer.Exit(1)

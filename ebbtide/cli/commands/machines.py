@@ -41,10 +41,5 @@ def _entry(machine: Machine) -> dict[str, Any]:
     accuracy = accuracy_of(machine)
     kind = "data sheet" if accuracy.basis == "data sheets" else accuracy.basis
     source = machine.extra["source"]["data"]
-    return {
-        "name": machine.name,
-        "source": source,
-        "kind": kind,
-        "accuracy": accuracy.as_json(),
-        "file": machine.as_json(),
-    }
+    entry = {"name": machine.name, "source": source, "kind": kind}
+    return {**entry, "accuracy": accuracy.as_json(), "file": machine.as_json()}

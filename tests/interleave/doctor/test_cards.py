@@ -27,7 +27,7 @@ def test_this_host__has_the_cards_of_the_job_in_its_order(open_mock: OpenMock, m
 def test_link__names_the_lanes_of_each_card(open_mock: OpenMock, monkeypatch: pytest.MonkeyPatch) -> None:
     open_mock(H100, RTX_4090, GB200)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    links = [(one.state, one.detail) for one in examine(this_host(["python", "x.py"])).checks if one.name == "link"]
+    links = [(one.state, one.detail) for one in examine(this_host(["python", "x.py"])) if one.name == "link"]
     assert [state for state, _ in links] == ["ok", "warning", "ok"]
     assert "PCIe 5 x16" in links[0][1]
     assert "8 of 16 lanes" in links[1][1]

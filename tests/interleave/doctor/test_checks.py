@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.interleave.doctor.check import examine
+from ebbtide.interleave.doctor.check import checks_of, examine
 from ebbtide.interleave.doctor.checks import host_memory
 from tests.interleave.doctor.hosts import GIB, NODES, card, make_host
 
@@ -19,7 +19,7 @@ CGROUP = {"proc__self__cgroup": "0::/job"}
 def faults(host: Any) -> dict[str, str]:
     """Return remedies of the warnings by name, without those of the software and the limits of this machine."""
     own = ("torch", "deepspeed", "storage", "locked-memory")
-    return {result.name: str(result.remedy) for result in examine(host).of("warning") if result.name not in own}
+    return {result.name: str(result.remedy) for result in checks_of(examine(host), "warning") if result.name not in own}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_checks__say_what_they_cannot_see(tmp_path: Path) -> None:
     host = replace(
         make_host(tmp_path, cards=[]), missing_cards="no GPU can be seen (NVML: no library)", root=Path("/no")
     )
-    unknown = {result.name for result in examine(host).of("unknown")}
+    unknown = {result.name for result in checks_of(examine(host), "unknown")}
     assert unknown >= {"gpu", "link", "numa", "memory", "swap", "huge-pages", "instruction-set"}
 
 
