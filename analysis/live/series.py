@@ -1,54 +1,15 @@
-"""Time series of one rank, cut into the columns of a narrow chart, and the phases of its iterations."""
-
-from dataclasses import dataclass
+"""Time series of one rank, cut into the columns of a narrow chart."""
 
 import numpy as np
 
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.iterations import Intervals, intervals
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
 # A sample of the GPU's state holds for so long at most.
 _MAX_HOLD_NS = 1_000_000_000
-
-
-@dataclass(frozen=True)
-class PhaseSpan:
-    """A phase, or `other`, from and to a time since the start of its iteration."""
-
-    phase: str
-    start_ms: float
-    end_ms: float
-
-
-@dataclass(frozen=True)
-class IterationBar:
-    """One iteration: its length, and its phases in order of time, which cover it."""
-
-    iteration: int
-    length_ms: float
-    spans: tuple[PhaseSpan, ...]
-
-
-def iteration_bars(trace: Trace, rank: int, count: int) -> list[IterationBar]:
-    """Return the last iterations of a rank, oldest first, at most `count`."""
-    times = intervals(trace, rank)
-    last = times.spans.tail(count)
-    origin_ns = dict(zip(last["iteration"].tolist(), last["start_ns"].tolist(), strict=True))
-    spans: dict[int, list[PhaseSpan]] = {number: [] for number in origin_ns}
-    phases = times.with_other
-    phases = phases[phases["iteration"] >= min(origin_ns, default=0)]
-    columns = (phases[name].tolist() for name in ("start_ns", "end_ns", "iteration", "phase"))
-    for start_ns, end_ns, number, phase in sorted(zip(*columns, strict=True)):
-        origin = origin_ns[number]
-        spans[number].append(PhaseSpan(phase, (start_ns - origin) / 1e6, (end_ns - origin) / 1e6))
-    ends_ns = last["end_ns"].tolist()
-    return [
-        IterationBar(number, (end_ns - origin) / 1e6, tuple(spans[number]))
-        for (number, origin), end_ns in zip(origin_ns.items(), ends_ns, strict=True)
-    ]
 
 
 def time_range(trace: Trace, rank: int, count: int) -> tuple[int, int] | None:
@@ -78,9 +39,9 @@ def gpu_columns(trace: Trace, rank: int, quantity: str, edges: Ints) -> Floats:
     return sampled
 
 
-def phase_columns(trace: Trace, rank: int, edges: Ints) -> list[str | None]:
-    """Return the phase, or `other`, that takes most of each column, by the host's clock; None outside of iterations."""
-    rows = intervals(trace, rank, device_times=False).with_other
+def phase_columns(times: Intervals, edges: Ints) -> list[str | None]:
+    """Return the phase, or `other`, that takes most of each column; None outside of iterations."""
+    rows = times.with_other
     rows = rows[(rows["end_ns"] > edges[0]) & (rows["start_ns"] < edges[-1])]
     time_ns = np.zeros((len(ITERATION_PARTS), len(edges) - 1))
     for phase, start, end in rows[["phase", "start_ns", "end_ns"]].itertuples(index=False, name=None):

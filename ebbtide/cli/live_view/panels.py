@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 from rich.text import Text
 
 from ebbtide.analysis.live import LiveRank, series
 from ebbtide.analysis.metrics.devices import memory_timeline, ran_on_cpu
+from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, traffic
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, no_link
 from ebbtide.analysis.tables.table import Table
@@ -90,30 +92,32 @@ _STATES = {
 
 def draw_phases(view: SelectedRank, width: int, height: int) -> Text:
     """Draw the newest iterations, a row each and the newest first, in the scale of the longest."""
-    bars = view.bars[::-1][: max(height - 1, 1)]
-    if not bars:
+    times = intervals(view.trace, view.figures.rank)
+    spans = times.spans[["iteration", "start_ns", "end_ns"]].tail(min(view.iterations, max(height - 1, 1)))
+    if spans.empty:
         return lines([title("Phases"), Text(no_iterations(view.trace), DIM)], width, height)
     medians = view.figures.median_ms
     details = "  ".join(
         f"{LETTERS[part]} {part} {ms_text(medians[part]).removesuffix(' ms')}" for part in LETTERS if part in medians
     )
-    labels = [f"{bar.iteration} {ms_text(bar.length_ms):>9} " for bar in bars]
-    label_width = max(map(len, labels))
-    longest = max(bar.length_ms for bar in bars)
     of_medians = " (medians)" if len(details) + 20 <= width else ""
-    rows = [title("Phases", f"{details} ms{of_medians}" if details else "")]
-    for label, bar in zip(labels, bars, strict=True):
-        rows.append(Text(label.rjust(label_width)).append_text(_bar(bar, longest, width - label_width)))
-    return lines(rows, width, height)
+    lengths_ns = (spans["end_ns"] - spans["start_ns"]).tolist()
+    labels = [f"{number} {ms_text(ns / 1e6):>9} " for number, ns in zip(spans["iteration"], lengths_ns, strict=True)]
+    label_width = max(map(len, labels))
+    scale = max(width - label_width, 0) / max(*lengths_ns, 1)
+    rows = []
+    for label, start_ns, length_ns in zip(labels, spans["start_ns"].tolist(), lengths_ns, strict=True):
+        edges = series.column_edges(start_ns, start_ns + length_ns, round(length_ns * scale))
+        rows.append(Text(label.rjust(label_width)).append_text(_letters(series.phase_columns(times, edges))))
+    rows.append(title("Phases", f"{details} ms{of_medians}" if details else ""))
+    return lines(rows[::-1], width, height)
 
 
-def _bar(bar: series.IterationBar, longest_ms: float, width: int) -> Text:
-    """Draw one iteration: its spans meet at rounded columns, so that no length is lost."""
+def _letters(phases: Iterable[str | None]) -> Text:
+    """Draw a letter per column on the colour of its phase."""
     text = Text()
-    scale = max(width, 0) / longest_ms if longest_ms > 0 else 0.0
-    for span in bar.spans:
-        columns = round(span.end_ms * scale) - round(span.start_ms * scale)
-        text.append(LETTERS[span.phase] * columns, phase_style(span.phase))
+    for phase, run in groupby(phases):
+        text.append((LETTERS[phase] if phase else " ") * len(list(run)), phase_style(phase) if phase else "")
     return text
 
 
@@ -141,9 +145,8 @@ def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
     color = memory.pool if memory.pool in COLORS else "device"
     for label, row in zip(labels, chart, strict=True):
         rows.append(Text(f"{label:>{_LABEL - 1}} ").append(row, COLORS[color].dark))
-    phases = Text(f"{'phase':>{_LABEL - 1}} ")
-    for phase in series.phase_columns(view.trace, view.figures.rank, edges):
-        phases.append(" " if phase is None else LETTERS[phase], "" if phase is None else phase_style(phase))
+    times = intervals(view.trace, view.figures.rank, device_times=False)
+    phases = Text(f"{'phase':>{_LABEL - 1}} ").append_text(_letters(series.phase_columns(times, edges)))
     return lines([*rows, phases], width, height)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ebbtide.analysis.findings import Finding, find
 from ebbtide.analysis.live import LiveRank, LiveTrace, State
-from ebbtide.analysis.live.series import IterationBar, iteration_bars, time_range
+from ebbtide.analysis.live.series import time_range
 from ebbtide.analysis.metrics.windows import Windows, find_windows
 from ebbtide.profiler.trace import Trace
 
@@ -52,11 +52,6 @@ class SelectedRank:
     figures: LiveRank  # Figures of the rank.
     trace: Trace  # The last iterations.
     iterations: int  # How many iterations to show.
-
-    @cached_property
-    def bars(self) -> list[IterationBar]:
-        """The iterations to show, oldest first."""
-        return iteration_bars(self.trace, self.figures.rank, self.iterations)
 
     @cached_property
     def range_ns(self) -> tuple[int, int] | None:
