@@ -57,24 +57,7 @@ class RankView:
     holders: Table | None  # Table of the holders of memory at its peak; None where they are not known.
     # Graph of the call stacks that hold memory at its peak, as SVG; None where they were not recorded.
     stacks: str | None
-    windows: Sequence[Table]  # Tables of windows.
-    windows_line: str  # What the windows are, or why there are none.
-    activity: Sequence[Table]  # Tables of the GPU's activity; empty where kernels were not recorded.
-    steps: Sequence[Table]  # Tables of sub-steps; empty where they were not recorded.
-    iterations: Table  # Table of iterations.
-    link: Sequence[Table]  # Tables of the link.
-
-    @property
-    def sections(self) -> list[Section]:
-        """The sections with content, in their order."""
-        sections = (
-            Section("windows", "Windows of free memory", self.windows, self.windows_line),
-            Section("activity", "Activity of the GPU", self.activity),
-            Section("steps", "Sub-steps", self.steps),
-            Section("iterations", "Iterations", _with_rows(self.iterations)),
-            Section("link", "Link", self.link),
-        )
-        return [section for section in sections if section.tables or section.text]
+    sections: Sequence[Section]  # Sections of tables; only those with content.
 
 
 def rank_view(
@@ -88,6 +71,23 @@ def rank_view(
     content = timeline_content(trace, rank, drawn if drawn.windows else None, limits)
     steps = metrics.substeps([rank])
     tree, holders, path = stack_tree(trace, rank), metrics.holders(rank), metrics.rank(rank).critical_path
+    substeps = step_table(steps).first(limits.rows), subgroup_table(steps).first(min(limits.rows, _MAX_SUBGROUP_ROWS))
+    sections = (
+        Section(
+            "windows",
+            "Windows of free memory",
+            _with_rows(recurring_table(windows), longest_table(windows)),
+            windows_note(trace, windows),
+        ),
+        Section(
+            "activity",
+            "Activity of the GPU",
+            [*activity_tables(metrics.rank(rank).activity), *([path_table(path)] if path is not None else [])],
+        ),
+        Section("steps", "Sub-steps", _with_rows(*substeps)),
+        Section("iterations", "Iterations", _with_rows(iteration_table(iterations, rank).first(limits.rows))),
+        Section("link", "Link", _with_rows(link_tables.link_table(link, rank), link_tables.copies_table(link, rank))),
+    )
     return RankView(
         rank=rank,
         reason=shown.reason,
@@ -98,14 +98,7 @@ def rank_view(
         timeline_notes=content.notes if content else (),
         holders=category_table(holders) if holders and any(one.category for one in holders.holders) else None,
         stacks=stack_graph(tree) if tree else None,
-        windows=_with_rows(recurring_table(windows), longest_table(windows)),
-        windows_line=windows_note(trace, windows),
-        activity=[*activity_tables(metrics.rank(rank).activity), *([path_table(path)] if path is not None else [])],
-        steps=_with_rows(
-            step_table(steps).first(limits.rows), subgroup_table(steps).first(min(limits.rows, _MAX_SUBGROUP_ROWS))
-        ),
-        iterations=iteration_table(iterations, rank).first(limits.rows),
-        link=_with_rows(link_tables.link_table(link, rank), link_tables.copies_table(link, rank)),
+        sections=[section for section in sections if section.tables or section.text],
     )
 
 

@@ -19,6 +19,7 @@ from ebbtide.analysis.plot import LINK_COLORS, PHASE_COLORS
 from ebbtide.analysis.report import build_page, render_page, write_report
 from ebbtide.analysis.report.chart_panels import chart_panels
 from ebbtide.analysis.report.page import Page
+from ebbtide.analysis.report.rank import RankView, Section
 from ebbtide.analysis.tables.table import Table
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.styles import COLORS
@@ -139,16 +140,21 @@ def test_page__has_the_share_of_each_phase() -> None:
     assert sum(bar) == pytest.approx(100)
 
 
+def section(view: RankView, name: str) -> Section:
+    (named,) = [section for section in view.sections if section.name == name]
+    return named
+
+
 def test_page__has_tables_of_windows_iterations_and_copies() -> None:
     (view,) = build_page(with_copies(trained()).build(), NONE, 20 * GIB).ranks
-    always, longest = view.windows
+    always, longest = section(view, "windows").tables
     assert column(always, "phase") == ["other", "forward", "update"]
     assert set(column(longest, "least free")) == {"30.00", "32.00"}
-    assert "at least 20.00 GiB of 40.00 GiB" in view.windows_line
-    assert view.iterations is not None
-    assert column(view.iterations, "total") == ["17.0", *["19.0"] * 5]
-    assert column(view.iterations, "note")[:3] == ["warm-up", "warm-up", " "]
-    by_phase, kinds = view.link
+    assert "at least 20.00 GiB of 40.00 GiB" in section(view, "windows").text
+    (iterations,) = section(view, "iterations").tables
+    assert column(iterations, "total") == ["17.0", *["19.0"] * 5]
+    assert column(iterations, "note")[:3] == ["warm-up", "warm-up", " "]
+    by_phase, kinds = section(view, "link").tables
     assert column(kinds, "host memory") == ["pageable", "pinned"] * 2
     assert column(kinds, "copies") == ["6"] * 4
     assert column(kinds, "rate while busy") == ["25.00"] * 4
@@ -175,7 +181,7 @@ def test_page__has_the_state_of_the_gpu_in_each_phase() -> None:
 def test_page__has_tables_of_sub_steps_and_subgroups() -> None:
     content = build_page(deepspeed_job().build(), NONE, GIB)
     (view,) = content.ranks
-    steps, subgroups = view.steps
+    steps, subgroups = section(view, "steps").tables
     assert column(steps, "sub-step")[:2] == ["reduce", "gradient down (in reduce)"]
     row = column(steps, "sub-step").index("parameters")
     assert [column(steps, label)[row] for label in ("time", "of phase", "h2d", "rate", "pageable", "waits for")] == [
@@ -189,9 +195,9 @@ def test_page__has_tables_of_sub_steps_and_subgroups() -> None:
     assert column(subgroups, "subgroup")[::5] == ["0", "1", "2", "3", "4"]
     assert subgroups.cut is None
     (view,) = build_page(deepspeed_job(iterations=1, sizes=(SIZE,) * 30).build(), NONE, GIB).ranks
-    assert "ebbtide summary --by substep --json has more" in (view.steps[1].cut or "")
+    assert "ebbtide summary --by substep --json has more" in (section(view, "steps").tables[1].cut or "")
     assert "Sub-steps" in ParsedPage(render_page(content)).texts["h2"]
-    assert plain_page()[0].ranks[0].steps == []
+    assert "steps" not in {one.name for one in plain_page()[0].ranks[0].sections}
 
 
 def test_iteration_table__marks_outliers() -> None:
@@ -199,8 +205,7 @@ def test_iteration_table__marks_outliers() -> None:
     builder.rank(0).phase("update", 20 * ITERATION, 20 * ITERATION + 30 * MS, 20)
     content = build_page(builder.build(), NONE, GIB)
     (view,) = content.ranks
-    table = view.iterations
-    assert table is not None
+    (table,) = section(view, "iterations").tables
     outliers = [cell.is_outlier for cell in next(c for c in table.columns if c.label == "update").cells]
     assert outliers == [False] * 20 + [True]
     assert "update 20" in (table.note or "")
@@ -211,9 +216,9 @@ def test_iteration_table__marks_outliers() -> None:
 
 def test_iteration_table__cuts_a_long_table_and_says_so() -> None:
     (view,) = build_page(trained(300).build(), NONE, GIB).ranks
-    assert view.iterations is not None
-    assert len(view.iterations.rows) == 200
-    assert view.iterations.cut == "The first 200 of 300 rows: ebbtide summary --by iteration --json has more."
+    (table,) = section(view, "iterations").tables
+    assert len(table.rows) == 200
+    assert table.cut == "The first 200 of 300 rows: ebbtide summary --by iteration --json has more."
 
 
 @pytest.mark.parametrize(
@@ -364,8 +369,8 @@ def test_page__says_when_a_rank_has_no_memory_samples() -> None:
     builder = trained()
     builder.rank(1, devices=[GPU]).phase("forward", 0, 5 * MS, 0)
     view = build_page(builder.build(), NONE, GIB).ranks[1]
-    assert view.windows_line == "rank 1: device memory was not recorded, so its windows are not known"
-    assert view.windows == []
+    assert section(view, "windows").text == "rank 1: device memory was not recorded, so its windows are not known"
+    assert section(view, "windows").tables == []
 
 
 def test_page__names_the_pool_of_free_memory() -> None:
@@ -379,7 +384,7 @@ def test_page__names_the_pool_of_free_memory() -> None:
     assert content.compared is not None
     for table in (content.phases, content.compared):
         assert "Free memory is capacity minus reserved." in (table.note or "")
-    assert "capacity minus reserved" in content.ranks[0].windows_line
+    assert "capacity minus reserved" in section(content.ranks[0], "windows").text
     # The peak is that of another pool.
     assert column(content.compared, "peak allocated") == ["30.00"] * 2
     assert column(content.compared, "least free") == ["5.00"] * 2
