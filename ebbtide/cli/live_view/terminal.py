@@ -36,10 +36,13 @@ def show(path: Path, job: WatchedJob | None = None) -> None:
     from ebbtide.analysis.live import LiveTrace
     from ebbtide.cli.live_view.app import LiveView
     from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SnapshotReader
+    from ebbtide.profiler.trace.files import read_meta
 
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    count = _rank_count(path)
+    count = 0
+    with contextlib.suppress(TraceError, OSError, TypeError):
+        count = len(read_meta(path).get("ranks") or ())
     if count > _MANY_RANKS:
         print(f"ebbtide: reading {count} ranks; `ebbtide report` compares so many on a page", file=sys.stderr)
     reader = SnapshotReader(LiveTrace(path, MAX_ITERATIONS))
@@ -49,13 +52,3 @@ def show(path: Path, job: WatchedJob | None = None) -> None:
     error = LiveView(reader, snapshot, job).run(mouse=False)
     if error is not None:
         raise UserError(error)
-
-
-def _rank_count(path: Path) -> int:
-    """Return the number of ranks of a trace; 0 where there is none yet."""
-    from ebbtide.profiler.trace.files import read_meta
-
-    with contextlib.suppress(TraceError, OSError):
-        ranks = read_meta(path).get("ranks")
-        return len(ranks) if isinstance(ranks, list) else 0
-    return 0

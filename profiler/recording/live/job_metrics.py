@@ -1,7 +1,10 @@
 """Figures of a recorded job, for the job itself: `ebbtide.metrics`."""
 
+from __future__ import annotations
+
 import json
 import threading
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,35 +62,30 @@ def metrics() -> dict[str, float]:
     return {f"ebbtide/{name}": value for name, value in result.items()}
 
 
-class _Device:
-    """The device of a recorded process; a forked child has other `files`. `samples`: None where it is not sampled."""
-
-    def __init__(self, files: Any) -> None:
-        self.files = files
-        self.samples: SampledFigures | None = None
-        spools = Path(files.directory)
-        host = json.loads((spools.parent / "meta.json").read_text(encoding="utf-8"))["host"]
-        device = next(iter(files.job_info.devices), host["cpu"])
-        self.capacity_bytes: int | None = device.get("capacity_bytes")
-        if device.get("uuid") and host.get("gpus"):
-            from ebbtide.profiler.recording.live.sampled_figures import open_samples
-
-            self.samples = open_samples(spools, device, host["gpus"])
-
-
 _lock = threading.Lock()
-_device: _Device | None = None
+
+
+@lru_cache(maxsize=1)
+def _device(files: Any) -> tuple[int | None, SampledFigures | None]:
+    """Return the capacity of the device of a recorded process, and its samples; None where it is not sampled.
+
+    A forked child has other `files`."""
+    spools = Path(files.directory)
+    host = json.loads((spools.parent / "meta.json").read_text(encoding="utf-8"))["host"]
+    device = next(iter(files.job_info.devices), host["cpu"])
+    if not (device.get("uuid") and host.get("gpus")):
+        return device.get("capacity_bytes"), None
+    from ebbtide.profiler.recording.live.sampled_figures import open_samples
+
+    return device.get("capacity_bytes"), open_samples(spools, device, host["gpus"])
 
 
 def _of_device(recorder: Any, own_peaks: dict[str, int]) -> dict[str, float]:
     """Return capacity, free memory and the figures of a sampled GPU, as far as they are known."""
-    global _device
     try:
         with _lock:
-            if _device is None or _device.files is not recorder.files:
-                _device = _Device(recorder.files)
-            sampled = _device.samples.read(recorder.figures.times()) if _device.samples is not None else None
-            capacity_bytes = _device.capacity_bytes
+            capacity_bytes, samples = _device(recorder.files)
+            sampled = samples.read(recorder.figures.times()) if samples is not None else None
     except (OSError, ValueError, LookupError, AttributeError):
         # The trace's folder was removed, or the recorder is of another version.
         return {}

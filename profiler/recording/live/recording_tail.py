@@ -62,7 +62,7 @@ class RecordingTail:
 
         It has no copies and no allocations: these are added when the recording is finished. Where iterations were
         dropped, its warm-up contains the first that was kept, the start of which is known by the host's clock alone."""
-        samples = [sampler.window() for sampler in self._samplers.values()]
+        samples = [sampler.records for sampler in self._samplers.values()]
         all_samples = np.concatenate(samples) if samples else np.empty(0, RECORD)
         of_process: dict[int, ProcessTail] = {}
         data = []

@@ -29,7 +29,7 @@ class SamplerTail:
     def __init__(self, path: Path, peaks: dict[int, float]) -> None:
         self.spool = SpoolTail(path)
         self._peaks = peaks
-        self._records: Records = np.empty(0, RECORD)
+        self.records: Records = np.empty(0, RECORD)  # Those that are kept.
         self._bytes: dict[tuple[int, str], float] = defaultdict(float)
         # The ends of the last samples, which spacings are computed from.
         self._ends: dict[tuple[int, str], npt.NDArray[np.int64]] = {}
@@ -40,20 +40,17 @@ class SamplerTail:
         if not len(records):
             return 0
         self._add_bytes(records[records["kind"] == kinds.LINK])
-        self._records = np.concatenate([self._records, records])
-        if len(self._records) > MAX_RECORDS:
-            self._records = self._records[-MAX_RECORDS // 2 :]
+        self.records = np.concatenate([self.records, records])
+        if len(self.records) > MAX_RECORDS:
+            self.records = self.records[-MAX_RECORDS // 2 :]
         return len(records)
 
     def trim(self, time_ns: int) -> None:
         """Drop the samples that no moment after `time_ns` depends on."""
         start_ns = time_ns - _MARGIN_NS
-        kind = self._records["kind"]
-        old = (kind != kinds.MEMORY) & (kind != kinds.HEADER) & (self._records["x"] < start_ns)
-        self._records = self._records[~(old | outdated_memory(self._records, start_ns))]
-
-    def window(self) -> Records:
-        return self._records
+        kind = self.records["kind"]
+        old = (kind != kinds.MEMORY) & (kind != kinds.HEADER) & (self.records["x"] < start_ns)
+        self.records = self.records[~(old | outdated_memory(self.records, start_ns))]
 
     def link_bytes(self, device: int) -> dict[str, int] | None:
         """Return the bytes that the link of a device moved per direction so far; None where nothing was sampled."""
@@ -97,7 +94,7 @@ class SampledFigures:
         sampled to its end; without those that were not sampled. `times`: those of iterations, the newest first."""
         while self._samples.poll(_PIECE_BYTES) and self._samples.spool.behind:
             pass
-        records = self._samples.window()
+        records = self._samples.records
         records = records[records["small"] == self._index]
         memory = records[(records["kind"] == kinds.MEMORY) & (records["code"] == _DEVICE)]
         link = records[records["kind"] == kinds.LINK]
