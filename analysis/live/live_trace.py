@@ -13,10 +13,11 @@ from ebbtide.analysis.live.rank_figures import (
     RankState,
     RankTotals,
     rank_figures,
-    totals_of_counts,
+    rank_totals,
     totals_of_trace,
 )
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.errors import TraceError
 from ebbtide.profiler.recording.live.recording_tail import RecordingTail
 from ebbtide.profiler.recording.lock import collector_runs
@@ -101,7 +102,8 @@ class LiveTrace:
             raise TraceError(f"{self.path} has no rank {rank}")
         if rank not in self._totals:
             if self._tail is not None:
-                self._totals[rank] = totals_of_counts(self._tail.counts(rank), self._tail.link_bytes(rank))
+                moved = self._tail.link_bytes(rank) or {}
+                self._totals[rank] = rank_totals(self._tail.counts(rank), {d: moved.get(d) for d in DIRECTIONS})
             elif self.finished is not None:
                 self._totals[rank] = totals_of_trace(self.finished, rank)
         return self._totals[rank]

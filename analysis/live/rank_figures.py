@@ -135,14 +135,15 @@ class RankTotals:
     link_bytes: dict[str, int | None]
 
 
-def totals_of_counts(counts: PhaseCounts, link_bytes: dict[str, int] | None) -> RankTotals:
-    """Return the totals of a recording that runs, from what was counted while it was followed."""
-    phase_s = {phase: counts.phase_ns[phase] / 1e9 for phase in PHASES if counts.phase_iterations[phase]}
+def rank_totals(counts: PhaseCounts, link_bytes: dict[str, int | None]) -> RankTotals:
+    """Return totals with `other`: the time of iterations in which no phase ran."""
     iteration_s = counts.iteration_ns / 1e9
-    moved = link_bytes or {}
-    return _totals(
-        counts.iterations, iteration_s, phase_s, counts.phase_iterations, {d: moved.get(d) for d in DIRECTIONS}
-    )
+    numbers = {phase: number for phase, number in counts.phase_iterations.items() if number}
+    phase_s = {phase: counts.phase_ns[phase] / 1e9 for phase in numbers}
+    if counts.iterations:
+        phase_s[OTHER] = max(0.0, iteration_s - sum(phase_s.values()))
+        numbers[OTHER] = counts.iterations
+    return RankTotals(counts.iterations, iteration_s, phase_s, numbers, link_bytes)
 
 
 def totals_of_trace(trace: Trace, rank: int) -> RankTotals:
@@ -150,23 +151,8 @@ def totals_of_trace(trace: Trace, rank: int) -> RankTotals:
     times = intervals(trace, rank)
     table = durations_ms(times).frame
     runs = times.phases.groupby("phase")["iteration"].nunique()
-    phase_s = {phase: float(table[phase].sum()) / 1e3 for phase in PHASES if phase in runs}
+    phase_ns = {phase: round(table[phase].sum() * 1e6) for phase in PHASES if phase in runs}
     of_host = intervals(trace, rank, device_times=False).spans
-    seconds = 0.0 if of_host.empty else float(of_host["end_ns"].iloc[-1] - of_host["start_ns"].iloc[0]) / 1e9
-    numbers = {phase: int(runs[phase]) for phase in phase_s}
-    return _totals(len(table), seconds, phase_s, numbers, {d: moved_bytes(trace, rank, d) for d in DIRECTIONS})
-
-
-def _totals(
-    iterations: int,
-    iteration_s: float,
-    phase_s: dict[str, float],
-    phase_iterations: dict[str, int],
-    link_bytes: dict[str, int | None],
-) -> RankTotals:
-    """Return totals with `other`: the time of iterations in which no phase ran."""
-    numbers = {phase: phase_iterations[phase] for phase in phase_s}
-    if iterations:
-        phase_s = {**phase_s, OTHER: max(0.0, iteration_s - sum(phase_s.values()))}
-        numbers[OTHER] = iterations
-    return RankTotals(iterations, iteration_s, phase_s, numbers, link_bytes)
+    length_ns = 0 if of_host.empty else int(of_host["end_ns"].iloc[-1] - of_host["start_ns"].iloc[0])
+    counts = PhaseCounts(len(table), length_ns, phase_ns, {phase: int(runs[phase]) for phase in phase_ns})
+    return rank_totals(counts, {direction: moved_bytes(trace, rank, direction) for direction in DIRECTIONS})

@@ -127,11 +127,10 @@ def _fill_placeholders(output: str) -> str:
     """Replace the placeholders of an output path. Raises UserError for an unknown one."""
     from ebbtide.errors import UserError
 
-    values = {"{host}": socket.gethostname()}
-    unknown = [word for word in _PLACEHOLDER.findall(output) if word not in values]
-    if unknown:
+    filled = output.replace("{host}", socket.gethostname())
+    if unknown := _PLACEHOLDER.search(filled):
         raise UserError(f"unknown placeholder {unknown[0]} in -o {output}; known: {{host}}, the name of this host")
-    return _PLACEHOLDER.sub(lambda match: values[match[0]], output)
+    return filled
 
 
 def trace_name(command: list[str]) -> str:

@@ -7,14 +7,14 @@ import pytest
 from matplotlib.collections import QuadMesh
 
 from ebbtide.analysis.plot import draw
-from ebbtide.analysis.timeline.heat import LEVEL_COLORS, heat_levels, heat_maps
+from ebbtide.analysis.plot.kinds.ranks import LEVEL_COLORS, heat_levels, heat_maps
 from ebbtide.errors import TraceError
 from tests.analysis.metrics.ranks.fleets import fleet
 
 
 def test_heat_maps__are_the_time_behind_the_median_rank() -> None:
     job = fleet(5, 6, {3: {"backward": 1.25}, 1: {"late_ms": 40.0}}, noise=0.0)
-    maps = {heat.part: heat.behind_ms for heat in heat_maps(job)}
+    maps = heat_maps(job)
     assert list(maps) == ["late start", "forward", "backward", "update"]
     expected = np.zeros((5, 6))
     assert maps["forward"] == pytest.approx(expected)
@@ -28,7 +28,7 @@ def test_heat_maps__are_the_time_behind_the_median_rank() -> None:
 def test_draw_ranks__has_a_cell_per_rank_and_iteration() -> None:
     job = fleet(5, 6, {3: {"backward": 1.25}}, noise=0.0)
     figure = draw([job], (1, 4), kind="ranks")
-    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes] == [heat.part for heat in heat_maps(job)]
+    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes] == list(heat_maps(job))
     (mesh,) = [artist for artist in figure.axes[2].collections if isinstance(artist, QuadMesh)]
     cells = np.asarray(mesh.get_array())
     assert cells.shape == (5, 3)
