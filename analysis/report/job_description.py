@@ -1,6 +1,7 @@
 """The description of a job for a report: the command, the hardware, the model, the software."""
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -53,12 +54,7 @@ def describe_job(trace: Trace) -> JobDescription:
 
 def _devices(meta: metadata.TraceMeta) -> Iterator[JobDetail]:
     """Yield a line per kind of device: devices with the same description are counted."""
-    counts: dict[str, int] = {}
-    for entry in meta.ranks:
-        for device in entry.devices:
-            text = _device(device)
-            counts[text] = counts.get(text, 0) + 1
-    for text, count in counts.items():
+    for text, count in Counter(_device(device) for entry in meta.ranks for device in entry.devices).items():
         yield JobDetail("device", text if count == 1 else f"{count} × {text}")
 
 

@@ -45,13 +45,8 @@ class KeyFigure:
 def key_figures(metrics: JobMetrics, findings: Findings) -> list[KeyFigure]:
     """Return the key figures that were recorded; those of a trace without iterations are of the whole trace."""
     summary = metrics.summary()
-    figures = (
-        *_times(summary),
-        *_memory(metrics, summary),
-        *_link(metrics, summary),
-        *_potential(findings, summary.iteration_ms),
-    )
-    return list(figures)
+    recorded = (*_times(summary), *_memory(metrics, summary), *_link(metrics, summary))
+    return [*recorded, *_potential(findings, summary.iteration_ms)]
 
 
 def _times(summary: Summary) -> Iterator[KeyFigure]:

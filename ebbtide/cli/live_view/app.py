@@ -102,7 +102,6 @@ class LiveView(App[str]):
         self._view: SelectedRank | None = None
         self._wake = Event()
         self._ends = False
-        self._make_view()
 
     def compose(self) -> ComposeResult:
         yield Panel(lambda w, h: panels.draw_header(self.snapshot, self._view, self.paused, w), "header")
@@ -164,21 +163,17 @@ class LiveView(App[str]):
             return
         several = len(self.snapshot.ranks) > 1
         self.snapshot = snapshot
-        self._make_view()
         self._show()
         if (len(snapshot.ranks) > 1) != several:
             self.refresh_bindings()
 
-    def _make_view(self) -> None:
-        figures = {entry.rank: entry for entry in self.snapshot.ranks}
-        self._view = None
-        if self.snapshot.trace is not None and figures:
-            chosen = figures.get(self._rank, self.snapshot.ranks[0])
-            self._view = SelectedRank(self.snapshot, chosen, self.snapshot.trace, self.iterations)
-
     def _show(self) -> None:
         """Draw all panels anew."""
-        view = self._view
+        figures = {entry.rank: entry for entry in self.snapshot.ranks}
+        self._view = view = None
+        if self.snapshot.trace is not None and figures:
+            chosen = figures.get(self._rank, self.snapshot.ranks[0])
+            self._view = view = SelectedRank(self.snapshot, chosen, self.snapshot.trace, self.iterations)
         self.set_class(view is None, "-empty")
         self.set_class(view is not None and not (view.figures.link or view.figures.gpu), "-plain")
         for panel in self.query(Panel):
@@ -190,14 +185,12 @@ class LiveView(App[str]):
         if ranks:
             index = ranks.index(self._rank) if self._rank in ranks else 0
             self._rank = ranks[(index + step) % len(ranks)]
-            self._make_view()
             self._show()
             # The windows are those of one rank.
             self._wake.set()
 
     def action_zoom(self, step: int) -> None:
         self.iterations = ZOOMS[min(max(ZOOMS.index(self.iterations) + step, 0), len(ZOOMS) - 1)]
-        self._make_view()
         self._show()
 
     def action_pause(self) -> None:

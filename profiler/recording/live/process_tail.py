@@ -117,7 +117,7 @@ class ProcessTail:
         self._keep = iterations
         self._records: Records = np.empty(0, RECORD)
         self._dropped_sequence = -1
-        self._dropped = PhaseCounts()
+        self.dropped = PhaseCounts()  # Counts of the iterations that are not kept any more.
         self._begin_ns: int | None = None
         self._counts: PhaseCounts | None = None
 
@@ -130,10 +130,6 @@ class ProcessTail:
         """Start of the first iteration that is kept; None before the first phase."""
         starts = self._records[self._records["kind"] == kinds.START]
         return int(starts[-1]["x"]) if len(starts) else self._begin_ns
-
-    @property
-    def dropped_iterations(self) -> int:
-        return self._dropped.iterations
 
     @property
     def stop_reason(self) -> str | None:
@@ -176,7 +172,7 @@ class ProcessTail:
             ends = iteration_ends(window)
             end_ns = _end_ns(window, ends)
             length_ns = 0 if self._begin_ns is None or end_ns is None else end_ns - self._begin_ns
-            self._counts = replace(self._dropped.plus(window, ends), iteration_ns=length_ns)
+            self._counts = replace(self.dropped.plus(window, ends), iteration_ns=length_ns)
         return self._counts
 
     def _ready_sequence(self) -> int | None:
@@ -223,7 +219,7 @@ class ProcessTail:
         """Drop the first iterations. `ends`: iteration -> sequence number of its last phase."""
         records, last, sequence = self._records, max(ends), max(ends.values())
         end_ns = _end_ns(records, ends) or 0
-        self._dropped = self._dropped.plus(records, ends)
+        self.dropped = self.dropped.plus(records, ends)
         self._dropped_sequence = sequence
         kind = records["kind"]
         old = sequenced(records) & (records["a"] <= sequence)

@@ -98,7 +98,7 @@ class RecordingTail:
         return next((moved for moved in sampled if moved is not None), None)
 
     def _meta_of_window(self) -> dict[str, Any]:
-        dropped = max((tail.dropped_iterations for tail, _ in self._ranks.values()), default=0)
+        dropped = max((tail.dropped.iterations for tail, _ in self._ranks.values()), default=0)
         if not dropped:
             return self.meta
         remaining = (self.meta.get("warmup_iterations") or 0) - dropped
