@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from ebbtide.interleave.doctor.check import Answer, check
@@ -21,7 +22,11 @@ def storage(host: JobHost) -> Iterator[Answer]:
     space = os.statvfs(folder)
     text = f"{folder}: {kind}, {bytes_text(space.f_bavail * space.f_frsize)} free"
     try:
-        is_direct = _is_direct(folder)
+        with (
+            tempfile.TemporaryDirectory(dir=folder, prefix=".ebbtide-doctor-") as name,
+            closing(DirectFile(Path(name) / "file")) as file,
+        ):
+            is_direct = file.is_direct
     except (OSError, EngineError) as error:
         yield "unknown", f"{text}; cannot be written ({error})"
         return
@@ -34,12 +39,3 @@ def storage(host: JobHost) -> Iterator[Answer]:
         yield "unknown", f"{text}; no O_DIRECT, so reads and writes of state go through the page cache", remedy
     else:
         yield "ok", f"{text}, O_DIRECT"
-
-
-def _is_direct(folder: Path) -> bool:
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".ebbtide-doctor-") as name:
-        file = DirectFile(Path(name) / "file")
-        try:
-            return file.is_direct
-        finally:
-            file.close()
