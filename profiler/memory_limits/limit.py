@@ -88,13 +88,11 @@ def memory_limit(limit: str | int, device: str | None = None) -> _MemoryLimit:
 def _recorder(device: str | None) -> CpuPeak | CudaPeak:
     import torch
 
+    from ebbtide.profiler.memory_limits.peaks import CpuPeak, CudaPeak
+
     kind, _, number = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
-    if kind == "cpu":
-        from ebbtide.profiler.memory_limits.peaks import CpuPeak
-
-        return CpuPeak()
-    if kind != "cuda":
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"{device!r} is not a device: write cpu, cuda or cuda:1")
-    from ebbtide.profiler.memory_limits.peaks import CudaPeak
-
+    if kind == "cpu":
+        return CpuPeak()
     return CudaPeak(int(number) if number else torch.cuda.current_device())
