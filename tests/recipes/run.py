@@ -125,8 +125,8 @@ def main() -> int:
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     jobs = folder / "jobs"
-    if not jobs.exists():
-        jobs.symlink_to(_OWN / "jobs")
+    jobs.unlink(missing_ok=True)
+    jobs.symlink_to(_OWN / "jobs")
     results = []
     for program in PROGRAMS:
         if options.only and not any(name in program.name for name in options.only):

@@ -287,10 +287,18 @@ def changing_program(command: Any) -> str | None:
 
 
 def patch_writers(patches: Patches, view: FileView) -> None:
-    """Replace what writes tokenizers and SQLite databases, until `patches.undo()`."""
+    """Replace what writes beside Python's file functions, or in processes without them, until `patches.undo()`."""
+    for package in ("multiprocessing", "multiprocess"):  # the second one serves `datasets`
+        patches.when_imported(f"{package}.context", lambda module: fork_processes(module, patches))
     tokenizers = "transformers.tokenization_utils_tokenizers"
     patches.when_imported(tokenizers, lambda module: _write_tokenizers(module, patches))
     patches.when_imported("sqlite3", lambda module: _copy_databases(module, patches, view))
+
+
+def fork_processes(module: Any, patches: Patches) -> None:
+    """Fork processes that the job would start afresh: those would have the real files, and no device."""
+    contexts = module._concrete_contexts
+    patches.set(module, "_concrete_contexts", dict.fromkeys(contexts, contexts["fork"]))
 
 
 def _write_tokenizers(module: Any, patches: Patches) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import multiprocessing
 import os
 import posix
 import shutil
@@ -17,7 +18,7 @@ from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 from ebbtide.profiler.dryrun.files import view as view_module
 from ebbtide.profiler.dryrun.files.patching import FileFunctions
-from ebbtide.profiler.dryrun.files.user_files import changing_program, patch_writers
+from ebbtide.profiler.dryrun.files.user_files import changing_program, fork_processes, patch_writers
 from ebbtide.profiler.dryrun.files.view import FileView, guard
 
 CAPTURED_OPEN = builtins.open
@@ -137,6 +138,24 @@ def test_new_files__of_a_forked_process_are_removed_at_the_end(folder: Path) -> 
         os._exit(0)
     os.waitpid(child, 0)
     assert os.listdir("prepared") == ["data.arrow"]
+
+
+def _write_new() -> None:
+    Path("prepared.arrow").write_text("x")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_new_files__of_a_process_that_is_started_afresh_are_removed_at_the_end(folder: Path, method: str) -> None:
+    patches = Patches()
+    fork_processes(multiprocessing.context, patches)
+    try:
+        process = multiprocessing.get_context(method).Process(target=_write_new)
+        process.start()
+        process.join()
+    finally:
+        patches.undo()
+    assert Path("prepared.arrow").read_text() == "x"
+    assert multiprocessing.get_context(method).get_start_method() == method
 
 
 def test_guard__refuses_functions_that_were_taken_before(folder: Path) -> None:
