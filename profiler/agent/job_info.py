@@ -213,7 +213,9 @@ def _parameters(optimizer: Any) -> list[Any]:
     masters = fp32_masters(optimizer)
     if masters is not None:
         return list(masters)
-    return [p for group in torch_optimizers(optimizer)[0].param_groups for p in group["params"]]
+    first = torch_optimizers(optimizer)[0]
+    # Frozen ones, which some jobs of LoRA pass too, have no state.
+    return [p for group in first.param_groups for p in group["params"] if p.requires_grad or p in first.state]
 
 
 def _state(optimizer: Any) -> list[Any]:

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 # Arguments that are hashed by value.
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+# It has the tag for masks, which are positions by now (`UnknownShapes.without_boolean_index`).
+_index = torch.ops.aten.index.Tensor
 # The job, and `deepspeed.zero.Init`, may replace these.
 _dispatch_keys, _default_dtype, _in_inference = (
     torch._C._dispatch_keys, torch.get_default_dtype, torch.is_inference_mode_enabled,
@@ -50,10 +52,8 @@ class _Result(NamedTuple):
 class KnownCall(NamedTuple):
     """A call: what every call of the operation with such arguments has in common.
 
-    `func`: the operation, which stays, as its address stands for it. `container`: the type of its result, `tuple` or
-    `list`; None: one value. `effects`: what else follows from it."""
+    `container`: the type of its result, `tuple` or `list`; None: one value. `effects`: what else follows from it."""
 
-    func: Any
     container: Any
     results: list[Any]
     effects: Any
@@ -77,7 +77,7 @@ class KnownCalls:
         """Return what a call has in common with equal ones; None if that is not known. `inputs`: tensors in order."""
         if not is_builtin(func) or (func._schema.is_mutable and len(set(map(id, inputs))) < len(inputs)):
             return None
-        key = [id(func), _default_dtype(), _in_inference(), _precision("cuda", "matmul"), _precision("cuda", "conv")]
+        key = [func._op, _default_dtype(), _in_inference(), _precision("cuda", "matmul"), _precision("cuda", "conv")]
         if not self._describe(args, key):
             return None
         if kwargs:
@@ -91,14 +91,14 @@ class KnownCalls:
 
     def add(self, key: Any, func: Any, result: Any, inputs: list[Any], effects: Any) -> None:
         """Add a call that has just been made, unless others may have another result."""
-        if not _DEPENDENT.isdisjoint(func.tags):
+        if func is not _index and not _DEPENDENT.isdisjoint(func.tags):
             return
         container = list if isinstance(result, list) else tuple if isinstance(result, tuple) else None
         try:
             results = [_result_of(value, inputs) for value in ([result] if container is None else result)]
         except LookupError:
             return
-        self._calls[key] = KnownCall(func, container, results, effects)
+        self._calls[key] = KnownCall(container, results, effects)
 
     def _describe(self, values: Collection[Any], key: list[Any]) -> bool:
         key.append(len(values))

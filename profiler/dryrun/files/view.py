@@ -42,6 +42,7 @@ _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
     "os.truncate": ((0, None),),
     "os.link": ((0, 2),),
 }
+_EVENTS = frozenset({"open", *_CHANGES})
 
 
 class FileView:
@@ -306,14 +307,14 @@ class FileGuard:
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         view = self._view
-        if view is None:
+        if event not in _EVENTS or view is None:
             return
         if event == "open":
             path, mode, flags = arguments
             writes = any(letter in mode for letter in "wa+") if isinstance(mode, str) else bool(flags & _WRITES)
             if writes and not flags & os.O_EXCL:
                 self._check(view, path, os.path.realpath)
-        elif event in _CHANGES:
+        else:
             for position, folder in _CHANGES[event]:
                 path = arguments[position]
                 if folder is not None and arguments[folder] != -1 and isinstance(path, (str, bytes)):

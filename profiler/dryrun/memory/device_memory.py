@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ class CallStacks:
 
     def __init__(self, torch: Any) -> None:
         self.texts: list[str] = []
+        # The name of autograd's node, and instruction and line of each frame -> number.
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._numbers_of_texts: dict[str, int] = {}
         root = str(Path(torch.__file__).parent)
         self._left_out = (
             str(Path(__file__).parents[2]),
@@ -46,28 +48,36 @@ class CallStacks:
 
     def current(self) -> int:
         """Return the number of the stack of the caller."""
-        frame: FrameType | None = sys._getframe(1)
-        places: list[tuple[CodeType, int]] = []
-        while frame is not None and len(places) < _MAX_FRAMES:
-            places.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back
         node: Any = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
-        key = (*places, node and node.name())
+        frame: FrameType | None = sys._getframe(1)
+        parts: list[Any] = [node and node.name()]
+        # Each read of `f_code` calls the hook of `FileGuard`, which takes ten times as long as this loop.
+        while frame is not None and len(parts) < 2 * _MAX_FRAMES:
+            parts += frame.f_lasti, frame.f_lineno
+            frame = frame.f_back
+        key = tuple(parts)
         number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[key] = len(self.texts)
-            text = self._text(places)
-            from_engine = node is not None and text.rpartition("\n")[2].startswith("_engine_run_backward ")
-            self.texts.append(f"{ENGINE}\n{node.name()}" if from_engine else text)
+            number = self._numbers[key] = self._number_of(self._text(sys._getframe(1), node))
         return number
 
-    def _text(self, places: list[tuple[CodeType, int]]) -> str:
-        frames = [
-            f"{code.co_name} ({code.co_filename}:{line})"
-            for code, line in reversed(places)
-            if not code.co_filename.startswith(self._left_out)
-        ]
-        return "\n".join(frames)
+    def _number_of(self, text: str) -> int:
+        number = self._numbers_of_texts.setdefault(text, len(self.texts))
+        if number == len(self.texts):
+            self.texts.append(text)
+        return number
+
+    def _text(self, frame: FrameType | None, node: Any) -> str:
+        lines: list[str] = []
+        for _ in range(_MAX_FRAMES):
+            if frame is None:
+                break
+            code = frame.f_code
+            if not code.co_filename.startswith(self._left_out):
+                lines.append(f"{code.co_name} ({code.co_filename}:{frame.f_lineno})")
+            frame = frame.f_back
+        from_engine = node is not None and lines[:1] and lines[0].startswith("_engine_run_backward ")
+        return f"{ENGINE}\n{node.name()}" if from_engine else "\n".join(reversed(lines))
 
 
 @dataclass(eq=False, slots=True)

@@ -145,3 +145,13 @@ def test_precision__of_a_known_product_follows_the_setting(monkeypatch: pytest.M
 
     kernels = digest(multiply, monkeypatch, is_anew=False)["kernels"]
     assert [kernel.work.precision for kernel in kernels if kernel.work.flops] == ["float32", "tf32"]
+
+
+def test_known_calls__have_positions_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up() -> list[Any]:
+        table, positions = ones(16), torch.zeros(ROWS, WIDTH, dtype=torch.long, device="cuda")
+        return described(*(table[positions] for _ in range(3)))
+
+    results = digest(look_up, monkeypatch, is_anew=False)
+    assert results["known"] == 2
+    assert [shape for shape, *_ in results["result"]] == [(ROWS, WIDTH)] * 3

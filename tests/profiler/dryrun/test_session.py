@@ -52,6 +52,7 @@ def test_call_stacks__have_no_frames_of_ebbtide() -> None:
 
     texts = run_forked(lambda: dry_run(job)[0].stacks.texts)
     assert any(f"({__file__}:" in text for text in texts)
+    assert len(set(texts)) == len(texts)
     assert not [text for text in texts if "/profiler/agent/" in text or "/profiler/dryrun/device/" in text]
 
 
