@@ -102,6 +102,8 @@ test-newest:
 
 # Programs of training frameworks in dry runs. All packages are listed, so that nothing is resolved; an environment has those
 # of `main`, and its own in place of them.
+# Dry runs need builds of torch for the CPU.
+$(RECIPES)/%/installed: export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 $(RECIPES)/%/installed: tests/recipes/requirements-%.txt
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-deps --requirement tests/recipes/requirements-main.txt

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ebbtide.profiler.dryrun.errors import DryRunFinished
@@ -75,7 +76,8 @@ class ShadowValues:
         real = self.of(tensor)
         if real is None:
             self._count_read(tensor, tensor.numel())
-            real = _full(tensor.shape, self._unknown(tensor), dtype=tensor.dtype)
+            with _disable_current_modes():  # in which a large one would be fake
+                real = _full(tensor.shape, self._unknown(tensor), dtype=tensor.dtype)
         return real
 
     def are_equal(self, one: Any, other: Any) -> bool:

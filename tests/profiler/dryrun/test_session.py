@@ -161,16 +161,17 @@ def test_dry_run__knows_values_that_do_not_depend_on_weights() -> None:
         unknown = torch.randn(5, device="cuda")
         flags = unknown > 0
         followed = bool(mask.all()), mask.sum().item(), kept.tolist(), positions.cpu().numpy().tolist()
-        return before, *followed, f"{unknown.sum():.2f}", unknown[flags].shape, unknown.cpu().numpy().tolist()
+        large = torch.randn(300, 300, device="cuda").cpu().numpy().sum()
+        return before, *followed, f"{unknown.sum():.2f}", unknown[flags].shape, unknown.cpu().numpy().tolist(), large
 
     def observe() -> Any:
         run, values = dry_run(job)
         return values, run.notes()
 
     values, notes = run_forked(observe)
-    assert values == (True, False, 23, [6, 9], [0, 3, 6, 9], "1.00", (5,), [1.0] * 5)
+    assert values == (True, False, 23, [6, 9], [0, 3, 6, 9], "1.00", (5,), [1.0] * 5, 90_000)
     assert any("largest possible size: nonzero (1)" in note for note in notes)
-    assert any("the job read 6 values" in note for note in notes)
+    assert any("the job read 90,006 values" in note for note in notes)
 
 
 @pytest.mark.parametrize(
