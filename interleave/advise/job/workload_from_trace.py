@@ -24,12 +24,14 @@ def workload_of(trace: Trace) -> Workload:
     has at the same position. Raises WorkloadError where phases or parameters were not recorded."""
     metrics = JobMetrics(trace)
     forward, backward, update = (metrics.phase_ms(phase) for phase in (FORWARD, BACKWARD, UPDATE))
-    if forward is None or backward is None or update is None:
+    if forward is None or backward is None:
         raise WorkloadError(
             f"{trace.path} has no finished iteration with forward, backward and update: nothing to replay"
         )
     if not update:
-        raise WorkloadError(f"{trace.path} has no update phase: nothing to replay")
+        raise WorkloadError(
+            f"{trace.path} has no update phase: nothing to replay (an optimizer in the backward has none)"
+        )
     if not metrics.params:
         raise WorkloadError(
             f"{trace.path} has no number of parameters that a rank updates: describe the job in a --workload file"

@@ -182,7 +182,7 @@ def test_workload_of__without_memory_supports_policies_that_do_not_need_it() -> 
     ("phases", "params", "message"),
     [
         ((), PARAMS, "no finished iteration with forward, backward and update"),
-        (("forward", "backward"), PARAMS, "no update phase|no finished iteration"),
+        (("forward", "backward"), PARAMS, "no update phase: nothing to replay .an optimizer in the backward has none"),
         (("forward", "update"), PARAMS, "no finished iteration|no backward"),
         (PHASES, None, "has no number of parameters that a rank updates: describe the job in a --work"),
         (PHASES, 0, "has no number of parameters"),
