@@ -14,7 +14,6 @@ instruction: on x86 `movnt`, on a processor without any an ordinary store.
 import platform
 from functools import cache
 
-import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
@@ -37,8 +36,6 @@ _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # Results wait on the stack until they fill lines of any type: so many elements of the state, which LLVM computes side
 # by side in registers, and so many of the parameter.
 _GROUP, _BLOCK = 32, 64
-# Elements of the largest state in a group: master and two moments.
-_STACK = 3 * _GROUP
 _STATE_PER_LINE = LINE_BYTES // 4
 
 
@@ -117,29 +114,35 @@ def elements_before_line(array, first):
 
 
 slice_rows = over_rows("rows, begin, end", "rows[K][begin:end]")
-group_rows = over_rows("rows, memory", "memory[K * _GROUP : (K + 1) * _GROUP]", _GROUP=_GROUP)
+stack_rows = over_rows(
+    "rows",
+    "carray(stack_memory(rows[K].dtype, _GROUP), _GROUP)",
+    carray=carray,
+    stack_memory=stack_memory,
+    _GROUP=_GROUP,
+)
 are_line_begins = over_rows("rows, first", "is_line_begin(rows[K], first)", is_line_begin=is_line_begin)
 put_rows = over_rows(
     "rows, first, sources, streams", "put(rows[K], first, sources[K], 0, _GROUP, streams[K])", put=put, _GROUP=_GROUP
 )
 
 
-def _update_elements(grad, old, new, out, scalars, begin, end):
+def _update_elements(grad, old, new, out, scalars, position, begin, end):
     """Update elements with ordinary stores."""
     # In slices numba knows that no index is negative; without them the loop takes eight times as long.
     grad, old, new = grad[begin:end], slice_rows(old, begin, end), slice_rows(new, begin, end)
     if out is not None:
         half = out[begin:end]
     for i in range(grad.size):
-        values = step(grad[i], load(old, i), scalars)
+        values = step(grad[i], load(old, i), scalars, position + begin + i)
         save(new, i, values)
         if out is not None:
             store(half, i, values[0])
 
 
-def _update_blocks(grad, old, new, out, scalars, begin, end):
+def _update_blocks(grad, old, new, out, scalars, position, begin, end):
     """Update elements of whole blocks with streaming stores."""
-    results = group_rows(new, carray(stack_memory(np.float32, _STACK), _STACK))
+    results = stack_rows(new)
     streams = are_line_begins(new, begin)
     if out is not None:
         half = carray(stack_memory(out.dtype, _BLOCK), _BLOCK)
@@ -149,7 +152,7 @@ def _update_blocks(grad, old, new, out, scalars, begin, end):
             first = block + group
             g, old_rows = grad[first : first + _GROUP], slice_rows(old, first, first + _GROUP)
             for i in range(_GROUP):
-                values = step(g[i], load(old_rows, i), scalars)
+                values = step(g[i], load(old_rows, i), scalars, position + first + i)
                 save(results, i, values)
                 if out is not None:
                     store(half, group + i, values[0])
@@ -158,7 +161,7 @@ def _update_blocks(grad, old, new, out, scalars, begin, end):
             put(out, block, half, 0, _BLOCK, streams_half)
 
 
-def _update(grad, old, new, out, scalars):
+def _update(grad, old, new, out, scalars, position):
     size = grad.size
     begin = elements_before_line(new[0], 0)
     # A line of half-precision elements is as long as two of the state.
@@ -166,9 +169,9 @@ def _update(grad, old, new, out, scalars):
         begin += _STATE_PER_LINE
     begin = min(begin, size)
     end = size - (size - begin) % _BLOCK
-    _update_elements(grad, old, new, out, scalars, 0, begin)
-    _update_blocks(grad, old, new, out, scalars, begin, end)
-    _update_elements(grad, old, new, out, scalars, end, size)
+    _update_elements(grad, old, new, out, scalars, position, 0, begin)
+    _update_blocks(grad, old, new, out, scalars, position, begin, end)
+    _update_elements(grad, old, new, out, scalars, position, end, size)
     fence()
 
 
