@@ -35,9 +35,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Args:
         params: Parameters or parameter groups, as for optimizers of torch.
-        rule: The update: `adamw`, `adam`, `sgd`, `lion` or `adamw-bf16`. Its hyperparameters are further keyword
-            arguments, named as in torch or in the paper, with the defaults of these. A group with a key `rule` has that
-            rule, with its defaults.
+        rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16` or `muon`. Further keyword arguments are its hyperparameters,
+            as in torch or in the paper. A group with a key `rule` has that rule, with its defaults.
         policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
         machine: The first rates. By default, `adaptive` measures this machine for a fraction of a second.
         subgroup_params: Number of parameters whose state is moved and updated as one.
@@ -106,9 +105,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             supported,
         )
         self._runner = AdaptiveRunner(options)
-        self._offloaded = OffloadedParams(
-            self._runner, weak_call(self._expected_scalars), weak_call(self._rule_of_params)
-        )
+        callbacks = weak_call(self._expected_scalars), weak_call(self._rule_of_params)
+        self._offloaded = OffloadedParams(self._runner, *callbacks)
         self._pending = self._offloaded.pending
         self._pending.finish_after(self)
         try:
@@ -145,7 +143,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def ebbtide_state(self) -> list[tuple[str, torch.Tensor]]:
-        """The state by name, for a recording of the job; none before the first step."""
+        """The state by name, for recordings; none before the first step."""
         return [] if self._runner.closed else self._runner.engine.store.states.named_rows()
 
     @property
@@ -183,8 +181,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _update(self) -> None:
         """Update all parameters that have a gradient, or none if this raises before the engine has begun to."""
         offloaded = self._offloaded
-        for group in self.param_groups:
-            self._rules.check(group)
+        list(map(self._rules.checked, self.param_groups))
         params = self._params_with_state()
         # Not deferred: the engine may take long to open.
         offloaded.open(params)
@@ -211,12 +208,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Also update the parameters of a group from now on.
 
         Raises EngineError if the parameters or hyperparameters are not supported; nothing is changed."""
-        self._rules.check(param_group)
-        param_group = self._rules.completed(param_group)
+        param_group = self._rules.checked(param_group)
         super().add_param_group(param_group)
-        # torch has added the defaults of the other rule.
-        for name in self.defaults.keys() - self._rules.rule_of(param_group).defaults.keys():
-            del param_group[name]
+        self._rules.drop_other_defaults(param_group)
         if not self._offloaded.is_checked:
             # The constructor checks all groups together.
             return
@@ -232,8 +226,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         It is the one after the last step, also in the middle of a backward and from another thread: it waits for a
         step that runs, and steps wait for it."""
-        index = {param: number for number, param in enumerate(self._group_params())}
-        rule_of = self._rule_of_params()
+        rule_of, index = self._rule_of_params(), {param: number for number, param in enumerate(self._group_params())}
 
         def add_states(state_dict: dict[str, Any]) -> None:
             for param, state in zip(self._offloaded.params, self._offloaded.gather(), strict=True):
@@ -378,8 +371,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _params_with_state(self) -> list[torch.Tensor]:
         """Return the parameters that need state, each once: those that are not frozen, or were not frozen before."""
-        own_params = set(self._offloaded.params)
-        return [param for param in dict.fromkeys(self._group_params()) if param.requires_grad or param in own_params]
+        own = set(self._offloaded.params)
+        return [param for param in dict.fromkeys(self._group_params()) if param.requires_grad or param in own]
 
     def _rule_of_params(self) -> dict[torch.Tensor, UpdateRule]:
         return self._rules.by_param(self.param_groups)
@@ -401,9 +394,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the factors of the next step by parameter, if it updates all and is neither clipped nor skipped."""
         count = len(self._offloaded.params)
         try:
-            for group in self.param_groups:
-                self._rules.check(group)
-        except EngineError:
-            # The step raises it.
+            list(map(self._rules.checked, self.param_groups))
+        except EngineError:  # The step raises it.
             return [None] * count
         return self._scalars(range(count), self._expected_scale)

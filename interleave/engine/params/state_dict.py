@@ -193,7 +193,7 @@ def _saved_names(
             raise EngineError(
                 f"group {number} of the state dict has the rule {saved_rule}, that of this optimizer {own}"
             )
-        rules.check({**own_group, **group})
+        rules.checked({**own_group, **group})
     saved_names = [name for group in groups for name in group["params"]]
     own_params = [param for group in param_groups for param in group["params"]]
     return dict(zip(own_params, saved_names, strict=True)), saved

@@ -142,14 +142,17 @@ class GroupRules:
         """Return the rule of a group."""
         return find_rule(group["rule"]) if "rule" in group else self.default
 
-    def completed(self, group: Group) -> dict[str, Any]:
-        """Return a group with the defaults of its rule."""
+    def checked(self, group: Group) -> dict[str, Any]:
+        """Return a group with the defaults of its rule. Raises EngineError if a hyperparameter is not valid."""
         rule = self.rule_of(group)
-        return {**(self.defaults if rule is self.default else rule.defaults), **group}
+        whole = {**(self.defaults if rule is self.default else rule.defaults), **group}
+        rule.check_group(whole)
+        return whole
 
-    def check(self, group: Group) -> None:
-        """Check the hyperparameters of a group."""
-        self.rule_of(group).check_group(self.completed(group))
+    def drop_other_defaults(self, group: dict[str, Any]) -> None:
+        """Remove the defaults of the optimizer that torch has added to a group with another rule."""
+        for name in self.defaults.keys() - self.rule_of(group).defaults.keys():
+            del group[name]
 
     def by_param(self, groups: Iterable[Group]) -> dict[torch.Tensor, UpdateRule]:
         """Return the rule of each parameter."""

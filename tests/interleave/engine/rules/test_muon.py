@@ -134,10 +134,17 @@ OFFLOADED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def without_offload() -> tuple[list[float], list[torch.Tensor]]:
+    return train(100, policy="gpu-only")
+
+
 @pytest.mark.parametrize("options", OFFLOADED, ids=str)
-def test_muon__with_offload_is_that_without(options: dict[str, Any]) -> None:
+def test_muon__with_offload_is_that_without(
+    options: dict[str, Any], without_offload: tuple[list[float], list[torch.Tensor]]
+) -> None:
     """The same job went wrong elsewhere: DeepSpeed#8463."""
-    losses, params = train(100, policy="gpu-only")
+    losses, params = without_offload
     other_losses, other_params = train(100, **options)
     assert losses == other_losses
     assert all(torch.equal(one, other) for one, other in zip(params, other_params, strict=True))

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import convert
 
+from ebbtide.analysis.metrics.recorded_free_memory import state_bytes
 from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.engine.rules import RULES
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler import Tracer, open_trace
+from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.metadata import OptimizerInfo, RankInfo
 from tests.interleave.engine.training import MACHINE
+from tests.profiler.dryrun.forked import run_forked
 
 
 class Lion(torch.optim.Optimizer):  # type: ignore[misc]
@@ -33,13 +38,17 @@ class Lion(torch.optim.Optimizer):  # type: ignore[misc]
             moment.lerp_(param.grad, 0.01)
 
 
+def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, device: str = "cpu") -> None:
+    for _ in range(3):
+        model(torch.ones(4, 64, device=device)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def record(folder: Path, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Trace:
     with Tracer(folder / "job.ebb"):
-        for _ in range(3):
-            model(torch.ones(4, 64)).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        train(model, *optimizers)
     return open_trace(folder / "job.ebb")
 
 
@@ -69,8 +78,8 @@ def test_workload_of__has_the_state_of_a_rule(name: str, master: str, tmp_path: 
         assert schedule.host_bytes() - buffers == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("optimizers", "state_bytes"),
+OPTIMIZERS = pytest.mark.parametrize(
+    ("optimizers", "expected"),
     [
         ([lambda params: torch.optim.SGD(params, lr=0.1)], 4),
         ([lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)], 8),
@@ -83,11 +92,26 @@ def test_workload_of__has_the_state_of_a_rule(name: str, master: str, tmp_path: 
         ),
     ],
 )
-def test_workload_of__has_the_state_of_other_optimizers(
-    optimizers: list[Any], state_bytes: float, tmp_path: Path
-) -> None:
+
+
+@OPTIMIZERS
+def test_workload_of__has_the_state_of_other_optimizers(optimizers: list[Any], expected: float, tmp_path: Path) -> None:
     model = new_model()
     params = list(model.parameters())
-    assert workload_of(record(tmp_path, model, *(make(params) for make in optimizers))).state_bytes == pytest.approx(
-        state_bytes
-    )
+    workload = workload_of(record(tmp_path, model, *(make(params) for make in optimizers)))
+    assert workload.state_bytes == pytest.approx(expected)
+
+
+@OPTIMIZERS
+def test_dry_run__has_the_state_of_other_optimizers(optimizers: list[Any], expected: float) -> None:
+    def run() -> list[dict[str, Any]]:
+        with DryRun(DryRunOptions(iterations=2)) as dry_run:
+            model = new_model().to("cuda")
+            params = list(model.parameters())
+            train(model, *(make(params) for make in optimizers), device="cuda")
+        return dry_run.optimizers
+
+    described = run_forked(run)
+    assert {device for optimizer in described for device in optimizer["state_devices"]} <= {"cpu", "cuda"}
+    entry = RankInfo(rank=0, optimizers=tuple(convert(optimizer, OptimizerInfo) for optimizer in described))
+    assert state_bytes(entry) == pytest.approx(expected)
