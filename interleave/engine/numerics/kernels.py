@@ -59,12 +59,14 @@ class CpuKernel:
         """Run the threads on the cores of a NUMA node; by default there are then no more threads than cores.
 
         Nothing may run at the same time. Without a node, or a core on it: all cores that this process may use."""
-        self._pool.shutdown()
+        self.close()
         self._start(node)
 
     def _start(self, node: int | None) -> None:
         self.threads = self._wanted_threads or _default_threads(node)
         self._pool = ThreadPoolExecutor(self.threads, "ebbtide-cpu", initializer=_prepare_thread, initargs=(node,))
+        # It starts with the first matrix. What it computes between products needs its flags, too.
+        self._matrix_thread = ThreadPoolExecutor(1, "ebbtide-matrix", initializer=_prepare_thread, initargs=(node,))
 
     def update(
         self,
@@ -146,7 +148,8 @@ class CpuKernel:
 
         assert of.shape is not None
         own, parameter = slice(of.begin, of.end), None if out is None else out[of.begin : of.end]
-        update_matrix(
+        done = self._matrix_thread.submit(
+            update_matrix,
             grad[own],
             [row[own] for row in state],
             parameter,
@@ -157,6 +160,7 @@ class CpuKernel:
             multiply,
             self.sum_of_squares,
         )
+        done.result()
 
     def update_beside(
         self,
@@ -252,6 +256,7 @@ class CpuKernel:
         return [int(self._compiled.fingerprint(array.view(np.uint16))) for array in host_arrays.as_arrays(values)]
 
     def close(self) -> None:
+        self._matrix_thread.shutdown()
         self._pool.shutdown()
 
     def _run(

@@ -47,6 +47,21 @@ def test_kernel__gives_the_bits_of_the_reference(kernel: CpuKernel, shape: tuple
         assert torch.equal(bits(row), bits(other_row))
 
 
+def test_kernel__keeps_subnormals_if_the_caller_flushes_them(kernel: CpuKernel) -> None:
+    gradient, scalars = torch.full((12,), 1e-40), MUON.scalars({**MUON.defaults, "eps": 0.0, "lr": 1.0}, 1)
+    gradient[::5] = 3e-40
+    expected, state = [torch.ones(12), torch.zeros(12)], [torch.ones(12), torch.zeros(12)]
+    reference.update(gradient, expected, None, scalars, MUON, 0, (3, 4))
+    assert expected[0].isfinite().all()
+    assert torch.set_flush_denormal(True)
+    try:
+        kernel.update(gradient, state, None, scalars, rule=MUON, shape=(3, 4))
+    finally:
+        torch.set_flush_denormal(False)
+    for row, other in zip(state, expected, strict=True):
+        assert torch.equal(bits(row), bits(other))
+
+
 def test_multiply__is_a_product() -> None:
     generator = np.random.default_rng(0)
     a, b = (generator.standard_normal(shape).astype(np.float32) for shape in ((20, 30), (30, 25)))

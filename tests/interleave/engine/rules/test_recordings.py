@@ -56,8 +56,10 @@ def new_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 32, bias=False))
 
 
-@pytest.mark.parametrize("master", ["fp32", "remainder"])
-@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize(
+    ("name", "master"),
+    [*((name, "fp32") for name in sorted(RULES)), ("lion", "remainder"), ("adamw-bf16", "remainder")],
+)
 def test_workload_of__has_the_state_of_a_rule(name: str, master: str, tmp_path: Path) -> None:
     model = new_model()
     if master == "remainder":
