@@ -14,6 +14,7 @@ instruction: on x86 `movnt`, on a processor without any an ordinary store.
 import platform
 from functools import cache
 
+import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
@@ -36,6 +37,8 @@ _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # Results wait on the stack until they fill lines of any type: so many elements of the state, which LLVM computes side
 # by side in registers, and so many of the parameter.
 _GROUP, _BLOCK = 32, 64
+# Elements of the largest state in a group: master and two moments.
+_STACK = 3 * _GROUP
 _STATE_PER_LINE = LINE_BYTES // 4
 
 
@@ -114,8 +117,10 @@ def elements_before_line(array, first):
 
 
 slice_rows = over_rows("rows, begin, end", "rows[K][begin:end]")
-stack_rows = over_rows(
-    "rows",
+group_rows = over_rows("rows, memory", "memory[K * _GROUP : (K + 1) * _GROUP]", _GROUP=_GROUP)
+# The same of rows with several types, each in memory of its own.
+typed_rows = over_rows(
+    "rows, memory",
     "carray(stack_memory(rows[K].dtype, _GROUP), _GROUP)",
     carray=carray,
     stack_memory=stack_memory,
@@ -142,7 +147,7 @@ def _update_elements(grad, old, new, out, scalars, position, begin, end):
 
 def _update_blocks(grad, old, new, out, scalars, position, begin, end):
     """Update elements of whole blocks with streaming stores."""
-    results = stack_rows(new)
+    results = group_rows(new, carray(stack_memory(np.float32, _STACK), _STACK))
     streams = are_line_begins(new, begin)
     if out is not None:
         half = carray(stack_memory(out.dtype, _BLOCK), _BLOCK)
@@ -191,9 +196,8 @@ def _copy(old, new):
 @cache
 def update_of(rule):
     """Return the loop that updates the state of a rule out of place."""
-    parts = [
-        register_jitable(with_functions(part, step=make_step(rule))) for part in (_update_elements, _update_blocks)
-    ]
+    functions = {"step": make_step(rule), "group_rows": typed_rows if rule.rounds else group_rows}
+    parts = [register_jitable(with_functions(part, **functions)) for part in (_update_elements, _update_blocks)]
     return compile_loop(_update, rule=rule, _update_elements=parts[0], _update_blocks=parts[1])
 
 

@@ -93,7 +93,7 @@ class UpdateRule:
     @property
     def rounds(self) -> bool:
         """Whether moments are rounded, which may depend on the position of their element."""
-        return self.moment_dtype != torch.float32
+        return bool(self.moment_dtype != torch.float32)
 
     def formula_with(self, arithmetic: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the formula with other functions in place of `divide`, `square_root` and `sign`."""
