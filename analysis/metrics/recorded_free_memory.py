@@ -1,6 +1,6 @@
 """The device memory that a recorded job leaves free over an iteration, and the bytes of a parameter and its state."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +14,12 @@ from ebbtide.analysis.metrics.windows import phase_table, recurring_segments
 from ebbtide.analysis.timeseries.step_functions import FreeTimeline
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
-from ebbtide.profiler.trace.metadata import RankInfo
+from ebbtide.profiler.trace.metadata import OptimizerInfo, RankInfo
 from ebbtide.state_bytes import PARAM_BYTES
 
 _FP32_BYTES = 4.0
+# The name of masters in the recorded state of ebbtide's optimizers.
+_MASTER = "master"
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
@@ -70,11 +72,32 @@ def param_bytes(entry: RankInfo) -> float:
 
 def state_bytes(entry: RankInfo) -> float:
     """Return the bytes of state per parameter: an fp32 master weight, and as many fp32 moments as were recorded, or
-    two."""
-    elements = sum(sum(optimizer.state_dtypes.values()) for optimizer in entry.optimizers)
-    params = sum(optimizer.params or 0 for optimizer in entry.optimizers)
-    moments = round(elements / params) if elements and params else 2
-    return _FP32_BYTES * (1 + max(moments, 0))
+    two. That of ebbtide's optimizers is recorded with their masters."""
+    sizes = [(optimizer.params, _state_bytes(optimizer)) for optimizer in entry.optimizers if optimizer.params]
+    params = sum(count for count, _ in sizes)
+    return sum(count * size for count, size in sizes) / params if params else _FP32_BYTES * 3.0
+
+
+def _state_bytes(optimizer: OptimizerInfo) -> float:
+    masters = optimizer.state_names.get(_MASTER)
+    if masters and optimizer.state_bytes:
+        return optimizer.state_bytes / masters
+    elements = moment_elements(optimizer)
+    # Without momentum torch's SGD has no state; others may have it elsewhere.
+    moments = round(elements / (optimizer.params or 1)) if elements else 0 if optimizer.class_name == "SGD" else 2
+    return float(_FP32_BYTES * (1 + moments))
+
+
+def moment_elements(optimizer: OptimizerInfo) -> int:
+    """Return the elements of recorded state besides masters."""
+    return sum(optimizer.state_dtypes.values()) - optimizer.state_names.get(_MASTER, 0)
+
+
+def torch_state_on_device(optimizers: Iterable[OptimizerInfo]) -> int:
+    """Return the bytes of state of optimizers that keep it on the device; ebbtide's may keep a part there."""
+    own = [optimizer for optimizer in optimizers if _MASTER not in optimizer.state_names]
+    on_device = any(device.startswith("cuda") for optimizer in own for device in optimizer.state_devices)
+    return sum(optimizer.state_bytes or 0 for optimizer in own) if on_device else 0
 
 
 # Steps of the free memory per phase, at most.
@@ -141,7 +164,4 @@ def _state_on_device(metrics: JobMetrics) -> int:
     job = metrics.deepspeed
     if job is not None and job.offload_config:
         return round((1 - job.cpu_share) * state_bytes(metrics.entry) * (metrics.params or 0))
-    optimizers = metrics.entry.optimizers
-    if any(device.startswith("cuda") for optimizer in optimizers for device in optimizer.state_devices):
-        return sum(optimizer.state_bytes or 0 for optimizer in optimizers)
-    return 0
+    return torch_state_on_device(metrics.entry.optimizers)

@@ -23,7 +23,7 @@ _REMAINDER = (
     "the same arithmetic; parameters differ where a master is exactly between two of them",
 )
 _SMALLER_STATE = (
-    ("bf16 moments (8 B a parameter)", 8.0, _OTHER_RESULTS),
+    ("bf16 moments (8 B a parameter, rule='adamw-bf16' of InterleavedOptimizer)", 8.0, _OTHER_RESULTS),
     ("8-bit moments (6 B a parameter)", 6.0, _OTHER_RESULTS),
 )
 

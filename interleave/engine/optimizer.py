@@ -18,8 +18,7 @@ from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.pending_params import locked, weak_call
 from ebbtide.interleave.engine.params.read_checks import UnguardedAccess
 from ebbtide.interleave.engine.params.state_dict import make_entry, read_state_dict
-from ebbtide.interleave.engine.rules import find_rule
-from ebbtide.interleave.engine.rules.rule import Scalars
+from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.model.plan import Plan
@@ -36,8 +35,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Args:
         params: Parameters or parameter groups, as for optimizers of torch.
-        rule: The update: `adamw`, `adam`, `sgd` or `lion`. Its hyperparameters are further keyword arguments, named as
-            in torch or in the paper, with the defaults of these.
+        rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16` or `muon`. Further keyword arguments are its hyperparameters,
+            as in torch or in the paper. A group with a key `rule` has that rule, with its defaults.
         policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
         machine: The first rates. By default, `adaptive` measures this machine for a fraction of a second.
         subgroup_params: Number of parameters whose state is moved and updated as one.
@@ -88,12 +87,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         master: Literal["fp32", "remainder"] = "fp32",
         **hyperparameters: Any,
     ) -> None:
-        self._rule = find_rule(rule)
-        if unknown := hyperparameters.keys() - self._rule.defaults.keys():
-            names = ", ".join(self._rule.defaults)
-            raise EngineError(f"{min(unknown)} is no hyperparameter of {rule}: these are {names}")
-        defaults = {**self._rule.defaults, **hyperparameters}
-        self._rule.check_group(defaults)
+        self._rules = GroupRules(rule, hyperparameters)
         self._loss_scale = LossScale(loss_scale)
         supported = Overlap(forward=model is not None, backward=gradients == "streamed" and master == "fp32")
         options = EngineOptions(
@@ -109,14 +103,14 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             host_memory_budget,
             master,
             supported,
-            self._rule,
         )
         self._runner = AdaptiveRunner(options)
-        self._offloaded = OffloadedParams(self._runner, weak_call(self._expected_scalars))
+        callbacks = weak_call(self._expected_scalars), weak_call(self._rule_of_params)
+        self._offloaded = OffloadedParams(self._runner, *callbacks)
         self._pending = self._offloaded.pending
         self._pending.finish_after(self)
         try:
-            super().__init__(params, defaults)
+            super().__init__(params, self._rules.defaults)
             if model is not None:
                 self._pending.guard(model)
             self._offloaded.plan_or_open(self._params_with_state())
@@ -146,6 +140,11 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def storage_written_bytes(self) -> int:
         """Bytes of state written to `storage` so far, by steps and commits; drives are rated for so many (TBW)."""
         return 0 if self._runner.storage is None else self._runner.storage.written_bytes
+
+    @property
+    def ebbtide_state(self) -> list[tuple[str, torch.Tensor]]:
+        """The state by name, for recordings; none before the first step."""
+        return [] if self._runner.closed else self._runner.engine.store.states.named_rows()
 
     @property
     def loss_scale(self) -> float:
@@ -182,8 +181,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _update(self) -> None:
         """Update all parameters that have a gradient, or none if this raises before the engine has begun to."""
         offloaded = self._offloaded
-        for group in self.param_groups:
-            self._rule.check_group(group)
+        list(map(self._rules.checked, self.param_groups))
         params = self._params_with_state()
         # Not deferred: the engine may take long to open.
         offloaded.open(params)
@@ -210,8 +208,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Also update the parameters of a group from now on.
 
         Raises EngineError if the parameters or hyperparameters are not supported; nothing is changed."""
-        self._rule.check_group({**self.defaults, **param_group})
+        param_group = self._rules.checked(param_group)
         super().add_param_group(param_group)
+        self._rules.drop_other_defaults(param_group)
         if not self._offloaded.is_checked:
             # The constructor checks all groups together.
             return
@@ -227,12 +226,12 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         It is the one after the last step, also in the middle of a backward and from another thread: it waits for a
         step that runs, and steps wait for it."""
-        index = {param: number for number, param in enumerate(self._group_params())}
+        rule_of, index = self._rule_of_params(), {param: number for number, param in enumerate(self._group_params())}
 
         def add_states(state_dict: dict[str, Any]) -> None:
             for param, state in zip(self._offloaded.params, self._offloaded.gather(), strict=True):
                 if self._step_count(param):
-                    entry = make_entry(self._rule, param, state, self._step_count(param))
+                    entry = make_entry(rule_of[param], param, state, self._step_count(param))
                     state_dict["state"][index[param]] = entry
 
         return self._base_state_dict(add_states)
@@ -261,7 +260,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             state_dict = hook(self, state_dict) or state_dict
         self._group_params()
         own_params = set(offloaded.params or self._params_with_state())
-        saved = read_state_dict(self._rule, state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
+        saved = read_state_dict(self._rules, state_dict, self.param_groups, own_params, offloaded.check)
         if "loss_scale" in state_dict:
             self._loss_scale.load_state_dict(state_dict["loss_scale"])
         if saved.states is None:
@@ -372,8 +371,11 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _params_with_state(self) -> list[torch.Tensor]:
         """Return the parameters that need state, each once: those that are not frozen, or were not frozen before."""
-        own_params = set(self._offloaded.params)
-        return [param for param in dict.fromkeys(self._group_params()) if param.requires_grad or param in own_params]
+        own = set(self._offloaded.params)
+        return [param for param in dict.fromkeys(self._group_params()) if param.requires_grad or param in own]
+
+    def _rule_of_params(self) -> dict[torch.Tensor, UpdateRule]:
+        return self._rules.by_param(self.param_groups)
 
     def _step_count(self, param: torch.Tensor) -> int:
         # `state` makes an entry for every key that it is asked for.
@@ -381,7 +383,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _scalars(self, updated: Collection[int], scale: float) -> list[Scalars | None]:
         """Return the factors of the next update of each parameter; None for those that are not updated."""
-        return scalars_of(self._rule, self._offloaded.params, self.param_groups, self._step_count, updated, scale)
+        return scalars_of(self._rules, self._offloaded.params, self.param_groups, self._step_count, updated, scale)
 
     @property
     def _expected_scale(self) -> float:
@@ -392,9 +394,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the factors of the next step by parameter, if it updates all and is neither clipped nor skipped."""
         count = len(self._offloaded.params)
         try:
-            for group in self.param_groups:
-                self._rule.check_group(group)
-        except EngineError:
-            # The step raises it.
+            list(map(self._rules.checked, self.param_groups))
+        except EngineError:  # The step raises it.
             return [None] * count
         return self._scalars(range(count), self._expected_scale)

@@ -7,8 +7,6 @@ from typing import Any
 
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import UpdateRule
 from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, Overlap
 from ebbtide.interleave.policies import parse
@@ -40,7 +38,6 @@ class EngineOptions:
     host_memory_budget: float | None = None
     master: str = "fp32"
     supported: Overlap = NO_OVERLAP
-    rule: UpdateRule = ADAMW
 
     def __post_init__(self) -> None:
         if self.gradients not in ("kept", "streamed"):

@@ -96,6 +96,8 @@ def _collect_without_overrides(
     for optimizer in inner_optimizers.values():
         for parameter, state in getattr(optimizer, "state", {}).items():
             storages.add(state, STATE, names.get(id(parameter)))
+        for _, tensor in getattr(optimizer, "ebbtide_state", ()):
+            storages.add(tensor, STATE, None)
     return storages
 
 

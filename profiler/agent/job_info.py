@@ -197,15 +197,20 @@ def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
         return {**description, "state_devices": ["nvme"]}
     if any(map(has_state_in_other_process, optimizers)):
         return {**description, "state_devices": ["cpu"]}
-    state = [local_tensor(tensor) for optimizer in optimizers for tensor in _state(optimizer)]
+    state = [(name, local_tensor(tensor)) for optimizer in optimizers for name, tensor in _state(optimizer)]
     dtypes: Counter[str] = Counter()
-    for tensor in state:
+    names: Counter[str] = Counter()
+    for name, tensor in state:
         dtypes[_dtype(tensor)] += tensor.numel()
+        names[str(name)] += tensor.numel()
+    devices = {tensor.device.type for _, tensor in state}
     return {
         **description,
-        "state_bytes": sum(tensor.numel() * tensor.element_size() for tensor in state),
+        "state_bytes": sum(tensor.numel() * tensor.element_size() for _, tensor in state),
         "state_dtypes": dict(dtypes),
-        "state_devices": sorted({tensor.device.type for tensor in state}),
+        "state_names": dict(names),
+        # State of ebbtide's in a file has no memory.
+        "state_devices": sorted("nvme" if device == "meta" else device for device in devices),
     }
 
 
@@ -219,11 +224,15 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _state(optimizer: Any) -> list[Any]:
+    """Return (name, tensor) of the state; that of ebbtide's optimizers includes their masters."""
+    own = getattr(optimizer, "ebbtide_state", None)
+    if own is not None:
+        return list(own)
     # Copied in one step: another thread may add to its own state.
     states = [
         state for torch_optimizer in torch_optimizers(optimizer) for state in list(torch_optimizer.state.values())
     ]
-    return [value for state in states for value in list(state.values()) if hasattr(value, "element_size")]
+    return [item for state in states for item in list(state.items()) if hasattr(item[1], "element_size")]
 
 
 def _dtype(tensor: Any) -> str:

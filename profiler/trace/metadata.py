@@ -161,6 +161,8 @@ class OptimizerInfo(_Section, frozen=True, kw_only=True):
     param_dtypes: tuple[str, ...] = ()
     state_bytes: Count | None = None  # Bytes of state; None where it is stored on a disk or in another process.
     state_dtypes: dict[str, Count] = {}  # The number of state elements by dtype.
+    # The same by name, as in state dicts. Only that of ebbtide's optimizers has a `master`.
+    state_names: dict[str, Count] = {}
     state_devices: tuple[str, ...] = ()  # Devices that hold state: `cpu`, `cuda`, `nvme`.
 
 

@@ -12,6 +12,7 @@ from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import predicted_range
+from ebbtide.analysis.metrics.recorded_free_memory import moment_elements
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.advise.job.compute_times import (
     GATHERED_LAYERS,
@@ -246,7 +247,7 @@ def facts_of(trace: Trace) -> JobFacts:
     return JobFacts(
         framework=name or "torch",
         total_params=model.total_params,
-        moments=round(sum(dtypes.values()) / params)
+        moments=round(sum(map(moment_elements, entry.optimizers)) / params)
         if params and is_adam and not _QUANTIZED_STATE & set(dtypes)
         else 0,
         has_adapters=trains_part,

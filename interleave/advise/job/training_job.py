@@ -75,10 +75,10 @@ def recorded_job(trace: Trace) -> RecordedJob:
 
 def state_bytes_on_device(metrics: JobMetrics) -> float | None:
     """Return the bytes of state per parameter that a job keeps on the device; None where it is not known to."""
-    optimizers = metrics.entry.optimizers
-    on_device = any(device.startswith("cuda") for optimizer in optimizers for device in optimizer.state_devices)
-    total = sum(optimizer.state_bytes or 0 for optimizer in optimizers)
-    return total / metrics.params if on_device and total and metrics.params else None
+    from ebbtide.analysis.metrics.recorded_free_memory import torch_state_on_device
+
+    total = torch_state_on_device(metrics.entry.optimizers)
+    return total / metrics.params if total and metrics.params else None
 
 
 def recorded_policy(trace: Trace) -> str | None:

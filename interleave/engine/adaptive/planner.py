@@ -141,7 +141,7 @@ class Planner:
             backward_s=0.0,
             param_bytes=width,
             grad_bytes=width,
-            state_bytes=max((own.rule.state_bytes(has_remainders) for own in subgroups), default=STATE_BYTES),
+            state_bytes=_mean_state_bytes(subgroups),
             master="remainder" if has_remainders else "fp32",
             gradients_held_until_step=not streamed,
         )
@@ -274,6 +274,13 @@ class Planner:
         if self._supported.backward and abs(now - before) > _CLIP_DRIFT:
             return f"the share of clipped steps went from {before:.2f} to {now:.2f}"
         return None
+
+
+def _mean_state_bytes(subgroups: Sequence[Subgroup]) -> float:
+    """Return the bytes of state per parameter: with several rules, the mean over all parameters."""
+    nbytes = sum(own.rule.state_bytes(own.has_remainders) * own.params for own in subgroups)
+    params = sum(own.params for own in subgroups)
+    return nbytes / params if params else STATE_BYTES
 
 
 def _smoothed(old: float, new: float, is_first: bool) -> float:

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
+from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements, state_rows, state_shape
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES
 
@@ -56,18 +57,19 @@ def probe(
     scalars = rule.scalars(rule.defaults, 1)
     one_pass_bytes = GRAD_BYTES + 2 * state_bytes + PARAM_BYTES
     half = torch.zeros(cpu_params, dtype=torch.bfloat16, device="cpu")
-    host_states = [device.allocate_host((rule.rows, params), torch.float32) for _ in range(2)]
-    device_states = [device.allocate_state(params, rule.rows) for _ in range(2)]
+    own = Subgroup(params, torch.bfloat16, (), torch.bfloat16, rule=rule)
+    host_states = [device.allocate_host((state_elements(own),), torch.float32) for _ in range(2)]
+    device_states = [device.allocate_state(state_elements(own), 1).view(-1) for _ in range(2)]
     scratch = device.allocate_state(params, 2)
     device_grad, device_out = (row.view(torch.bfloat16)[:params] for row in scratch[:2])
     nbytes = host_states[0].nbytes
     state, out = _host_state(rule, cpu_params), half.clone()
-    updated = device_states[0]
+    updated = state_rows(device_states[0].view(state_shape(own)), own)
 
     def update_on_cpu() -> None:
-        kernel.update(half, tuple(state), out, scalars, rule=rule)
+        kernel.update(half, state, out, scalars, rule=rule)
 
-    def update_beside(new_state: torch.Tensor) -> Callable[[], None]:
+    def update_beside(new_state: Sequence[torch.Tensor]) -> Callable[[], None]:
         return lambda: kernel.update_beside(half, state, new_state, out, [(0, cpu_params, scalars)], rule=rule)
 
     def update_remainders(remainders: torch.Tensor) -> Callable[[], None]:
@@ -79,7 +81,7 @@ def probe(
         return lambda: copy_now(device, direction, [pair] * count)
 
     def update_on_gpu() -> None:
-        device.update([TensorUpdate(device_grad, tuple(updated), device_out, scalars, rule)])
+        device.update([TensorUpdate(device_grad, updated, device_out, scalars, rule)])
         device.record("gpu").synchronize()
 
     try:
@@ -125,8 +127,10 @@ def _cpu_params(host_bytes: float | None, state_bytes: int) -> int:
     return max(_PARAMS, int(nbytes / (state_bytes + GRAD_BYTES + PARAM_BYTES)))
 
 
-def _host_state(rule: UpdateRule, params: int) -> torch.Tensor:
-    return torch.zeros((rule.rows, row_stride(params)), dtype=torch.float32, device="cpu")[:, :params]
+def _host_state(rule: UpdateRule, params: int) -> list[torch.Tensor]:
+    if rule.rounds:
+        return [torch.zeros(params, dtype=dtype, device="cpu") for dtype in rule.dtypes()]
+    return list(torch.zeros((1 + len(rule.moments), row_stride(params)), dtype=torch.float32, device="cpu")[:, :params])
 
 
 def _host_memory_bytes() -> float | None:

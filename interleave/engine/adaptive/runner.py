@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,8 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.options import Budget, EngineOptions
-from ebbtide.interleave.engine.rules.rule import Scalars
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.arena import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
@@ -141,12 +143,13 @@ class AdaptiveRunner:
             commit: What `commit` has returned, whose state the new engine has; None for new state.
         """
         self._state_share = min(map(_state_share, subgroups), default=1.0)
-        has_remainders, rule = any(subgroup.has_remainders for subgroup in subgroups), self.options.rule
+        has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
         plan = planner.plan(self._current_budget())
-        dtypes = {(subgroup.grad_dtype, subgroup.dtype) for subgroup in subgroups}
-        self.kernel.warm_up(dtypes, self.options.supported.backward and self._needs_rates, has_remainders, rule)
-        self.device.warm_up(dtypes, has_remainders, rule)
+        for rule in {subgroup.rule for subgroup in subgroups}:
+            dtypes = {(of.grad_dtype, of.dtype) for of in subgroups if of.rule is rule}
+            self.kernel.warm_up(dtypes, self.options.supported.backward and self._needs_rates, has_remainders, rule)
+            self.device.warm_up(dtypes, has_remainders, rule)
         # First, since the new one may use its files.
         self._close_engine()
         stored = None if self.storage is None else self.storage.open(subgroups, self.device, commit)
@@ -177,7 +180,7 @@ class AdaptiveRunner:
                 speculates,
                 has_remainders,
                 host_bytes,
-                options.rule,
+                _most_frequent_rule(subgroups),
             )
         return replace(machine, storage=()) if self.storage is None else self.storage.added_to(machine)
 
@@ -336,6 +339,14 @@ class AdaptiveRunner:
 def _state_share(subgroup: Subgroup) -> float:
     """Return the share of the memory that is left for state, if a gradient cannot use the memory of its parameter."""
     return state_elements(subgroup) / (state_elements(subgroup) + gradient_elements(subgroup))
+
+
+def _most_frequent_rule(subgroups: Sequence[Subgroup]) -> UpdateRule:
+    """Return the rule of the most parameters."""
+    params: Counter[UpdateRule] = Counter()
+    for subgroup in subgroups:
+        params[subgroup.rule] += subgroup.params
+    return params.most_common(1)[0][0] if params else ADAMW
 
 
 def _open_device(device: torch.device) -> Device:

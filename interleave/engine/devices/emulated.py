@@ -208,7 +208,15 @@ class EmulatedDevice(EmulatedStreams):
         """Update all tensors, at the rate of the device. The stream `gpu` calls this."""
         start_s, params = time.perf_counter(), 0
         for update in updates:
-            self._kernel.update(update.grad, update.state, update.out, update.scalars, rule=update.rule)
+            self._kernel.update(
+                update.grad,
+                update.state,
+                update.out,
+                update.scalars,
+                rule=update.rule,
+                position=update.position,
+                shape=update.shape,
+            )
             params += update.out.numel()
         if self.gpu_update_params_per_s:
             _sleep_until(start_s + params / self.gpu_update_params_per_s)

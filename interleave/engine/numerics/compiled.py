@@ -19,7 +19,8 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.core.errors import TypingError
 from numba.extending import overload, register_jitable
 
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
@@ -27,6 +28,7 @@ from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
 from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
+from ebbtide.interleave.engine.numerics.rounding import MIX_FACTORS
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 # Digest of all code that the loops may call.
@@ -38,6 +40,7 @@ U = np.uint32
 _NAN, _BFLOAT16_NAN, _FLOAT16_NAN = U(NAN), U(BFLOAT16_NAN), U(FLOAT16_NAN)
 _INFINITE = U(0x7F800000)
 _FACTOR, _MIX_FACTOR = U(FACTOR), U(MIX_FACTOR)
+_FIRST_MIX_FACTOR, _SECOND_MIX_FACTOR = map(U, MIX_FACTORS)
 _MAGNITUDE = U(0x7FFFFFFF)
 # Difference between the exponents of float32 and float16.
 _BIAS = U((127 - 15) << 23)
@@ -46,10 +49,20 @@ _LEAST_NORMAL, _LEAST_NORMAL_BITS = F(2.0**-14), U((127 - 14) << 23)
 _HALF, _HALF_BITS = F(0.5), U(126 << 23)
 
 
-@register_jitable
 def _canonical_nan(value):
-    bits = F(value).view(U)
-    return U(_NAN if (bits & _MAGNITUDE) > _INFINITE else bits).view(F)
+    """Return a result of a formula, with the one NaN."""
+
+
+@overload(_canonical_nan)
+def _choose_canonical_nan(value):
+    if value != types.float32:
+        raise TypingError("a formula computes in double precision: it must have literals in comparisons only")
+
+    def canonical_nan(value):
+        bits = F(value).view(U)
+        return U(_NAN if (bits & _MAGNITUDE) > _INFINITE else bits).view(F)
+
+    return canonical_nan
 
 
 @register_jitable
@@ -59,8 +72,13 @@ def _from_bfloat16(stored):
 
 @register_jitable
 def _to_bfloat16(value):
+    return _to_bfloat16_by(value, U(U(0x7FFF) + U(U(F(value).view(U) >> U(16)) & U(1))))
+
+
+@register_jitable
+def _to_bfloat16_by(value, noise):
     bits = F(value).view(U)
-    rounded = U(U(U(bits + U(0x7FFF)) + U(U(bits >> U(16)) & U(1))) >> U(16))
+    rounded = U(U(bits + noise) >> U(16))
     return np.uint16(_BFLOAT16_NAN if (bits & _MAGNITUDE) > _INFINITE else rounded)
 
 
@@ -129,8 +147,8 @@ def over_rows(arguments, body, **names):
 
     def choose(count):
         parts = [re.sub(r"\bK\b", str(row), body) for row in range(count)]
-        code = "; ".join(parts) if " = " in body else f"return ({', '.join(parts)},)"
-        exec(f"def over_{count}_rows({arguments}): {code}", names)
+        code = "; ".join(parts) if " = " in body else f"return ({''.join(f'{part}, ' for part in parts)})"
+        exec(f"def over_{count}_rows({arguments}): {code or 'pass'}", names)
         return names[f"over_{count}_rows"]
 
     function = eval(f"lambda {arguments}: None")
@@ -141,6 +159,29 @@ def over_rows(arguments, body, **names):
 load = over_rows("rows, i", "rows[K][i]")
 save = over_rows("rows, i, values", "rows[K][i] = values[K]")
 _canonical = over_rows("values", "canonical(values[K])", canonical=_canonical_nan)
+_widen_each = over_rows("values", "widen(values[K])", widen=_widen)
+
+
+@register_jitable
+def _scrambled(value):
+    value = U(U(value ^ U(value >> U(16))) * _FIRST_MIX_FACTOR)
+    value = U(U(value ^ U(value >> U(13))) * _SECOND_MIX_FACTOR)
+    return U(value ^ U(value >> U(16)))
+
+
+@register_jitable
+def _random_bits(seed, position):
+    return _scrambled(U(U(U(position) * _FACTOR) ^ _scrambled(U(seed))))
+
+
+@register_jitable
+def _to_moment(value, noise, is_random):
+    return _to_bfloat16_by(value, U(noise & U(0xFFFF))) if is_random else _to_bfloat16(value)
+
+
+_round_each = over_rows(
+    "values, noise, is_random", "to_moment(values[K], U(noise >> U(16 * K)), is_random)", to_moment=_to_moment, U=U
+)
 
 
 @register_jitable
@@ -162,39 +203,46 @@ _ARITHMETIC = {"divide": _divide, "square_root": register_jitable(lambda value: 
 
 @cache
 def make_step(rule):
-    """Return a function for loops: the new master and moments of (stored gradient, state, factors)."""
+    """Return a function for loops: the new master and moments of (stored gradient, state, factors, position)."""
     formula = register_jitable(rule.formula_with(_ARITHMETIC))
 
     @register_jitable
-    def step(stored, state, scalars):
+    def step(stored, state, scalars, position):
         g = _widen(stored) * scalars[0]
         return _canonical(formula(g, *(state + scalars[1:])))
 
-    return step
+    @register_jitable
+    def step_and_round(stored, state, scalars, position):
+        g = _widen(stored) * scalars[0]
+        new = formula(g, *(_widen_each(state) + scalars[1:-1]))
+        moments = _round_each(new[1:], _random_bits(scalars[-1], position), scalars[-1] > F(0))
+        return (_canonical_nan(new[0]), *moments)
+
+    return step_and_round if rule.rounds else step
 
 
-def step(stored, state, scalars):
+def step(stored, state, scalars, position):
     """Stands for the step of a rule in the loops (see `make_step`)."""
 
 
-def _update(grad, rows, out, scalars):
+def _update(grad, rows, out, scalars, first):
     for i in range(grad.size):
-        new = step(grad[i], load(rows, i), scalars)
+        new = step(grad[i], load(rows, i), scalars, first + i)
         save(rows, i, new)
         store(out, i, new[0])
 
 
-def _update_state(grad, rows, scalars):
+def _update_state(grad, rows, scalars, first):
     for i in range(grad.size):
-        save(rows, i, step(grad[i], load(rows, i), scalars))
+        save(rows, i, step(grad[i], load(rows, i), scalars, first + i))
 
 
-def _update_remainder(grad, remainder, moments, param, scalars):
+def _update_remainder(grad, remainder, moments, param, scalars, first):
     for i in range(remainder.size):
         low = U(remainder[i])
         upper = U(U(param[i]) - U(low >> U(15)))
         master = U(U(upper << U(16)) | low).view(F)
-        new = step(grad[i], (master, *load(moments, i)), scalars)
+        new = step(grad[i], (master, *load(moments, i)), scalars, first + i)
         # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
         bits = F(new[0]).view(U)
         remainder[i] = np.uint16(bits & U(0xFFFF))

@@ -118,26 +118,34 @@ def elements_before_line(array, first):
 
 slice_rows = over_rows("rows, begin, end", "rows[K][begin:end]")
 group_rows = over_rows("rows, memory", "memory[K * _GROUP : (K + 1) * _GROUP]", _GROUP=_GROUP)
+# The same of rows with several types, each in memory of its own.
+typed_rows = over_rows(
+    "rows, memory",
+    "carray(stack_memory(rows[K].dtype, _GROUP), _GROUP)",
+    carray=carray,
+    stack_memory=stack_memory,
+    _GROUP=_GROUP,
+)
 are_line_begins = over_rows("rows, first", "is_line_begin(rows[K], first)", is_line_begin=is_line_begin)
 put_rows = over_rows(
     "rows, first, sources, streams", "put(rows[K], first, sources[K], 0, _GROUP, streams[K])", put=put, _GROUP=_GROUP
 )
 
 
-def _update_elements(grad, old, new, out, scalars, begin, end):
+def _update_elements(grad, old, new, out, scalars, position, begin, end):
     """Update elements with ordinary stores."""
     # In slices numba knows that no index is negative; without them the loop takes eight times as long.
     grad, old, new = grad[begin:end], slice_rows(old, begin, end), slice_rows(new, begin, end)
     if out is not None:
         half = out[begin:end]
     for i in range(grad.size):
-        values = step(grad[i], load(old, i), scalars)
+        values = step(grad[i], load(old, i), scalars, position + begin + i)
         save(new, i, values)
         if out is not None:
             store(half, i, values[0])
 
 
-def _update_blocks(grad, old, new, out, scalars, begin, end):
+def _update_blocks(grad, old, new, out, scalars, position, begin, end):
     """Update elements of whole blocks with streaming stores."""
     results = group_rows(new, carray(stack_memory(np.float32, _STACK), _STACK))
     streams = are_line_begins(new, begin)
@@ -149,7 +157,7 @@ def _update_blocks(grad, old, new, out, scalars, begin, end):
             first = block + group
             g, old_rows = grad[first : first + _GROUP], slice_rows(old, first, first + _GROUP)
             for i in range(_GROUP):
-                values = step(g[i], load(old_rows, i), scalars)
+                values = step(g[i], load(old_rows, i), scalars, position + first + i)
                 save(results, i, values)
                 if out is not None:
                     store(half, group + i, values[0])
@@ -158,7 +166,7 @@ def _update_blocks(grad, old, new, out, scalars, begin, end):
             put(out, block, half, 0, _BLOCK, streams_half)
 
 
-def _update(grad, old, new, out, scalars):
+def _update(grad, old, new, out, scalars, position):
     size = grad.size
     begin = elements_before_line(new[0], 0)
     # A line of half-precision elements is as long as two of the state.
@@ -166,9 +174,9 @@ def _update(grad, old, new, out, scalars):
         begin += _STATE_PER_LINE
     begin = min(begin, size)
     end = size - (size - begin) % _BLOCK
-    _update_elements(grad, old, new, out, scalars, 0, begin)
-    _update_blocks(grad, old, new, out, scalars, begin, end)
-    _update_elements(grad, old, new, out, scalars, end, size)
+    _update_elements(grad, old, new, out, scalars, position, 0, begin)
+    _update_blocks(grad, old, new, out, scalars, position, begin, end)
+    _update_elements(grad, old, new, out, scalars, position, end, size)
     fence()
 
 
@@ -188,9 +196,8 @@ def _copy(old, new):
 @cache
 def update_of(rule):
     """Return the loop that updates the state of a rule out of place."""
-    parts = [
-        register_jitable(with_functions(part, step=make_step(rule))) for part in (_update_elements, _update_blocks)
-    ]
+    functions = {"step": make_step(rule), "group_rows": typed_rows if rule.rounds else group_rows}
+    parts = [register_jitable(with_functions(part, **functions)) for part in (_update_elements, _update_blocks)]
     return compile_loop(_update, rule=rule, _update_elements=parts[0], _update_blocks=parts[1])
 
 

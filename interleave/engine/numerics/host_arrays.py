@@ -54,16 +54,24 @@ def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[t
 
 
 def check_update(
-    device: str, grad: torch.Tensor, state: Sequence[torch.Tensor], out: torch.Tensor | None = None
+    device: str,
+    grad: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    moment_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> None:
     """Check the tensors of an update as `check_tensors`; the master may be a remainder (see `is_remainder`)."""
-    stored = (grad,) if out is None else (grad, out)
-    if not is_remainder(state[0]):
-        check_tensors(device, stored, state)
-        return
-    if out is None or out.dtype != torch.bfloat16:
-        raise ValueError("a remainder needs a bfloat16 parameter")
-    check_tensors(device, (*stored, state[0].view(torch.bfloat16)), state[1:])
+    stored, wide = [grad] if out is None else [grad, out], list(state)
+    if is_remainder(state[0]):
+        if out is None or out.dtype != torch.bfloat16:
+            raise ValueError("a remainder needs a bfloat16 parameter")
+        stored.append(wide.pop(0).view(torch.bfloat16))
+    if moment_dtype != torch.float32:
+        if any(moment.dtype != moment_dtype for moment in state[1:]):
+            raise ValueError(f"moments of this rule must be {moment_dtype}")
+        stored += state[1:]
+        wide = wide[: len(wide) - len(state[1:])]
+    check_tensors(device, stored, wide)
 
 
 def is_remainder(master: torch.Tensor) -> bool:

@@ -12,9 +12,10 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics import host_arrays
+from ebbtide.interleave.engine.numerics.matrices import update_matrix
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRange, UpdateRule
 from ebbtide.numa.binding import bind_thread, cpus_within
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -35,6 +36,8 @@ _MIN_SLICE = 16 << 10
 # they are soon preempted and never starve.
 _NICENESS = 5
 
+_Ranges = Iterable[UpdateRange | tuple[int, int, Scalars]]
+
 
 class CpuKernel:
     """The update of reference.py on the CPU, with the same bits.
@@ -46,9 +49,9 @@ class CpuKernel:
 
     def __init__(self, threads: int | None = None) -> None:
         # numba takes long to import, and code that only describes updates does not need it.
-        from ebbtide.interleave.engine.numerics import compiled, compiled_beside
+        from ebbtide.interleave.engine.numerics import compiled, compiled_beside, compiled_matrices
 
-        self._compiled, self._beside = compiled, compiled_beside
+        self._compiled, self._beside, self._matrices = compiled, compiled_beside, compiled_matrices
         self._wanted_threads = threads
         self._start(None)
 
@@ -56,12 +59,14 @@ class CpuKernel:
         """Run the threads on the cores of a NUMA node; by default there are then no more threads than cores.
 
         Nothing may run at the same time. Without a node, or a core on it: all cores that this process may use."""
-        self._pool.shutdown()
+        self.close()
         self._start(node)
 
     def _start(self, node: int | None) -> None:
         self.threads = self._wanted_threads or _default_threads(node)
         self._pool = ThreadPoolExecutor(self.threads, "ebbtide-cpu", initializer=_prepare_thread, initargs=(node,))
+        # It starts with the first matrix. What it computes between products needs its flags, too.
+        self._matrix_thread = ThreadPoolExecutor(1, "ebbtide-matrix", initializer=_prepare_thread, initargs=(node,))
 
     def update(
         self,
@@ -71,46 +76,91 @@ class CpuKernel:
         scalars: Scalars,
         share: float = 1.0,
         rule: UpdateRule = ADAMW,
+        position: int = 0,
+        shape: tuple[int, int] | None = None,
     ) -> None:
         """Update the state in place and write the parameter; return when all is done.
 
         All tensors are contiguous CPU tensors with one dimension and the same length.
 
         Args:
-            state: Master and moments, fp32. In place of the master: its remainders, int16; then `out` has the
-                parameters (bfloat16).
+            state: Master and moments, fp32 or as the rule has them. In place of the master: its remainders, int16; then
+                `out` has the parameters (bfloat16).
             out: Parameter to write, bfloat16, float16 or float32, as the gradient; None to only update the state.
             share: The share of the threads to use, at least one: the others leave the host's memory to copies.
+            position: That of the first element, see rounding.py.
+            shape: That of a whole matrix, see matrices.py.
         """
-        self.update_ranges(grad, state, out, [(0, len(grad), scalars)], share, rule)
+        self.update_ranges(grad, state, out, [UpdateRange(0, len(grad), scalars, position, shape)], share, rule)
 
     def update_ranges(
         self,
         grad: torch.Tensor,
         state: Sequence[torch.Tensor],
         out: torch.Tensor | None,
-        ranges: Iterable[tuple[int, int, Scalars]],
+        ranges: _Ranges,
         share: float = 1.0,
         rule: UpdateRule = ADAMW,
     ) -> None:
-        """Run `update` on ranges of elements: (first, the one after the last, factors) of each; they do not overlap.
+        """Run `update` on ranges of elements, which do not overlap.
 
         Thousands of small ranges take no longer than a few large ones."""
-        host_arrays.check_update("cpu", grad, state, out)
+        host_arrays.check_update("cpu", grad, state, rule.moment_dtype, out)
+        updates = [UpdateRange(*each) for each in ranges]
+        if any(of.shape is not None for of in updates):
+            for of in updates:
+                self._update_matrix(grad, state, out, of, share, rule)
+            return
         gradient, rows = host_arrays.as_array(grad), [host_arrays.as_array(row) for row in state]
         parameter = None if out is None else host_arrays.as_array(out)
         loops, has_remainders = self._compiled.loops_of(rule), host_arrays.is_remainder(state[0])
 
-        def part(begin: int, end: int, scalars: Scalars) -> None:
+        def part(begin: int, end: int, of: UpdateRange) -> None:
             stored, parts = gradient[begin:end], tuple([row[begin:end] for row in rows])
+            scalars, position = of.scalars, of.position + begin - of.begin
             if parameter is None:
-                loops.update_state(stored, parts, scalars)
+                loops.update_state(stored, parts, scalars, position)
             elif has_remainders:
-                loops.update_remainder(stored, parts[0], parts[1:], parameter[begin:end], scalars)
+                loops.update_remainder(stored, parts[0], parts[1:], parameter[begin:end], scalars, position)
             else:
-                loops.update(stored, parts, parameter[begin:end], scalars)
+                loops.update(stored, parts, parameter[begin:end], scalars, position)
 
-        self._run(part, ranges, _ALIGNMENT, max(1, round(share * self.threads)))
+        jobs = [(of.begin, of.end, of) for of in updates]
+        self._run(part, jobs, _ALIGNMENT, max(1, round(share * self.threads)))
+
+    def _update_matrix(
+        self,
+        grad: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        out: torch.Tensor | None,
+        of: UpdateRange,
+        share: float,
+        rule: UpdateRule,
+    ) -> None:
+        def multiply(a: Any, b: Any) -> Any:
+            product = np.empty((len(a), b.shape[1]), np.float32)
+
+            def part(begin: int, end: int, _: None) -> None:
+                self._matrices.multiply(a[begin:end], b, product[begin:end])
+
+            self._run(part, [(0, len(a), None)], self._matrices.ROWS, max(1, round(share * self.threads)), 1)
+            return product
+
+        assert of.shape is not None
+        own, parameter = slice(of.begin, of.end), None if out is None else out[of.begin : of.end]
+        done = self._matrix_thread.submit(
+            update_matrix,
+            grad[own],
+            [row[own] for row in state],
+            parameter,
+            of.scalars,
+            rule,
+            of.shape,
+            lambda grad, state, out, scalars, own: self.update(grad, state, out, scalars, share, own),
+            multiply,
+            self.sum_of_squares,
+        )
+        done.result()
 
     def update_beside(
         self,
@@ -118,29 +168,35 @@ class CpuKernel:
         state: Iterable[torch.Tensor],
         new_state: Iterable[torch.Tensor],
         out: torch.Tensor | None,
-        ranges: Iterable[tuple[int, int, Scalars]],
+        ranges: _Ranges,
         share: float = 1.0,
         rule: UpdateRule = ADAMW,
     ) -> None:
         """Run `update_ranges` out of place: read the old state, and write the new one to other memory.
 
-        A state is master and moments, fp32: a (rows, n) tensor, or tensors as for `update`. The old one stays as it is.
+        A state is master and moments: a (rows, n) tensor, or tensors as for `update`. The old one stays as it is.
         Elements in no range have the same values in both, and are not written to `out`."""
         old, new = tuple(state), tuple(new_state)
-        host_arrays.check_tensors("cpu", (grad,) if out is None else (grad, out), (*old, *new))
-        host_arrays.check_disjoint(old, new, rule.rows)
+        for rows in (old, new):
+            host_arrays.check_update("cpu", grad, rows, rule.moment_dtype, out)
+        host_arrays.check_disjoint(old, new, 1 + len(rule.moments))
+        if rule.finish is not None:
+            for source, target in zip(old, new, strict=True):
+                target.copy_(source)
+            self.update_ranges(grad, new, out, ranges, share, rule)
+            return
         gradient, parameter = host_arrays.as_array(grad), None if out is None else host_arrays.as_array(out)
         old_rows, new_rows = ([host_arrays.as_array(row) for row in rows] for rows in (old, new))
         update = self._beside.update_of(rule)
 
-        def part(begin: int, end: int, scalars: Scalars | None) -> None:
+        def part(begin: int, end: int, of: UpdateRange | None) -> None:
             sources, targets = (tuple([row[begin:end] for row in rows]) for rows in (old_rows, new_rows))
-            if scalars is None:
+            if of is None:
                 for source, target in zip(sources, targets, strict=True):
                     self._beside.copy(source, target)
             else:
                 half = None if parameter is None else parameter[begin:end]
-                update(gradient[begin:end], sources, targets, half, scalars)
+                update(gradient[begin:end], sources, targets, half, of.scalars, of.position + begin - of.begin)
 
         self._run(part, _with_gaps(ranges, grad.numel()), _ALIGNMENT, max(1, round(share * self.threads)))
 
@@ -179,17 +235,14 @@ class CpuKernel:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element.
 
         With remainders all parameters are bfloat16."""
-        state = torch.zeros((rule.rows, 1), dtype=torch.float32, device="cpu")
-        scalars = rule.scalars(rule.defaults, 1)
+        state, new = ([torch.zeros(1, dtype=of, device="cpu") for of in rule.dtypes(remainder)] for _ in range(2))
+        scalars, shape = rule.scalars(rule.defaults, 1), (1, 1) if rule.finish is not None else None
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))
-            if remainder:
-                low = torch.zeros(1, dtype=torch.int16, device="cpu")
-                self.update(grad, (low, *state[1:]), out, scalars, rule=rule)
-            for target in () if remainder else (out, None):
-                self.update(grad, tuple(state), target, scalars, rule=rule)
-                if out_of_place:
-                    self.update_beside(grad, state, state.clone(), target, [(0, 1, scalars)], rule=rule)
+            for target in (out,) if remainder else (out, None):
+                self.update(grad, state, target, scalars, rule=rule, shape=shape)
+                if out_of_place and not remainder:
+                    self.update_beside(grad, state, new, target, [UpdateRange(0, 1, scalars, 0, shape)], rule=rule)
             self.sum_of_squares(grad)
             self.fingerprint(out)
 
@@ -203,17 +256,23 @@ class CpuKernel:
         return [int(self._compiled.fingerprint(array.view(np.uint16))) for array in host_arrays.as_arrays(values)]
 
     def close(self) -> None:
+        self._matrix_thread.shutdown()
         self._pool.shutdown()
 
     def _run(
-        self, part: Callable[[int, int, Any], None], ranges: Iterable[tuple[int, int, Any]], unit: int, threads: int
+        self,
+        part: Callable[[int, int, Any], None],
+        ranges: Iterable[tuple[int, int, Any]],
+        unit: int,
+        threads: int,
+        min_slice: int = _MIN_SLICE,
     ) -> None:
         """Call part(begin, end, argument) for slices of (begin, end, argument), of whole units where there are several.
 
         Only threads of the pool call it, because their flags are set. Each takes one slice after the other."""
         ranges = list(ranges)
         length = sum(end - begin for begin, end, _ in ranges)
-        size = min(max(length // self.threads, _MIN_SLICE), _MAX_SLICE)
+        size = min(max(length // self.threads, min_slice), _MAX_SLICE)
         size = -(-size // unit) * unit
         remaining = (
             (begin, min(begin + size, last), argument)
@@ -232,18 +291,18 @@ class CpuKernel:
                 part(*item)
 
         # Small tensors are not worth more threads.
-        count = min(threads, max(1, -(-length // _MIN_SLICE)))
+        count = min(threads, max(1, -(-length // min_slice)))
         for running in [self._pool.submit(run_slices) for _ in range(count)]:
             running.result()
 
 
-def _with_gaps(ranges: Iterable[tuple[int, int, Scalars]], length: int) -> Iterator[tuple[int, int, Scalars | None]]:
+def _with_gaps(ranges: _Ranges, length: int) -> Iterator[tuple[int, int, UpdateRange | None]]:
     """Yield the ranges in order, and with None those of the other elements of a tensor of this length."""
     end = 0
-    for first, last, scalars in sorted(ranges, key=lambda each: each[:2]):
+    for first, last, *others in sorted(ranges, key=lambda each: each[:2]):
         if first > end:
             yield end, first, None
-        yield first, last, scalars
+        yield first, last, UpdateRange(first, last, *others)
         end = last
     if length > end:
         yield end, length, None

@@ -7,6 +7,8 @@ before sums and from left to right, and
 
     out = p' in the parameter's precision     to nearest, ties to even; infinite beyond its range
 
+Moments in bfloat16 are converted to fp32 before the formula, which is exact, and rounded after it (`rounding`).
+
 The kernels of torch fuse some operations, and their vectorized root is not always rounded correctly. Multiplying by a
 scale of 1 changes no bit, so it is never skipped. A NaN result is stored as the one quiet NaN without sign and payload,
 since processors differ in the NaN that they produce.
@@ -22,8 +24,11 @@ import numpy.typing as npt
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics.matrices import multiply, update_matrix
+from ebbtide.interleave.engine.numerics.norm import sum_of_squares
+from ebbtide.interleave.engine.numerics.rounding import random_bits
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
+from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
@@ -42,30 +47,53 @@ class TensorUpdate:
     """Tensors of an update: contiguous, on one device, with one dimension and the same length.
 
     Gradient and parameter (`out`) are bfloat16, float16 or float32. The state is master and moments, fp32; instead of
-    the master it may have the remainders, int16, of masters whose parameters (bfloat16) are in `out`."""
+    the master it may have the remainders, int16, of masters whose parameters (bfloat16) are in `out`; moments may be
+    bfloat16, too. `position` is that of the first element (see rounding.py), `shape` that of a whole matrix."""
 
     grad: torch.Tensor
     state: Sequence[torch.Tensor]
     out: torch.Tensor
     scalars: Scalars
     rule: UpdateRule = ADAMW
+    position: int = 0
+    shape: tuple[int, int] | None = None
 
 
 def update(
-    grad: torch.Tensor, state: Sequence[torch.Tensor], out: torch.Tensor, scalars: Scalars, rule: UpdateRule = ADAMW
+    grad: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    out: torch.Tensor | None,
+    scalars: Scalars,
+    rule: UpdateRule = ADAMW,
+    position: int = 0,
+    shape: tuple[int, int] | None = None,
 ) -> None:
-    """Update the state, master and moments (fp32), in place and write the parameter `out`.
+    """Update the state, master and moments, in place and write the parameter `out`, unless it is None.
 
-    All are CPU tensors of one shape; `grad` and `out` are bfloat16, float16 or float32."""
+    All are CPU tensors of one shape; `grad` and `out` are bfloat16, float16 or float32. The first element is at
+    `position` (see rounding.py). With a shape they are a whole matrix, flat, which the rule updates as one."""
+    if shape is not None:
+        update_matrix(grad, state, out, scalars, rule, shape, update, multiply, sum_of_squares)
+        return
     scale, *factors = scalars
-    grad, out = grad.detach(), out.detach()
-    rows = [tensor.detach().numpy() for tensor in state]
+    grad = grad.detach()
+    noise = None
+    if rule.rounds and (seed := factors.pop()):
+        noise = random_bits(seed, position, grad.numel()).reshape(grad.shape)
     # NaN and overflow are ordinary results here.
     with np.errstate(all="ignore"):
-        results = rule.formula(grad.float().numpy() * scale, *rows, *factors)
-    for row, result in zip(rows, results, strict=True):
-        row[...] = canonical_nan(result)
-    master = rows[0]
+        results = rule.formula(grad.float().numpy() * scale, *(row.detach().float().numpy() for row in state), *factors)
+    master, *moments = map(canonical_nan, results)
+    state[0].detach().numpy()[...] = master
+    for number, (row, moment) in enumerate(zip(state[1:], moments, strict=True)):
+        if rule.rounds:
+            own_noise = None if noise is None else noise >> np.uint32(16 * number) & np.uint32(0xFFFF)
+            row.view(torch.uint16).numpy()[...] = bfloat16_bits(moment, own_noise)
+        else:
+            row.detach().numpy()[...] = moment
+    if out is None:
+        return
+    out = out.detach()
     if out.dtype == torch.float32:
         out.numpy()[...] = master
     else:
@@ -78,13 +106,15 @@ def canonical_nan(values: Floats) -> Floats:
     return np.where(np.isnan(values), np.uint32(NAN).view(np.float32), values)
 
 
-def bfloat16_bits(values: Floats) -> Halves:
-    """Return the bits of the values rounded to bfloat16: to nearest, ties to even.
+def bfloat16_bits(values: Floats, noise: npt.NDArray[np.uint32] | None = None) -> Halves:
+    """Return the bits of the values rounded to bfloat16: to nearest, ties to even, or up by these random 16 bits.
 
     The addition before the shift carries into the exponent, up to infinity. NaN is excluded, since 0x7fffffff would
     become -0."""
     bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    if noise is None:
+        noise = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded = (bits + noise) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint16(BFLOAT16_NAN), rounded.astype(np.uint16))
 
 
@@ -136,7 +166,7 @@ class LossScale:
 
 
 def scalars_of(
-    rule: UpdateRule,
+    rules: GroupRules,
     params: Sequence[torch.Tensor],
     param_groups: Sequence[Mapping[str, Any]],
     step_count: Callable[[torch.Tensor], int],
@@ -155,6 +185,6 @@ def scalars_of(
             continue
         group, step = groups[param], step_count(param) + 1
         if (id(group), step) not in scalars:
-            scalars[id(group), step] = rule.scalars(group, step, scale)
+            scalars[id(group), step] = rules.rule_of(group).scalars(group, step, scale)
         result.append(scalars[id(group), step])
     return result

@@ -45,16 +45,22 @@ def join(parameters: Halves, remainders: Halves) -> Floats:
 
 
 def update(
-    grad: torch.Tensor, state: Sequence[torch.Tensor], param: torch.Tensor, scalars: Scalars, rule: UpdateRule = ADAMW
+    grad: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    param: torch.Tensor,
+    scalars: Scalars,
+    rule: UpdateRule = ADAMW,
+    position: int = 0,
+    shape: tuple[int, int] | None = None,
 ) -> None:
     """Update the state (remainders and moments) and the parameter in place, as `reference.update` updates the master.
 
-    Remainders are int16, moments fp32, the parameter bfloat16, the gradient bfloat16, float16 or float32."""
+    Remainders are int16, moments as the rule has them, the parameter bfloat16; others as for `reference.update`."""
     remainder, *moments = state
     halves = param.detach().view(torch.uint16).numpy()
     low = remainder.view(torch.uint16).numpy()
     master = torch.from_numpy(join(halves, low))
-    reference.update(grad, (master, *moments), torch.empty_like(master), scalars, rule)
+    reference.update(grad, (master, *moments), None, scalars, rule, position, shape)
     halves[...], low[...] = split(master.numpy())
 
 

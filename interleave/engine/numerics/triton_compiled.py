@@ -21,6 +21,7 @@ from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
 from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
+from ebbtide.interleave.engine.numerics.rounding import MIX_FACTORS
 
 # Columns of the tables' rows, of all kernels but the update.
 BLOCK_COLUMNS = 3
@@ -36,6 +37,7 @@ _BFLOAT16_NAN = tl.constexpr(BFLOAT16_NAN)
 _FLOAT16_NAN = tl.constexpr(FLOAT16_NAN)
 _FACTOR = tl.constexpr(FACTOR)
 _MIX_FACTOR = tl.constexpr(MIX_FACTOR)
+_FIRST_MIX_FACTOR, _SECOND_MIX_FACTOR = map(tl.constexpr, MIX_FACTORS)
 _BLOCK_COLUMNS = tl.constexpr(BLOCK_COLUMNS)
 _UPDATE_BLOCK = tl.constexpr(UPDATE_BLOCK)
 _TABLE_BLOCK = tl.constexpr(TABLE_BLOCK)
@@ -142,6 +144,20 @@ def _sign(value):
     return tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, value - value))
 
 
+@triton.jit
+def _scrambled(words):
+    words = (words ^ (words >> 16)) * _FIRST_MIX_FACTOR
+    words = (words ^ (words >> 13)) * _SECOND_MIX_FACTOR
+    return words ^ (words >> 16)
+
+
+@triton.jit
+def _round_moment(value, noise, seed):
+    bits = value.to(tl.uint32, bitcast=True)
+    noise = tl.where(seed > 0, noise & 0xFFFF, 0x7FFF + ((bits >> 16) & 1))
+    return tl.where(value != value, _BFLOAT16_NAN, (bits + noise) >> 16).to(tl.uint16)
+
+
 @cache
 def formula_of(rule):
     """Return the formula of a rule, compiled. The interpreter looks for `tl` in the globals of a function."""
@@ -155,10 +171,12 @@ def _update_block(
     out,
     scalars,
     mask,
+    positions,
     out_dtype: tl.constexpr,
     is_remainder: tl.constexpr,
     formula: tl.constexpr,
     factors: tl.constexpr,
+    rounds: tl.constexpr,
 ):
     g = _widen(tl.load(grad, mask=mask)) * tl.load(scalars)
     master = tl.load(rows[0], mask=mask)
@@ -166,12 +184,18 @@ def _update_block(
         master = _joined(tl.load(out, mask=mask), master)
     values = (master,)
     for row in tl.static_range(1, len(rows)):
-        values = values + (tl.load(rows[row], mask=mask),)
-    for factor in tl.static_range(1, factors):
+        values = values + (_widen(tl.load(rows[row], mask=mask)),)
+    for factor in tl.static_range(1, factors - rounds):
         values = values + (tl.load(scalars + factor),)
     results = formula(g, *values)
-    for row in tl.static_range(1, len(rows)):
-        tl.store(rows[row], _canonical_nan(results[row]), mask=mask)
+    if rounds:
+        seed = tl.load(scalars + factors - 1)
+        noise = _scrambled((positions * _FACTOR) ^ _scrambled(seed.to(tl.uint32)))
+        for row in tl.static_range(1, len(rows)):
+            tl.store(rows[row], _round_moment(results[row], noise >> (16 * (row - 1)), seed), mask=mask)
+    else:
+        for row in tl.static_range(1, len(rows)):
+            tl.store(rows[row], _canonical_nan(results[row]), mask=mask)
     p = _canonical_nan(results[0])
     if is_remainder:
         _store_split(p, out, rows[0], mask)
@@ -190,12 +214,14 @@ def update(
     formula: tl.constexpr,
     moments: tl.constexpr,
     factors: tl.constexpr,
+    rounds: tl.constexpr,
 ):
     """Update all tensors of a table, in blocks of `UPDATE_BLOCK`. Masters of uint16 are remainders.
 
-    Columns of a row: length; addresses of gradient, parameter, master and moments; factors, two in each word."""
+    Columns of a row: length; addresses of gradient, parameter, master and moments; factors, two in each word; with
+    `rounds` the position of the first element, where moments are bfloat16."""
     tensor = _find_tensor(table, count)
-    row = table + count + tensor.to(tl.int64) * (4 + moments + (factors + 1) // 2)
+    row = table + count + tensor.to(tl.int64) * (4 + moments + (factors + 1) // 2 + rounds)
     begin = (tl.program_id(0) - tl.load(table + tensor)) * _UPDATE_BLOCK
     offsets = tl.arange(0, _UPDATE_BLOCK)
     length, grad_address, out_address, master_address = (
@@ -210,7 +236,7 @@ def update(
     addresses = grad_address | out_address | master_address
     for moment in tl.static_range(moments):
         address = tl.load(row + 4 + moment)
-        rows = rows + (_pointer(address, tl.float32) + begin,)
+        rows = rows + (_pointer(address, tl.uint16 if rounds else tl.float32) + begin,)
         addresses |= address
     scalars = (row + 4 + moments).to(tl.pointer_type(tl.float32), bitcast=True)
     wide = ()
@@ -219,12 +245,29 @@ def update(
         wide = wide + (tl.multiple_of(rows[number], _WIDE) + offsets,)
         narrow = narrow + (rows[number] + offsets,)
     is_remainder: tl.constexpr = master_dtype == tl.uint16
+    positions = begin + offsets
+    if rounds:
+        positions = (tl.load(row + 4 + moments + (factors + 1) // 2) + positions).to(tl.uint32)
     if (addresses % _WIDE == 0) & (begin + _UPDATE_BLOCK <= length):
         wide_grad, wide_out = tl.multiple_of(grad, _WIDE) + offsets, tl.multiple_of(out, _WIDE) + offsets
-        _update_block(wide_grad, wide, wide_out, scalars, None, out_dtype, is_remainder, formula, factors)
+        _update_block(
+            wide_grad, wide, wide_out, scalars, None, positions, out_dtype, is_remainder, formula, factors, rounds
+        )
     else:
         mask = begin + offsets < length
-        _update_block(grad + offsets, narrow, out + offsets, scalars, mask, out_dtype, is_remainder, formula, factors)
+        _update_block(
+            grad + offsets,
+            narrow,
+            out + offsets,
+            scalars,
+            mask,
+            positions,
+            out_dtype,
+            is_remainder,
+            formula,
+            factors,
+            rounds,
+        )
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
     ValueError, before any launch, if `CpuKernel.update` does not support the tensors, or they are not on one GPU."""
     groups: dict[tuple[UpdateRule, Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
     for item in updates:
-        check_update(_DEVICE, item.grad, item.state, item.out)
+        check_update(_DEVICE, item.grad, item.state, item.rule.moment_dtype, item.out)
         if item.out.numel():
             master = tl.uint16 if is_remainder(item.state[0]) else tl.float32
             groups[item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
@@ -104,6 +104,7 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
                 "formula": compiled.formula_of(rule),
                 "moments": len(rule.moments),
                 "factors": len(group[0].scalars),
+                "rounds": rule.rounds,
             }
             _launch(compiled.update, programs, table, len(group), **constants, num_warps=compiled.UPDATE_WARPS)
 
@@ -158,9 +159,7 @@ def warm_up(
     updates = []
     for grad_dtype, out_dtype in dtypes:
         grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
-        state = list(torch.zeros((rule.rows, _WARM_UP_PARAMS), dtype=torch.float32, device=device))
-        if remainder:
-            state[0] = torch.zeros(_WARM_UP_PARAMS, dtype=torch.int16, device=device)
+        state = [torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in rule.dtypes(remainder)]
         updates.append(TensorUpdate(grad, state, out, rule.scalars(rule.defaults, 1), rule))
     gpu_update(updates)
     gpu_sums_of_squares([item.grad for item in updates])()
@@ -210,7 +209,8 @@ def _load_updates(updates: Sequence[TensorUpdate]) -> tuple[int, torch.Tensor]:
     lengths = [item.out.numel() for item in updates]
     scalars = scalar_columns([item.scalars for item in updates])
     programs = [triton.cdiv(length, compiled.UPDATE_BLOCK) for length in lengths]
-    table = _host_table(programs, np.column_stack([lengths, addresses, scalars]))
+    positions = [[item.position] if item.rule.rounds else [] for item in updates]
+    table = _host_table(programs, np.column_stack([lengths, addresses, scalars, np.array(positions, np.int64)]))
     return sum(programs), _load_table(table)
 
 

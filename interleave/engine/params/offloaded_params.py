@@ -11,9 +11,16 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.params import state_dict
 from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
-from ebbtide.interleave.engine.params.local_shards import check_apart, check_params, device_of, flat_view, local_shard
+from ebbtide.interleave.engine.params.local_shards import (
+    check_apart,
+    check_matrices,
+    check_params,
+    device_of,
+    flat_view,
+    local_shard,
+)
 from ebbtide.interleave.engine.params.pending_params import PendingParams
-from ebbtide.interleave.engine.rules.rule import Scalars
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
 
@@ -33,7 +40,12 @@ class OffloadedParams:
     norm: GradientNorm
     collector: GradientCollector
 
-    def __init__(self, runner: AdaptiveRunner, expected_scalars: Callable[[], Sequence[Scalars | None] | None]) -> None:
+    def __init__(
+        self,
+        runner: AdaptiveRunner,
+        expected_scalars: Callable[[], Sequence[Scalars | None] | None],
+        rule_of_params: Callable[[], Mapping[torch.Tensor, UpdateRule]],
+    ) -> None:
         # The parameters, in the order of their indices; none before the engine is opened.
         self.params: list[torch.Tensor] = []
         # Whether the parameters of the constructor were checked or opened.
@@ -44,6 +56,7 @@ class OffloadedParams:
         self._runner = runner
         self._options = runner.options
         self._expected_scalars = expected_scalars
+        self._rule_of_params = rule_of_params
         self._layouts: list[_Layout] = []
         # Where the parameters were at the last step.
         self._addresses: list[int] = []
@@ -73,6 +86,10 @@ class OffloadedParams:
     def check(self, params: Sequence[torch.Tensor]) -> None:
         """Check parameters. Raises EngineError if an engine cannot update them."""
         check_params(params, self._options.streamed, self._options.has_remainders)
+        matrices = [param for param, rule in zip(params, self._rules(params), strict=True) if rule.finish is not None]
+        check_matrices(matrices)
+        if matrices and device_of(params).type != "cpu":
+            raise EngineError("rules of whole matrices run on the CPU only: use another rule for parameters on a GPU")
 
     def open(self, params: Sequence[torch.Tensor]) -> Engine:
         """Return the engine; if it is not open, open it for these parameters. Raises EngineError if it is closed."""
@@ -97,7 +114,8 @@ class OffloadedParams:
         engine = self._runner.engine
         with engine.paused():
             changed = self._changed(self._values()) if self._options.has_remainders else ()
-            return state_dict.gather_states(self._options.rule, engine.store.states, self.params, changed, self._loaded)
+            rules = self._rules(self.params)
+            return state_dict.gather_states(rules, engine.store.states, self.params, changed, self._loaded)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[state_dict.ParamState | None]) -> None:
         """Set the states of all parameters that the engine has, and perhaps more, and recall offloaded gradients.
@@ -198,10 +216,14 @@ class OffloadedParams:
         self.collector.recall()
         return engine
 
+    def _rules(self, params: Sequence[torch.Tensor]) -> list[UpdateRule]:
+        rule_of = self._rule_of_params()
+        return [rule_of[param] for param in params]
+
     def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
         shards = [local_shard(param) for param in params]
         options = self._options
-        return divide(shards, options.subgroup_params, options.has_remainders, options.rule)
+        return divide(shards, options.subgroup_params, options.has_remainders, self._rules(params))
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _set_params(

@@ -11,17 +11,14 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
 from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
 from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view, local_shard, unflatten, wrap_shard
-from ebbtide.interleave.engine.rules.rule import UpdateRule
-from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup, state_rows, state_shape
+from ebbtide.interleave.engine.rules.rule import GroupRules, UpdateRule
+from ebbtide.interleave.engine.runtime.layout import MASTER, MASTER_NAME, state_elements, state_rows, state_shape
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 # Explicit, so that the defaults of torch that a job sets have no effect.
 _HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-# The name of masters in state dicts.
-_MASTER = "master"
 
-
-# The state of a parameter in host memory: master and moments, fp32, flat, in the order of the parameter's memory.
+# The state of a parameter in host memory: its fp32 master and its moments, flat, in the order of its memory.
 ParamState = tuple[torch.Tensor, ...]
 
 
@@ -37,18 +34,19 @@ class SavedStates:
 
 
 def gather_states(
-    rule: UpdateRule,
+    rules: Sequence[UpdateRule],
     states: SubgroupStates,
     params: Sequence[torch.Tensor],
     changed: Collection[int] = (),
     loaded: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
 ) -> list[ParamState]:
-    """Return the state of each parameter, in new host memory.
+    """Return the state of each parameter, in new host memory. `rules` are those of the parameters.
 
     Where masters are remainders: those of parameters that were changed since the states (their indices) are the
     parameters; those of `loaded`, as for `update_masters`, which no step has used yet, are the loaded ones."""
     param_states = [
-        tuple(torch.empty(local_shard(param).numel(), **_HOST) for _ in range(rule.rows)) for param in params
+        tuple(torch.empty(local_shard(param).numel(), dtype=dtype, device="cpu") for dtype in rule.dtypes())
+        for param, rule in zip(params, rules, strict=True)
     ]
     for number, subgroup in enumerate(states.subgroups):
         segments = subgroup.segments
@@ -76,34 +74,26 @@ def scatter_states(
 
     A state is None before the first update: the master is the parameter, the moments are 0."""
     # One buffer for all: a new one for each would exist beside that of the subgroup before.
-    sizes = [subgroup.rule.rows * subgroup.params for subgroup in states.subgroups]
+    sizes = list(map(state_elements, states.subgroups))
     buffer = torch.empty(max(sizes, default=0), **_HOST)
     for number, subgroup in enumerate(states.subgroups):
-        state = buffer[: sizes[number]].view(subgroup.rule.rows, -1).zero_()
+        state = buffer[: sizes[number]].zero_().view(state_shape(subgroup))
+        rows = state_rows(state, subgroup)
         for segment in subgroup.segments:
             param_state, elements = param_states[segment.param], slice(segment.begin, segment.end)
             if param_state is None:
-                state[MASTER, segment.span] = flat_view(params[segment.param])[elements]
+                if not subgroup.has_remainders:
+                    rows[MASTER][segment.span] = flat_view(params[segment.param])[elements]
                 continue
-            for row, source in enumerate(param_state):
-                state[row, segment.span] = source[elements]
-        states.write(number, _split_masters(state, subgroup))
+            for row, source in zip(rows, param_state, strict=True):
+                values = source[elements]
+                row[segment.span] = split_tensor(values)[1] if is_remainder(row) else values
+        states.write(number, state)
 
 
 def rounded_masters(state: ParamState) -> torch.Tensor:
     """Return the parameter (bfloat16) of which the masters of a state are stored as remainders."""
     return split_tensor(state[MASTER])[0]
-
-
-def _split_masters(state: torch.Tensor, subgroup: Subgroup) -> torch.Tensor:
-    """Return a state as the subgroup stores it."""
-    if not subgroup.has_remainders:
-        return state
-    stored = torch.zeros(state_shape(subgroup), **_HOST)
-    rows = (split_tensor(state[MASTER])[1], *state[MASTER + 1 :])
-    for row, source in zip(state_rows(stored, subgroup), rows, strict=True):
-        row.copy_(source)
-    return stored
 
 
 def update_masters(
@@ -148,24 +138,24 @@ def make_entry(rule: UpdateRule, param: torch.Tensor, state: ParamState, step: i
 
     The tensors of a DTensor's entry are DTensors."""
     entry: dict[str, Any] = {"step": torch.tensor(float(step), **_HOST)}
-    for name, row in zip((_MASTER, *rule.moments), state, strict=True):
+    for name, row in zip((MASTER_NAME, *rule.moments), state, strict=True):
         entry[name] = wrap_shard(param, unflatten(row, param))
     return entry
 
 
 def read_state_dict(
-    rule: UpdateRule,
+    rules: GroupRules,
     state_dict: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
-    defaults: Mapping[str, Any],
     updated_params: Collection[torch.Tensor],
     check: Callable[[Sequence[torch.Tensor]], None],
 ) -> SavedStates:
-    """Read a state dict of this optimizer or that of the rule, or a commit, without a change of anything.
+    """Read a state dict of this optimizer or that of its rule, or a commit, without a change of anything.
 
-    Raises EngineError if it is not one of the rule for the same model. `check` does so for parameters that the
+    Raises EngineError if it is not one of the same rules for the same model. `check` does so for parameters that the
     optimizer cannot update; `updated_params` are those that it has state of, and it needs state of all of them."""
-    name_of, saved = _saved_names(rule, state_dict, param_groups, defaults)
+    name_of, saved = _saved_names(rules, state_dict, param_groups)
+    rule_of = rules.by_param(param_groups)
     # Parameters that are frozen now may have been updated before.
     params = [param for param, name in name_of.items() if param in updated_params or name in saved]
     if "storage" in state_dict:
@@ -175,17 +165,14 @@ def read_state_dict(
     steps = []
     for param in params:
         entry, source = saved.get(name_of[param]), f"state of parameter {name_of[param]}"
-        state, step = _parse_entry(rule, param, entry, source) if entry is not None else (None, 0)
+        state, step = _parse_entry(rule_of[param], param, entry, source) if entry is not None else (None, 0)
         states.append(state)
         steps.append(step)
     return SavedStates(params, states, steps)
 
 
 def _saved_names(
-    rule: UpdateRule,
-    state_dict: Mapping[str, Any],
-    param_groups: Sequence[Mapping[str, Any]],
-    defaults: Mapping[str, Any],
+    rules: GroupRules, state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[torch.Tensor, Any], dict[Any, Any]]:
     """Return the name of each parameter in a state dict, and the states that it has by name."""
     groups, saved = state_dict.get("param_groups"), state_dict.get("state")
@@ -200,8 +187,13 @@ def _saved_names(
             f"this is the state dict of another model: its groups have {saved_sizes} parameters, those of this "
             f"optimizer {own_sizes}"
         )
-    for group in groups:
-        rule.check_group({**defaults, **group})
+    for number, (group, own_group) in enumerate(zip(groups, param_groups, strict=True)):
+        own, saved_rule = rules.rule_of(own_group).name, group.get("rule")
+        if saved_rule not in (None, own):
+            raise EngineError(
+                f"group {number} of the state dict has the rule {saved_rule}, that of this optimizer {own}"
+            )
+        rules.checked({**own_group, **group})
     saved_names = [name for group in groups for name in group["params"]]
     own_params = [param for group in param_groups for param in group["params"]]
     return dict(zip(own_params, saved_names, strict=True)), saved
@@ -217,9 +209,9 @@ def _parse_entry(
     if "max_exp_avg_sq" in entry:
         raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
     rows = []
-    for name in (_MASTER, *rule.moments):
+    for name, dtype in zip((MASTER_NAME, *rule.moments), rule.dtypes(), strict=True):
         value = entry.get(name)
-        if value is None and name == _MASTER:
+        if value is None and name == MASTER_NAME:
             value = param.detach()
         if not isinstance(value, torch.Tensor):
             raise EngineError(f"{source} has no {name} that is a tensor: {other}")
@@ -227,7 +219,7 @@ def _parse_entry(
         if value.shape != local_shard(param).shape:
             shapes = f"{tuple(value.shape)}, the parameter is {tuple(local_shard(param).shape)}"
             raise EngineError(f"{source}: {name} is {shapes}: this is the state dict of another model")
-        rows.append(flat_like(value, param).to(**_HOST))
+        rows.append(flat_like(value, param).to(dtype=dtype, device="cpu"))
     try:
         return tuple(rows), int(entry.get("step", 1))
     except (TypeError, ValueError, OverflowError, RuntimeError):

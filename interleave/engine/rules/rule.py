@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 
@@ -16,12 +17,36 @@ from ebbtide.interleave.engine.errors import EngineError
 Scalars = tuple[np.float32, ...]
 Group = Mapping[str, Any]
 
+
+class UpdateRange(NamedTuple):
+    """Elements of tensors that are updated with the same factors: from `begin` to the one before `end`.
+
+    `position` is that of the first element, for rules that round (see `numerics.rounding`); `shape` that of the matrix,
+    for rules of whole matrices."""
+
+    begin: int
+    end: int
+    scalars: Scalars
+    position: int = 0
+    shape: tuple[int, int] | None = None
+
+
+class MatrixParts(NamedTuple):
+    """The factors of an update of a whole matrix: of the formula, of the products and of `finish` (see matrices.py)."""
+
+    scalars: Scalars
+    coefficients: tuple[np.float32, np.float32, np.float32]
+    steps: int
+    eps: np.float32
+    finish_scalars: Scalars
+
+
 RULES: dict[str, UpdateRule] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateRule:
-    """An update of each element by itself, whose state is an fp32 master and fp32 moments. `register` adds it.
+    """An update whose state is an fp32 master and moments for each element. `register` adds it.
 
     Args:
         name: As `rule` of InterleavedOptimizer names it.
@@ -34,6 +59,11 @@ class UpdateRule:
         factors: Returns the factors of a step (counted from 1) for a group, in double precision.
         check: Raises EngineError if hyperparameters of a group, all finite numbers of at least 0, are not supported.
         unsupported: Options of that optimizer that must be off.
+        moment_dtype: float32, or bfloat16. The formula has fp32 moments in both cases; the last factor of a step is not
+            for it then, but the seed of `numerics.rounding`, or 0 to round to nearest.
+        finish: For an update of whole matrices: the rule, without moments, that takes the result of their products as
+            its gradient. The first result of `formula` is the matrix to multiply then.
+        parts: Returns the parts of the factors, for a matrix of a shape.
     """
 
     name: str
@@ -44,19 +74,26 @@ class UpdateRule:
     factors: Callable[[Group, int], tuple[float, ...]] = field(repr=False)
     check: Callable[[Group], None] = field(repr=False, default=lambda group: None)
     unsupported: tuple[str, ...] = ("maximize",)
+    moment_dtype: torch.dtype = torch.float32
+    finish: UpdateRule | None = None
+    parts: Callable[[Scalars, tuple[int, int]], MatrixParts] | None = field(repr=False, default=None)
 
     def scalars(self, group: Group, step: int, scale: float = 1.0) -> Scalars:
         """Return the factors of a step; `scale` is that of each gradient (clip factor times 1 / loss scale)."""
         return tuple(map(np.float32, (scale, *self.factors(group, step))))
 
-    @property
-    def rows(self) -> int:
-        """Number of fp32 numbers in the state of a parameter."""
-        return 1 + len(self.moments)
+    def dtypes(self, has_remainders: bool = False) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the master, or of its remainder, and of the moments."""
+        return torch.int16 if has_remainders else torch.float32, *(self.moment_dtype for _ in self.moments)
 
     def state_bytes(self, has_remainders: bool = False) -> int:
         """Return the bytes of state per parameter, with the master or with its remainder."""
-        return 4 * len(self.moments) + (2 if has_remainders else 4)
+        return sum(dtype.itemsize for dtype in self.dtypes(has_remainders))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether moments are rounded, which may depend on the position of their element."""
+        return bool(self.moment_dtype != torch.float32)
 
     def formula_with(self, arithmetic: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the formula with other functions in place of `divide`, `square_root` and `sign`."""
@@ -66,7 +103,7 @@ class UpdateRule:
     def check_group(self, group: Group) -> None:
         """Check the hyperparameters of a group. Raises EngineError if one is not valid or not supported."""
         for name, default in self.defaults.items():
-            if isinstance(default, bool):
+            if default is None or isinstance(default, bool):
                 continue
             is_tuple = isinstance(default, tuple)
             try:
@@ -76,6 +113,9 @@ class UpdateRule:
             if len(values) != (len(default) if is_tuple else 1):
                 kind = f"{len(default)} numbers" if is_tuple else "a number"
                 raise EngineError(f"{name} is {group[name]!r}: it must be {kind}")
+            if min(default if is_tuple else (default,)) < 0:
+                # Its sign has a meaning.
+                continue
             limit, words = (1.0, " and below 1") if name == "betas" else (math.inf, "")
             if not all(0 <= value < limit for value in values):
                 raise EngineError(f"{name} is {group[name]}: it must be at least 0{words}")
@@ -83,6 +123,40 @@ class UpdateRule:
         for name in self.unsupported:
             if group.get(name):
                 raise EngineError(f"{name} is not supported: leave it off")
+
+
+class GroupRules:
+    """The rules of parameter groups: that of the key `rule` of a group, and for others `default` with these defaults.
+
+    Raises EngineError if there is no such rule or hyperparameter."""
+
+    def __init__(self, default: str, hyperparameters: Group) -> None:
+        self.default = find_rule(default)
+        if unknown := hyperparameters.keys() - self.default.defaults.keys():
+            names = ", ".join(self.default.defaults)
+            raise EngineError(f"{min(unknown)} is no hyperparameter of {default}: these are {names}")
+        self.defaults = {**self.default.defaults, **hyperparameters}
+        self.default.check_group(self.defaults)
+
+    def rule_of(self, group: Group) -> UpdateRule:
+        """Return the rule of a group."""
+        return find_rule(group["rule"]) if "rule" in group else self.default
+
+    def checked(self, group: Group) -> dict[str, Any]:
+        """Return a group with the defaults of its rule. Raises EngineError if a hyperparameter is not valid."""
+        rule = self.rule_of(group)
+        whole = {**(self.defaults if rule is self.default else rule.defaults), **group}
+        rule.check_group(whole)
+        return whole
+
+    def drop_other_defaults(self, group: dict[str, Any]) -> None:
+        """Remove the defaults of the optimizer that torch has added to a group with another rule."""
+        for name in self.defaults.keys() - self.rule_of(group).defaults.keys():
+            del group[name]
+
+    def by_param(self, groups: Iterable[Group]) -> dict[torch.Tensor, UpdateRule]:
+        """Return the rule of each parameter."""
+        return {param: rule for group in groups for rule in [self.rule_of(group)] for param in group["params"]}
 
 
 def register(rule: UpdateRule) -> UpdateRule:

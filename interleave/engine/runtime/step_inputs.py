@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ebbtide.interleave.engine.rules.rule import Scalars
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRange
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
@@ -42,18 +42,23 @@ class StepInputs:
             if scalars is not None:
                 yield segment, scalars
 
-    def update_ranges(self, subgroup: Subgroup) -> Iterator[tuple[int, int, Scalars]]:
-        """Yield (begin, end, factors) of adjacent segments that are updated with the same factors."""
+    def update_ranges(self, subgroup: Subgroup) -> Iterator[UpdateRange]:
+        """Yield the ranges of segments that are updated; adjacent ones with the same factors are one range, unless the
+        rule needs positions or shapes."""
+        if subgroup.rule.rounds or subgroup.rule.finish is not None:
+            for segment, scalars in self.updated_segments(subgroup):
+                yield UpdateRange(segment.span.start, segment.span.stop, scalars, segment.position, segment.shape)
+            return
         begin, end, last = 0, 0, None
         for segment, scalars in self.updated_segments(subgroup):
             if last is not None and (scalars != last or segment.offset != end):
-                yield begin, end, last
+                yield UpdateRange(begin, end, last)
                 last = None
             if last is None:
                 begin, last = segment.offset, scalars
             end = segment.span.stop
         if last is not None:
-            yield begin, end, last
+            yield UpdateRange(begin, end, last)
 
 
 class SpeculativeUpdates:

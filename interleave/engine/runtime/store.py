@@ -302,14 +302,14 @@ class Store:
             self._update_host_state(op.subgroup, out)
 
     def _speculate(self, subgroup: int, out: torch.Tensor | None) -> None:
-        gradient, state = self._buffers.gradients[subgroup], self.states.on_host[subgroup]
-        ranges = replace(self.inputs, scalars=self.inputs.assumed).update_ranges(self.subgroups[subgroup])
+        gradient, own = self._buffers.gradients[subgroup], self.subgroups[subgroup]
+        state = state_rows(self.states.on_host[subgroup], own)
+        ranges = replace(self.inputs, scalars=self.inputs.assumed).update_ranges(own)
         spare = self.speculative.spare(subgroup)
-        rule = self.subgroups[subgroup].rule
         if spare is None:
-            self._kernel.update_ranges(gradient, tuple(state), out, ranges, self._cpu_share, rule)
+            self._kernel.update_ranges(gradient, state, out, ranges, self._cpu_share, own.rule)
         else:
-            self._kernel.update_beside(gradient, state, spare, out, ranges, self._cpu_share, rule)
+            self._kernel.update_beside(gradient, state, state_rows(spare, own), out, ranges, self._cpu_share, own.rule)
 
     def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient = self._buffers.gradients[subgroup]
@@ -328,7 +328,8 @@ class Store:
         for segment, scalars in inputs.updated_segments(subgroup):
             own = self._returned.gradient(op.subgroup, segment, inputs) if is_returned else inputs.gradient(segment)
             state = tuple(row[segment.span] for row in rows)
-            updates.append(TensorUpdate(own, state, inputs.value(segment), scalars, subgroup.rule))
+            value = inputs.value(segment)
+            updates.append(TensorUpdate(own, state, value, scalars, subgroup.rule, segment.position, segment.shape))
         self._corrupted.add(op.subgroup)
         try:
             self.device.update(updates)
@@ -342,7 +343,8 @@ class Store:
         if self.subgroups[subgroup].has_remainders:
             # The update has written the parameters.
             return
-        self._buffers.params[subgroup].copy_(self.states.on_host[subgroup][MASTER])
+        masters = state_rows(self.states.on_host[subgroup], self.subgroups[subgroup])[MASTER]
+        self._buffers.params[subgroup].copy_(masters)
 
     def _copy_gradient_to_host(self, subgroup: int) -> None:
         buffer, inputs = self._buffers.gradients[subgroup], self.inputs

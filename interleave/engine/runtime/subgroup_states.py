@@ -8,7 +8,14 @@ import torch
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.runtime.arena import Arena, Block
-from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup, state_elements, state_rows, state_shape
+from ebbtide.interleave.engine.runtime.layout import (
+    MASTER,
+    MASTER_NAME,
+    Subgroup,
+    state_elements,
+    state_rows,
+    state_shape,
+)
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.model.plan import Plan
 
@@ -59,6 +66,16 @@ class SubgroupStates:
     def storage_bytes(self) -> tuple[int, int]:
         """Bytes read from and written to storage so far."""
         return (0, 0) if self.stored is None else (self.stored.read_bytes, self.stored.written_bytes)
+
+    def named_rows(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the rows of all states by name; those of a state that is not in memory, on the device `meta`."""
+        rows = []
+        for number, subgroup in enumerate(self.subgroups):
+            state = self.on_device.get(number, self.on_host.get(number))
+            if state is None:
+                state = torch.empty(state_shape(subgroup), dtype=torch.float32, device="meta")
+            rows += zip((MASTER_NAME, *subgroup.rule.moments), state_rows(state, subgroup), strict=True)
+        return rows
 
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup, on the host. The caller must not write to it."""
@@ -251,7 +268,7 @@ class SubgroupStates:
 
     def _allocate(self, subgroup: int) -> torch.Tensor:
         shape = state_shape(self.subgroups[subgroup])
-        if self.subgroups[subgroup].has_remainders:
+        if len(shape) == 1:
             return self._device.allocate_host(shape, torch.float32)
         rows, params = shape
         return self._device.allocate_host((rows, row_stride(params)), torch.float32)[:, :params]

@@ -90,7 +90,7 @@ class FaultyKernel(CpuKernel):
         share: float = 1.0,
         rule: UpdateRule = ADAMW,
     ) -> None:
-        for begin, end, scalars in ranges:
+        for begin, end, scalars, *_ in ranges:
             if self.fault.strikes("kernel"):
                 done = len(part((grad[begin:end],), self.fault.when)[0])
                 super().update_ranges(grad, state, None, [(begin, begin + done, scalars)], share, rule)

@@ -90,7 +90,10 @@ class StoredStates:
         self._planned_path_of = {op.subgroup: op.path for op in plan.ops if op.kind == "write"}
         for subgroup, path in self._planned_path_of.items():
             self.files[path].reserve(subgroup)
-        sizes = [aligned(int(size)) for size in plan.storage_buffers]
+        reads = [op for op in plan.ops if op.kind == "read"]
+        # Of several rules the plan knows the mean size of a state.
+        largest = {op.buffer: max(self._sizes[of.subgroup] for of in reads if of.buffer == op.buffer) for op in reads}
+        sizes = [aligned(max(int(size), largest.get(number, 0))) for number, size in enumerate(plan.storage_buffers)]
         if sizes != [len(buffer) for buffer in self._buffers]:
             self._buffers = []
             self._buffers = [self._allocate(size) for size in sizes]

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ebbtide.interleave.engine.numerics import remainder
+from ebbtide.interleave.engine.numerics import reference, remainder
 from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
 from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.adamw import Hyper
 from tests.interleave.engine.states import (
     DTYPES,
@@ -81,6 +82,29 @@ def check_remainder_updates(lengths: list[int], begin: int, device: str) -> None
         assert_same(state, after)
 
 
+def check_rounded_updates(lengths: list[int], begin: int, device: str) -> None:
+    """Run updates of bfloat16 moments, rounded stochastically and to nearest, and compare all bits."""
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
+
+    rule = find_rule("adamw-bf16")
+    updates, states, expected = [], [], []
+    for number, length in enumerate(lengths):
+        make = (any_state, plausible_state)[number % 2]
+        gradient, master, exp_avg, exp_avg_sq, param = make(begin + length, DTYPES[0], DTYPES[0], number)
+        state, position = [gradient, master, exp_avg.bfloat16(), exp_avg_sq.bfloat16(), param], 2**32 - 700 * number
+        scalars = rule.scalars({**rule.defaults, "stochastic_rounding": number % 4 < 2}, number + 1, 0.7)
+        after = [tensor.clone() for tensor in state]
+        reference.update(*arguments(tensor[begin:] for tensor in after), scalars, rule, position)
+        on_device = [tensor.to(device) for tensor in state]
+        tensors = arguments(tensor[begin:] for tensor in on_device)
+        updates.append(TensorUpdate(*tensors, scalars, rule, position))
+        states.append(on_device)
+        expected.append(after)
+    gpu_update(updates)
+    for state, after in zip(states, expected, strict=True):
+        assert_same(state, after)
+
+
 def check_sums(
     lengths: list[int], begins: tuple[int, ...], device: str, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> None:
@@ -117,6 +141,7 @@ def check_all_in_the_interpreter() -> None:
     for begin in BEGINS[:2]:
         check_updates([0, 1, 1024, 1500], begin, "cpu")
         check_remainder_updates([0, 1, 1024, 1500], begin, "cpu")
+        check_rounded_updates([1, 1024, 0, 1500], begin, "cpu")
     # The interpreter takes long for a whole block: only one of them.
     for dtypes, length in ((DTYPES[:1], BLOCK + 700), (DTYPES, 777)):
         check_sums([length, 0, 777, 1], (0, 0, 1, 2), "cpu", dtypes)

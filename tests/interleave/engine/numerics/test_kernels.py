@@ -119,7 +119,7 @@ def check_code(loop: Any, *arguments: object) -> str:
 )
 def test_compiled_update__fuses_no_operations(stored: type) -> None:
     halves, state = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32)
-    check_code(compiled.loops_of(ADAMW).update, halves[0], tuple(state), halves[1], Hyper().scalars(1))
+    check_code(compiled.loops_of(ADAMW).update, halves[0], tuple(state), halves[1], Hyper().scalars(1), 0)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_compiled_update__fuses_no_operations(stored: type) -> None:
 def test_compiled_update_beside__fuses_no_operations_and_writes_past_the_caches(stored: type) -> None:
     halves, old, new = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32), np.zeros((3, 10), np.float32)
     loop = compiled_beside.update_of(ADAMW)
-    code = check_code(loop, halves[0], tuple(old), tuple(new), halves[1], Hyper().scalars(1))
+    code = check_code(loop, halves[0], tuple(old), tuple(new), halves[1], Hyper().scalars(1), 0)
     if platform.machine() == "x86_64":
         assert "movnt" in code
         assert "sfence" in code

@@ -122,4 +122,4 @@ def test_cpu_kernel__refuses_remainders_of_other_parameters(kernel: CpuKernel) -
 def test_compiled_update_remainder__fuses_no_operations() -> None:
     halves, moments = np.zeros((3, 10), np.uint16), np.zeros((2, 10), np.float32)
     loop = compiled.loops_of(ADAMW).update_remainder
-    check_code(loop, halves[0], halves[1], tuple(moments), halves[2], Hyper().scalars(1))
+    check_code(loop, halves[0], halves[1], tuple(moments), halves[2], Hyper().scalars(1), 0)

@@ -13,6 +13,7 @@ import torch
 
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.norm import BLOCK
+from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 from tests.conftest import run_process
@@ -22,6 +23,7 @@ from tests.interleave.engine.numerics.gpu_checks import (
     BEGINS,
     check_fingerprints,
     check_remainder_updates,
+    check_rounded_updates,
     check_sums,
     check_updates,
 )
@@ -35,6 +37,7 @@ def test_gpu_update__gives_the_bits_of_the_reference() -> None:
     for begin in BEGINS:
         check_updates([0, 1, 1024, 2_000_003], begin, "cuda")
         check_remainder_updates([0, 1, 1024, 2_000_003], begin, "cuda")
+        check_rounded_updates([1, 1024, 0, 2_000_003], begin, "cuda")
 
 
 @pytest.mark.gpu
@@ -115,6 +118,7 @@ def compile_update(
         "formula": formula_of(rule),
         "moments": len(rule.moments),
         "factors": len(rule.scalars(rule.defaults, 1)),
+        "rounds": rule.rounds,
     }
     return compile_kernel("update", capability, fusion=fusion, **dtypes, **constants)
 
@@ -159,6 +163,14 @@ def test_gpu_update__of_remainders_rounds_every_operation_and_moves_26_bytes(cap
     assert {"div.rn.f32", "sqrt.rn.f32"} <= arithmetic(ptx) <= ALLOWED | PACKED
     # Four elements by each access: read gradient, parameter, remainder and moments, write all but the gradient.
     counts = {"ld.global.v2.b32": 3, "ld.global.v4.b32": 2, "st.global.v2.b32": 2, "st.global.v4.b32": 2}
+    assert wide_accesses(ptx) == Counter(counts)
+
+
+def test_gpu_update__of_bfloat16_moments_rounds_every_operation_and_moves_20_bytes() -> None:
+    ptx = compile_update(90, "uint16", "uint16", rule=find_rule("adamw-bf16"))
+    # The seed of the random numbers is converted.
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= arithmetic(ptx) <= ALLOWED | PACKED | {"cvt.rzi.u32.f32"}
+    counts = {"ld.global.v2.b32": 3, "ld.global.v4.b32": 1, "st.global.v2.b32": 3, "st.global.v4.b32": 1}
     assert wide_accesses(ptx) == Counter(counts)
 
 

@@ -10,11 +10,13 @@ import math
 import random
 import sys
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ebbtide.interleave.engine.numerics import reference, remainder
+from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
 from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 from ebbtide.interleave.engine.rules import RULES, UpdateRule, find_rule
@@ -24,43 +26,73 @@ from tests.interleave.engine.training import MACHINE
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.4", "interleaved:2", "gpu-only", "adaptive")
 HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "adamw": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 0.0)},
+    "adamw-bf16": {
+        "betas": ((0.9, 0.999), (0.4, 0.5)),
+        "weight_decay": (0.0, 0.1),
+        "stochastic_rounding": (True, False),
+    },
     "adam": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 0.0)},
     "lion": {"betas": ((0.9, 0.99), (0.5, 0.4)), "weight_decay": (0.0, 0.1)},
+    "muon": {
+        "momentum": (0.0, 0.4, 0.95),
+        "nesterov": (True, False),
+        "weight_decay": (0.0, 0.1),
+        "adjust_lr_fn": (None, "match_rms_adamw"),
+    },
     "sgd": {"momentum": (0.0, 0.9), "weight_decay": (0.0, 0.1)},
 }
 MOMENTUM = {"nesterov": (False, True)}, {"dampening": (0.0, 0.3)}
 
 
-class ReferenceJob:
-    """Parameters that the reference updates, one after the other."""
+@dataclass
+class ReferenceParam:
+    """A parameter that the reference updates, flat, and its rule and hyperparameters."""
 
-    def __init__(self, rule: UpdateRule, params: list[torch.Tensor], group: dict[str, Any], remainders: bool) -> None:
-        self.rule, self.params, self.group, self.remainders = rule, params, group, remainders
-        self.steps = [0] * len(params)
-        self.states = [[param.detach().float(), *torch.zeros(len(rule.moments), len(param))] for param in params]
-        if remainders:
-            for state in self.states:
-                state[0] = torch.zeros(len(state[0]), dtype=torch.int16)
+    param: torch.Tensor
+    rule: UpdateRule
+    group: dict[str, Any]
+    number: int
+    remainders: bool
 
-    def step(self, gradients: list[torch.Tensor | None], max_norm: float | None) -> None:
-        norm = math.sqrt(total(sum_of_squares(grad) for grad in gradients if grad is not None))
-        scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.param.shape) if self.rule.finish is not None else None
+        self.param = self.param.detach().reshape(-1)
+        self.steps = 0
+        self.state = [torch.zeros(len(self.param), dtype=dtype) for dtype in self.rule.dtypes(self.remainders)]
+        if not self.remainders:
+            self.state[0].copy_(self.param)
+
+    def step(self, gradient: torch.Tensor, scale: float) -> None:
+        self.steps += 1
         update = remainder.update if self.remainders else reference.update
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                self.steps[index] += 1
-                scalars = self.rule.scalars(self.group, self.steps[index], scale)
-                update(gradient, self.states[index], self.params[index].detach(), scalars, self.rule)
+        scalars, position = self.rule.scalars(self.group, self.steps, scale), self.number * FACTOR
+        update(gradient.reshape(-1), self.state, self.param, scalars, self.rule, position, self.shape)
+
+
+def scale_of(gradients: list[torch.Tensor], max_norm: float | None) -> float:
+    norm = math.sqrt(total(map(sum_of_squares, gradients)))
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def choose_group(rule: UpdateRule, choose: random.Random) -> dict[str, Any]:
+    """Return hyperparameters of a rule."""
+    group = {name: choose.choice(values) for name, values in HYPERPARAMETERS[rule.name].items()}
+    if rule.name == "sgd" and group["momentum"]:
+        group |= {name: choose.choice(values) for name, values in choose.choice(MOMENTUM).items()}
+    return group | {"lr": choose.choice((1e-3, 0.1))}
+
+
+def choose_shapes(rule: UpdateRule, choose: random.Random) -> list[tuple[int, ...]]:
+    """Return the shapes of parameters of a rule."""
+    count = choose.randint(1, 4)
+    if rule.finish is None:
+        return [(choose.randint(1, 400),) for _ in range(count)]
+    return [(choose.randint(1, 20), choose.randint(1, 20)) for _ in range(count)]
 
 
 def check(rule: UpdateRule, seed: int) -> str | None:
     """Run one job, and return what is wrong with it; None if all bits are those of the reference."""
     choose = random.Random(f"{rule.name} {seed}")
-    choices = dict(HYPERPARAMETERS[rule.name])
-    group = {name: choose.choice(values) for name, values in choices.items()}
-    if group.get("momentum"):
-        group |= {name: choose.choice(values) for name, values in choose.choice(MOMENTUM).items()}
-    group |= {"lr": choose.choice((1e-3, 0.1))}
     streamed, remainders = choose.random() < 0.5, choose.random() < 0.25
     dtype = torch.bfloat16 if remainders else choose.choice((torch.bfloat16, torch.float32, torch.float16))
     overlaps = ["none", "forward"] + (["backward", "both"] if streamed and not remainders else [])
@@ -69,17 +101,29 @@ def check(rule: UpdateRule, seed: int) -> str | None:
         overlap = "none"
     max_norm = choose.choice((None, 0.5, 50.0))
     generator = torch.Generator().manual_seed(seed)
-    lengths = [choose.randint(1, 400) for _ in range(choose.randint(1, 5))]
-    values = [torch.randn(length, generator=generator).to(dtype) for length in lengths]
-    model = torch.nn.ParameterList([torch.nn.Parameter(value.clone()) for value in values])
-    own, expected = (
-        list(model),
-        ReferenceJob(rule, [value.clone() for value in values], {**rule.defaults, **group}, remainders),
-    )
-    words = f"{rule.name} {seed}: {policy}, overlap {overlap}, {dtype}, streamed {streamed}, {remainders}, {group}"
+    hyperparameters = choose_group(rule, choose)
+    own: list[torch.nn.Parameter] = []
+    expected: list[ReferenceParam] = []
+    groups = []
+    # Often there is a second group, with another rule.
+    others = [find_rule(choose.choice(sorted(RULES.keys() - {rule.name})))] if choose.random() < 0.4 else []
+    for group_rule, group in ((rule, hyperparameters), *((other, choose_group(other, choose)) for other in others)):
+        values = [torch.randn(shape, generator=generator).to(dtype) for shape in choose_shapes(group_rule, choose)]
+        whole = {**group_rule.defaults, **group}
+        numbers = range(len(own), len(own) + len(values))
+        expected += [
+            ReferenceParam(value.clone(), group_rule, whole, number, remainders)
+            for value, number in zip(values, numbers, strict=True)
+        ]
+        params = [torch.nn.Parameter(value.clone()) for value in values]
+        groups.append({"params": params} if not groups else {"params": params, "rule": group_rule.name, **group})
+        own += params
+    model = torch.nn.ParameterList(own)
+    words = f"{[rule.name, *(other.name for other in others)]} {seed}: {policy}, overlap {overlap}, {dtype}, streamed "
+    words += f"{streamed}, {remainders}, {hyperparameters}"
     with tempfile.TemporaryDirectory() as folder:
         optimizer = InterleavedOptimizer(
-            own,
+            groups,
             rule.name,
             policy=policy,
             machine=MACHINE,
@@ -91,22 +135,24 @@ def check(rule: UpdateRule, seed: int) -> str | None:
             model=model if overlap in ("forward", "both") else None,
             master="remainder" if remainders else "fp32",
             storage=folder if choose.random() < 0.2 and policy == "adaptive" else None,
-            **group,
+            **hyperparameters,
         )
         try:
             for _ in range(5):
-                factors = [torch.randn(length, generator=generator).to(dtype) for length in lengths]
+                factors = [torch.randn(param.shape, generator=generator).to(dtype) for param in own]
                 loss = sum((param * factor).float().sum() for param, factor in zip(own, factors, strict=True))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                expected.step(list(factors), max_norm)
+                scale = scale_of(factors, max_norm)
+                for other, factor in zip(expected, factors, strict=True):
+                    other.step(factor, scale)
             state = optimizer.state_dict()["state"]
-            for index, (param, other) in enumerate(zip(own, expected.params, strict=True)):
-                if not torch.equal(bits(param.detach()), bits(other)):
+            for index, (param, other) in enumerate(zip(own, expected, strict=True)):
+                if not torch.equal(bits(param.detach().reshape(-1)), bits(other.param)):
                     return f"{words}: parameter {index}"
-                for name, row in zip(rule.moments, expected.states[index][1:], strict=True):
-                    if not torch.equal(bits(state[index][name]), bits(row)):
+                for name, row in zip(other.rule.moments, other.state[1:], strict=True):
+                    if not torch.equal(bits(state[index][name].reshape(-1)), bits(row)):
                         return f"{words}: {name} of parameter {index}"
         finally:
             optimizer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import RULES, find_rule
+from ebbtide.interleave.engine.rules.rule import UpdateRange
 from tests.interleave.engine.rules.random_jobs import check
 from tests.interleave.engine.states import DTYPES, any_bits, bits
 
 GROUPS: dict[str, list[dict[str, Any]]] = {
     "adamw": [{"weight_decay": 0.1}, {"betas": (0.4, 0.5), "eps": 0.0}],
+    "adamw-bf16": [{"weight_decay": 0.1}, {"stochastic_rounding": False}],
     "adam": [{"weight_decay": 0.1}, {"betas": (0.4, 0.5), "eps": 0.0}],
     "lion": [{"weight_decay": 0.1}, {"betas": (0.5, 0.4)}],
     "sgd": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.2}],
@@ -44,6 +47,7 @@ def kernel() -> Iterator[CpuKernel]:
     dtype=st.sampled_from(DTYPES),
     step=st.integers(1, 3),
     out_of_place=st.booleans(),
+    position=st.integers(0, 2**32 - 1),
 )
 def test_kernel__gives_the_bits_of_the_reference(
     kernel: CpuKernel,
@@ -53,28 +57,30 @@ def test_kernel__gives_the_bits_of_the_reference(
     dtype: torch.dtype,
     step: int,
     out_of_place: bool,
+    position: int,
 ) -> None:
     rule, scalars = find_rule(case[0]), find_rule(case[0]).scalars(case[1], step, 0.7)
     generator = torch.Generator().manual_seed(seed)
     gradient = any_bits(length, dtype, generator)
-    state = torch.stack([any_bits(length, torch.float32, generator) for _ in range(rule.rows)])
-    expected, out, other = state.clone(), torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
-    reference.update(gradient, expected, other, scalars, rule)
+    state = [any_bits(length, dtype, generator) for dtype in rule.dtypes()]
+    expected, out, other = [row.clone() for row in state], *(torch.zeros(length, dtype=dtype) for _ in range(2))
+    reference.update(gradient, expected, other, scalars, rule, position)
     if out_of_place:
-        new = torch.empty_like(state)
-        kernel.update_beside(gradient, state, new, out, [(0, length, scalars)], rule=rule)
+        new = [torch.empty_like(row) for row in state]
+        kernel.update_beside(gradient, state, new, out, [UpdateRange(0, length, scalars, position)], rule=rule)
         state = new
     else:
-        kernel.update(gradient, tuple(state), out, scalars, rule=rule)
-    assert torch.equal(bits(state), bits(expected))
+        kernel.update(gradient, state, out, scalars, rule=rule, position=position)
+    for row, expected_row in zip(state, expected, strict=True):
+        assert torch.equal(bits(row), bits(expected_row))
     assert torch.equal(bits(out), bits(other))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] != "lion"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in ("adam", "adamw", "sgd")], ids=str)
 def test_reference__is_that_of_torch_within_four_ulp(case: tuple[str, dict[str, Any]]) -> None:
     rule, group = find_rule(case[0]), case[1]
     generator = torch.Generator().manual_seed(7)
-    state = torch.zeros(rule.rows, 20_000)
+    state = torch.zeros(len(rule.dtypes()), 20_000)
     state[0] = 0.02 * torch.randn(20_000, generator=generator)
     out = torch.empty(20_000)
     for step in range(1, 15):
@@ -121,7 +127,7 @@ def test_lion__is_that_of_the_paper_within_four_ulp(case: tuple[str, dict[str, A
 
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_optimizer__gives_the_bits_of_the_reference_in_random_jobs(name: str) -> None:
-    wrong = [text for seed in range(12) if (text := check(find_rule(name), seed))]
+    wrong = [text for seed in range(8) if (text := check(find_rule(name), seed))]
     assert wrong == []
 
 
@@ -133,7 +139,7 @@ def test_random_jobs__see_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_rules__are_those_of_the_page() -> None:
     page = (Path(__file__).parents[4] / "docs/optimizers.md").read_text()
-    rows = re.findall(r"^\| `(\w+)`[^|]*\| [^|]*\| ([^|]*) \| (\d+) \| ([^|]*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)`[^|]*\| [^|]*\| ([^|]*) \| (\d+) \| ([^|]*) \|$", page, re.MULTILINE)
     assert {
         name: (re.findall(r"`(\w+)`", state), int(size), re.findall(r"`(\w+)`", names))
         for name, state, size, names in rows
@@ -143,11 +149,14 @@ def test_rules__are_those_of_the_page() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "adagrad"}, "rule is 'adagrad': it must be one of adam, adamw, lion, sgd"),
+        ({"rule": "adagrad"}, "rule is 'adagrad': it must be one of adam, adamw, adamw-bf16, lion, muon, sgd"),
         ({"rule": "sgd", "betas": (0.9, 0.99)}, "betas is no hyperparameter of sgd: these are lr, momentum"),
         ({"rule": "sgd", "nesterov": True}, "nesterov needs a momentum, and no dampening"),
         ({"rule": "lion", "lr": -1.0}, "lr is -1.0: it must be at least 0"),
         ({"rule": "lion", "betas": 0.9}, "betas is 0.9: it must be 2 numbers"),
+        ({"rule": "muon"}, r"a parameter of shape \(3,\) is no matrix in the order of its memory"),
+        ({"rule": "muon", "adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms': it must be one of"),
+        ({"rule": "muon", "ns_steps": 2.5}, "ns_steps is 2.5: it must be a whole number from 1 to 99"),
     ],
 )
 def test_optimizer__says_what_a_rule_does_not_support(options: dict[str, Any], message: str) -> None:
@@ -155,20 +164,75 @@ def test_optimizer__says_what_a_rule_does_not_support(options: dict[str, Any], m
         InterleavedOptimizer([torch.nn.Parameter(torch.zeros(3))], **options)
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_optimizer__has_the_rule_and_the_defaults_of_each_group() -> None:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((4, 3), (3,), (2,))]
+    groups = [{"params": [params[0]], "lr": 0.5}, {"params": [params[1]], "rule": "lion", "betas": (0.8, 0.9)}]
+    optimizer = InterleavedOptimizer(groups, "muon", momentum=0.9, policy="zero-offload")
+    optimizer.add_param_group({"params": [params[2]], "rule": "sgd"})
+    own = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    assert own == [
+        {**RULES["muon"].defaults, "momentum": 0.9, "lr": 0.5},
+        {**RULES["lion"].defaults, "rule": "lion", "betas": (0.8, 0.9)},
+        {**RULES["sgd"].defaults, "rule": "sgd"},
+    ]
+    with pytest.raises(EngineError, match="rule is 'adagrad'"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "rule": "adagrad"})
+    sum((param * 2).sum() for param in params).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert [sorted(saved["state"][index]) for index in range(3)] == [
+        ["master", "momentum_buffer", "step"],
+        ["exp_avg", "master", "step"],
+        ["master", "momentum_buffer", "step"],
+    ]
+    assert optimizer.plan.counts()
+    # 12 and 3 and 2 parameters of 8 B each.
+    assert optimizer._runner.planner.workload.state_bytes == 8
+    other = InterleavedOptimizer([{"params": [param]} for param in params[1:]], "sgd", policy="zero-offload")
+    with pytest.raises(EngineError, match="another model"):
+        other.load_state_dict(saved)
+    saved["param_groups"] = saved["param_groups"][1:]
+    with pytest.raises(EngineError, match="group 0 of the state dict has the rule lion, that of this optimizer sgd"):
+        other.load_state_dict(saved)
+    optimizer.close()
+    other.close()
+
+
+def test_planner__has_the_mean_of_the_bytes_of_rules() -> None:
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in (300, 100)]
+    groups = [{"params": [params[0]]}, {"params": [params[1]], "rule": "lion"}]
+    optimizer = InterleavedOptimizer(groups, policy="zero-offload", subgroup_params=128)
+    optimizer.plan  # noqa: B018
+    assert optimizer._runner.planner.workload.state_bytes == (300 * 12 + 100 * 8) / 400
+    # Subgroups have one rule each.
+    assert [own.params for own in optimizer._runner.engine.store.subgroups] == [128, 128, 44, 100]
+    optimizer.close()
+
+
+def test_kernel__refuses_a_formula_that_computes_in_double_precision(kernel: CpuKernel) -> None:
+    """A literal of Python is a double for numba, and fp32 for NumPy."""
+    rule = replace(find_rule("sgd"), name="literal", formula=lambda g, p, m, a, b, c, d, e: (p - 0.1 * g, m))
+    state = [torch.zeros(3), torch.zeros(3)]
+    with pytest.raises(Exception, match="literals in comparisons only"):
+        kernel.update(torch.ones(3), state, torch.zeros(3), rule.scalars(rule.defaults, 1), rule=rule)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw-bf16", "muon", "sgd"])
 def test_state_dict__is_that_of_torch_and_back(name: str) -> None:
     rule = find_rule(name)
+    if not hasattr(torch.optim, rule.title):
+        pytest.skip("needs torch 2.9")
     hyperparameters = {"momentum": 0.9} if name == "sgd" else {}
-    param = torch.nn.Parameter(torch.randn(40, generator=torch.Generator().manual_seed(0)))
+    param = torch.nn.Parameter(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
     plain = getattr(torch.optim, rule.title)([param], lr=0.1, **hyperparameters)
-    param.grad = torch.ones(40)
+    param.grad = torch.ones(5, 8)
     plain.step()
     own = InterleavedOptimizer([param], name, lr=0.1, policy="zero-offload", **hyperparameters)
     own.load_state_dict(plain.state_dict())
     entry = own.state_dict()["state"][0]
     assert entry.keys() == {"step", "master", *rule.moments}
     for moment in rule.moments:
-        assert torch.equal(entry[moment], plain.state[param][moment])
+        assert torch.equal(entry[moment], plain.state[param][moment].to(rule.moment_dtype))
     own.close()
 
 

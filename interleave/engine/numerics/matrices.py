@@ -1,0 +1,66 @@
+"""The update of a whole matrix: its products have one order, so that nothing but the matrix decides about the bits.
+
+The formula of the rule gives a matrix U and the new moments, element by element. With three coefficients a, b and c,
+
+    X = U, or its transpose if it has more rows than columns, over its norm (at least eps)
+    as often as the rule says:   G = X Xt,   X = a X + (b G + c (G G)) X
+
+Then the rule's `finish` updates the master with X in place of a gradient. An element of a product is the sum of its
+fp32 products from the first to the last, beginning with 0, each operation rounded. Norms are those of norm.py.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ebbtide.interleave.engine.rules.rule import MatrixParts, Scalars, UpdateRule
+
+# Updates elements as `reference.update`: (gradient, state, parameter or None, factors, rule).
+Update = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None, Scalars, UpdateRule], None]
+Multiply = Callable[[Any, Any], Any]
+
+
+def update_matrix(
+    grad: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    out: torch.Tensor | None,
+    scalars: Scalars,
+    rule: UpdateRule,
+    shape: tuple[int, int],
+    update: Update,
+    multiply: Multiply,
+    sum_of_squares: Callable[[torch.Tensor], float],
+) -> None:
+    """Update a matrix of a shape, flat, whose elements and products the functions compute."""
+    assert rule.finish is not None
+    assert rule.parts is not None
+    parts = rule.parts(scalars, shape)
+    direction = torch.zeros(grad.numel(), dtype=torch.float32, device="cpu")
+    update(grad, (direction, *state[1:]), None, parts.scalars, rule)
+    norm = np.float32(math.sqrt(sum_of_squares(direction)))
+    # NaN and overflow are ordinary results here.
+    with np.errstate(all="ignore"):
+        _orthogonalize(direction.numpy().reshape(shape), norm, parts, multiply)
+    update(direction, state[:1], out, parts.finish_scalars, rule.finish)
+
+
+def multiply(a: Any, b: Any) -> Any:
+    """Return the product of two matrices, as defined above."""
+    product = np.zeros((len(a), b.shape[1]), np.float32)
+    for number in range(len(b)):
+        product += a[:, number : number + 1] * b[number]
+    return product
+
+
+def _orthogonalize(matrix: Any, norm: np.float32, parts: MatrixParts, multiply: Multiply) -> None:
+    a, b, c = parts.coefficients
+    x = matrix.T if len(matrix) > matrix.shape[1] else matrix
+    x = np.ascontiguousarray(x) / np.maximum(norm, parts.eps)
+    for _ in range(parts.steps):
+        gram = multiply(x, np.ascontiguousarray(x.T))
+        polynomial = b * gram + c * multiply(gram, gram)
+        x = a * x + multiply(polynomial, x)
+    matrix[...] = x.T if len(matrix) > matrix.shape[1] else x
