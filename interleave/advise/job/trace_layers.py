@@ -107,7 +107,8 @@ class _TracedLayers:
         self._again = np.zeros(len(rows), bool)
         for one in self._parts(BACKWARD):
             again = in_layer & self._starts_in(one) & (category == "temporary")
-            last = np.full(len(self.names), -1)
+            # One more for what is in no layer.
+            last = np.full(len(self.names) + 1, -1)
             np.maximum.at(last, self.layer[again], self._starts[again])
             self._again |= again
             self.is_recomputed |= again & (self._ends > last[self.layer])

@@ -141,3 +141,18 @@ def test_recomputation__is_reported_where_activations_could_be_kept() -> None:
     # The four layers' forwards are less than a quarter of the iteration.
     assert 0.06 < (finding.potential_gain_ms or 0.0) / (JobMetrics(_dry_run(True)).iteration_ms or 1.0) < 0.25
     assert _recomputation(_dry_run(False)) is None
+
+
+def test_with_trace_layers__leaves_jobs_without_lists_of_modules() -> None:
+    with DryRun(DryRunOptions(iterations=2, capacity_bytes=2**30, machine=find_machine("h100-80gb"))) as run:
+        model = nn.Sequential()
+        model.add_module("first", nn.Linear(WIDTH, WIDTH))
+        model = model.to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        while True:
+            model(torch.zeros(64, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trace = trace_of_run(run).build("run.ebb")
+    workload = workload_of(trace)
+    assert with_trace_layers(workload, trace) is workload
