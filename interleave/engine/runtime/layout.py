@@ -102,7 +102,8 @@ def divide(
 def state_elements(subgroup: Subgroup) -> int:
     """Return the number of fp32 elements of memory for a subgroup's state."""
     # Two numbers of 16 bits take the memory of one fp32 number.
-    return -(-subgroup.rule.state_bytes(subgroup.has_remainders) * subgroup.params // torch.float32.itemsize)
+    elements: int = -(-subgroup.rule.state_bytes(subgroup.has_remainders) * subgroup.params // torch.float32.itemsize)
+    return elements
 
 
 def state_shape(subgroup: Subgroup) -> tuple[int, ...]:

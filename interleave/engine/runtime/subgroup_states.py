@@ -69,7 +69,7 @@ class SubgroupStates:
 
     def named_rows(self) -> list[tuple[str, torch.Tensor]]:
         """Return the rows of all states by name; those of a state that is not in memory, on the device `meta`."""
-        rows = []
+        rows: list[tuple[str, torch.Tensor]] = []
         for number, subgroup in enumerate(self.subgroups):
             state = self.on_device.get(number, self.on_host.get(number))
             if state is None:
