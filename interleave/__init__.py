@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+    from ebbtide.interleave.engine.layers.activations import offload_activations
     from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 
-__all__ = ["InterleavedAdamW", "InterleavedOptimizer"]
-_MODULES = {"InterleavedAdamW": "interleaved_adamw", "InterleavedOptimizer": "optimizer"}
+__all__ = ["InterleavedAdamW", "InterleavedOptimizer", "offload_activations"]
+_MODULES = {
+    "InterleavedAdamW": "interleaved_adamw",
+    "InterleavedOptimizer": "optimizer",
+    "offload_activations": "layers.activations",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from ebbtide.interleave.engine.adaptive.planner import Planner, max_budget, min_budget
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.options import Budget, EngineOptions
@@ -66,7 +66,7 @@ class AdaptiveRunner:
         """Use a device from the next `rebuild` on; it is closed together with this object, or by the next call."""
         if not self._close.alive:
             raise EngineError(_CLOSED)
-        opened = _open_device(device)
+        opened = open_device(device)
         self._close_engine()
         if self._device is not None:
             self._closers.remove(self._device.close)
@@ -336,19 +336,6 @@ class AdaptiveRunner:
 def _state_share(subgroup: Subgroup) -> float:
     """Return the share of the memory that is left for state, if a gradient cannot use the memory of its parameter."""
     return state_elements(subgroup) / (state_elements(subgroup) + gradient_elements(subgroup))
-
-
-def _open_device(device: torch.device) -> Device:
-    """Open a GPU, or an emulated device without limits for the CPU. Raises EngineError for a device of another kind."""
-    if device.type == "cpu":
-        return EmulatedDevice()
-    if device.type == "cuda":
-        from ebbtide.interleave.engine.devices.cuda import CudaDevice
-
-        return CudaDevice(device)
-    raise EngineError(
-        f"the parameters are on a device of kind {device.type}: move the model to a GPU or to the CPU first"
-    )
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

@@ -1,0 +1,269 @@
+"""Activations of a model's layers, kept, recomputed or offloaded by a plan, in any training loop."""
+
+import logging
+from collections.abc import Hashable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.opening import open_device
+from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
+from ebbtide.interleave.engine.layers.layer_pass import LayerPass
+from ebbtide.interleave.engine.layers.measurement import PassMeasurement
+from ebbtide.interleave.engine.layers.memory import ActivationMemory, HostArena
+from ebbtide.interleave.engine.layers.model_layers import LayerForward, replace_forwards, storages_of, tensors_in
+from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOrders, plan_orders
+from ebbtide.interleave.engine.layers.saved_tensors import SavedTensor
+from ebbtide.interleave.engine.layers.transfers import Transfers
+
+log = logging.getLogger("ebbtide")
+
+# Passes with inputs of a kind before there is a plan for them: the first one has not warmed up yet.
+_MEASURED_PASSES = 2
+
+
+class OffloadedActivations:
+    """The activations of a model's layers under a plan; `offload_activations` returns it.
+
+    As a context manager it ends with the block; else with `close`."""
+
+    def __init__(self, model: torch.nn.Module, memory_budget: float | None, device: Device | None) -> None:
+        if memory_budget is not None and not (isinstance(memory_budget, int | float) and memory_budget >= 0):
+            raise EngineError(f"memory_budget is {memory_budget!r}: it must be bytes, at least 0, or None")
+        first = next(model.parameters(), None)
+        torch_device = torch.device("cpu") if first is None else first.device
+        self._model = model
+        self._device_type = torch_device.type
+        self._device = open_device(torch_device) if device is None else device
+        self._memory = ActivationMemory(self._device, memory_budget)
+        self._arena = HostArena(self._device)
+        self._transfers = Transfers(self._device, self._memory, self._arena)
+        self._kinds_of_pass: dict[Hashable, _KindOfPass] = {}
+        self._kind: _KindOfPass | None = None
+        self._pass: LayerPass | None = None
+        self._names: list[str] = []
+        self._is_closed = False
+        self._layers = replace_forwards(model, self._run)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """`keep`, `recompute` or `offload` by layer, in the order of the forward, of the last pass."""
+        orders = ONE_AT_A_TIME if self._kind is None else self._kind.orders
+        return dict(zip(self._names, orders.kinds(len(self._names)), strict=True))
+
+    @property
+    def orders(self) -> LayerOrders | None:
+        """The orders of the last pass, and their plan; None before the first pass."""
+        return None if self._kind is None else self._kind.orders
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device memory that activations of layers have used, in bytes."""
+        return self._memory.peak_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """The device memory that activations of layers use now, in bytes."""
+        return self._memory.used_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory of offloaded activations, in bytes."""
+        return self._arena.allocated_bytes
+
+    def close(self) -> None:
+        """Give the layers their own forwards back. Backwards of passes that have begun still work."""
+        if not self._is_closed:
+            self._is_closed = True
+            for layer in self._layers:
+                layer.remove()
+            self._pass = None
+            self._arena.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a layer's forward as the orders say."""
+        if not torch.is_grad_enabled():
+            return layer.original(*args, **kwargs)
+        if layer.number is None:
+            layer.number = len(self._names)
+            self._names.append(layer.name)
+        if layer.number and self._pass is None and self._kind is not None:
+            return layer.original(*args, **kwargs)
+        if _is_within_backward() or _other_hooks() is not None:
+            # The job itself decides what is saved.
+            return layer.original(*args, **kwargs)
+        if not layer.number or self._pass is None or layer.number <= self._pass.last_layer:
+            claim = self._begin_pass(layer, args)
+            if self._pass is None:
+                return layer.original(*args, **kwargs) if claim is None else claim.run(layer, args, kwargs)
+        return self._run_layer(self._pass, layer, layer.number, args, kwargs)
+
+    def _begin_pass(self, layer: LayerForward, args: tuple[Any, ...]) -> "_KeptClaim | None":
+        """Set the orders of a pass. Return the claim of the memory that it needs without orders."""
+        key = (
+            layer.module.training,
+            torch.is_autocast_enabled(self._device_type),
+            *((arg.shape, arg.dtype) for arg in args if isinstance(arg, torch.Tensor)),
+        )
+        kind = self._kinds_of_pass.get(key)
+        if kind is None:
+            kind = self._kinds_of_pass[key] = _KindOfPass()
+            if self._budget() is None:
+                kind.orders = KEEP_ALL
+        self._kind = kind
+        if kind.orders is ONE_AT_A_TIME and kind.measured is not None:
+            self._plan(kind)
+        orders = kind.orders
+        if orders.keeps_all:
+            self._pass = None
+            try:
+                return _KeptClaim(self._memory, kind.saved_bytes) if kind.saved_bytes else None
+            except DeviceMemoryError:
+                # Another pass has its memory.
+                orders = ONE_AT_A_TIME
+        measurement = PassMeasurement(self._device) if orders is ONE_AT_A_TIME else None
+        own = storages_of(self._model)
+        self._pass = LayerPass(self._transfers, orders, self._device_type, self._names, kind.end_pass, own, measurement)
+        return None
+
+    def _run_layer(
+        self, one: LayerPass, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        one.begin_layer(number, storages_of(layer.module))
+        with saved_tensors_hooks(one.save, one.load):
+            if number in one.orders.recomputed:
+                output = checkpoint(_Recomputed(one, layer, kwargs), *args, use_reentrant=False)
+            elif one.measurement is not None:
+                with one.measurement.inputs(number, layer.module, tensors_in(args, kwargs)):
+                    output = layer.original(*args, **kwargs)
+            else:
+                output = layer.original(*args, **kwargs)
+        one.end_layer(number, tensors_in(output))
+        return output
+
+    def _plan(self, kind: "_KindOfPass") -> None:
+        assert kind.measured is not None
+        rates = self._transfers.rates()
+        self._transfers.measures = False
+        layers = kind.measured.layers(self._names)
+        kind.orders = plan_orders(layers, self._budget(), rates)
+        kind.saved_bytes = sum(layer.saved_bytes for layer in layers)
+        kind.measured = None
+        log.info("ebbtide: activations of layers: %s", ", ".join(map(" ".join, self.choices.items())))
+
+    def _budget(self) -> float | None:
+        """Return the device memory that activations may use; None: no limit."""
+        free = self._device.free_bytes()
+        if free is not None:
+            # The job's own peak, which is not free, has these activations at their peak.
+            free = max(0.0, free + self._memory.peak_bytes - self._device.used_bytes)
+        limits = [limit for limit in (self._memory.limit_bytes, free) if limit is not None]
+        return min(limits, default=None)
+
+
+class _KindOfPass:
+    """Passes with inputs of the same shapes and types, and the orders for them."""
+
+    def __init__(self) -> None:
+        self.orders = ONE_AT_A_TIME
+        # Of all layers, while they are kept.
+        self.saved_bytes = 0
+        self.measured: PassMeasurement | None = None
+        self._passes = 0
+
+    def end_pass(self, one: LayerPass) -> None:
+        """Take a pass whose backward has ended as a measurement."""
+        if self.orders is ONE_AT_A_TIME and one.measurement is not None:
+            self._passes += 1
+            if self._passes == _MEASURED_PASSES:
+                self.measured = one.measurement
+
+
+class _KeptClaim:
+    """The memory that all layers keep in a pass: claimed until what the first layer has saved is released."""
+
+    def __init__(self, memory: ActivationMemory, nbytes: int) -> None:
+        self._memory = memory
+        self._nbytes = 0
+        memory.claim(nbytes)
+        self._nbytes = nbytes
+
+    def __del__(self) -> None:
+        self._memory.unclaim(self._nbytes)
+
+    def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def load(held: tuple[_KeptClaim, SavedTensor]) -> torch.Tensor:
+            held[1].check(layer.name)
+            return held[1].get()
+
+        with saved_tensors_hooks(lambda tensor: (self, SavedTensor(tensor, None, 0, 0)), load):
+            return layer.original(*args, **kwargs)
+
+
+class _Recomputed:
+    """The forward of a layer that is computed again in the backward, where what it saves is counted."""
+
+    def __init__(self, one: LayerPass, layer: LayerForward, kwargs: dict[str, Any]) -> None:
+        self._pass = one
+        self._layer = layer
+        self._kwargs = kwargs
+
+    def __call__(self, *args: Any) -> Any:
+        hooks = _other_hooks()
+        if hooks is None or not _is_within_backward():
+            return self._layer.original(*args, **self._kwargs)
+        save, load = hooks
+
+        def count(tensor: torch.Tensor) -> Any:
+            self._pass.count(tensor)
+            return save(tensor)
+
+        with saved_tensors_hooks(count, load):
+            return self._layer.original(*args, **self._kwargs)
+
+
+def _is_within_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _other_hooks() -> Any:
+    """Return the hooks for saved tensors that are in effect; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def offload_activations(
+    model: torch.nn.Module, *, memory_budget: float | None = None, device: Device | None = None
+) -> OffloadedActivations:
+    """Keep, recompute or offload the activations of each layer of a model, with the same bits as without.
+
+    The layers are the entries of the list of modules (ModuleList, Sequential) with most parameters. The first passes
+    offload the activations of each layer before the next one begins; what they show makes the plan. Where the memory
+    suffices for all layers nothing is moved.
+
+    Args:
+        model: The model, on its device.
+        memory_budget: Bytes of device memory that tensors saved by the layers for their backward may use. By default,
+            what the device has free.
+        device: By default the device of the parameters; for parameters on the CPU an emulated one.
+
+    Returns:
+        An object that is in effect at once: until its `close`, or the end of its `with` block.
+
+    Raises:
+        EngineError: The model has no list of layers, or an argument is not valid. Later, in the forward or the
+            backward: a tensor was modified in place after it was saved, or the budget does not suffice for one layer
+            (DeviceMemoryError).
+    """
+    return OffloadedActivations(model, memory_budget, device)

@@ -1,0 +1,188 @@
+"""One pass: a forward through the layers and its backwards, in which orders move the activations."""
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+
+from ebbtide.interleave.engine.devices.device import Direction
+from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.layers.measurement import PassMeasurement
+from ebbtide.interleave.engine.layers.orders import LayerOrders
+from ebbtide.interleave.engine.layers.saved_tensors import SavedTensor, is_plain
+from ebbtide.interleave.engine.layers.transfers import SavedStorage, Transfers
+
+_DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
+
+
+class LayerPass:
+    """The activations of one pass.
+
+    The forward calls `begin_layer`, `save` and `end_layer`; the backward calls `load` for each saved tensor, by which
+    it is seen in which layer it is. Saved tensors hold this object, and it holds them weakly: what autograd releases is
+    released.
+
+    Args:
+        names: The layers' names, in the order of the forward.
+        end: Is called when a backward has ended.
+        own: Storages of the model's parameters and buffers, which stay.
+        measurement: Sees the layers' times and bytes.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        orders: LayerOrders,
+        device_type: str,
+        names: Sequence[str],
+        end: "Callable[[LayerPass], None]",
+        own: Collection[int],
+        measurement: PassMeasurement | None,
+    ) -> None:
+        self.orders = orders
+        self._transfers = transfers
+        self._device_type = device_type
+        self._names = names
+        self._end = end
+        self._own = own
+        # The same of the layer that computes now, which may have gathered them.
+        self._own_of_layer: Collection[int] = ()
+        self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._of_layer: dict[int, weakref.WeakSet[SavedStorage]] = {}
+        # Outputs of the last layer: they count for the next one, whose backward needs them first.
+        self._outputs: set[int] = set()
+        self._saved = 0
+        self.last_layer = -1
+        # The layer whose backward runs.
+        self._backward_of: int | None = None
+        self._lock = threading.RLock()
+        self.measurement = measurement
+
+    def begin_layer(self, layer: int, own: Collection[int]) -> None:
+        transfers, orders = self._transfers, self.orders
+        transfers.release_passed()
+        if orders.copied is None:
+            transfers.wait("d2h", lambda _: True)
+        elif awaited := orders.awaited.get(layer):
+            transfers.wait("d2h", lambda one: one.layer in awaited)
+        self._own_of_layer, self._saved, self.last_layer = own, 0, layer
+        self._of_layer[layer] = weakref.WeakSet()
+        for key in self._outputs:
+            if (storage := self._storages.get(key)) is not None:
+                self._assign(storage, layer)
+        self._outputs = set()
+        if self.measurement is not None:
+            self.measurement.begin(False, layer)
+
+    def save(self, tensor: torch.Tensor) -> SavedTensor:
+        """Return what autograd holds in place of a tensor."""
+        self._saved += 1
+        layer = self.last_layer
+        if tensor.device.type != self._device_type or not is_plain(tensor):
+            return SavedTensor(tensor, None, layer, self._saved)
+        storage = tensor.untyped_storage()
+        if self._is_own(storage):
+            return SavedTensor(tensor, None, layer, self._saved)
+        saved = self._storages.get(storage._cdata)
+        if saved is None or saved.hold() is not storage:
+            self._count(storage, layer)
+            saved = self._storages[storage._cdata] = SavedStorage(storage, layer)
+        self._assign(saved, layer)
+        if not self.orders.is_copied(layer):
+            saved.stays = True
+        return SavedTensor(tensor, saved, layer, self._saved)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count the memory of a tensor that recomputation has saved."""
+        if tensor.device.type == self._device_type and is_plain(tensor):
+            storage = tensor.untyped_storage()
+            if not self._is_own(storage):
+                self._count(storage, self._backward_of or 0)
+
+    def _is_own(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._own or storage._cdata in self._own_of_layer
+
+    def _count(self, storage: torch.UntypedStorage, layer: int) -> None:
+        try:
+            self._transfers.count(storage)
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"layer {self._names[layer]}: {error}") from error
+
+    def _assign(self, storage: SavedStorage, layer: int) -> None:
+        """Let a storage be one of a later layer, which uses it before the ones that have saved it."""
+        if storage.layer != layer and (former := self._of_layer.get(storage.layer)) is not None:
+            former.discard(storage)
+        storage.layer = layer
+        self._of_layer[layer].add(storage)
+
+    def end_layer(self, layer: int, outputs: Sequence[torch.Tensor]) -> None:
+        if self.measurement is not None:
+            self.measurement.end()
+        self._outputs = {tensor.untyped_storage()._cdata for tensor in outputs if is_plain(tensor)}
+        if self.orders.is_copied(layer):
+            kept = {id(self._storages.get(key)) for key in self._outputs}
+            own = [one for one in self._of_layer[layer] if one.host is None and not one.stays and id(one) not in kept]
+            self._transfers.down(own)
+
+    def load(self, saved: SavedTensor) -> torch.Tensor:
+        """Return a saved tensor for the backward. Raises EngineError if the job has modified it."""
+        with self._lock:
+            saved.check(self._names[saved.layer])
+            if saved.layer != self._backward_of:
+                self._begin_backward(saved.layer)
+            if (storage := saved.storage) is not None and storage.hold() is None:
+                self._bring_back([storage], saved.layer)
+            return saved.get()
+
+    def _begin_backward(self, layer: int) -> None:
+        before = self._backward_of
+        if before is None or layer > before:
+            # A backward begins; after one that has failed, too.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._outputs = set()
+        if self.measurement is not None:
+            self.measurement.end()
+            self.measurement.end_forward(self._saved_bytes)
+        self._backward_of = layer
+        self._release_after(layer)
+        self._bring_back(self._of_layer.get(layer, ()), layer)
+        for later, other in self.orders.returned:
+            if other < layer <= later - 1:
+                # Without memory it comes back when it is needed.
+                try:
+                    self._transfers.up(self._of_layer.get(other, ()))
+                except DeviceMemoryError:
+                    break
+        if self.measurement is not None:
+            self.measurement.begin(True, layer)
+
+    def _bring_back(self, storages: Iterable[SavedStorage], layer: int) -> None:
+        """Bring storages back to the device, and let the job wait for them."""
+        wanted = {id(one) for one in storages}
+        try:
+            self._transfers.up(storages)
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"backward of layer {self._names[layer]}: {error}") from error
+        self._transfers.wait("h2d", lambda one: id(one) in wanted)
+
+    def _release_after(self, layer: int) -> None:
+        """Release on the device what layers have used whose backward has ended."""
+        for direction in _DIRECTIONS:
+            self._transfers.wait(direction, lambda one: one.layer > layer)
+        for other, storages in self._of_layer.items():
+            if other > layer:
+                for one in storages:
+                    one.release()
+
+    def _end_backward(self) -> None:
+        with self._lock:
+            if self.measurement is not None:
+                self.measurement.end()
+            self._release_after(-1)
+            self._backward_of = None
+        self._end(self)
+
+    def _saved_bytes(self, layer: int) -> int:
+        """Return the bytes of the storages that are a layer's, before its backward."""
+        return sum(one.nbytes for one in self._of_layer.get(layer, ()))

@@ -1,0 +1,134 @@
+"""Memory of activations: counted on the device until torch frees it, and used again on the host."""
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ebbtide.interleave.engine.devices.device import Device, Mark
+from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.units import bytes_text
+
+
+class _Counted(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that is counted, with its key and its bytes."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
+class ActivationMemory:
+    """Counts the device memory of activations against a limit, and on the device itself.
+
+    Attributes:
+        limit_bytes: None is no limit but that of the device.
+        used_bytes: Bytes that activations use now.
+        peak_bytes: The high-water mark of `used_bytes`.
+    """
+
+    def __init__(self, device: Device, limit_bytes: float | None) -> None:
+        self._device = device
+        self.limit_bytes = limit_bytes
+        self.used_bytes = self.peak_bytes = 0
+        self._counted: dict[int, _Counted] = {}
+        # Re-entrant: a storage may be freed while another one is counted.
+        self._lock = threading.RLock()
+
+    def claim(self, nbytes: int) -> None:
+        """Count bytes before they are used. Raises DeviceMemoryError if there are too few."""
+        with self._lock:
+            if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
+                raise DeviceMemoryError(
+                    f"activations need {bytes_text(nbytes)} beside {bytes_text(self.used_bytes)} of device memory, and "
+                    f"memory_budget is {bytes_text(self.limit_bytes)}"
+                )
+            self._device.claim(nbytes)
+            self.used_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def unclaim(self, nbytes: int) -> None:
+        with self._lock:
+            self.used_bytes -= nbytes
+            self._device.unclaim(nbytes)
+
+    def is_counted(self, storage: torch.UntypedStorage) -> bool:
+        counted = self._counted.get(storage._cdata)
+        return counted is not None and counted() is storage
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, whose bytes are claimed, until it is freed."""
+        with self._lock:
+            counted = self._counted[storage._cdata] = _Counted(storage, self._forget)
+            counted.key, counted.nbytes = storage._cdata, storage.nbytes()
+
+    def _forget(self, counted: _Counted) -> None:
+        with self._lock:
+            if self._counted.get(counted.key) is counted:
+                del self._counted[counted.key]
+            self.unclaim(counted.nbytes)
+
+
+class HostBlock:
+    """Pinned host memory (uint8), and the marks of its last uses."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.marks: Sequence[Mark] = ()
+
+
+class HostCopy:
+    """The use of a host block by copies of storages; the arena has the block again when the last of them is gone."""
+
+    def __init__(self, arena: "HostArena", block: HostBlock) -> None:
+        self.block = block
+        self._arena = arena
+
+    def __del__(self) -> None:
+        self._arena.give(self.block)
+
+
+class HostArena:
+    """Hands out pinned host memory and keeps what comes back, since pinning is slow.
+
+    Blocks are never more than twice as large as what is asked for, and those too small for it are released first."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[HostBlock] = []
+        self._lock = threading.RLock()
+        self.allocated_bytes = 0
+
+    def take(self, nbytes: int) -> HostCopy:
+        with self._lock:
+            free = sorted(self._free, key=lambda block: block.memory.nbytes)
+            block = next((one for one in free if nbytes <= one.memory.nbytes <= 2 * nbytes), None)
+            if block is None:
+                for other in free:
+                    if other.memory.nbytes < nbytes:
+                        self._release(other)
+                self.allocated_bytes += nbytes
+                return HostCopy(self, HostBlock(self._device.allocate_host((nbytes,), torch.uint8)))
+            self._remove(block)
+            return HostCopy(self, block)
+
+    def give(self, block: HostBlock) -> None:
+        with self._lock:
+            self._free.append(block)
+
+    def release(self) -> None:
+        """Release all free blocks."""
+        with self._lock:
+            for block in [*self._free]:
+                self._release(block)
+
+    def _release(self, block: HostBlock) -> None:
+        for mark in block.marks:
+            mark.synchronize()
+        self._remove(block)
+        self.allocated_bytes -= block.memory.nbytes
+
+    def _remove(self, block: HostBlock) -> None:
+        # By identity: equality would compare tensors.
+        self._free = [other for other in self._free if other is not block]

@@ -1,0 +1,87 @@
+"""The layers of a model, and forwards that stand in for theirs."""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.model.layer_names import layer_names
+
+# Runs a forward with its positional and named arguments.
+Run = Callable[["LayerForward", tuple[Any, ...], dict[str, Any]], Any]
+
+
+class LayerForward:
+    """Stands in for the forward of a layer, in this module alone: copies and pickles of it have their own again.
+
+    Attributes:
+        number: The layer's number in the order of the forward; None before its first one.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, run: Run) -> None:
+        self.name = name
+        self.module = module
+        self.original = module.forward
+        self.number: int | None = None
+        self._is_own_attribute = "forward" in vars(module)
+        self._run = run
+        module.forward = self
+
+    # torch.compile compiles what is inside it, and not this.
+    @partial(torch._disable_dynamo, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.original,)
+
+    def remove(self) -> None:
+        if self._is_own_attribute:
+            self.module.forward = self.original
+        elif vars(self.module).get("forward") is self:
+            del self.module.forward
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def replace_forwards(model: torch.nn.Module, run: Run) -> list[LayerForward]:
+    """Let a function run the forwards of a model's layers. Raises EngineError if it has no list of layers."""
+    sizes = (
+        (name, param.numel() * param.element_size())
+        for name, module in model.named_modules()
+        for param in module.parameters(recurse=False)
+    )
+    modules = dict(model.named_modules())
+    names = [*dict.fromkeys(layer_names(modules, sizes).values())]
+    if len(names) < 2:
+        raise EngineError(
+            f"{type(model).__name__} has no list of layers with parameters: its layers must be in a ModuleList or a "
+            "Sequential"
+        )
+    for name in names:
+        if isinstance(modules[name].forward, LayerForward):
+            raise EngineError(f"layer {name} is offloaded already: close the one before first")
+    return [LayerForward(name, modules[name], run) for name in names]
+
+
+def storages_of(*modules: torch.nn.Module) -> set[int]:
+    """Return the keys of the storages of parameters and buffers."""
+    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is torch.Tensor}
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_bytes(tensors: Collection[torch.Tensor], others: Collection[int]) -> int:
+    """Return the bytes of the storages of tensors, each once, without those with other keys."""
+    storages = {storage._cdata: storage.nbytes() for tensor in tensors for storage in (tensor.untyped_storage(),)}
+    return sum(nbytes for key, nbytes in storages.items() if key not in others)
