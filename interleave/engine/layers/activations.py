@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Hashable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -157,9 +158,11 @@ class OffloadedActivations:
         assert kind.measured is not None
         rates = self._transfers.rates()
         self._transfers.measures = False
-        layers = kind.measured.layers(self._names)
-        kind.orders = plan_orders(layers, self._budget(), rates)
-        kind.saved_bytes = sum(layer.saved_bytes for layer in layers)
+        layers, left_bytes = kind.measured.layers(self._names), kind.measured.left_bytes
+        budget = self._budget()
+        orders = plan_orders(layers, None if budget is None else max(0.0, budget - left_bytes), rates)
+        kind.orders = orders if orders.plan is None else replace(orders, left=frozenset(kind.measured.left))
+        kind.saved_bytes = sum(layer.saved_bytes for layer in layers) + left_bytes
         kind.measured = None
         log.info("ebbtide: activations of layers: %s", ", ".join(map(" ".join, self.choices.items())))
 

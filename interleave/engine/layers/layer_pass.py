@@ -50,8 +50,8 @@ class LayerPass:
         self._own_of_layer: Collection[int] = ()
         self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._of_layer: dict[int, weakref.WeakSet[SavedStorage]] = {}
-        # Outputs of the last layer: they count for the next one, whose backward needs them first.
-        self._outputs: set[int] = set()
+        # Saved outputs of the last layer: they count for the next one, whose backward needs them first.
+        self._outputs: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
         self._saved = 0
         self.last_layer = -1
         # The layer whose backward runs.
@@ -68,10 +68,9 @@ class LayerPass:
             transfers.wait("d2h", lambda one: one.layer in awaited)
         self._own_of_layer, self._saved, self.last_layer = own, 0, layer
         self._of_layer[layer] = weakref.WeakSet()
-        for key in self._outputs:
-            if (storage := self._storages.get(key)) is not None:
-                self._assign(storage, layer)
-        self._outputs = set()
+        for storage in self._outputs:
+            self._assign(storage, layer)
+        self._outputs.clear()
         if self.measurement is not None:
             self.measurement.begin(False, layer)
 
@@ -84,14 +83,20 @@ class LayerPass:
         storage = tensor.untyped_storage()
         if self._is_own(storage):
             return SavedTensor(tensor, None, layer, self._saved)
-        saved = self._storages.get(storage._cdata)
-        if saved is None or saved.hold() is not storage:
+        saved = self._find(storage)
+        if saved is None:
             self._count(storage, layer)
-            saved = self._storages[storage._cdata] = SavedStorage(storage, layer)
+            saved = self._storages[storage._cdata] = SavedStorage(storage, (layer, self._saved))
         self._assign(saved, layer)
-        if not self.orders.is_copied(layer):
-            saved.stays = True
+        if saved.stays:
+            saved.hold()
+            saved.keeper = layer if saved.keeper is None else saved.keeper
         return SavedTensor(tensor, saved, layer, self._saved)
+
+    def _find(self, storage: torch.UntypedStorage) -> SavedStorage | None:
+        saved = self._storages.get(storage._cdata)
+        # Another storage may have had the same key.
+        return saved if saved is not None and saved.is_in(storage) else None
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor that recomputation has saved."""
@@ -114,16 +119,19 @@ class LayerPass:
         if storage.layer != layer and (former := self._of_layer.get(storage.layer)) is not None:
             former.discard(storage)
         storage.layer = layer
+        storage.stays = not self.orders.is_copied(layer) or storage.first in self.orders.left
         self._of_layer[layer].add(storage)
 
     def end_layer(self, layer: int, outputs: Sequence[torch.Tensor]) -> None:
         if self.measurement is not None:
             self.measurement.end()
-        self._outputs = {tensor.untyped_storage()._cdata for tensor in outputs if is_plain(tensor)}
+            self.measurement.look(one for other in range(layer) for one in self._of_layer.get(other, ()))
+        for tensor in outputs:
+            if is_plain(tensor) and (storage := self._find(tensor.untyped_storage())) is not None:
+                self._outputs.add(storage)
         if self.orders.is_copied(layer):
-            kept = {id(self._storages.get(key)) for key in self._outputs}
-            own = [one for one in self._of_layer[layer] if one.host is None and not one.stays and id(one) not in kept]
-            self._transfers.down(own)
+            own = self._of_layer[layer].difference(self._outputs)
+            self._transfers.down([one for one in own if one.host is None and not one.stays])
 
     def load(self, saved: SavedTensor) -> torch.Tensor:
         """Return a saved tensor for the backward. Raises EngineError if the job has modified it."""
@@ -140,10 +148,11 @@ class LayerPass:
         if before is None or layer > before:
             # A backward begins; after one that has failed, too.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            self._outputs = set()
+            self._outputs.clear()
         if self.measurement is not None:
             self.measurement.end()
-            self.measurement.end_forward(self._saved_bytes)
+            self._transfers.wait("d2h", lambda _: True)
+            self.measurement.end_forward(self._of_layer)
         self._backward_of = layer
         self._release_after(layer)
         self._bring_back(self._of_layer.get(layer, ()), layer)
@@ -173,7 +182,8 @@ class LayerPass:
         for other, storages in self._of_layer.items():
             if other > layer:
                 for one in storages:
-                    one.release()
+                    if one.keeper is None or one.keeper > layer:
+                        one.release()
 
     def _end_backward(self) -> None:
         with self._lock:
@@ -182,7 +192,3 @@ class LayerPass:
             self._release_after(-1)
             self._backward_of = None
         self._end(self)
-
-    def _saved_bytes(self, layer: int) -> int:
-        """Return the bytes of the storages that are a layer's, before its backward."""
-        return sum(one.nbytes for one in self._of_layer.get(layer, ()))

@@ -1,6 +1,6 @@
 """What a pass shows of its layers: times, bytes, and whether a layer can be computed again."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,7 @@ from ebbtide.interleave.engine.devices.device import Mark, Streams
 from ebbtide.interleave.engine.layers.model_layers import storage_bytes
 from ebbtide.interleave.engine.layers.orders import MeasuredLayer
 from ebbtide.interleave.engine.layers.saved_tensors import TensorVersion
+from ebbtide.interleave.engine.layers.transfers import SavedStorage
 
 # No time is 0, so that plans are of this job.
 _LEAST_S = 1e-9
@@ -18,7 +19,9 @@ class PassMeasurement:
     """Marks before and after the compute of each layer, in the forward and in the backward, and its bytes.
 
     Attributes:
-        saved_bytes: By layer; None before the backward.
+        saved_bytes: By layer, of what the job does not hold itself; None before the backward.
+        left: What the job holds itself: the layer and the number of the saved tensor. A copy would free nothing.
+        left_bytes: Bytes of that.
     """
 
     def __init__(self, device: Streams) -> None:
@@ -27,7 +30,9 @@ class PassMeasurement:
         self._open: list[Mark] | None = None
         self._inputs: dict[int, tuple[int, list[TensorVersion]]] = {}
         self._with_effects: set[int] = set()
-        self.saved_bytes: Mapping[int, int] | None = None
+        self.saved_bytes: dict[int, int] | None = None
+        self.left: set[tuple[int, int]] = set()
+        self.left_bytes = 0
 
     def begin(self, is_backward: bool, layer: int) -> None:
         self._open = self._marks[is_backward, layer] = [self._device.record("job")]
@@ -47,12 +52,24 @@ class PassMeasurement:
         if any(buffer.is_changed for buffer in buffers):
             self._with_effects.add(layer)
 
-    def end_forward(self, saved_bytes: Callable[[int], int]) -> None:
-        """Take the bytes that layers have saved when their backward begins."""
-        if self.saved_bytes is None:
-            self.saved_bytes = {layer: saved_bytes(layer) for layer in self._inputs}
-            changed = {layer for layer, (_, tensors) in self._inputs.items() if any(one.is_changed for one in tensors)}
-            self._with_effects |= changed
+    def look(self, storages: Iterable[SavedStorage]) -> None:
+        """See which storages of layers whose copies have ended, and which the caller of layers has left, still live."""
+        self.left |= {one.first for one in storages if one.is_of_others}
+
+    def end_forward(self, of_layer: Mapping[int, Collection[SavedStorage]]) -> None:
+        """Take what layers have saved when their backward begins."""
+        if self.saved_bytes is not None:
+            return
+        self.saved_bytes = {}
+        for layer, storages in of_layer.items():
+            self.look(storages)
+            # The last layer's output was never copied.
+            left = {one for one in storages if one.first in self.left or one.host is None}
+            self.left |= {one.first for one in left}
+            self.left_bytes += sum(one.nbytes for one in left)
+            self.saved_bytes[layer] = sum(one.nbytes for one in storages if one not in left)
+        changed = {layer for layer, (_, tensors) in self._inputs.items() if any(one.is_changed for one in tensors)}
+        self._with_effects |= changed
 
     def layers(self, names: Sequence[str]) -> list[MeasuredLayer]:
         saved_bytes = self.saved_bytes or {}

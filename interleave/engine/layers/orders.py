@@ -41,6 +41,7 @@ class LayerOrders:
         recomputed: Layers that are computed again.
         copied: Layers whose activations go to the host; None for all.
         awaited: By layer: those whose copies to the host must have ended before its forward.
+        left: Saved tensors (layer, number) that are not copied, since the job holds their memory itself.
         returned: (layer, other): the activations of the other layer come back when the layer's backward has ended.
     """
 
@@ -49,6 +50,7 @@ class LayerOrders:
     copied: frozenset[int] | None = frozenset()
     awaited: Mapping[int, frozenset[int]] = field(default_factory=dict)
     returned: Sequence[tuple[int, int]] = ()
+    left: frozenset[tuple[int, int]] = frozenset()
 
     def is_copied(self, layer: int) -> bool:
         return self.copied is None or layer in self.copied
@@ -81,18 +83,22 @@ def plan_orders(
     workload = _workload(layers, budget_bytes)
     if budget_bytes is None or sum(layer.saved_bytes for layer in layers) <= budget_bytes:
         return KEEP_ALL
-    machine = Machine(
+    machine = _machine(rates)
+    can_recompute = any(layer.is_recomputable for layer in layers)
+    plan = make_plan(f"gpu-only,activations={'auto' if can_recompute else 'offload'}", workload, machine)
+    assert plan.layers is not None
+    placed = place(workload, plan.layers)
+    return ONE_AT_A_TIME if placed.missing_bytes else _orders(plan, plan.layers, placed)
+
+
+def _machine(rates: Mapping[str, float | None]) -> Machine:
+    return Machine(
         name="this machine",
         h2d_bytes_per_s=rates.get("h2d") or _FAST,
         d2h_bytes_per_s=rates.get("d2h") or _FAST,
         host_memory_bytes_per_s=_FAST,
         gpu_update_params_per_s=_FAST,
     )
-    can_recompute = any(layer.is_recomputable for layer in layers)
-    plan = make_plan(f"gpu-only,activations={'auto' if can_recompute else 'offload'}", workload, machine)
-    assert plan.layers is not None
-    placed = place(workload, plan.layers)
-    return ONE_AT_A_TIME if placed.missing_bytes else _orders(plan, plan.layers, placed)
 
 
 def _workload(layers: Sequence[MeasuredLayer], budget_bytes: float | None) -> Workload:

@@ -18,17 +18,21 @@ class SavedStorage:
     """A storage that layers have saved for the backward. All tensors in it share this object.
 
     Attributes:
+        first: The layer that has saved it first, and the number of the saved tensor there.
         layer: The last layer that has saved it, which is the first one whose backward uses it.
-        stays: Whether a layer keeps it on the device, so that it is not released after its copy.
+        stays: Whether that layer keeps it on the device.
+        keeper: The first layer that keeps what it has saved, of those that have saved this.
         host: Its copy; None before there is one.
     """
 
-    __slots__ = ("__weakref__", "_alive", "_storage", "host", "host_copy", "layer", "nbytes", "stays")
+    __slots__ = ("__weakref__", "_alive", "_storage", "first", "host", "host_copy", "keeper", "layer", "nbytes", "stays")
 
-    def __init__(self, storage: torch.UntypedStorage, layer: int) -> None:
-        self.layer = layer
+    def __init__(self, storage: torch.UntypedStorage, first: tuple[int, int]) -> None:
+        self.first = first
+        self.layer = first[0]
         self.nbytes = storage.nbytes()
         self.stays = False
+        self.keeper: int | None = None
         self.host: torch.Tensor | None = None
         self.host_copy: HostCopy | None = None
         self.put(storage)
@@ -44,9 +48,13 @@ class SavedStorage:
             self._storage = self._alive()
         return self._storage
 
+    def is_in(self, storage: torch.UntypedStorage) -> bool:
+        return self._alive() is storage
+
     @property
-    def is_held(self) -> bool:
-        return self._storage is not None
+    def is_of_others(self) -> bool:
+        """Whether the storage is on the device because the job holds it, too."""
+        return self._storage is None and self._alive() is not None
 
     def release(self) -> None:
         """Hold the storage on the device no longer, if there is a copy and no layer keeps it."""

@@ -1,0 +1,91 @@
+"""Activations under random choices and budgets: the bits of the plain job, within the budget."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.layers import activations, orders
+from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOrders, MeasuredLayer
+from ebbtide.interleave.model.layers import place
+from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies.layer_choice import LayerChoice, plan_of_choice
+from tests.conftest import examples
+from tests.interleave.engine.layers.random_jobs import CountingDevice, random_job, watched
+
+_OFFLOAD = -1
+_RATES = (None, 2e6, 2e7)
+
+
+class RandomPlanner:
+    """Makes random orders in place of the best ones, with the memory that their plan needs as budget."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self.activations: activations.OffloadedActivations | None = None
+        self.kinds: list[str] = []
+
+    def plan(
+        self, layers: Sequence[MeasuredLayer], budget_bytes: float | None, rates: Mapping[str, float | None]
+    ) -> LayerOrders:
+        draw = self._draw
+        workload = orders._workload(layers, 1e9)
+        forms = tuple(draw.choice((0, 1, _OFFLOAD, _OFFLOAD)) for _ in layers)
+        choice = LayerChoice((False,) * len(layers), forms, 2, draw.randint(1, 3))
+        machine = orders._machine(rates)
+        plan = plan_of_choice(choice, workload, machine, lambda placed, _: make_plan("gpu-only", placed, machine)).plan
+        assert plan.layers is not None
+        placed = place(workload, plan.layers)
+        assert self.activations is not None
+        need = max(memory.total for memory in placed.layer_memory) + 1e9 - (budget_bytes or 0.0)
+        self.activations._memory.limit_bytes = need
+        result = orders._orders(plan, plan.layers, placed)
+        self.kinds = result.kinds(len(layers))
+        return result
+
+
+def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a random job under a random choice, or a random budget, and compare it with the plain one."""
+    draw = random.Random(seed)
+    forced = draw.random() < 0.7
+    job = random_job(seed, same_length=forced)
+    plain = job.model()
+    expected = job.train(plain)
+    model = job.model()
+    device = CountingDevice(None, draw.choice(_RATES), draw.choice(_RATES))
+    planner = RandomPlanner(draw)
+    budget = 1e9 if forced else draw.choice((2e3, 8e3, 2e4, 4e4))
+    with monkeypatch.context() as patched:
+        if forced:
+            patched.setattr(activations, "plan_orders", planner.plan)
+        with activations.offload_activations(model, memory_budget=budget, device=device) as offloaded:
+            planner.activations = offloaded
+            try:
+                actual = job.train(model, device)
+                if not job.autocast:
+                    with watched(model, device) as live:
+                        loss = model(torch.randint(0, 8, (9,))).sum()
+                    # Counted: with what has left since the layer's end.
+                    assert max(live) <= offloaded.peak_bytes
+                    loss.backward()
+                    del loss
+            except DeviceMemoryError as error:
+                assert "layer" in str(error)
+                return f"error {forced} {error}"
+            finally:
+                assert offloaded._memory.limit_bytes is not None
+                assert offloaded.peak_bytes <= max(offloaded._memory.limit_bytes, budget)
+            assert [*map(torch.equal, actual, expected)] == [True] * len(expected), (seed, planner.kinds)
+            kinds = set(offloaded.choices.values())
+            assert offloaded.used_bytes == 0
+        return "-".join(sorted(kinds))
+
+
+def test_offload_activations__random_choices_have_the_bits_of_the_plain_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [run_case(seed, monkeypatch) for seed in range(examples(12))]
+    assert results.count("error") < len(results) / 4
+    assert {KEEP_ALL.keeps_all, ONE_AT_A_TIME.keeps_all} == {True, False}
