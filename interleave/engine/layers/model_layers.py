@@ -1,7 +1,6 @@
 """The layers of a model, and forwards that stand in for theirs."""
 
 from collections.abc import Callable, Collection
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,14 +24,15 @@ class LayerForward:
     def __init__(self, name: str, module: torch.nn.Module, run: Run) -> None:
         self.name = name
         self.module = module
-        self.original = module.forward
+        # A compiled layer is called in another way.
+        self._attribute = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+        self.original = getattr(module, self._attribute)
         self.number: int | None = None
-        self._is_own_attribute = "forward" in vars(module)
+        self._is_own_attribute = self._attribute in vars(module)
         self._run = run
-        module.forward = self
+        setattr(module, self._attribute, self)
 
-    # torch.compile compiles what is inside it, and not this.
-    @partial(torch._disable_dynamo, recursive=False)
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self, args, kwargs)
 
@@ -40,10 +40,12 @@ class LayerForward:
         return _same, (self.original,)
 
     def remove(self) -> None:
+        if vars(self.module).get(self._attribute) is not self:
+            return
         if self._is_own_attribute:
-            self.module.forward = self.original
-        elif vars(self.module).get("forward") is self:
-            del self.module.forward
+            setattr(self.module, self._attribute, self.original)
+        else:
+            delattr(self.module, self._attribute)
 
 
 def _same(value: Any) -> Any:
@@ -65,7 +67,7 @@ def replace_forwards(model: torch.nn.Module, run: Run) -> list[LayerForward]:
             "Sequential"
         )
     for name in names:
-        if isinstance(modules[name].forward, LayerForward):
+        if any(isinstance(value, LayerForward) for value in vars(modules[name]).values()):
             raise EngineError(f"layer {name} is offloaded already: close the one before first")
     return [LayerForward(name, modules[name], run) for name in names]
 

@@ -88,7 +88,8 @@ def plan_orders(
     plan = make_plan(f"gpu-only,activations={'auto' if can_recompute else 'offload'}", workload, machine)
     assert plan.layers is not None
     placed = place(workload, plan.layers)
-    return ONE_AT_A_TIME if placed.missing_bytes else _orders(plan, plan.layers, placed)
+    fits = max(memory.activations for memory in placed.layer_memory) <= budget_bytes
+    return _orders(plan, plan.layers, placed) if fits else ONE_AT_A_TIME
 
 
 def _machine(rates: Mapping[str, float | None]) -> Machine:

@@ -25,7 +25,18 @@ class SavedStorage:
         host: Its copy; None before there is one.
     """
 
-    __slots__ = ("__weakref__", "_alive", "_storage", "first", "host", "host_copy", "keeper", "layer", "nbytes", "stays")
+    __slots__ = (
+        "__weakref__",
+        "_alive",
+        "_storage",
+        "first",
+        "host",
+        "host_copy",
+        "keeper",
+        "layer",
+        "nbytes",
+        "stays",
+    )
 
     def __init__(self, storage: torch.UntypedStorage, first: tuple[int, int]) -> None:
         self.first = first

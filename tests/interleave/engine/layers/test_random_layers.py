@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers import activations, orders
-from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOrders, MeasuredLayer
+from ebbtide.interleave.engine.layers.orders import LayerOrders, MeasuredLayer
 from ebbtide.interleave.model.layers import place
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.layer_choice import LayerChoice, plan_of_choice
@@ -42,6 +43,8 @@ class RandomPlanner:
         placed = place(workload, plan.layers)
         assert self.activations is not None
         need = max(memory.total for memory in placed.layer_memory) + 1e9 - (budget_bytes or 0.0)
+        # Peaks before were in the memory of one layer at a time.
+        self.activations._memory.peak_bytes = 0
         self.activations._memory.limit_bytes = need
         result = orders._orders(plan, plan.layers, placed)
         self.kinds = result.kinds(len(layers))
@@ -67,25 +70,30 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
             try:
                 actual = job.train(model, device)
                 if not job.autocast:
+                    # Casts that autocast keeps are no activations.
                     with watched(model, device) as live:
                         loss = model(torch.randint(0, 8, (9,))).sum()
-                    # Counted: with what has left since the layer's end.
                     assert max(live) <= offloaded.peak_bytes
                     loss.backward()
                     del loss
-            except DeviceMemoryError as error:
-                assert "layer" in str(error)
-                return f"error {forced} {error}"
+            except DeviceMemoryError:
+                # A graph that is kept for a second backward keeps its memory, too.
+                assert not forced or job.twice
+                return "error"
             finally:
                 assert offloaded._memory.limit_bytes is not None
-                assert offloaded.peak_bytes <= max(offloaded._memory.limit_bytes, budget)
+                assert offloaded.peak_bytes <= offloaded._memory.limit_bytes
             assert [*map(torch.equal, actual, expected)] == [True] * len(expected), (seed, planner.kinds)
             kinds = set(offloaded.choices.values())
             assert offloaded.used_bytes == 0
         return "-".join(sorted(kinds))
 
 
-def test_offload_activations__random_choices_have_the_bits_of_the_plain_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = [run_case(seed, monkeypatch) for seed in range(examples(12))]
-    assert results.count("error") < len(results) / 4
-    assert {KEEP_ALL.keeps_all, ONE_AT_A_TIME.keeps_all} == {True, False}
+@pytest.mark.parametrize("cases", [pytest.param(2000, marks=pytest.mark.slow), 16])
+def test_offload_activations__random_choices_have_the_bits_of_the_plain_job(
+    cases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Counter(run_case(seed, monkeypatch) for seed in range(examples(cases)))
+    print(dict(results))
+    assert results["error"] < cases / 4
+    assert {"keep", "offload", "recompute"} <= {kind for result in results for kind in result.split("-")}
