@@ -1,7 +1,7 @@
 """Activations of a model's layers, kept, recomputed or offloaded by a plan, in any training loop."""
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,6 @@ from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.memory import ActivationMemory, HostArena
 from ebbtide.interleave.engine.layers.model_layers import LayerForward, replace_forwards, storages_of, tensors_in
 from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOrders, plan_orders
-from ebbtide.interleave.engine.layers.saved_tensors import SavedTensor
 from ebbtide.interleave.engine.layers.transfers import Transfers
 
 log = logging.getLogger("ebbtide")
@@ -48,6 +47,7 @@ class OffloadedActivations:
         self._pass: LayerPass | None = None
         self._names: list[str] = []
         self._is_closed = False
+        self._is_idle = False
         self._layers = replace_forwards(model, self._run)
 
     @property
@@ -100,15 +100,16 @@ class OffloadedActivations:
         if layer.number is None:
             layer.number = len(self._names)
             self._names.append(layer.name)
-        if layer.number and self._pass is None and self._kind is not None:
-            return layer.original(*args, **kwargs)
         if _is_within_backward() or _other_hooks() is not None:
             # The job itself decides what is saved.
             return layer.original(*args, **kwargs)
         if not layer.number or self._pass is None or layer.number <= self._pass.last_layer:
             claim = self._begin_pass(layer, args)
             if self._pass is None:
-                return layer.original(*args, **kwargs) if claim is None else claim.run(layer, args, kwargs)
+                output = layer.original(*args, **kwargs)
+                if claim is not None:
+                    claim.attach(tensors_in(output))
+                return output
         return self._run_layer(self._pass, layer, layer.number, args, kwargs)
 
     def _begin_pass(self, layer: LayerForward, args: tuple[Any, ...]) -> "_KeptClaim | None":
@@ -128,16 +129,25 @@ class OffloadedActivations:
             self._plan(kind)
         orders = kind.orders
         if orders.keeps_all:
-            self._pass = None
             try:
-                return _KeptClaim(self._memory, kind.saved_bytes) if kind.saved_bytes else None
+                claim = _KeptClaim(self._memory, kind.saved_bytes) if kind.saved_bytes else None
+                self._pass = None
+                self._set_idle(True)
+                return claim
             except DeviceMemoryError:
                 # Another pass has its memory.
                 orders = ONE_AT_A_TIME
+        self._set_idle(False)
         measurement = PassMeasurement(self._device) if orders is ONE_AT_A_TIME else None
         own = storages_of(self._model)
         self._pass = LayerPass(self._transfers, orders, self._device_type, self._names, kind.end_pass, own, measurement)
         return None
+
+    def _set_idle(self, is_idle: bool) -> None:
+        if self._is_idle != is_idle:
+            self._is_idle = is_idle
+            for layer in self._layers:
+                layer.is_idle = is_idle and layer.number != 0
 
     def _run_layer(
         self, one: LayerPass, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,7 +205,9 @@ class _KindOfPass:
 
 
 class _KeptClaim:
-    """The memory that all layers keep in a pass: claimed until what the first layer has saved is released."""
+    """The memory that all layers keep in a pass: claimed until the backward of the first one, or the end of its graph.
+
+    Hooks of the first layer's saved tensors would know more, and would cost more than 1 % of a short step."""
 
     def __init__(self, memory: ActivationMemory, nbytes: int) -> None:
         self._memory = memory
@@ -203,16 +215,19 @@ class _KeptClaim:
         memory.claim(nbytes)
         self._nbytes = nbytes
 
-    def __del__(self) -> None:
+    def release(self, *_: Any) -> None:
         self._memory.unclaim(self._nbytes)
+        self._nbytes = 0
 
-    def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def load(held: tuple[_KeptClaim, SavedTensor]) -> torch.Tensor:
-            held[1].check(layer.name)
-            return held[1].get()
+    def __del__(self) -> None:
+        self.release()
 
-        with saved_tensors_hooks(lambda tensor: (self, SavedTensor(tensor, None, 0, 0)), load):
-            return layer.original(*args, **kwargs)
+    def attach(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Let the graph of a layer's outputs hold this."""
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(self.release)
+                return
 
 
 class _Recomputed:

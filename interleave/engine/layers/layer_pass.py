@@ -79,10 +79,10 @@ class LayerPass:
         self._saved += 1
         layer = self.last_layer
         if tensor.device.type != self._device_type or not is_plain(tensor):
-            return SavedTensor(tensor, None, layer, self._saved)
+            return SavedTensor(tensor, None, layer)
         storage = tensor.untyped_storage()
         if self._is_own(storage):
-            return SavedTensor(tensor, None, layer, self._saved)
+            return SavedTensor(tensor, None, layer)
         saved = self._find(storage)
         if saved is None:
             self._count(storage, layer)
@@ -91,7 +91,7 @@ class LayerPass:
         if saved.stays:
             saved.hold()
             saved.keeper = layer if saved.keeper is None else saved.keeper
-        return SavedTensor(tensor, saved, layer, self._saved)
+        return SavedTensor(tensor, saved, layer)
 
     def _find(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         saved = self._storages.get(storage._cdata)

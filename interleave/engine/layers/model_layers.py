@@ -19,6 +19,7 @@ class LayerForward:
 
     Attributes:
         number: The layer's number in the order of the forward; None before its first one.
+        is_idle: Whether there is nothing to do but its own forward.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, run: Run) -> None:
@@ -29,11 +30,16 @@ class LayerForward:
         self.original = getattr(module, self._attribute)
         self.number: int | None = None
         self._is_own_attribute = self._attribute in vars(module)
+        self.is_idle = False
         self._run = run
         setattr(module, self._attribute, self)
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.is_idle else self._run_eagerly(args, kwargs)
+
+    # torch.compile of the whole model has a graph break here.
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(self, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -31,12 +31,11 @@ class SavedTensor:
 
     Autograd does not compare versions of tensors that it saves through hooks, so this does."""
 
-    __slots__ = ("_dtype", "_geometry", "_kept", "_version", "layer", "number", "storage")
+    __slots__ = ("_dtype", "_geometry", "_kept", "_version", "layer", "storage")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage | None, layer: int, number: int) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage | None, layer: int) -> None:
         self.storage = storage
         self.layer = layer
-        self.number = number
         self._version = TensorVersion(tensor)
         self._dtype = tensor.dtype
         # Detached: a tensor of the graph, inside the graph, would keep all of it alive.
@@ -45,15 +44,14 @@ class SavedTensor:
 
     def check(self, layer_name: str) -> None:
         """Raise EngineError if the tensor was written to after it was saved."""
-        version = self._version
-        if version.is_changed:
-            size = self._geometry[1] if self._kept is None else self._kept.shape
+        if self._version.is_changed:
+            size = self._kept.shape if self._kept is not None else self._geometry[1]
             node = torch._C._current_autograd_node()
             raise EngineError(
-                f"layer {layer_name}: saved tensor {self.number} ({str(self._dtype).removeprefix('torch.')} of shape "
+                f"layer {layer_name}: a saved tensor ({str(self._dtype).removeprefix('torch.')} of shape "
                 f"{tuple(size)}), which {'recomputation' if node is None else node.name()} needs, was modified in "
-                f"place: it is at version {version.now}, and was saved at version {version.number}. No gradient was "
-                "computed from it: use the operation that is not in place"
+                f"place: it is at version {self._version.now}, and was saved at version {self._version.number}. No "
+                "gradient was computed from it: use the operation that is not in place"
             )
 
     def get(self) -> torch.Tensor:

@@ -158,7 +158,7 @@ def test_offload_activations__edits_in_place_are_errors_before_anything_is_wrong
         with pytest.raises((EngineError, RuntimeError), match=r"modified (in\s*place|by an inplace)") as caught:
             train(model)
         if not (steps == 4 and layers == 9):
-            assert "layer layers.2: saved tensor" in str(caught.value)
+            assert "layer layers.2: a saved tensor" in str(caught.value)
         assert all(param.grad is None for param in model.layers[0].parameters())
 
 
