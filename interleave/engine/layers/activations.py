@@ -16,7 +16,14 @@ from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers.layer_pass import LayerPass
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.memory import ActivationMemory, HostArena
-from ebbtide.interleave.engine.layers.model_layers import LayerForward, replace_forwards, storages_of, tensors_in
+from ebbtide.interleave.engine.layers.model_layers import (
+    LayerForward,
+    is_within_backward,
+    other_hooks,
+    replace_forwards,
+    storages_of,
+    tensors_in,
+)
 from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOrders, plan_orders
 from ebbtide.interleave.engine.layers.transfers import Transfers
 
@@ -48,7 +55,7 @@ class OffloadedActivations:
         self._names: list[str] = []
         self._is_closed = False
         self._is_idle = False
-        self._layers = replace_forwards(model, self._run)
+        self._layers = replace_forwards(model, self._run, "activations")
 
     @property
     def choices(self) -> dict[str, str]:
@@ -100,7 +107,7 @@ class OffloadedActivations:
         if layer.number is None:
             layer.number = len(self._names)
             self._names.append(layer.name)
-        if _is_within_backward() or _other_hooks() is not None:
+        if is_within_backward() or other_hooks() is not None:
             # The job itself decides what is saved.
             return layer.original(*args, **kwargs)
         if not layer.number or self._pass is None or layer.number <= self._pass.last_layer:
@@ -239,8 +246,8 @@ class _Recomputed:
         self._kwargs = kwargs
 
     def __call__(self, *args: Any) -> Any:
-        hooks = _other_hooks()
-        if hooks is None or not _is_within_backward():
+        hooks = other_hooks()
+        if hooks is None or not is_within_backward():
             return self._layer.original(*args, **self._kwargs)
         save, load = hooks
 
@@ -250,15 +257,6 @@ class _Recomputed:
 
         with saved_tensors_hooks(count, load):
             return self._layer.original(*args, **self._kwargs)
-
-
-def _is_within_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _other_hooks() -> Any:
-    """Return the hooks for saved tensors that are in effect; None if there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def offload_activations(

@@ -20,7 +20,7 @@ class _Counted(weakref.ref):  # type: ignore[type-arg]
 
 
 class ActivationMemory:
-    """Counts the device memory of activations against a limit, and on the device itself.
+    """Counts the device memory of activations, or of weights, against a limit, and on the device itself.
 
     Attributes:
         limit_bytes: None is no limit but that of the device.
@@ -28,8 +28,9 @@ class ActivationMemory:
         peak_bytes: The high-water mark of `used_bytes`.
     """
 
-    def __init__(self, device: Device, limit_bytes: float | None) -> None:
+    def __init__(self, device: Device, limit_bytes: float | None, what: str = "activations") -> None:
         self._device = device
+        self._what = what
         self.limit_bytes = limit_bytes
         self.used_bytes = self.peak_bytes = 0
         self._counted: dict[int, _Counted] = {}
@@ -41,8 +42,8 @@ class ActivationMemory:
         with self._lock:
             if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
                 raise DeviceMemoryError(
-                    f"activations need {bytes_text(nbytes)} beside {bytes_text(self.used_bytes)} of device memory, and "
-                    f"memory_budget is {bytes_text(self.limit_bytes)}"
+                    f"{self._what} need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)}, and "
+                    f"their memory_budget is {bytes_text(self.limit_bytes)}"
                 )
             self._device.claim(nbytes)
             self.used_bytes += nbytes

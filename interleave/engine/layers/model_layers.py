@@ -22,8 +22,9 @@ class LayerForward:
         is_idle: Whether there is nothing to do but its own forward.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module, run: Run) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, run: Run, purpose: str) -> None:
         self.name = name
+        self.purpose = purpose
         self.module = module
         # A compiled layer is called in another way.
         self._attribute = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
@@ -58,8 +59,10 @@ def _same(value: Any) -> Any:
     return value
 
 
-def replace_forwards(model: torch.nn.Module, run: Run) -> list[LayerForward]:
-    """Let a function run the forwards of a model's layers. Raises EngineError if it has no list of layers."""
+def replace_forwards(model: torch.nn.Module, run: Run, purpose: str) -> list[LayerForward]:
+    """Let a function run the forwards of a model's layers. Raises EngineError if it has no list of layers.
+
+    The purpose is what it does with them: `activations`, or inside of that `weights`; each may be done once."""
     sizes = (
         (name, param.numel() * param.element_size())
         for name, module in model.named_modules()
@@ -73,9 +76,22 @@ def replace_forwards(model: torch.nn.Module, run: Run) -> list[LayerForward]:
             "Sequential"
         )
     for name in names:
-        if any(isinstance(value, LayerForward) for value in vars(modules[name]).values()):
-            raise EngineError(f"layer {name} is offloaded already: close the one before first")
-    return [LayerForward(name, modules[name], run) for name in names]
+        outer = next((one for one in vars(modules[name]).values() if isinstance(one, LayerForward)), None)
+        if outer is not None and (outer.purpose, purpose) != ("weights", "activations"):
+            raise EngineError(
+                f"the {outer.purpose} of layer {name} are moved already: close that first, and stream weights before "
+                "activations are offloaded"
+            )
+    return [LayerForward(name, modules[name], run, purpose) for name in names]
+
+
+def is_within_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def other_hooks() -> Any:
+    """Return the hooks for saved tensors that are in effect; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def storages_of(*modules: torch.nn.Module) -> set[int]:

@@ -51,7 +51,7 @@ class SavedStorage:
     def put(self, storage: torch.UntypedStorage) -> None:
         """Hold a storage on the device with its values."""
         self._storage: torch.UntypedStorage | None = storage
-        self._alive = weakref.ref(storage)
+        self._alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
 
     def hold(self) -> torch.UntypedStorage | None:
         """Return the storage on the device, and hold it; None if it was freed. Others may have kept it alive."""
@@ -71,6 +71,11 @@ class SavedStorage:
         """Hold the storage on the device no longer, if there is a copy and no layer keeps it."""
         if self.host is not None and not self.stays:
             self._storage = None
+
+    def forget(self) -> None:
+        """Hold the storage on the device no longer, and do not use it if others do: its values may be old."""
+        self._storage = None
+        self._alive = _nothing
 
 
 class _Flight(NamedTuple):
@@ -122,7 +127,7 @@ class Transfers:
 
     def down(self, storages: Sequence[SavedStorage]) -> None:
         """Issue copies to the host, after what the job has issued so far."""
-        sources = [(one, _bytes_of(storage)) for one in storages if (storage := one.hold()) is not None]
+        sources = [(one, bytes_of(storage)) for one in storages if (storage := one.hold()) is not None]
         if not sources:
             return
         offsets = _offsets([source.nbytes for _, source in sources])
@@ -202,7 +207,11 @@ class Transfers:
         return {name: nbytes / seconds if seconds > 0 else None for name, (nbytes, seconds) in self._moved.items()}
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def _nothing() -> None:
+    """Return None, as the reference to what is gone."""
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

@@ -309,7 +309,7 @@ def test_offload_activations__bad_input(model: nn.Module, budget: float | None, 
 
 def test_offload_activations__not_twice() -> None:
     model = stack()
-    with offloaded(model), pytest.raises(EngineError, match="offloaded already"):
+    with offloaded(model), pytest.raises(EngineError, match=r"activations of layer layers\.0 are moved already"):
         offloaded(model)
     with offloaded(model):
         train(model)

@@ -1,10 +1,11 @@
-"""Activations under random choices and budgets: the bits of the plain job, within the budget."""
+"""Activations under random choices and budgets, weights streamed or not: the plain job's bits, within the budget."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers import activations, orders
 from ebbtide.interleave.engine.layers.orders import LayerOrders, MeasuredLayer
+from ebbtide.interleave.engine.layers.weights import stream_weights
 from ebbtide.interleave.model.layers import place
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.layer_choice import LayerChoice, plan_of_choice
@@ -65,7 +67,10 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
     with monkeypatch.context() as patched:
         if forced:
             patched.setattr(activations, "plan_orders", planner.plan)
-        with activations.offload_activations(model, memory_budget=budget, device=device) as offloaded:
+        with (
+            stream_weights(model, memory_budget=12e3, device=device) if draw.random() < 0.4 else nullcontext(),
+            activations.offload_activations(model, memory_budget=budget, device=device) as offloaded,
+        ):
             planner.activations = offloaded
             try:
                 actual = job.train(model, device)
