@@ -42,8 +42,8 @@ class ActivationMemory:
         with self._lock:
             if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
                 raise DeviceMemoryError(
-                    f"{self._what} need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)}, and "
-                    f"their memory_budget is {bytes_text(self.limit_bytes)}"
+                    f"{self._what} need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)}, "
+                    f"and their memory_budget is {bytes_text(self.limit_bytes)}"
                 )
             self._device.claim(nbytes)
             self.used_bytes += nbytes
