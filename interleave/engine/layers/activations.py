@@ -1,8 +1,11 @@
 """Activations of a model's layers, kept, recomputed or offloaded by a plan, in any training loop."""
 
 import logging
+import math
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +34,8 @@ log = logging.getLogger("ebbtide")
 
 # Passes with inputs of a kind before there is a plan for them: the first one has not warmed up yet.
 _MEASURED_PASSES = 2
+# What passes with the same orders have in common: modes, types and dimensions of their inputs, and their sizes.
+PassKey = tuple[Hashable, tuple[int, ...]]
 
 
 class OffloadedActivations:
@@ -41,15 +46,10 @@ class OffloadedActivations:
     def __init__(self, model: torch.nn.Module, memory_budget: float | None, device: Device | None) -> None:
         if memory_budget is not None and not (isinstance(memory_budget, int | float) and memory_budget >= 0):
             raise EngineError(f"memory_budget is {memory_budget!r}: it must be bytes, at least 0, or None")
-        first = next(model.parameters(), None)
-        torch_device = torch.device("cpu") if first is None else first.device
         self._model = model
-        self._device_type = torch_device.type
-        self._device = open_device(torch_device) if device is None else device
-        self._memory = ActivationMemory(self._device, memory_budget)
-        self._arena = HostArena(self._device)
-        self._transfers = Transfers(self._device, self._memory, self._arena)
-        self._kinds_of_pass: dict[Hashable, _KindOfPass] = {}
+        self._budget_bytes = memory_budget
+        self._given_device = device
+        self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
         self._kind: _KindOfPass | None = None
         self._pass: LayerPass | None = None
         self._names: list[str] = []
@@ -71,17 +71,28 @@ class OffloadedActivations:
     @property
     def peak_bytes(self) -> int:
         """The most device memory that activations of layers have used, in bytes."""
-        return self._memory.peak_bytes
+        return self._transfers.memory.peak_bytes if self._is_open else 0
 
     @property
     def used_bytes(self) -> int:
         """The device memory that activations of layers use now, in bytes."""
-        return self._memory.used_bytes
+        return self._transfers.memory.used_bytes if self._is_open else 0
 
     @property
     def host_bytes(self) -> int:
         """The host memory of offloaded activations, in bytes."""
-        return self._arena.allocated_bytes
+        return self._transfers.arena.allocated_bytes if self._is_open else 0
+
+    @property
+    def _is_open(self) -> bool:
+        return "_transfers" in vars(self)
+
+    @cached_property
+    def _transfers(self) -> Transfers:
+        """The device, opened at the first pass: until then the model may move to it."""
+        own = next(self._model.parameters()).device
+        device = open_device(own) if self._given_device is None else self._given_device
+        return Transfers(device, ActivationMemory(device, self._budget_bytes), HostArena(device))
 
     def close(self) -> None:
         """Give the layers their own forwards back. Backwards of passes that have begun still work."""
@@ -90,7 +101,8 @@ class OffloadedActivations:
             for layer in self._layers:
                 layer.remove()
             self._pass = None
-            self._arena.release()
+            if self._is_open:
+                self._transfers.arena.release()
 
     def __enter__(self) -> Self:
         return self
@@ -107,8 +119,12 @@ class OffloadedActivations:
         if layer.number is None:
             layer.number = len(self._names)
             self._names.append(layer.name)
-        if is_within_backward() or other_hooks() is not None:
-            # The job itself decides what is saved.
+        if (
+            is_within_backward()
+            or other_hooks() is not None
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            # The job itself decides what is saved; transforms of torch.func do not allow hooks.
             return layer.original(*args, **kwargs)
         if not layer.number or self._pass is None or layer.number <= self._pass.last_layer:
             claim = self._begin_pass(layer, args)
@@ -121,23 +137,25 @@ class OffloadedActivations:
 
     def _begin_pass(self, layer: LayerForward, args: tuple[Any, ...]) -> "_KeptClaim | None":
         """Set the orders of a pass. Return the claim of the memory that it needs without orders."""
-        key = (
+        device_type = next(layer.module.parameters()).device.type
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        flags = (
             layer.module.training,
-            torch.is_autocast_enabled(self._device_type),
-            *((arg.shape, arg.dtype) for arg in args if isinstance(arg, torch.Tensor)),
+            torch.is_autocast_enabled(device_type),
+            *((one.dtype, one.dim()) for one in tensors),
         )
-        kind = self._kinds_of_pass.get(key)
+        key = flags, tuple(size for one in tensors for size in one.shape)
+        self._kind = kind = self._kinds_of_pass.get(key) or self._larger_kind(key)
         if kind is None:
-            kind = self._kinds_of_pass[key] = _KindOfPass()
+            self._kind = kind = self._kinds_of_pass[key] = _KindOfPass()
             if self._budget() is None:
                 kind.orders = KEEP_ALL
-        self._kind = kind
         if kind.orders is ONE_AT_A_TIME and kind.measured is not None:
             self._plan(kind)
         orders = kind.orders
         if orders.keeps_all:
             try:
-                claim = _KeptClaim(self._memory, kind.saved_bytes) if kind.saved_bytes else None
+                claim = _KeptClaim(self._transfers.memory, kind.saved_bytes) if kind.saved_bytes else None
                 self._pass = None
                 self._set_idle(True)
                 return claim
@@ -145,10 +163,22 @@ class OffloadedActivations:
                 # Another pass has its memory.
                 orders = ONE_AT_A_TIME
         self._set_idle(False)
-        measurement = PassMeasurement(self._device) if orders is ONE_AT_A_TIME else None
+        measurement = PassMeasurement(self._transfers.device) if orders is ONE_AT_A_TIME else None
         own = storages_of(self._model)
-        self._pass = LayerPass(self._transfers, orders, self._device_type, self._names, kind.end_pass, own, measurement)
+        self._pass = LayerPass(self._transfers, orders, device_type, self._names, kind.end_pass, own, measurement)
         return None
+
+    def _larger_kind(self, key: "PassKey") -> "_KindOfPass | None":
+        """Return a kind of passes with orders whose inputs are larger in each dimension, the smallest one of them.
+
+        Its memory suffices, and jobs whose lengths vary do not begin again with each of them."""
+        flags, sizes = key
+        larger = [
+            (math.prod(others), number, kind)
+            for number, ((other_flags, others), kind) in enumerate(self._kinds_of_pass.items())
+            if kind.is_planned and other_flags == flags and all(map(operator.ge, others, sizes))
+        ]
+        return min(larger)[2] if larger else None
 
     def _set_idle(self, is_idle: bool) -> None:
         if self._is_idle != is_idle:
@@ -185,11 +215,12 @@ class OffloadedActivations:
 
     def _budget(self) -> float | None:
         """Return the device memory that activations may use; None: no limit."""
-        free = self._device.free_bytes()
+        device, memory = self._transfers.device, self._transfers.memory
+        free = device.free_bytes()
         if free is not None:
             # The job's own peak, which is not free, has these activations at their peak.
-            free = max(0.0, free + self._memory.peak_bytes - self._device.used_bytes)
-        limits = [limit for limit in (self._memory.limit_bytes, free) if limit is not None]
+            free = max(0.0, free + memory.peak_bytes - device.used_bytes)
+        limits = [limit for limit in (memory.limit_bytes, free) if limit is not None]
         return min(limits, default=None)
 
 
@@ -202,6 +233,10 @@ class _KindOfPass:
         self.saved_bytes = 0
         self.measured: PassMeasurement | None = None
         self._passes = 0
+
+    @property
+    def is_planned(self) -> bool:
+        return self.orders is not ONE_AT_A_TIME
 
     def end_pass(self, one: LayerPass) -> None:
         """Take a pass whose backward has ended as a measurement."""

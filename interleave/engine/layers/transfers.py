@@ -102,7 +102,7 @@ class Transfers:
     def __init__(self, device: Device, memory: ActivationMemory, arena: HostArena) -> None:
         self.device = device
         self.memory = memory
-        self._arena = arena
+        self.arena = arena
         self.measures = True
         self._flights: list[_Flight] = []
         self._ended: list[_Flight] = []
@@ -131,7 +131,7 @@ class Transfers:
         if not sources:
             return
         offsets = _offsets([source.nbytes for _, source in sources])
-        copy = self._arena.take(offsets[-1])
+        copy = self.arena.take(offsets[-1])
         for (one, source), begin in zip(sources, offsets, strict=False):
             one.host_copy = copy
             one.host = copy.block.memory[begin : begin + source.nbytes]

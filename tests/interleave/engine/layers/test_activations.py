@@ -331,3 +331,32 @@ def test_layer_pass__sees_no_dead_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerPass, "_find", lambda self, storage: None)
     with offloaded(model, 9):
         assert same(train(model, 2), expected)
+
+
+def test_offload_activations__lengths_that_vary_have_the_orders_of_a_longer_one() -> None:
+    def run(model: Any, lengths: list[int]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        losses = []
+        for length in lengths:
+            loss = model(torch.randn(length, WIDTH)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    lengths = [24, 24, 24, 20, 22, 25, 25, 25, 23]
+    expected, model = run(stack(), lengths), stack()
+    with offloaded(model, 2.4) as activations:
+        assert same(run(model, lengths[:4]), expected[:4])
+        assert activations.orders is not None
+        assert activations.orders.plan is not None
+        assert len(activations._kinds_of_pass) == 1
+        run(model, lengths[4:])
+        assert len(activations._kinds_of_pass) == 2
+
+
+def test_offload_activations__transforms_of_functions_run_as_they_are() -> None:
+    model = stack()
+    with offloaded(model, 2.2):
+        train(model, 3)
+        gradient = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, WIDTH))
+    assert torch.equal(gradient, torch.func.grad(lambda x: stack()(x).sum())(torch.ones(2, WIDTH)))

@@ -46,8 +46,8 @@ class RandomPlanner:
         assert self.activations is not None
         need = max(memory.total for memory in placed.layer_memory) + 1e9 - (budget_bytes or 0.0)
         # Peaks before were in the memory of one layer at a time.
-        self.activations._memory.peak_bytes = 0
-        self.activations._memory.limit_bytes = need
+        self.activations._transfers.memory.peak_bytes = 0
+        self.activations._transfers.memory.limit_bytes = need
         result = orders._orders(plan, plan.layers, placed)
         self.kinds = result.kinds(len(layers))
         return result
@@ -88,8 +88,8 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
                 assert not forced or job.twice
                 return "error"
             finally:
-                assert offloaded._memory.limit_bytes is not None
-                assert offloaded.peak_bytes <= offloaded._memory.limit_bytes
+                assert offloaded._transfers.memory.limit_bytes is not None
+                assert offloaded.peak_bytes <= offloaded._transfers.memory.limit_bytes
             assert [*map(torch.equal, actual, expected)] == [True] * len(expected), (seed, planner.kinds)
             kinds = set(offloaded.choices.values())
             assert offloaded.used_bytes == 0
