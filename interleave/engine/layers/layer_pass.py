@@ -168,12 +168,11 @@ class LayerPass:
 
     def _bring_back(self, storages: Iterable[SavedStorage], layer: int) -> None:
         """Bring storages back to the device, and let the job wait for them."""
-        wanted = {id(one) for one in storages}
         try:
             self._transfers.up(storages)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(f"backward of layer {self._names[layer]}: {error}") from error
-        self._transfers.wait("h2d", lambda one: id(one) in wanted)
+        self._transfers.wait_for("h2d", storages)
 
     def _release_after(self, layer: int) -> None:
         """Release on the device what layers have used whose backward has ended."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.model.layers import LayerPlan, place, stretches_of
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
@@ -75,7 +76,7 @@ ONE_AT_A_TIME = LayerOrders(copied=None)
 
 
 def plan_orders(
-    layers: Sequence[MeasuredLayer], budget_bytes: float | None, rates: Mapping[str, float | None]
+    layers: Sequence[MeasuredLayer], budget_bytes: float | None, rates: Mapping[Direction, float | None]
 ) -> LayerOrders:
     """Return the orders of the best plan for layers within a budget of device memory.
 
@@ -92,7 +93,7 @@ def plan_orders(
     return _orders(plan, plan.layers, placed) if fits else ONE_AT_A_TIME
 
 
-def _machine(rates: Mapping[str, float | None]) -> Machine:
+def _machine(rates: Mapping[Direction, float | None]) -> Machine:
     return Machine(
         name="this machine",
         h2d_bytes_per_s=rates.get("h2d") or _FAST,

@@ -19,11 +19,11 @@ class TensorVersion:
 
     @property
     def now(self) -> int:
-        return self._counter._version
+        return int(self._counter._version)
 
     @property
     def is_changed(self) -> bool:
-        return self._counter._version != self.number
+        return self.now != self.number
 
 
 class SavedTensor:
@@ -40,12 +40,12 @@ class SavedTensor:
         self._dtype = tensor.dtype
         # Detached: a tensor of the graph, inside the graph, would keep all of it alive.
         self._kept = tensor.detach() if storage is None else None
-        self._geometry = () if storage is None else (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def check(self, layer_name: str) -> None:
         """Raise EngineError if the tensor was written to after it was saved."""
         if self._version.is_changed:
-            size = self._kept.shape if self._kept is not None else self._geometry[1]
+            _, size, _ = self._geometry
             node = torch._C._current_autograd_node()
             raise EngineError(
                 f"layer {layer_name}: a saved tensor ({str(self._dtype).removeprefix('torch.')} of shape "

@@ -180,6 +180,11 @@ class Transfers:
             if any(map(is_awaited, flight.storages)):
                 self._land(flight)
 
+    def wait_for(self, direction: Direction, storages: Iterable[SavedStorage]) -> None:
+        """Let the job wait for copies in a direction of these storages."""
+        wanted = {id(one) for one in storages}
+        self.wait(direction, lambda one: id(one) in wanted)
+
     def release_passed(self) -> None:
         """Release what copies that have ended used."""
         for flight in [*self._flights]:

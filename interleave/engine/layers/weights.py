@@ -174,8 +174,7 @@ class StreamedWeights:
             self._transfers.up(storages)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(f"layer {layer.name}: {error}") from error
-        wanted = {id(storage) for storage in storages}
-        self._transfers.wait("h2d", lambda one: id(one) in wanted)
+        self._transfers.wait_for("h2d", storages)
         if 0 <= ahead < len(self._order):
             try:
                 self._transfers.up([weight.storage for weight in self._weights[self._order[ahead]]])
@@ -188,8 +187,7 @@ class StreamedWeights:
         before = self._order[layer.number - 1] if layer is not None and layer.number else None
         for other, weights in self._weights.items():
             if other is not layer and other is not before:
-                own = {id(weight.storage) for weight in weights}
-                self._transfers.wait("h2d", lambda one, own=own: id(one) in own)
+                self._transfers.wait_for("h2d", [weight.storage for weight in weights])
                 for weight in weights:
                     weight.forget()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave import offload_activations
@@ -18,7 +19,6 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import orders
 from ebbtide.interleave.engine.layers.activations import OffloadedActivations
-from ebbtide.interleave.engine.layers.layer_pass import LayerPass
 from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME
 from ebbtide.interleave.engine.layers.saved_tensors import TensorVersion
 
@@ -325,14 +325,6 @@ def test_plan_orders__prefers_nothing_to_do_and_falls_back_to_one_at_a_time() ->
     assert all(other < layer for layer, other in some.returned)
 
 
-def test_layer_pass__sees_no_dead_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of storages are used again: what is saved under one is compared with the storage itself."""
-    model, expected = stack(), train(stack(), 2)
-    monkeypatch.setattr(LayerPass, "_find", lambda self, storage: None)
-    with offloaded(model, 9):
-        assert same(train(model, 2), expected)
-
-
 def test_offload_activations__lengths_that_vary_have_the_orders_of_a_longer_one() -> None:
     def run(model: Any, lengths: list[int]) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -360,3 +352,33 @@ def test_offload_activations__transforms_of_functions_run_as_they_are() -> None:
         train(model, 3)
         gradient = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, WIDTH))
     assert torch.equal(gradient, torch.func.grad(lambda x: stack()(x).sum())(torch.ones(2, WIDTH)))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "ddp"])
+def test_offload_activations__sharded_and_replicated_models(kind: str, one_rank: None) -> None:
+    def model() -> Any:
+        plain = stack()
+        if kind == "ddp":
+            return nn.parallel.DistributedDataParallel(plain)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for layer in plain.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(plain, mesh=mesh)
+
+    def local(results: list[Any]) -> list[torch.Tensor]:
+        return [one.to_local() if hasattr(one, "to_local") else one for one in results]
+
+    expected, moved = local(train(model(), 4)), model()
+    with offloaded(moved, 2.2) as activations:
+        assert same(local(train(moved, 4)), expected)
+        assert "offload" in activations.choices.values()
+        # Gathered parameters are not copied.
+        assert activations.host_bytes <= 5 * LAYER_BYTES
