@@ -43,7 +43,7 @@ class ActivationMemory:
             if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
                 raise DeviceMemoryError(
                     f"{self._what} need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)}, "
-                    f"and their memory_budget is {bytes_text(self.limit_bytes)}"
+                    f"and their memory_budget is {bytes_text(self.limit_bytes)}: raise it, or use smaller batches"
                 )
             self._device.claim(nbytes)
             self.used_bytes += nbytes

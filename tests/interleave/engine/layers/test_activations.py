@@ -171,20 +171,23 @@ def test_offload_activations__edits_are_not_seen_without_versions(monkeypatch: p
         train(model)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_offload_activations__goes_on_after_errors_in_forward_and_backward(steps: int) -> None:
+def test_offload_activations__goes_on_after_errors_in_forward_and_backward(
+    steps: int, error: type[BaseException]
+) -> None:
     expected, model = train(stack(), 3), stack()
 
     def fail(*_: Any) -> None:
-        raise ValueError("broken")
+        raise error("broken")
 
     with offloaded(model, 2.2, h2d_bytes_per_s=1e7, d2h_bytes_per_s=1e7) as activations:
         train(model, steps)
         model.layers[3].after = fail
-        with pytest.raises(ValueError, match="broken"):
+        with pytest.raises(error, match="broken"):
             train(model)
         model.layers[3].after = lambda value: value.register_hook(fail) if value.requires_grad else None
-        with pytest.raises(ValueError, match="broken"):
+        with pytest.raises(error, match="broken"):
             train(model)
         model.layers[3].after = lambda _: None
         gc.collect()
