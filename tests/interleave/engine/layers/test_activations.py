@@ -323,6 +323,9 @@ def test_plan_orders__prefers_nothing_to_do_and_falls_back_to_one_at_a_time() ->
     rates = {"h2d": 1e6, "d2h": 1e6}
     assert orders.plan_orders(layers, 6000, rates).keeps_all
     assert orders.plan_orders(layers, 900, rates) is ONE_AT_A_TIME
+    # Of plans that are as fast, the one that moves least: the copies of two layers are in slots.
+    hidden = orders.plan_orders(layers, 5000, {"h2d": 1e9, "d2h": 1e9})
+    assert hidden.kinds(6).count("offload") == 1
     some = orders.plan_orders(layers, 4000, rates)
     assert some.copied
     assert all(other < layer for layer, other in some.returned)
