@@ -49,6 +49,7 @@ class OffloadedActivations:
         self._model = model
         self._budget_bytes = memory_budget
         self._given_device = device
+        self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
         self._kind: _KindOfPass | None = None
         self._pass: LayerPass | None = None
@@ -90,8 +91,7 @@ class OffloadedActivations:
     @cached_property
     def _transfers(self) -> Transfers:
         """The device, opened at the first pass: until then the model may move to it."""
-        own = next(self._model.parameters()).device
-        device = open_device(own) if self._given_device is None else self._given_device
+        device = open_device(self._torch_device) if self._given_device is None else self._given_device
         return Transfers(device, ActivationMemory(device, self._budget_bytes), HostArena(device))
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class OffloadedActivations:
             # The job itself decides what is saved; transforms of torch.func do not allow hooks.
             return layer.original(*args, **kwargs)
         if not layer.number or self._pass is None or layer.number <= self._pass.last_layer:
-            claim = self._begin_pass(layer, args)
+            claim = self._begin_pass(layer, args, kwargs)
             if self._pass is None:
                 output = layer.original(*args, **kwargs)
                 if claim is not None:
@@ -135,10 +135,12 @@ class OffloadedActivations:
                 return output
         return self._run_layer(self._pass, layer, layer.number, args, kwargs)
 
-    def _begin_pass(self, layer: LayerForward, args: tuple[Any, ...]) -> "_KeptClaim | None":
+    def _begin_pass(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_KeptClaim | None":
         """Set the orders of a pass. Return the claim of the memory that it needs without orders."""
-        device_type = next(layer.module.parameters()).device.type
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
+        # Parameters may be streamed from the host.
+        self._torch_device = next((one.device for one in tensors), self._torch_device)
+        device_type = self._torch_device.type
         flags = (
             layer.module.training,
             torch.is_autocast_enabled(device_type),
