@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.interleave import offload_activations
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.layers.memory import ActivationMemory
+from ebbtide.interleave.engine.layers.memory import LayerMemoryCount
 from ebbtide.interleave.engine.layers.model_layers import storages_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -82,7 +82,7 @@ def overhead(repeats: int) -> None:
 def memory_without() -> list[tuple[float, int]]:
     """Return what autograd holds over a step of the plain job."""
     model, device = make_model(), LoggingDevice()
-    memory, own, step = ActivationMemory(device, None), storages_of(model), make_step(model)
+    memory, own, step = LayerMemoryCount(device, None, "activations"), storages_of(model), make_step(model)
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

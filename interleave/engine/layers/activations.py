@@ -5,30 +5,28 @@ import math
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.devices.opening import open_device
-from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
+from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers.layer_pass import LayerPass
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
-from ebbtide.interleave.engine.layers.memory import ActivationMemory, HostArena
+from ebbtide.interleave.engine.layers.memory import LayerMemoryCount
 from ebbtide.interleave.engine.layers.model_layers import (
     LayerForward,
+    MovedLayers,
     is_within_backward,
     other_hooks,
-    replace_forwards,
     storages_of,
     tensors_in,
 )
-from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOrders, plan_orders
-from ebbtide.interleave.engine.layers.transfers import Transfers
+from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, plan_orders
+from ebbtide.interleave.engine.layers.transfers import StorageTransfers
+from ebbtide.interleave.model.plan import Plan
 
 log = logging.getLogger("ebbtide")
 
@@ -38,79 +36,31 @@ _MEASURED_PASSES = 2
 PassKey = tuple[Hashable, tuple[int, ...]]
 
 
-class OffloadedActivations:
-    """The activations of a model's layers under a plan; `offload_activations` returns it.
-
-    As a context manager it ends with the block; else with `close`."""
+class OffloadedActivations(MovedLayers):
+    """The activations of a model's layers under a plan; `offload_activations` returns it."""
 
     def __init__(self, model: torch.nn.Module, memory_budget: float | None, device: Device | None) -> None:
-        if memory_budget is not None and not (isinstance(memory_budget, int | float) and memory_budget >= 0):
-            raise EngineError(f"memory_budget is {memory_budget!r}: it must be bytes, at least 0, or None")
+        super().__init__(model, self._run, "activations", memory_budget)
         self._model = model
-        self._budget_bytes = memory_budget
         self._given_device = device
         self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
-        self._kind: _KindOfPass | None = None
+        self._kind = _KindOfPass()
         self._pass: LayerPass | None = None
         self._names: list[str] = []
-        self._is_closed = False
         self._is_idle = False
-        self._layers = replace_forwards(model, self._run, "activations")
 
     @property
     def choices(self) -> dict[str, str]:
         """`keep`, `recompute` or `offload` by layer, in the order of the forward, of the last pass."""
-        orders = ONE_AT_A_TIME if self._kind is None else self._kind.orders
-        return dict(zip(self._names, orders.kinds(len(self._names)), strict=True))
+        # While all is kept, layers do not count themselves.
+        numbers = {layer.name: len(self._layers) if layer.number is None else layer.number for layer in self._layers}
+        return {name: self._kind.orders.kind(numbers[name]) for name in sorted(numbers, key=numbers.__getitem__)}
 
     @property
-    def orders(self) -> LayerOrders | None:
-        """The orders of the last pass, and their plan; None before the first pass."""
-        return None if self._kind is None else self._kind.orders
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most device memory that activations of layers have used, in bytes."""
-        return self._transfers.memory.peak_bytes if self._is_open else 0
-
-    @property
-    def used_bytes(self) -> int:
-        """The device memory that activations of layers use now, in bytes."""
-        return self._transfers.memory.used_bytes if self._is_open else 0
-
-    @property
-    def host_bytes(self) -> int:
-        """The host memory of offloaded activations, in bytes."""
-        return self._transfers.arena.allocated_bytes if self._is_open else 0
-
-    @property
-    def _is_open(self) -> bool:
-        return "_transfers" in vars(self)
-
-    @cached_property
-    def _transfers(self) -> Transfers:
-        """The device, opened at the first pass: until then the model may move to it."""
-        device = open_device(self._torch_device) if self._given_device is None else self._given_device
-        return Transfers(device, ActivationMemory(device, self._budget_bytes), HostArena(device))
-
-    def close(self) -> None:
-        """Give the layers their own forwards back. Backwards of passes that have begun still work."""
-        if not self._is_closed:
-            self._is_closed = True
-            for layer in self._layers:
-                layer.remove()
-            self._pass = None
-            if self._is_open:
-                self._transfers.arena.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def plan(self) -> Plan | None:
+        """The plan of the last pass; None of the first passes, and where all is kept."""
+        return self._kind.orders.plan
 
     def _run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward as the orders say."""
@@ -140,6 +90,8 @@ class OffloadedActivations:
         tensors = tensors_in(args, kwargs)
         # Parameters may be streamed from the host.
         self._torch_device = next((one.device for one in tensors), self._torch_device)
+        # The device is opened at the first pass: until then the model may move to it.
+        transfers = self._transfers or self._open(self._given_device, self._torch_device, "activations")
         device_type = self._torch_device.type
         flags = (
             layer.module.training,
@@ -147,17 +99,18 @@ class OffloadedActivations:
             *((one.dtype, one.dim()) for one in tensors),
         )
         key = flags, tuple(size for one in tensors for size in one.shape)
-        self._kind = kind = self._kinds_of_pass.get(key) or self._larger_kind(key)
+        kind = self._kinds_of_pass.get(key) or self._larger_kind(key)
         if kind is None:
-            self._kind = kind = self._kinds_of_pass[key] = _KindOfPass()
-            if self._budget() is None:
+            kind = self._kinds_of_pass[key] = _KindOfPass()
+            if _budget(transfers) is None:
                 kind.orders = KEEP_ALL
-        if kind.orders is ONE_AT_A_TIME and kind.measured is not None:
-            self._plan(kind)
+        self._kind = kind
+        if kind.measured is not None:
+            self._plan(kind, kind.measured, transfers)
         orders = kind.orders
-        if orders.keeps_all:
+        if orders is KEEP_ALL:
             try:
-                claim = _KeptClaim(self._transfers.memory, kind.saved_bytes) if kind.saved_bytes else None
+                claim = _KeptClaim(transfers.memory, kind.saved_bytes) if kind.saved_bytes else None
                 self._pass = None
                 self._set_idle(True)
                 return claim
@@ -165,9 +118,9 @@ class OffloadedActivations:
                 # Another pass has its memory.
                 orders = ONE_AT_A_TIME
         self._set_idle(False)
-        measurement = PassMeasurement(self._transfers.device) if orders is ONE_AT_A_TIME else None
+        measurement = PassMeasurement(transfers.device) if orders is ONE_AT_A_TIME else None
         own = storages_of(self._model)
-        self._pass = LayerPass(self._transfers, orders, device_type, self._names, kind.end_pass, own, measurement)
+        self._pass = LayerPass(transfers, orders, device_type, self._names, kind.end_pass, own, measurement)
         return None
 
     def _larger_kind(self, key: "PassKey") -> "_KindOfPass | None":
@@ -191,10 +144,18 @@ class OffloadedActivations:
     def _run_layer(
         self, one: LayerPass, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        def compute(*args: Any) -> Any:
+            """Compute the layer; in the backward, what it saves is counted, too."""
+            if not is_within_backward():
+                return layer.original(*args, **kwargs)
+            save, load = other_hooks()
+            with saved_tensors_hooks(lambda tensor: (one.count(tensor), save(tensor))[1], load):
+                return layer.original(*args, **kwargs)
+
         one.begin_layer(number, storages_of(layer.module))
         with saved_tensors_hooks(one.save, one.load):
             if number in one.orders.recomputed:
-                output = checkpoint(_Recomputed(one, layer, kwargs), *args, use_reentrant=False)
+                output = checkpoint(compute, *args, use_reentrant=False)
             elif one.measurement is not None:
                 with one.measurement.inputs(number, layer.module, tensors_in(args, kwargs)):
                     output = layer.original(*args, **kwargs)
@@ -203,27 +164,24 @@ class OffloadedActivations:
         one.end_layer(number, tensors_in(output))
         return output
 
-    def _plan(self, kind: "_KindOfPass") -> None:
-        assert kind.measured is not None
-        rates = self._transfers.rates()
-        self._transfers.measures = False
-        layers, left_bytes = kind.measured.layers(self._names), kind.measured.left_bytes
-        budget = self._budget()
-        orders = plan_orders(layers, None if budget is None else max(0.0, budget - left_bytes), rates)
-        kind.orders = orders if orders.plan is None else replace(orders, left=frozenset(kind.measured.left))
-        kind.saved_bytes = sum(layer.saved_bytes for layer in layers) + left_bytes
+    def _plan(self, kind: "_KindOfPass", measured: PassMeasurement, transfers: StorageTransfers) -> None:
+        layers, budget, rates = measured.layers(self._names), _budget(transfers), transfers.rates()
+        transfers.measures = False
+        orders = plan_orders(layers, None if budget is None else max(0.0, budget - measured.left_bytes), rates)
+        kind.orders = orders if orders.plan is None else replace(orders, left=frozenset(measured.left))
+        kind.saved_bytes = sum(layer.saved_bytes for layer in layers) + measured.left_bytes
         kind.measured = None
         log.info("ebbtide: activations of layers: %s", ", ".join(map(" ".join, self.choices.items())))
 
-    def _budget(self) -> float | None:
-        """Return the device memory that activations may use; None: no limit."""
-        device, memory = self._transfers.device, self._transfers.memory
-        free = device.free_bytes()
-        if free is not None:
-            # The job's own peak, which is not free, has these activations at their peak.
-            free = max(0.0, free + memory.peak_bytes - device.used_bytes)
-        limits = [limit for limit in (memory.limit_bytes, free) if limit is not None]
-        return min(limits, default=None)
+
+def _budget(transfers: StorageTransfers) -> float | None:
+    """Return the device memory that activations may use; None: no limit."""
+    device, memory = transfers.device, transfers.memory
+    free = device.free_bytes()
+    if free is not None:
+        # The job's own peak, which is not free, has these activations at their peak.
+        free = max(0.0, free + memory.peak_bytes - device.used_bytes)
+    return min((limit for limit in (memory.limit_bytes, free) if limit is not None), default=None)
 
 
 class _KindOfPass:
@@ -253,7 +211,7 @@ class _KeptClaim:
 
     Hooks of the first layer's saved tensors would know more, and would cost more than 1 % of a short step."""
 
-    def __init__(self, memory: ActivationMemory, nbytes: int) -> None:
+    def __init__(self, memory: LayerMemoryCount, nbytes: int) -> None:
         self._memory = memory
         self._nbytes = 0
         memory.claim(nbytes)
@@ -272,28 +230,6 @@ class _KeptClaim:
             if output.grad_fn is not None:
                 output.grad_fn.register_prehook(self.release)
                 return
-
-
-class _Recomputed:
-    """The forward of a layer that is computed again in the backward, where what it saves is counted."""
-
-    def __init__(self, one: LayerPass, layer: LayerForward, kwargs: dict[str, Any]) -> None:
-        self._pass = one
-        self._layer = layer
-        self._kwargs = kwargs
-
-    def __call__(self, *args: Any) -> Any:
-        hooks = other_hooks()
-        if hooks is None or not is_within_backward():
-            return self._layer.original(*args, **self._kwargs)
-        save, load = hooks
-
-        def count(tensor: torch.Tensor) -> Any:
-            self._pass.count(tensor)
-            return save(tensor)
-
-        with saved_tensors_hooks(count, load):
-            return self._layer.original(*args, **self._kwargs)
 
 
 def offload_activations(

@@ -6,14 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.orders import LayerOrders
-from ebbtide.interleave.engine.layers.saved_tensors import SavedTensor, is_plain
-from ebbtide.interleave.engine.layers.transfers import SavedStorage, Transfers
-
-_DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
+from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, is_plain
+from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers
 
 
 class LayerPass:
@@ -21,18 +18,11 @@ class LayerPass:
 
     The forward calls `begin_layer`, `save` and `end_layer`; the backward calls `load` for each saved tensor, by which
     it is seen in which layer it is. Saved tensors hold this object, and it holds them weakly: what autograd releases is
-    released.
-
-    Args:
-        names: The layers' names, in the order of the forward.
-        end: Is called when a backward has ended.
-        own: Storages of the model's parameters and buffers, which stay.
-        measurement: Sees the layers' times and bytes.
-    """
+    released."""
 
     def __init__(
         self,
-        transfers: Transfers,
+        transfers: StorageTransfers,
         orders: LayerOrders,
         device_type: str,
         names: Sequence[str],
@@ -74,15 +64,13 @@ class LayerPass:
         if self.measurement is not None:
             self.measurement.begin(False, layer)
 
-    def save(self, tensor: torch.Tensor) -> SavedTensor:
+    def save(self, tensor: torch.Tensor) -> PackedTensor:
         """Return what autograd holds in place of a tensor."""
         self._saved += 1
         layer = self.last_layer
-        if tensor.device.type != self._device_type or not is_plain(tensor):
-            return SavedTensor(tensor, None, layer)
-        storage = tensor.untyped_storage()
-        if self._is_own(storage):
-            return SavedTensor(tensor, None, layer)
+        storage = self._moved_storage(tensor)
+        if storage is None:
+            return PackedTensor(tensor, None, layer)
         saved = self._find(storage)
         if saved is None:
             self._count(storage, layer)
@@ -91,7 +79,7 @@ class LayerPass:
         if saved.stays:
             saved.hold()
             saved.keeper = layer if saved.keeper is None else saved.keeper
-        return SavedTensor(tensor, saved, layer)
+        return PackedTensor(tensor, saved, layer)
 
     def _find(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         saved = self._storages.get(storage._cdata)
@@ -100,13 +88,15 @@ class LayerPass:
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor that recomputation has saved."""
-        if tensor.device.type == self._device_type and is_plain(tensor):
-            storage = tensor.untyped_storage()
-            if not self._is_own(storage):
-                self._count(storage, self._backward_of or 0)
+        if (storage := self._moved_storage(tensor)) is not None:
+            self._count(storage, self._backward_of or 0)
 
-    def _is_own(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._own or storage._cdata in self._own_of_layer
+    def _moved_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Return the storage of a tensor on the device; None of parameters, and of what is more than its bytes."""
+        if tensor.device.type != self._device_type or not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        return None if storage._cdata in self._own or storage._cdata in self._own_of_layer else storage
 
     def _count(self, storage: torch.UntypedStorage, layer: int) -> None:
         try:
@@ -133,7 +123,7 @@ class LayerPass:
             own = self._of_layer[layer].difference(self._outputs)
             self._transfers.down([one for one in own if one.host is None and not one.stays])
 
-    def load(self, saved: SavedTensor) -> torch.Tensor:
+    def load(self, saved: PackedTensor) -> torch.Tensor:
         """Return a saved tensor for the backward. Raises EngineError if the job has modified it."""
         with self._lock:
             saved.check(self._names[saved.layer])
@@ -176,8 +166,8 @@ class LayerPass:
 
     def _release_after(self, layer: int) -> None:
         """Release on the device what layers have used whose backward has ended."""
-        for direction in _DIRECTIONS:
-            self._transfers.wait(direction, lambda one: one.layer > layer)
+        self._transfers.wait("d2h", lambda one: one.layer > layer)
+        self._transfers.wait("h2d", lambda one: one.layer > layer)
         for other, storages in self._of_layer.items():
             if other > layer:
                 for one in storages:

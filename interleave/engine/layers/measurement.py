@@ -1,4 +1,4 @@
-"""What a pass shows of its layers: times, bytes, and whether a layer can be computed again."""
+"""Measures a pass through layers: times, bytes, and whether a layer can be computed again."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 
 from ebbtide.interleave.engine.devices.device import Mark, Streams
-from ebbtide.interleave.engine.layers.model_layers import storage_bytes
 from ebbtide.interleave.engine.layers.orders import MeasuredLayer
 from ebbtide.interleave.engine.layers.saved_tensors import TensorVersion
 from ebbtide.interleave.engine.layers.transfers import SavedStorage
@@ -19,7 +18,7 @@ class PassMeasurement:
     """Marks before and after the compute of each layer, in the forward and in the backward, and its bytes.
 
     Attributes:
-        saved_bytes: By layer, of what the job does not hold itself; None before the backward.
+        saved_bytes: By layer, of what the job does not hold itself; empty before the backward.
         left: What the job holds itself: the layer and the number of the saved tensor. A copy would free nothing.
         left_bytes: Bytes of that.
     """
@@ -27,10 +26,10 @@ class PassMeasurement:
     def __init__(self, device: Streams) -> None:
         self._device = device
         self._marks: dict[tuple[bool, int], list[Mark]] = {}
-        self._open: list[Mark] | None = None
+        self._open: list[Mark] = []
         self._inputs: dict[int, tuple[int, list[TensorVersion]]] = {}
         self._with_effects: set[int] = set()
-        self.saved_bytes: dict[int, int] | None = None
+        self.saved_bytes: dict[int, int] = {}
         self.left: set[tuple[int, int]] = set()
         self.left_bytes = 0
 
@@ -38,15 +37,14 @@ class PassMeasurement:
         self._open = self._marks[is_backward, layer] = [self._device.record("job")]
 
     def end(self) -> None:
-        if self._open is not None:
-            self._open.append(self._device.record("job"))
-            self._open = None
+        self._open.append(self._device.record("job"))
+        self._open = []
 
     @contextmanager
     def inputs(self, layer: int, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Return a context for the forward of a layer, which sees what computing it again would do."""
-        storages = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
-        self._inputs[layer] = storage_bytes(tensors, storages), [TensorVersion(tensor) for tensor in tensors]
+        storages = {storage._cdata: storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}
+        self._inputs[layer] = sum(storages.values()), [TensorVersion(tensor) for tensor in tensors]
         buffers = [TensorVersion(buffer) for buffer in module.buffers()]
         yield
         if any(buffer.is_changed for buffer in buffers):
@@ -57,10 +55,9 @@ class PassMeasurement:
         self.left |= {one.first for one in storages if one.is_of_others}
 
     def end_forward(self, of_layer: Mapping[int, Collection[SavedStorage]]) -> None:
-        """Take what layers have saved when their backward begins."""
-        if self.saved_bytes is not None:
+        """Take what layers have saved when their backward begins, once."""
+        if self.saved_bytes:
             return
-        self.saved_bytes = {}
         for layer, storages in of_layer.items():
             self.look(storages)
             # The last layer's output was never copied.
@@ -68,17 +65,17 @@ class PassMeasurement:
             self.left |= {one.first for one in left}
             self.left_bytes += sum(one.nbytes for one in left)
             self.saved_bytes[layer] = sum(one.nbytes for one in storages if one not in left)
-        changed = {layer for layer, (_, tensors) in self._inputs.items() if any(one.is_changed for one in tensors)}
-        self._with_effects |= changed
+        self._with_effects |= {
+            layer for layer, (_, tensors) in self._inputs.items() if any(one.is_changed for one in tensors)
+        }
 
     def layers(self, names: Sequence[str]) -> list[MeasuredLayer]:
-        saved_bytes = self.saved_bytes or {}
         return [
             MeasuredLayer(
                 name,
                 self._seconds(False, layer),
                 self._seconds(True, layer),
-                saved_bytes.get(layer, 0),
+                self.saved_bytes.get(layer, 0),
                 self._inputs.get(layer, (0, []))[0],
                 layer not in self._with_effects,
             )

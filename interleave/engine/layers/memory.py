@@ -1,4 +1,4 @@
-"""Memory of activations: counted on the device until torch frees it, and used again on the host."""
+"""Memory of activations and weights: counted on the device until torch frees it, and used again on the host."""
 
 import threading
 import weakref
@@ -12,23 +12,17 @@ from ebbtide.units import bytes_text
 
 
 class _Counted(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage that is counted, with its key and its bytes."""
+    """A weak reference to a storage that is counted."""
 
     __slots__ = ("key", "nbytes")
     key: int
     nbytes: int
 
 
-class ActivationMemory:
-    """Counts the device memory of activations, or of weights, against a limit, and on the device itself.
+class LayerMemoryCount:
+    """Counts the device memory of what layers hold, against a limit and on the device itself."""
 
-    Attributes:
-        limit_bytes: None is no limit but that of the device.
-        used_bytes: Bytes that activations use now.
-        peak_bytes: The high-water mark of `used_bytes`.
-    """
-
-    def __init__(self, device: Device, limit_bytes: float | None, what: str = "activations") -> None:
+    def __init__(self, device: Device, limit_bytes: float | None, what: str) -> None:
         self._device = device
         self._what = what
         self.limit_bytes = limit_bytes
@@ -103,33 +97,24 @@ class HostArena:
 
     def take(self, nbytes: int) -> HostCopy:
         with self._lock:
-            free = sorted(self._free, key=lambda block: block.memory.nbytes)
-            block = next((one for one in free if nbytes <= one.memory.nbytes <= 2 * nbytes), None)
-            if block is None:
-                for other in free:
-                    if other.memory.nbytes < nbytes:
-                        self._release(other)
-                self.allocated_bytes += nbytes
-                return HostCopy(self, HostBlock(self._device.allocate_host((nbytes,), torch.uint8)))
-            self._remove(block)
-            return HostCopy(self, block)
+            self._free.sort(key=lambda block: block.memory.nbytes)
+            for index, block in enumerate(self._free):
+                if nbytes <= block.memory.nbytes <= 2 * nbytes:
+                    return HostCopy(self, self._free.pop(index))
+            self.release(nbytes)
+            self.allocated_bytes += nbytes
+            return HostCopy(self, HostBlock(self._device.allocate_host((nbytes,), torch.uint8)))
 
     def give(self, block: HostBlock) -> None:
         with self._lock:
             self._free.append(block)
 
-    def release(self) -> None:
-        """Release all free blocks."""
+    def release(self, below_bytes: float = float("inf")) -> None:
+        """Release free blocks that are smaller than a size."""
         with self._lock:
-            for block in [*self._free]:
-                self._release(block)
-
-    def _release(self, block: HostBlock) -> None:
-        for mark in block.marks:
-            mark.synchronize()
-        self._remove(block)
-        self.allocated_bytes -= block.memory.nbytes
-
-    def _remove(self, block: HostBlock) -> None:
-        # By identity: equality would compare tensors.
-        self._free = [other for other in self._free if other is not block]
+            small = [block for block in self._free if block.memory.nbytes < below_bytes]
+            self._free = [block for block in self._free if block.memory.nbytes >= below_bytes]
+            for block in small:
+                for mark in block.marks:
+                    mark.synchronize()
+                self.allocated_bytes -= block.memory.nbytes

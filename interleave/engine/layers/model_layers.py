@@ -1,13 +1,17 @@
 """The layers of a model, and forwards that stand in for theirs."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.layers.memory import HostArena, LayerMemoryCount
+from ebbtide.interleave.engine.layers.transfers import StorageTransfers
 from ebbtide.interleave.model.layer_names import layer_names
 
 # Runs a forward with its positional and named arguments.
@@ -94,6 +98,51 @@ def other_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+class MovedLayers:
+    """The layers of a model whose forwards are replaced, until `close` or the end of a `with` block."""
+
+    def __init__(self, model: torch.nn.Module, run: Run, purpose: str, memory_budget: float | None) -> None:
+        if memory_budget is not None and not (isinstance(memory_budget, int | float) and memory_budget >= 0):
+            raise EngineError(f"memory_budget is {memory_budget!r}: it must be bytes, at least 0, or None")
+        self._budget_bytes = memory_budget
+        self._layers = replace_forwards(model, run, purpose)
+        self._transfers: StorageTransfers | None = None
+
+    def _open(self, device: Device | None, torch_device: torch.device, what: str) -> StorageTransfers:
+        device = open_device(torch_device) if device is None else device
+        memory = LayerMemoryCount(device, self._budget_bytes, what)
+        self._transfers = StorageTransfers(device, memory, HostArena(device))
+        return self._transfers
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device memory that they have used, in bytes."""
+        return 0 if self._transfers is None else self._transfers.memory.peak_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """The device memory that they use now, in bytes."""
+        return 0 if self._transfers is None else self._transfers.memory.used_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory of what was offloaded, in bytes."""
+        return 0 if self._transfers is None else self._transfers.arena.allocated_bytes
+
+    def close(self) -> None:
+        """Give the layers their own forwards back. Backwards of passes that have begun still work."""
+        for layer in self._layers:
+            layer.remove()
+        if self._transfers is not None:
+            self._transfers.arena.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def storages_of(*modules: torch.nn.Module) -> set[int]:
     """Return the keys of the storages of parameters and buffers."""
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
@@ -103,9 +152,3 @@ def storages_of(*modules: torch.nn.Module) -> set[int]:
 def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def storage_bytes(tensors: Collection[torch.Tensor], others: Collection[int]) -> int:
-    """Return the bytes of the storages of tensors, each once, without those with other keys."""
-    storages = {storage._cdata: storage.nbytes() for tensor in tensors for storage in (tensor.untyped_storage(),)}
-    return sum(nbytes for key, nbytes in storages.items() if key not in others)

@@ -17,13 +17,7 @@ _FAST = 1e13
 
 
 class MeasuredLayer(NamedTuple):
-    """A layer in one pass.
-
-    Attributes:
-        saved_bytes: Device memory of what it saves for the backward.
-        input_bytes: Device memory of its inputs, which recomputation needs.
-        is_recomputable: Whether computing it again has no other effects.
-    """
+    """A layer in one pass: times, bytes that it saves and of its inputs, and whether it can be computed again."""
 
     name: str
     forward_s: float
@@ -32,18 +26,24 @@ class MeasuredLayer(NamedTuple):
     input_bytes: int
     is_recomputable: bool
 
+    def in_workload(self) -> Layer:
+        # Tensors that two layers save count for one of them.
+        forms = [ActivationForm("all", float(max(self.saved_bytes, self.input_bytes)), 0.0)]
+        again = ActivationForm("input", float(self.input_bytes), self.forward_s) if self.is_recomputable else forms[0]
+        return Layer(self.name, 1, self.forward_s, self.backward_s, (*forms, again))
+
 
 @dataclass(frozen=True)
 class LayerOrders:
-    """What is done with the activations of each layer, and when. Layers are numbers in the order of the forward.
+    """The activations of each layer, and when they move. Layers are numbers in the order of the forward.
 
     Attributes:
         plan: The plan that these orders are from; None for those of the first passes, and without a limit.
         recomputed: Layers that are computed again.
         copied: Layers whose activations go to the host; None for all.
         awaited: By layer: those whose copies to the host must have ended before its forward.
-        left: Saved tensors (layer, number) that are not copied, since the job holds their memory itself.
         returned: (layer, other): the activations of the other layer come back when the layer's backward has ended.
+        left: Saved tensors (layer, number) that are not copied, since the job holds their memory itself.
     """
 
     plan: Plan | None = None
@@ -56,18 +56,9 @@ class LayerOrders:
     def is_copied(self, layer: int) -> bool:
         return self.copied is None or layer in self.copied
 
-    @property
-    def keeps_all(self) -> bool:
-        return self.copied is not None and not self.copied and not self.recomputed
-
-    def kinds(self, layers: int) -> list[str]:
-        """Return `keep`, `recompute` or `offload` for each layer.
-
-        A layer that is offloaded in the plan, and whose activations have not left when its backward begins, is kept."""
-        return [
-            "recompute" if layer in self.recomputed else "offload" if self.is_copied(layer) else "keep"
-            for layer in range(layers)
-        ]
+    def kind(self, layer: int) -> str:
+        """Return `keep`, `recompute` or `offload`. What would not have left when its backward begins is kept."""
+        return "recompute" if layer in self.recomputed else "offload" if self.is_copied(layer) else "keep"
 
 
 KEEP_ALL = LayerOrders()
@@ -81,19 +72,18 @@ def plan_orders(
     """Return the orders of the best plan for layers within a budget of device memory.
 
     Where all of them fit, nothing is offloaded. Where no plan fits, they go through the device one at a time."""
-    workload = _workload(layers, budget_bytes)
     if budget_bytes is None or sum(layer.saved_bytes for layer in layers) <= budget_bytes:
         return KEEP_ALL
-    machine = _machine(rates)
-    can_recompute = any(layer.is_recomputable for layer in layers)
-    plan = make_plan(f"gpu-only,activations={'auto' if can_recompute else 'offload'}", workload, machine)
+    workload = workload_of_layers(layers, budget_bytes)
+    kinds = "auto" if any(layer.is_recomputable for layer in layers) else "offload"
+    plan = make_plan(f"gpu-only,activations={kinds}", workload, machine_of_rates(rates))
     assert plan.layers is not None
     placed = place(workload, plan.layers)
     fits = max(memory.activations for memory in placed.layer_memory) <= budget_bytes
-    return _orders(plan, plan.layers, placed) if fits else ONE_AT_A_TIME
+    return orders_of_plan(plan, plan.layers, placed) if fits else ONE_AT_A_TIME
 
 
-def _machine(rates: Mapping[Direction, float | None]) -> Machine:
+def machine_of_rates(rates: Mapping[Direction, float | None]) -> Machine:
     return Machine(
         name="this machine",
         h2d_bytes_per_s=rates.get("h2d") or _FAST,
@@ -103,31 +93,20 @@ def _machine(rates: Mapping[Direction, float | None]) -> Machine:
     )
 
 
-def _workload(layers: Sequence[MeasuredLayer], budget_bytes: float | None) -> Workload:
+def workload_of_layers(layers: Sequence[MeasuredLayer], budget_bytes: float) -> Workload:
     total = Workload(
         name="this job",
         params=len(layers),
         subgroup_params=1,
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
-        gpu_free=None if budget_bytes is None else ((0.0, budget_bytes + _PARAM_BYTES * len(layers)),),
+        gpu_free=((0.0, budget_bytes + _PARAM_BYTES * len(layers)),),
         clipping=False,
     )
-    return with_layers(total, [_layer(layer) for layer in layers], 1, "this job")
+    return with_layers(total, [layer.in_workload() for layer in layers], 1, "this job")
 
 
-def _layer(layer: MeasuredLayer) -> Layer:
-    # The least that is kept: tensors that two layers save count for one of them.
-    everything = float(max(layer.saved_bytes, layer.input_bytes))
-    forms = [ActivationForm("all", everything, 0.0)]
-    if layer.is_recomputable:
-        forms.append(ActivationForm("input", float(layer.input_bytes), layer.forward_s))
-    else:
-        forms.append(forms[0])
-    return Layer(layer.name, 1, layer.forward_s, layer.backward_s, tuple(forms))
-
-
-def _orders(plan: Plan, layers: LayerPlan, placed: Workload) -> LayerOrders:
+def orders_of_plan(plan: Plan, layers: LayerPlan, placed: Workload) -> LayerOrders:
     """Translate the operations of a plan: points of the iteration become layers whose compute starts or ends there."""
     stretches = stretches_of(placed, layers)
     starts = {one.start: one.layer for one in stretches if not one.is_backward}

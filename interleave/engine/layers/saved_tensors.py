@@ -18,15 +18,11 @@ class TensorVersion:
         self._counter.data = self._counter.new_empty(0)
 
     @property
-    def now(self) -> int:
-        return int(self._counter._version)
-
-    @property
     def is_changed(self) -> bool:
-        return self.now != self.number
+        return bool(self._counter._version != self.number)
 
 
-class SavedTensor:
+class PackedTensor:
     """A tensor in a storage that a layer has saved; without a storage the tensor is kept as it is.
 
     Autograd does not compare versions of tensors that it saves through hooks, so this does."""
@@ -50,8 +46,7 @@ class SavedTensor:
             raise EngineError(
                 f"layer {layer_name}: a saved tensor ({str(self._dtype).removeprefix('torch.')} of shape "
                 f"{tuple(size)}), which {'recomputation' if node is None else node.name()} needs, was modified in "
-                f"place: it is at version {self._version.now}, and was saved at version {self._version.number}. No "
-                "gradient was computed from it: use the operation that is not in place"
+                "place after it was saved. No gradient was computed from it: use the operation that is not in place"
             )
 
     def get(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Direction, Mark
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.layers.memory import ActivationMemory, HostArena, HostCopy
+from ebbtide.interleave.engine.layers.memory import HostArena, HostCopy, LayerMemoryCount
 
 # Parts of a host block begin at multiples of this.
 _ALIGNMENT = 64
@@ -24,19 +24,6 @@ class SavedStorage:
         keeper: The first layer that keeps what it has saved, of those that have saved this.
         host: Its copy; None before there is one.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_alive",
-        "_storage",
-        "first",
-        "host",
-        "host_copy",
-        "keeper",
-        "layer",
-        "nbytes",
-        "stays",
-    )
 
     def __init__(self, storage: torch.UntypedStorage, first: tuple[int, int]) -> None:
         self.first = first
@@ -89,7 +76,7 @@ class _Flight(NamedTuple):
     memory: Sequence[torch.Tensor]
 
 
-class Transfers:
+class StorageTransfers:
     """Copies storages to the host and back on the streams of a device, within the memory of activations.
 
     Memory that a copy uses is not freed before the job's stream has waited for the copy: so it may be allocated again
@@ -99,7 +86,7 @@ class Transfers:
         measures: Whether the times of copies are kept, for `rates`.
     """
 
-    def __init__(self, device: Device, memory: ActivationMemory, arena: HostArena) -> None:
+    def __init__(self, device: Device, memory: LayerMemoryCount, arena: HostArena) -> None:
         self.device = device
         self.memory = memory
         self.arena = arena
@@ -130,12 +117,13 @@ class Transfers:
         sources = [(one, bytes_of(storage)) for one in storages if (storage := one.hold()) is not None]
         if not sources:
             return
-        offsets = _offsets([source.nbytes for _, source in sources])
-        copy = self.arena.take(offsets[-1])
-        for (one, source), begin in zip(sources, offsets, strict=False):
-            one.host_copy = copy
-            one.host = copy.block.memory[begin : begin + source.nbytes]
-        pairs = [(source, one.host) for one, source in sources if one.host is not None]
+        sizes = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for _, source in sources]
+        copy = self.arena.take(sum(sizes))
+        wholes = zip(copy.block.memory[: sum(sizes)].split(sizes), sources, strict=True)
+        parts = [whole[: source.nbytes] for whole, (_, source) in wholes]
+        for (one, _), part in zip(sources, parts, strict=True):
+            one.host_copy, one.host = copy, part
+        pairs = [(source, part) for (_, source), part in zip(sources, parts, strict=True)]
         self._issue("d2h", pairs, copy.block.marks, [one for one, _ in sources])
 
     def up(self, storages: Iterable[SavedStorage]) -> None:
@@ -219,11 +207,3 @@ def _nothing() -> None:
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Return where parts of these sizes begin, and the size of all."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    return offsets

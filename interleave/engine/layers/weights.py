@@ -3,25 +3,23 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from itertools import chain
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ebbtide.interleave.engine.devices.device import Device, copy_now
-from ebbtide.interleave.engine.devices.opening import open_device
-from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from ebbtide.interleave.engine.layers.memory import ActivationMemory, HostArena
+from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers.model_layers import (
     LayerForward,
+    MovedLayers,
     is_within_backward,
     other_hooks,
-    replace_forwards,
 )
-from ebbtide.interleave.engine.layers.saved_tensors import SavedTensor, is_plain
-from ebbtide.interleave.engine.layers.transfers import SavedStorage, Transfers, bytes_of
+from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, is_plain
+from ebbtide.interleave.engine.layers.transfers import SavedStorage, bytes_of
 
 log = logging.getLogger("ebbtide")
 
@@ -70,12 +68,12 @@ class _SavedWeight:
     """A tensor in the device's copy of a weight, which comes again for the backward."""
 
     def __init__(self, tensor: torch.Tensor, weight: _Weight, layer: LayerForward) -> None:
-        self.tensor = SavedTensor(tensor, weight.storage, 0)
-        self.version = SavedTensor(weight.param, weight.storage, 0)
+        self.tensor = PackedTensor(tensor, weight.storage, 0)
+        self.version = PackedTensor(weight.param, weight.storage, 0)
         self.layer = layer
 
 
-class StreamedWeights:
+class StreamedWeights(MovedLayers):
     """The weights of a model's layers on the host; `stream_weights` returns it.
 
     Attributes:
@@ -83,13 +81,10 @@ class StreamedWeights:
     """
 
     def __init__(self, model: torch.nn.Module, memory_budget: float | None, device: Device | None) -> None:
-        first = next(model.parameters(), None)
-        torch_device = torch.device("cpu") if first is None else first.device
-        self._device = open_device(torch_device) if device is None else device
-        self._memory = ActivationMemory(self._device, memory_budget, "weights of layers")
-        self._transfers = Transfers(self._device, self._memory, HostArena(self._device))
-        self._transfers.measures = False
-        self._layers = replace_forwards(model, self._run, "weights")
+        super().__init__(model, self._run, "weights", memory_budget)
+        first = next(self._layers[0].module.parameters(), torch.empty(0))
+        self._moves = self._open(device, first.device, "weights of layers")
+        self._moves.measures = False
         self._order: list[LayerForward] = []
         self._backward_of: LayerForward | None = None
         uses = Counter(
@@ -103,35 +98,16 @@ class StreamedWeights:
                 if uses[param] > 1 or not is_plain(param.data) or not param.is_contiguous():
                     self.kept.append(f"{layer.name}.{name}")
                 else:
-                    self._weights[layer].append(_Weight(name, param, self._device))
+                    self._weights[layer].append(_Weight(name, param, self._moves.device))
         if self.kept:
             log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most device memory that streamed weights have used, in bytes."""
-        return self._memory.peak_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """The device memory that streamed weights use now, in bytes."""
-        return self._memory.used_bytes
-
     def close(self) -> None:
         """Put the weights back on their device, and give the layers their own forwards back."""
-        for layer in self._layers:
-            layer.remove()
-            for weight in self._weights[layer]:
-                weight.param.data = weight.param.data.to(weight.torch_device)
+        super().close()
+        for weight in chain.from_iterable(self._weights.values()):
+            weight.param.data = weight.param.data.to(weight.torch_device)
         self._weights.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward with its weights on the device."""
@@ -144,7 +120,7 @@ class StreamedWeights:
             self._release_others(None)
         self._fetch(layer, layer.number + 1 if not in_backward else layer.number - 1)
         if torch.is_grad_enabled():
-            params = {one.name: _Arrival.apply(one.param, one, self._device) for one in weights}
+            params = {one.name: _Arrival.apply(one.param, one, self._moves.device) for one in weights}
         else:
             params = {one.name: one.on_device() for one in weights}
         hooks = _WeightHooks(self, layer, weights, other_hooks())
@@ -171,13 +147,13 @@ class StreamedWeights:
         """Bring the weights of a layer to the device, and issue the copies of the one that is needed next."""
         storages = [weight.storage for weight in self._weights[layer]]
         try:
-            self._transfers.up(storages)
+            self._moves.up(storages)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(f"layer {layer.name}: {error}") from error
-        self._transfers.wait_for("h2d", storages)
+        self._moves.wait_for("h2d", storages)
         if 0 <= ahead < len(self._order):
             try:
-                self._transfers.up([weight.storage for weight in self._weights[self._order[ahead]]])
+                self._moves.up([weight.storage for weight in self._weights[self._order[ahead]]])
             except DeviceMemoryError:
                 # It comes when it is needed.
                 return
@@ -187,7 +163,7 @@ class StreamedWeights:
         before = self._order[layer.number - 1] if layer is not None and layer.number else None
         for other, weights in self._weights.items():
             if other is not layer and other is not before:
-                self._transfers.wait_for("h2d", [weight.storage for weight in weights])
+                self._moves.wait_for("h2d", [weight.storage for weight in weights])
                 for weight in weights:
                     weight.forget()
 
@@ -209,7 +185,7 @@ class _WeightHooks:
         weight = self._weights.get(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
         if weight is not None:
             return _SavedWeight(tensor, weight, self._layer)
-        return SavedTensor(tensor, None, 0) if self._outer is None else self._outer[0](tensor)
+        return PackedTensor(tensor, None, 0) if self._outer is None else self._outer[0](tensor)
 
     def load(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
@@ -242,6 +218,4 @@ def stream_weights(
         EngineError: The model has no list of layers. Later: weights have changed between forward and backward, or the
             budget does not suffice for a layer (DeviceMemoryError).
     """
-    if memory_budget is not None and memory_budget < 0:
-        raise EngineError(f"memory_budget is {memory_budget!r}: it must be bytes, at least 0, or None")
     return StreamedWeights(model, memory_budget, device)

@@ -36,10 +36,10 @@ class RandomPlanner:
         self, layers: Sequence[MeasuredLayer], budget_bytes: float | None, rates: Mapping[str, float | None]
     ) -> LayerOrders:
         draw = self._draw
-        workload = orders._workload(layers, 1e9)
+        workload = orders.workload_of_layers(layers, 1e9)
         forms = tuple(draw.choice((0, 1, _OFFLOAD, _OFFLOAD)) for _ in layers)
         choice = LayerChoice((False,) * len(layers), forms, 2, draw.randint(1, 3))
-        machine = orders._machine(rates)
+        machine = orders.machine_of_rates(rates)
         plan = plan_of_choice(choice, workload, machine, lambda placed, _: make_plan("gpu-only", placed, machine)).plan
         assert plan.layers is not None
         placed = place(workload, plan.layers)
@@ -48,8 +48,8 @@ class RandomPlanner:
         # Peaks before were in the memory of one layer at a time.
         self.activations._transfers.memory.peak_bytes = 0
         self.activations._transfers.memory.limit_bytes = need
-        result = orders._orders(plan, plan.layers, placed)
-        self.kinds = result.kinds(len(layers))
+        result = orders.orders_of_plan(plan, plan.layers, placed)
+        self.kinds = [*map(result.kind, range(len(layers)))]
         return result
 
 
