@@ -149,7 +149,7 @@ class OffloadedActivations(MovedLayers):
             if not is_within_backward():
                 return layer.original(*args, **kwargs)
             save, load = other_hooks()
-            with saved_tensors_hooks(lambda tensor: (one.count(tensor), save(tensor))[1], load):
+            with saved_tensors_hooks(lambda tensor: save(one.counted(tensor)), load):
                 return layer.original(*args, **kwargs)
 
         one.begin_layer(number, storages_of(layer.module))

@@ -86,10 +86,11 @@ class LayerPass:
         # Another storage may have had the same key.
         return saved if saved is not None and saved.is_in(storage) else None
 
-    def count(self, tensor: torch.Tensor) -> None:
-        """Count the memory of a tensor that recomputation has saved."""
+    def counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that recomputation saves, after counting its memory."""
         if (storage := self._moved_storage(tensor)) is not None:
             self._count(storage, self._backward_of or 0)
+        return tensor
 
     def _moved_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Return the storage of a tensor on the device; None of parameters, and of what is more than its bytes."""
