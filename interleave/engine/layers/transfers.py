@@ -1,5 +1,6 @@
 """Storages of activations, on the device, on the host or on both, and their copies over the link."""
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -109,8 +110,12 @@ class StorageTransfers:
             except DeviceMemoryError:
                 down = next((one for one in self._flights if one.direction == "d2h"), None)
                 if down is None:
-                    raise
+                    # Cycles of references, as imports and errors leave them, may hold tensors.
+                    gc.collect()
+                    return self.memory.claim(nbytes)
                 self._land(down)
+                # Else it would hold the memory while the next claim is made.
+                del down
 
     def down(self, storages: Sequence[SavedStorage]) -> None:
         """Issue copies to the host, after what the job has issued so far."""
