@@ -84,8 +84,9 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
                     loss.backward()
                     del loss
             except DeviceMemoryError:
-                # A graph that is kept for a second backward keeps its memory, too.
-                assert not forced or job.twice
+                # What a plan does not count: graphs that are kept for a second backward, and casts of weights that
+                # recomputation makes again under autocast.
+                assert not forced or job.twice or job.autocast
                 return "error"
             finally:
                 assert offloaded._transfers.memory.limit_bytes is not None
