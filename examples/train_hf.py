@@ -3,7 +3,8 @@
     pip install 'ebbtide[transformers]'
     python examples/train_hf.py --steps 20
 
-Only the argument `optimizers=` and the callback differ from a usual script. Under `ebbtide profile -- python ...` the
+Only the argument `optimizers=` and the callback differ from a usual script; with `--activations`, what layers save for
+their backward is offloaded, too. Under `ebbtide profile -- python ...` the
 callback adds times of phases and memory to what the Trainer logs.
 """
 
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from ebbtide.interleave import InterleavedAdamW
+from ebbtide.interleave import InterleavedAdamW, offload_activations
 from ebbtide.profiler.callbacks import HuggingFaceCallback
 
 
@@ -37,12 +38,16 @@ def main() -> None:
     flags.add_argument("--layers", type=int, default=2)
     flags.add_argument("--width", type=int, default=128)
     flags.add_argument("--policy", default="adaptive", help="policy, as for `ebbtide replay`; default adaptive")
+    flags.add_argument(
+        "--activations", type=float, help="bytes of device memory for what layers save; default no limit"
+    )
     flags.add_argument("--output", default="hf-output", help="output folder of the Trainer; default hf-output")
     args = flags.parse_args()
 
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=256, n_positions=64, n_layer=args.layers, n_embd=args.width, n_head=4)
     model = GPT2LMHeadModel(shape)
+    activations = offload_activations(model, memory_budget=args.activations) if args.activations else None
     training = TrainingArguments(
         args.output,
         max_steps=args.steps,
@@ -56,6 +61,8 @@ def main() -> None:
     trainer = Trainer(model, training, train_dataset=Counting(512, 64, 256), optimizers=(optimizer, None))
     HuggingFaceCallback.add_to(trainer)
     trainer.train()
+    if activations is not None:
+        print("activations:", ", ".join(map(" ".join, activations.choices.items())))
 
 
 if __name__ == "__main__":

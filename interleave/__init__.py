@@ -5,10 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+    from ebbtide.interleave.engine.layers.activations import offload_activations
+    from ebbtide.interleave.engine.layers.weights import stream_weights
     from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 
-__all__ = ["InterleavedAdamW", "InterleavedOptimizer"]
-_MODULES = {"InterleavedAdamW": "interleaved_adamw", "InterleavedOptimizer": "optimizer"}
+__all__ = ["InterleavedAdamW", "InterleavedOptimizer", "offload_activations", "stream_weights"]
+_MODULES = {
+    "InterleavedAdamW": "interleaved_adamw",
+    "InterleavedOptimizer": "optimizer",
+    "offload_activations": "layers.activations",
+    "stream_weights": "layers.weights",
+}
 
 
 def __getattr__(name: str) -> Any:

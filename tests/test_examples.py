@@ -49,7 +49,8 @@ def test_train_storage__goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_train_hf__the_loss_falls(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    text = run(EXAMPLES / "train_hf.py", "--steps", "15", "--output", tmp_path / "out")
+    text = run(EXAMPLES / "train_hf.py", "--steps", "15", "--output", tmp_path / "out", "--activations", "16e6")
+    assert "transformer.h.0 recompute" in text or "transformer.h.0 offload" in text
     values = losses(text)
     assert len(values) >= 5
     assert values[-1] < values[0] - 0.3
@@ -61,3 +62,13 @@ def test_train_deepspeed__the_loss_falls(deepspeed_extensions: None) -> None:
     values = losses(run(EXAMPLES / "train_deepspeed.py", *small, "--policy", "pipelined"))
     assert len(values) == 12
     assert values[-1] < values[0] - 0.1
+
+
+@pytest.mark.slow
+def test_train_layers__losses_are_those_of_the_plain_job() -> None:
+    small = [EXAMPLES / "train_layers.py", "--device", "cpu", "--layers", "12", "--share", "0.3", "--width", "64"]
+    options = ["--context", "16", "--batch", "1", "--steps", "6"]
+    text = run(*small, *options)
+    assert losses(text) == losses(run(*small, *options, "--plain"))
+    assert len(losses(text)) == 6
+    assert "12 keep" not in text

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.layers import SLOTS, LayerPlan, place, saved_activations
+from ebbtide.interleave.model.operations import LAYER_KINDS
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -62,8 +63,8 @@ class LayerChoice(NamedTuple):
 
 # Makes the plan for the optimizer's state in a placed workload; whether updates may end in the next forward.
 Maker = Callable[[Workload, bool], Plan]
-# Bytes of device and of host memory that are missing, and the mean iteration, s.
-Cost = tuple[float, float, float]
+# Bytes of device and of host memory that are missing, the mean iteration, s, and the bytes of layers that move.
+Cost = tuple[float, float, float, float]
 
 
 # Yields choices that are somewhat different.
@@ -106,7 +107,8 @@ def cost_of(steps: Steps, host_limit_bytes: float | None) -> Cost:
     if schedule.fits_device(None) is False:
         missing += max(1.0, schedule.peak_device_bytes - (schedule.workload.min_free_bytes or 0.0))
     excess = 0.0 if host_limit_bytes is None else max(0.0, schedule.host_bytes() - host_limit_bytes)
-    return missing, excess, steps.iteration_s
+    moved = sum(op.nbytes for op in schedule.plan.ops if op.kind in LAYER_KINDS)
+    return missing, excess, steps.iteration_s, moved
 
 
 def plan_with_layers(

@@ -1,7 +1,5 @@
 """The layers of a traced job: its repeated modules, by the modules of its allocations and the kernels beside them."""
 
-import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,12 +12,10 @@ from ebbtide.analysis.metrics.holders.categories import categorized_allocations
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.recorded_free_memory import with_few_steps
 from ebbtide.analysis.timeseries.step_functions import Floats, FreeTimeline, Ints
+from ebbtide.interleave.model.layer_names import layer_names
 from ebbtide.interleave.model.workload import ActivationForm, FreeMemorySteps, Layer, Workload, with_layers
 from ebbtide.phases import BACKWARD, FORWARD
 from ebbtide.profiler.trace import Trace
-
-# The module of a list, or of a Sequential, whose entries are layers: up to the first number in its name.
-_ENTRY = re.compile(r"(?P<list>(?:[^.]+\.)*?)\d+(?=\.|$)")
 
 
 def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
@@ -128,14 +124,8 @@ class _TracedLayers:
     def _layers(self) -> tuple[list[str], Ints]:
         """Return the entries of the list of modules with most parameters, and the layer of each allocation."""
         modules = self.rows["module"].astype(object).where(self._has_module, "")
-        matches = {module: _ENTRY.match(module) for module in set(modules)}
-        lists: Counter[str] = Counter()
-        is_parameter = (self.rows["category"] == "parameter").to_numpy()
-        for module, size in zip(modules[is_parameter], self._bytes[is_parameter], strict=True):
-            if (match := matches[module]) is not None:
-                lists[match["list"]] += int(size)
-        chosen = max(lists, key=lists.__getitem__, default=None)
-        entries = {module: match[0] for module, match in matches.items() if match and match["list"] == chosen}
+        own = (self.rows["category"] == "parameter").to_numpy()
+        entries = layer_names(set(modules), zip(modules[own], self._bytes[own], strict=True))
         entry = modules.map(entries).to_numpy(object)  # NaN outside of layers.
         names = [name for name in dict.fromkeys(entry[self._forward]) if isinstance(name, str)]
         position = {name: number for number, name in enumerate(names)}

@@ -12,7 +12,7 @@ import torch
 from ebbtide.interleave.engine.adaptive.planner import Planner, max_budget, min_budget
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.options import Budget, EngineOptions
@@ -68,7 +68,7 @@ class AdaptiveRunner:
         """Use a device from the next `rebuild` on; it is closed together with this object, or by the next call."""
         if not self._close.alive:
             raise EngineError(_CLOSED)
-        opened = _open_device(device)
+        opened = open_device(device)
         self._close_engine()
         if self._device is not None:
             self._closers.remove(self._device.close)
@@ -347,19 +347,6 @@ def _most_frequent_rule(subgroups: Sequence[Subgroup]) -> UpdateRule:
     for subgroup in subgroups:
         params[subgroup.rule] += subgroup.params
     return params.most_common(1)[0][0] if params else ADAMW
-
-
-def _open_device(device: torch.device) -> Device:
-    """Open a GPU, or an emulated device without limits for the CPU. Raises EngineError for a device of another kind."""
-    if device.type == "cpu":
-        return EmulatedDevice()
-    if device.type == "cuda":
-        from ebbtide.interleave.engine.devices.cuda import CudaDevice
-
-        return CudaDevice(device)
-    raise EngineError(
-        f"the parameters are on a device of kind {device.type}: move the model to a GPU or to the CPU first"
-    )
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

@@ -216,6 +216,15 @@ class CudaDevice:
         with self._lock:
             self._used -= tensor.nbytes
 
+    def claim(self, nbytes: int) -> None:
+        """Do nothing: torch's allocator counts it."""
+
+    def unclaim(self, nbytes: int) -> None:
+        """Do nothing: torch's allocator counts it."""
+
+    def allocate_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty((nbytes,), dtype=torch.uint8, device=self._device)
+
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not pinned or not nbytes:

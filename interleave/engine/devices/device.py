@@ -61,6 +61,17 @@ class Device(Streams, Protocol):
     def release(self, tensor: torch.Tensor) -> None:
         """Free memory from `allocate_state`, which no stream uses any more."""
 
+    def claim(self, nbytes: int) -> None:
+        """Count device memory that the job itself has allocated. Raises DeviceMemoryError if there is too little.
+
+        Only an emulated device counts it: the allocator of a GPU has its own limit."""
+
+    def unclaim(self, nbytes: int) -> None:
+        """Count no longer what `claim` has counted."""
+
+    def allocate_bytes(self, nbytes: int) -> torch.Tensor:
+        """Allocate device memory (uint8) in the order of the calling thread's current stream, to be claimed before."""
+
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         """Allocate host memory of exactly this size. Raises EngineError if there is not enough."""
 

@@ -94,7 +94,10 @@ class EmulatedStreams:
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         for mark in marks:
-            self.submit(stream, mark.synchronize)
+            if stream == "job":
+                mark.synchronize()
+            else:
+                self.submit(stream, mark.synchronize)
 
     def record(self, stream: Stream) -> Mark:
         """Return a mark. That of the job is passed at once, since a job on the CPU issues no work."""
@@ -138,10 +141,10 @@ class EmulatedDevice(EmulatedStreams):
         self.capacity_bytes = capacity_bytes
         self.rates: dict[Direction, float | None] = {"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s}
         self.gpu_update_params_per_s = gpu_update_params_per_s
-        # The high-water mark of `used_bytes`.
+        # The high-water mark of `used_bytes` and of what the job has claimed.
         self.peak_bytes = 0
         self.numa_node = None
-        self._used = 0
+        self._used = self._claimed = self._claimed_peak = 0
         # Addresses of allocated blocks: releasing one twice raises KeyError.
         self._addresses: set[int] = set()
         # Re-entrant: the garbage collector may release a block during an allocation.
@@ -150,22 +153,41 @@ class EmulatedDevice(EmulatedStreams):
 
     @property
     def used_bytes(self) -> int:
-        return self._used
+        return self._used - self._claimed
 
     def sample_memory(self) -> None:
         """Do nothing: the job uses no memory of this device."""
 
     def free_bytes(self) -> float | None:
-        return self.capacity_bytes
+        """Return the capacity without the memory that the job's activations have claimed at their peak."""
+        return None if self.capacity_bytes is None else max(0.0, self.capacity_bytes - self._claimed_peak)
+
+    def claim(self, nbytes: int) -> None:
+        with self._lock:
+            self._use(nbytes)
+            self._claimed += nbytes
+            self._claimed_peak = max(self._claimed_peak, self._claimed)
+
+    def unclaim(self, nbytes: int) -> None:
+        with self._lock:
+            self._used -= nbytes
+            self._claimed -= nbytes
+
+    def allocate_bytes(self, nbytes: int) -> torch.Tensor:
+        # All bits are set, which is NaN, as in allocate_state.
+        return torch.full((nbytes,), 255, dtype=torch.uint8, device="cpu")
+
+    def _use(self, nbytes: int) -> None:
+        if self.capacity_bytes is not None and self._used + nbytes > self.capacity_bytes:
+            free = self.capacity_bytes - self._used
+            raise DeviceMemoryError(f"the device has {free:.0f} bytes left, and {nbytes} are needed")
+        self._used += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._used)
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         nbytes = rows * torch.float32.itemsize * params
         with self._lock:
-            if self.capacity_bytes is not None and self._used + nbytes > self.capacity_bytes:
-                free = self.capacity_bytes - self._used
-                raise DeviceMemoryError(f"the device has {free:.0f} bytes left, and {nbytes} are needed")
-            self._used += nbytes
-            self.peak_bytes = max(self.peak_bytes, self._used)
+            self._use(nbytes)
             # NaN shows reads of memory that was not written yet.
             block = torch.full((rows, params), float("nan"), dtype=torch.float32, device="cpu")
             self._addresses.add(block.data_ptr())

@@ -31,7 +31,7 @@ def test_step__opens_the_gpu_that_the_model_was_moved_to(monkeypatch: pytest.Mon
     def opened(device: torch.device) -> None:
         raise Opened(device)
 
-    monkeypatch.setattr(runner, "_open_device", opened)
+    monkeypatch.setattr(runner, "open_device", opened)
     with FakeTensorMode():
         model = torch.nn.Linear(4, 4)
         optimizer = InterleavedAdamW(model.parameters(), policy="gpu-only")
@@ -54,7 +54,7 @@ class Places:
         self.opened: list[tuple[torch.device, EmulatedDevice]] = []
         layouts = offloaded_params._layouts
         monkeypatch.setattr(offloaded_params, "device_of", lambda params: self.current)
-        monkeypatch.setattr(runner, "_open_device", self._open)
+        monkeypatch.setattr(runner, "open_device", self._open)
         monkeypatch.setattr(
             offloaded_params, "_layouts", lambda params: [(self.current, *layout[1:]) for layout in layouts(params)]
         )

@@ -1,0 +1,160 @@
+"""Measure the cost of `offload_activations` where it moves nothing, and draw memory where it moves much.
+
+    python benchmarks/activations.py overhead
+    python benchmarks/activations.py picture -o docs/pictures/activations.png
+
+The job is the decoder of `examples/train_gpt.py` on the CPU, with an emulated device. The overhead is CPU time of the
+training thread, of steps with and without in turn. The picture counts what autograd holds for the backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ebbtide.interleave import offload_activations
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.layers.memory import LayerMemoryCount
+from ebbtide.interleave.engine.layers.model_layers import storages_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from train_gpt import GPT
+
+LAYERS = 12
+_COLORS = ("#555555", "#0072b2", "#d55e00")
+
+
+class LoggingDevice(EmulatedDevice):
+    """An emulated device that logs the memory of activations over time."""
+
+    def __init__(self, link_bytes_per_s: float | None = None) -> None:
+        super().__init__(None, link_bytes_per_s, link_bytes_per_s)
+        self.log: list[tuple[float, int]] = []
+
+    def claim(self, nbytes: int) -> None:
+        super().claim(nbytes)
+        self.log.append((time.perf_counter(), self._claimed))
+
+    def unclaim(self, nbytes: int) -> None:
+        super().unclaim(nbytes)
+        self.log.append((time.perf_counter(), self._claimed))
+
+
+def make_step(model: GPT) -> Callable[[], None]:
+    tokens = torch.randint(0, 64, (4, 64))
+
+    def step() -> None:
+        model(tokens).sum().backward()
+        model.zero_grad()
+
+    return step
+
+
+def make_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(64, 64, LAYERS, 64, 4)
+
+
+def overhead(repeats: int) -> None:
+    """Print the median CPU time of a step without and with, of steps in turn."""
+    plain, other = make_model(), make_model()
+    offload_activations(other, memory_budget=1e10, device=EmulatedDevice())
+    steps = {"plain": make_step(plain), "with": make_step(other), "plain again": make_step(make_model())}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(repeats + 4):
+        for name, step in steps.items():
+            start = time.thread_time()
+            step()
+            if repeat >= 4:
+                times[name].append(1e3 * (time.thread_time() - start))
+    for name, values in times.items():
+        ratio = statistics.median(value / base for value, base in zip(values, times["plain"], strict=True))
+        print(f"{name:12} median {statistics.median(values):6.2f} ms, {100 * (ratio - 1):+.2f} % in pairs")
+
+
+def memory_without() -> list[tuple[float, int]]:
+    """Return what autograd holds over a step of the plain job."""
+    model, device = make_model(), LoggingDevice()
+    memory, own, step = LayerMemoryCount(device, None, "activations"), storages_of(model), make_step(model)
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and not memory.is_counted(storage):
+            memory.claim(storage.nbytes())
+            memory.count(storage)
+        return tensor.detach()
+
+    for block in model.blocks:
+        block.forward = _Hooked(block.forward, count)
+    step()
+    device.log.clear()
+    step()
+    return device.log
+
+
+class _Hooked:
+    """A forward whose saved tensors are counted."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor], count: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._forward, self._count = forward, count
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        with saved_tensors_hooks(self._count, lambda tensor: tensor):
+            return self._forward(x)
+
+
+def memory_with(layers: float, link_bytes_per_s: float) -> tuple[list[tuple[float, int]], list[str]]:
+    """Return the memory over a step, with a budget of some layers, and the layers' kinds."""
+    model, device = make_model(), LoggingDevice(link_bytes_per_s)
+    budget = layers * max(size for _, size in memory_without()) / LAYERS
+    with offload_activations(model, memory_budget=budget, device=device) as activations:
+        step = make_step(model)
+        for _ in range(4):
+            step()
+        device.log.clear()
+        step()
+        return device.log, [*activations.choices.values()]
+
+
+def picture(path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    curves = [("kept: without offload_activations", memory_without())]
+    for layers, rate in ((7.0, 4e7), (3.2, 2e9)):
+        log, kinds = memory_with(layers, rate)
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        curves.append((f"budget of {layers:g} layers, link {rate / 1e9:g} GB/s: {counts}", log))
+    figure = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for (label, log), color in zip(curves, _COLORS, strict=True):
+        start, end = log[0][0], log[-1][0]
+        times = [(at - start) / (end - start) for at, _ in log]
+        axes.step(times, [size / 2**20 for _, size in log], where="post", label=label, color=color, lw=1.4)
+    axes.set(
+        xlabel="share of the time from the first saved tensor to the last released one", xlim=(0, 1), ylim=(0, None)
+    )
+    axes.set_ylabel("saved for the backward, MiB")
+    axes.legend(fontsize=8, loc="upper right")
+    figure.savefig(path)
+    print(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("overhead", "picture"))
+    parser.add_argument("-o", "--output", type=Path, default=Path("activations.png"))
+    parser.add_argument("--repeats", type=int, default=200, help="pairs of steps; default 200")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    overhead(args.repeats) if args.what == "overhead" else picture(args.output)
+
+
+if __name__ == "__main__":
+    main()

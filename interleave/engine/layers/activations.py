@@ -1,0 +1,258 @@
+"""Activations of a model's layers, kept, recomputed or offloaded by a plan, in any training loop."""
+
+import logging
+import math
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.layers.layer_pass import LayerPass
+from ebbtide.interleave.engine.layers.measurement import PassMeasurement
+from ebbtide.interleave.engine.layers.memory import LayerMemoryCount
+from ebbtide.interleave.engine.layers.model_layers import (
+    LayerForward,
+    MovedLayers,
+    is_within_backward,
+    other_hooks,
+    storages_of,
+    tensors_in,
+)
+from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, plan_orders
+from ebbtide.interleave.engine.layers.transfers import StorageTransfers
+from ebbtide.interleave.model.plan import Plan
+
+log = logging.getLogger("ebbtide")
+
+# Passes with inputs of a kind before there is a plan for them: the first one has not warmed up yet.
+_MEASURED_PASSES = 2
+# What passes with the same orders have in common: modes, types and dimensions of their inputs, and their sizes.
+PassKey = tuple[Hashable, tuple[int, ...]]
+
+
+class OffloadedActivations(MovedLayers):
+    """The activations of a model's layers under a plan; `offload_activations` returns it."""
+
+    def __init__(self, model: torch.nn.Module, memory_budget: float | None, device: Device | None) -> None:
+        super().__init__(model, self._run, "activations", memory_budget)
+        self._model = model
+        self._given_device = device
+        self._torch_device = torch.device("cpu")
+        self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
+        self._kind = _KindOfPass()
+        self._pass: LayerPass | None = None
+        self._names: list[str] = []
+        self._is_idle = False
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """`keep`, `recompute` or `offload` by layer, in the order of the forward, of the last pass."""
+        # While all is kept, layers do not count themselves.
+        numbers = {layer.name: len(self._layers) if layer.number is None else layer.number for layer in self._layers}
+        return {name: self._kind.orders.kind(numbers[name]) for name in sorted(numbers, key=numbers.__getitem__)}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last pass; None of the first passes, and where all is kept."""
+        return self._kind.orders.plan
+
+    def _run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a layer's forward as the orders say."""
+        if not torch.is_grad_enabled():
+            return layer.original(*args, **kwargs)
+        if layer.number is None:
+            layer.number = len(self._names)
+            self._names.append(layer.name)
+        if (
+            is_within_backward()
+            or other_hooks() is not None
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            # The job itself decides what is saved; transforms of torch.func do not allow hooks.
+            return layer.original(*args, **kwargs)
+        if not layer.number or self._pass is None or layer.number <= self._pass.last_layer:
+            claim = self._begin_pass(layer, args, kwargs)
+            if self._pass is None:
+                output = layer.original(*args, **kwargs)
+                if claim is not None:
+                    claim.attach(tensors_in(output))
+                return output
+        return self._run_layer(self._pass, layer, layer.number, args, kwargs)
+
+    def _begin_pass(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_KeptClaim | None":
+        """Set the orders of a pass. Return the claim of the memory that it needs without orders."""
+        tensors = tensors_in(args, kwargs)
+        # Parameters may be streamed from the host.
+        self._torch_device = next((one.device for one in tensors), self._torch_device)
+        # The device is opened at the first pass: until then the model may move to it.
+        transfers = self._transfers or self._open(self._given_device, self._torch_device, "activations")
+        device_type = self._torch_device.type
+        flags = (
+            layer.module.training,
+            torch.is_autocast_enabled(device_type),
+            *((one.dtype, one.dim()) for one in tensors),
+        )
+        key = flags, tuple(size for one in tensors for size in one.shape)
+        kind = self._kinds_of_pass.get(key) or self._larger_kind(key)
+        if kind is None:
+            kind = self._kinds_of_pass[key] = _KindOfPass()
+            if _budget(transfers) is None:
+                kind.orders = KEEP_ALL
+        self._kind = kind
+        if kind.measured is not None:
+            self._plan(kind, kind.measured, transfers)
+        orders = kind.orders
+        if orders is KEEP_ALL:
+            try:
+                claim = _KeptClaim(transfers.memory, kind.saved_bytes) if kind.saved_bytes else None
+                self._pass = None
+                self._set_idle(True)
+                return claim
+            except DeviceMemoryError:
+                # Another pass has its memory.
+                orders = ONE_AT_A_TIME
+        self._set_idle(False)
+        measurement = PassMeasurement(transfers.device) if orders is ONE_AT_A_TIME else None
+        own = storages_of(self._model)
+        self._pass = LayerPass(transfers, orders, device_type, self._names, kind.end_pass, own, measurement)
+        return None
+
+    def _larger_kind(self, key: "PassKey") -> "_KindOfPass | None":
+        """Return a kind of passes with orders whose inputs are larger in each dimension, the smallest one of them.
+
+        Its memory suffices, and jobs whose lengths vary do not begin again with each of them."""
+        flags, sizes = key
+        larger = [
+            (math.prod(others), number, kind)
+            for number, ((other_flags, others), kind) in enumerate(self._kinds_of_pass.items())
+            if kind.is_planned and other_flags == flags and all(map(operator.ge, others, sizes))
+        ]
+        return min(larger)[2] if larger else None
+
+    def _set_idle(self, is_idle: bool) -> None:
+        if self._is_idle != is_idle:
+            self._is_idle = is_idle
+            for layer in self._layers:
+                layer.is_idle = is_idle and layer.number != 0
+
+    def _run_layer(
+        self, one: LayerPass, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        def compute(*args: Any) -> Any:
+            """Compute the layer; in the backward, what it saves is counted, too."""
+            if not is_within_backward():
+                return layer.original(*args, **kwargs)
+            save, load = other_hooks()
+            with saved_tensors_hooks(lambda tensor: save(one.counted(tensor)), load):
+                return layer.original(*args, **kwargs)
+
+        one.begin_layer(number, storages_of(layer.module))
+        with saved_tensors_hooks(one.save, one.load):
+            if number in one.orders.recomputed:
+                output = checkpoint(compute, *args, use_reentrant=False)
+            elif one.measurement is not None:
+                with one.measurement.inputs(number, layer.module, tensors_in(args, kwargs)):
+                    output = layer.original(*args, **kwargs)
+            else:
+                output = layer.original(*args, **kwargs)
+        one.end_layer(number, tensors_in(output))
+        return output
+
+    def _plan(self, kind: "_KindOfPass", measured: PassMeasurement, transfers: StorageTransfers) -> None:
+        layers, budget, rates = measured.layers(self._names), _budget(transfers), transfers.rates()
+        transfers.measures = False
+        orders = plan_orders(layers, None if budget is None else max(0.0, budget - measured.left_bytes), rates)
+        kind.orders = orders if orders.plan is None else replace(orders, left=frozenset(measured.left))
+        kind.saved_bytes = sum(layer.saved_bytes for layer in layers) + measured.left_bytes
+        kind.measured = None
+        log.info("ebbtide: activations of layers: %s", ", ".join(map(" ".join, self.choices.items())))
+
+
+def _budget(transfers: StorageTransfers) -> float | None:
+    """Return the device memory that activations may use; None: no limit."""
+    device, memory = transfers.device, transfers.memory
+    free = device.free_bytes()
+    if free is not None:
+        # The job's own peak, which is not free, has these activations at their peak.
+        free = max(0.0, free + memory.peak_bytes - device.used_bytes)
+    return min((limit for limit in (memory.limit_bytes, free) if limit is not None), default=None)
+
+
+class _KindOfPass:
+    """Passes with inputs of the same shapes and types, and the orders for them."""
+
+    def __init__(self) -> None:
+        self.orders = ONE_AT_A_TIME
+        # Of all layers, while they are kept.
+        self.saved_bytes = 0
+        self.measured: PassMeasurement | None = None
+        self._passes = 0
+
+    @property
+    def is_planned(self) -> bool:
+        return self.orders is not ONE_AT_A_TIME
+
+    def end_pass(self, one: LayerPass) -> None:
+        """Take a pass whose backward has ended as a measurement."""
+        if self.orders is ONE_AT_A_TIME and one.measurement is not None:
+            self._passes += 1
+            if self._passes == _MEASURED_PASSES:
+                self.measured = one.measurement
+
+
+class _KeptClaim:
+    """The memory that all layers keep in a pass: claimed until the backward of the first one, or the end of its graph.
+
+    Hooks of the first layer's saved tensors would know more, and would cost more than 1 % of a short step."""
+
+    def __init__(self, memory: LayerMemoryCount, nbytes: int) -> None:
+        self._memory = memory
+        self._nbytes = 0
+        memory.claim(nbytes)
+        self._nbytes = nbytes
+
+    def release(self, *_: Any) -> None:
+        self._memory.unclaim(self._nbytes)
+        self._nbytes = 0
+
+    def __del__(self) -> None:
+        self.release()
+
+    def attach(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Let the graph of a layer's outputs hold this."""
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(self.release)
+                return
+
+
+def offload_activations(
+    model: torch.nn.Module, *, memory_budget: float | None = None, device: Device | None = None
+) -> OffloadedActivations:
+    """Keep, recompute or offload the activations of each layer of a model, with the same bits as without.
+
+    The layers are the entries of the list of modules (ModuleList, Sequential) with most parameters. The first passes
+    offload the activations of each layer before the next one begins; what they show makes the plan. Where the memory
+    suffices for all layers nothing is moved.
+
+    Args:
+        model: The model, on its device.
+        memory_budget: Bytes of device memory that tensors saved by the layers for their backward may use. By default,
+            what the device has free.
+        device: By default the device of the parameters; for parameters on the CPU an emulated one.
+
+    Returns:
+        An object that is in effect at once: until its `close`, or the end of its `with` block.
+
+    Raises:
+        EngineError: The model has no list of layers, or an argument is not valid. Later, in the forward or the
+            backward: a tensor was modified in place after it was saved, or the budget does not suffice for one layer
+            (DeviceMemoryError).
+    """
+    return OffloadedActivations(model, memory_budget, device)

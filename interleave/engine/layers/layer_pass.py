@@ -1,0 +1,184 @@
+"""One pass: a forward through the layers and its backwards, in which orders move the activations."""
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+
+from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.layers.measurement import PassMeasurement
+from ebbtide.interleave.engine.layers.orders import LayerOrders
+from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, is_plain
+from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers
+
+
+class LayerPass:
+    """The activations of one pass.
+
+    The forward calls `begin_layer`, `save` and `end_layer`; the backward calls `load` for each saved tensor, by which
+    it is seen in which layer it is. Saved tensors hold this object, and it holds them weakly: what autograd releases is
+    released."""
+
+    def __init__(
+        self,
+        transfers: StorageTransfers,
+        orders: LayerOrders,
+        device_type: str,
+        names: Sequence[str],
+        end: "Callable[[LayerPass], None]",
+        own: Collection[int],
+        measurement: PassMeasurement | None,
+    ) -> None:
+        self.orders = orders
+        self._transfers = transfers
+        self._device_type = device_type
+        self._names = names
+        self._end = end
+        self._own = own
+        # The same of the layer that computes now, which may have gathered them.
+        self._own_of_layer: Collection[int] = ()
+        self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._of_layer: dict[int, weakref.WeakSet[SavedStorage]] = {}
+        # Saved outputs of the last layer: they count for the next one, whose backward needs them first.
+        self._outputs: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
+        self._saved = 0
+        self.last_layer = -1
+        # The layer whose backward runs.
+        self._backward_of: int | None = None
+        self._lock = threading.RLock()
+        self.measurement = measurement
+
+    def begin_layer(self, layer: int, own: Collection[int]) -> None:
+        transfers, orders = self._transfers, self.orders
+        transfers.release_passed()
+        if orders.copied is None:
+            transfers.wait("d2h", lambda _: True)
+        elif awaited := orders.awaited.get(layer):
+            transfers.wait("d2h", lambda one: one.layer in awaited)
+        self._own_of_layer, self._saved, self.last_layer = own, 0, layer
+        self._of_layer[layer] = weakref.WeakSet()
+        for storage in self._outputs:
+            self._assign(storage, layer)
+        self._outputs.clear()
+        if self.measurement is not None:
+            self.measurement.begin(False, layer)
+
+    def save(self, tensor: torch.Tensor) -> PackedTensor:
+        """Return what autograd holds in place of a tensor."""
+        self._saved += 1
+        layer = self.last_layer
+        storage = self._moved_storage(tensor)
+        if storage is None:
+            return PackedTensor(tensor, None, layer)
+        saved = self._find(storage)
+        if saved is None:
+            self._count(storage, layer)
+            saved = self._storages[storage._cdata] = SavedStorage(storage, (layer, self._saved))
+        self._assign(saved, layer)
+        if saved.stays:
+            saved.hold()
+            saved.keeper = layer if saved.keeper is None else saved.keeper
+        return PackedTensor(tensor, saved, layer)
+
+    def _find(self, storage: torch.UntypedStorage) -> SavedStorage | None:
+        saved = self._storages.get(storage._cdata)
+        # Another storage may have had the same key.
+        return saved if saved is not None and saved.is_in(storage) else None
+
+    def counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that recomputation saves, after counting its memory."""
+        if (storage := self._moved_storage(tensor)) is not None:
+            self._count(storage, self._backward_of or 0)
+        return tensor
+
+    def _moved_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Return the storage of a tensor on the device; None of parameters, and of what is more than its bytes."""
+        if tensor.device.type != self._device_type or not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        return None if storage._cdata in self._own or storage._cdata in self._own_of_layer else storage
+
+    def _count(self, storage: torch.UntypedStorage, layer: int) -> None:
+        try:
+            self._transfers.count(storage)
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"layer {self._names[layer]}: {error}") from error
+
+    def _assign(self, storage: SavedStorage, layer: int) -> None:
+        """Let a storage be one of a later layer, which uses it before the ones that have saved it."""
+        if storage.layer != layer and (former := self._of_layer.get(storage.layer)) is not None:
+            former.discard(storage)
+        storage.layer = layer
+        storage.stays = not self.orders.is_copied(layer) or storage.first in self.orders.left
+        self._of_layer[layer].add(storage)
+
+    def end_layer(self, layer: int, outputs: Sequence[torch.Tensor]) -> None:
+        if self.measurement is not None:
+            self.measurement.end()
+            self.measurement.look(one for other in range(layer) for one in self._of_layer.get(other, ()))
+        for tensor in outputs:
+            if is_plain(tensor) and (storage := self._find(tensor.untyped_storage())) is not None:
+                self._outputs.add(storage)
+        if self.orders.is_copied(layer):
+            own = self._of_layer[layer].difference(self._outputs)
+            self._transfers.down([one for one in own if one.host is None and not one.stays])
+
+    def load(self, saved: PackedTensor) -> torch.Tensor:
+        """Return a saved tensor for the backward. Raises EngineError if the job has modified it."""
+        with self._lock:
+            saved.check(self._names[saved.layer])
+            if saved.layer != self._backward_of:
+                self._begin_backward(saved.layer)
+            if (storage := saved.storage) is not None and storage.hold() is None:
+                self._bring_back([storage], saved.layer)
+            return saved.get()
+
+    def _begin_backward(self, layer: int) -> None:
+        before = self._backward_of
+        if before is None or layer > before:
+            # A backward begins; after one that has failed, too.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._outputs.clear()
+        if self.measurement is not None:
+            self.measurement.end()
+            self._transfers.wait("d2h", lambda _: True)
+            self.measurement.end_forward(self._of_layer)
+        self._backward_of = layer
+        self._release_after(layer)
+        self._bring_back(self._of_layer.get(layer, ()), layer)
+        for later, other in self.orders.returned:
+            if other < layer <= later - 1:
+                # Without memory it comes back when it is needed.
+                try:
+                    self._transfers.up(self._of_layer.get(other, ()))
+                except DeviceMemoryError:
+                    break
+        if self.measurement is not None:
+            self.measurement.begin(True, layer)
+
+    def _bring_back(self, storages: Iterable[SavedStorage], layer: int) -> None:
+        """Bring storages back to the device, and let the job wait for them."""
+        try:
+            self._transfers.up(storages)
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"backward of layer {self._names[layer]}: {error}") from error
+        self._transfers.wait_for("h2d", storages)
+
+    def _release_after(self, layer: int) -> None:
+        """Release on the device what layers have used whose backward has ended."""
+        self._transfers.wait("d2h", lambda one: one.layer > layer)
+        self._transfers.wait("h2d", lambda one: one.layer > layer)
+        for other, storages in self._of_layer.items():
+            if other > layer:
+                for one in storages:
+                    if one.keeper is None or one.keeper > layer:
+                        one.release()
+
+    def _end_backward(self) -> None:
+        with self._lock:
+            if self.measurement is not None:
+                self.measurement.end()
+            self._release_after(-1)
+            self._backward_of = None
+        self._end(self)

@@ -1,0 +1,120 @@
+"""Memory of activations and weights: counted on the device until torch frees it, and used again on the host."""
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ebbtide.interleave.engine.devices.device import Device, Mark
+from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.units import bytes_text
+
+
+class _Counted(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that is counted."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
+class LayerMemoryCount:
+    """Counts the device memory of what layers hold, against a limit and on the device itself."""
+
+    def __init__(self, device: Device, limit_bytes: float | None, what: str) -> None:
+        self._device = device
+        self._what = what
+        self.limit_bytes = limit_bytes
+        self.used_bytes = self.peak_bytes = 0
+        self._counted: dict[int, _Counted] = {}
+        # Re-entrant: a storage may be freed while another one is counted.
+        self._lock = threading.RLock()
+
+    def claim(self, nbytes: int) -> None:
+        """Count bytes before they are used. Raises DeviceMemoryError if there are too few."""
+        with self._lock:
+            if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
+                raise DeviceMemoryError(
+                    f"{self._what} need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)}, "
+                    f"and their memory_budget is {bytes_text(self.limit_bytes)}: raise it, or use smaller batches"
+                )
+            self._device.claim(nbytes)
+            self.used_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def unclaim(self, nbytes: int) -> None:
+        with self._lock:
+            self.used_bytes -= nbytes
+            self._device.unclaim(nbytes)
+
+    def is_counted(self, storage: torch.UntypedStorage) -> bool:
+        counted = self._counted.get(storage._cdata)
+        return counted is not None and counted() is storage
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, whose bytes are claimed, until it is freed."""
+        with self._lock:
+            counted = self._counted[storage._cdata] = _Counted(storage, self._forget)
+            counted.key, counted.nbytes = storage._cdata, storage.nbytes()
+
+    def _forget(self, counted: _Counted) -> None:
+        with self._lock:
+            if self._counted.get(counted.key) is counted:
+                del self._counted[counted.key]
+            self.unclaim(counted.nbytes)
+
+
+class HostBlock:
+    """Pinned host memory (uint8), and the marks of its last uses."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.marks: Sequence[Mark] = ()
+
+
+class HostCopy:
+    """The use of a host block by copies of storages; the arena has the block again when the last of them is gone."""
+
+    def __init__(self, arena: "HostArena", block: HostBlock) -> None:
+        self.block = block
+        self._arena = arena
+
+    def __del__(self) -> None:
+        self._arena.give(self.block)
+
+
+class HostArena:
+    """Hands out pinned host memory and keeps what comes back, since pinning is slow.
+
+    Blocks are never more than twice as large as what is asked for, and those too small for it are released first."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[HostBlock] = []
+        self._lock = threading.RLock()
+        self.allocated_bytes = 0
+
+    def take(self, nbytes: int) -> HostCopy:
+        with self._lock:
+            self._free.sort(key=lambda block: block.memory.nbytes)
+            for index, block in enumerate(self._free):
+                if nbytes <= block.memory.nbytes <= 2 * nbytes:
+                    return HostCopy(self, self._free.pop(index))
+            self.release(nbytes)
+            self.allocated_bytes += nbytes
+            return HostCopy(self, HostBlock(self._device.allocate_host((nbytes,), torch.uint8)))
+
+    def give(self, block: HostBlock) -> None:
+        with self._lock:
+            self._free.append(block)
+
+    def release(self, below_bytes: float = float("inf")) -> None:
+        """Release free blocks that are smaller than a size."""
+        with self._lock:
+            small = [block for block in self._free if block.memory.nbytes < below_bytes]
+            self._free = [block for block in self._free if block.memory.nbytes >= below_bytes]
+            for block in small:
+                for mark in block.marks:
+                    mark.synchronize()
+                self.allocated_bytes -= block.memory.nbytes

@@ -1,0 +1,214 @@
+"""Storages of activations, on the device, on the host or on both, and their copies over the link."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ebbtide.interleave.engine.devices.device import Device, Direction, Mark
+from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.layers.memory import HostArena, HostCopy, LayerMemoryCount
+
+# Parts of a host block begin at multiples of this.
+_ALIGNMENT = 64
+
+
+class SavedStorage:
+    """A storage that layers have saved for the backward. All tensors in it share this object.
+
+    Attributes:
+        first: The layer that has saved it first, and the number of the saved tensor there.
+        layer: The last layer that has saved it, which is the first one whose backward uses it.
+        stays: Whether that layer keeps it on the device.
+        keeper: The first layer that keeps what it has saved, of those that have saved this.
+        host: Its copy; None before there is one.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, first: tuple[int, int]) -> None:
+        self.first = first
+        self.layer = first[0]
+        self.nbytes = storage.nbytes()
+        self.stays = False
+        self.keeper: int | None = None
+        self.host: torch.Tensor | None = None
+        self.host_copy: HostCopy | None = None
+        self.put(storage)
+
+    def put(self, storage: torch.UntypedStorage) -> None:
+        """Hold a storage on the device with its values."""
+        self._storage: torch.UntypedStorage | None = storage
+        self._alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
+
+    def hold(self) -> torch.UntypedStorage | None:
+        """Return the storage on the device, and hold it; None if it was freed. Others may have kept it alive."""
+        if self._storage is None:
+            self._storage = self._alive()
+        return self._storage
+
+    def is_in(self, storage: torch.UntypedStorage) -> bool:
+        return self._alive() is storage
+
+    @property
+    def is_of_others(self) -> bool:
+        """Whether the storage is on the device because the job holds it, too."""
+        return self._storage is None and self._alive() is not None
+
+    def release(self) -> None:
+        """Hold the storage on the device no longer, if there is a copy and no layer keeps it."""
+        if self.host is not None and not self.stays:
+            self._storage = None
+
+    def forget(self) -> None:
+        """Hold the storage on the device no longer, and do not use it if others do: its values may be old."""
+        self._storage = None
+        self._alive = _nothing
+
+
+class _Flight(NamedTuple):
+    """Copies that have been issued, with what they read or write, until the job has waited for them."""
+
+    direction: Direction
+    start: Mark
+    end: Mark
+    nbytes: int
+    storages: Sequence[SavedStorage]
+    memory: Sequence[torch.Tensor]
+
+
+class StorageTransfers:
+    """Copies storages to the host and back on the streams of a device, within the memory of activations.
+
+    Memory that a copy uses is not freed before the job's stream has waited for the copy: so it may be allocated again
+    in the order of that stream.
+
+    Attributes:
+        measures: Whether the times of copies are kept, for `rates`.
+    """
+
+    def __init__(self, device: Device, memory: LayerMemoryCount, arena: HostArena) -> None:
+        self.device = device
+        self.memory = memory
+        self.arena = arena
+        self.measures = True
+        self._flights: list[_Flight] = []
+        self._ended: list[_Flight] = []
+        self._moved: dict[Direction, tuple[int, float]] = {"h2d": (0, 0.0), "d2h": (0, 0.0)}
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is on the device, until it is freed. Raises DeviceMemoryError."""
+        if not self.memory.is_counted(storage):
+            self._claim(storage.nbytes())
+            self.memory.count(storage)
+
+    def _claim(self, nbytes: int) -> None:
+        """Claim device memory, and wait for copies to the host that free some, where there is too little."""
+        while True:
+            try:
+                return self.memory.claim(nbytes)
+            except DeviceMemoryError:
+                down = next((one for one in self._flights if one.direction == "d2h"), None)
+                if down is None:
+                    # Cycles of references, as imports and errors leave them, may hold tensors.
+                    gc.collect()
+                    return self.memory.claim(nbytes)
+                self._land(down)
+                # Else it would hold the memory while the next claim is made.
+                del down
+
+    def down(self, storages: Sequence[SavedStorage]) -> None:
+        """Issue copies to the host, after what the job has issued so far."""
+        sources = [(one, bytes_of(storage)) for one in storages if (storage := one.hold()) is not None]
+        if not sources:
+            return
+        sizes = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for _, source in sources]
+        copy = self.arena.take(sum(sizes))
+        wholes = zip(copy.block.memory[: sum(sizes)].split(sizes), sources, strict=True)
+        parts = [whole[: source.nbytes] for whole, (_, source) in wholes]
+        for (one, _), part in zip(sources, parts, strict=True):
+            one.host_copy, one.host = copy, part
+        pairs = [(source, part) for (_, source), part in zip(sources, parts, strict=True)]
+        self._issue("d2h", pairs, copy.block.marks, [one for one, _ in sources])
+
+    def up(self, storages: Iterable[SavedStorage]) -> None:
+        """Issue copies back to the device of those that are not there. Raises DeviceMemoryError."""
+        missing = [one for one in storages if one.hold() is None and one.host is not None]
+        if not missing:
+            return
+        self._claim(sum(one.nbytes for one in missing))
+        pairs = []
+        marks: list[Mark] = []
+        for one in missing:
+            assert one.host is not None
+            target = self.device.allocate_bytes(one.nbytes)
+            self.memory.count(target.untyped_storage())
+            one.put(target.untyped_storage())
+            pairs.append((one.host, target))
+            if one.host_copy is not None:
+                marks += one.host_copy.block.marks
+        self._issue("h2d", pairs, marks, missing)
+
+    def _issue(
+        self,
+        direction: Direction,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        marks: Sequence[Mark],
+        storages: Sequence[SavedStorage],
+    ) -> None:
+        device = self.device
+        device.wait(direction, [device.record("job"), *dict.fromkeys(marks)])
+        start = device.record(direction)
+        device.copy(direction, pairs)
+        end = device.record(direction)
+        for one in storages:
+            if one.host_copy is not None:
+                one.host_copy.block.marks = [end]
+        memory = [tensor for pair in pairs for tensor in pair]
+        self._flights.append(_Flight(direction, start, end, sum(one.nbytes for one in storages), storages, memory))
+
+    def wait(self, direction: Direction, is_awaited: Callable[[SavedStorage], bool]) -> None:
+        """Let the job wait for all copies in a direction of storages that a function selects."""
+        for flight in [one for one in self._flights if one.direction == direction]:
+            if any(map(is_awaited, flight.storages)):
+                self._land(flight)
+
+    def wait_for(self, direction: Direction, storages: Iterable[SavedStorage]) -> None:
+        """Let the job wait for copies in a direction of these storages."""
+        wanted = {id(one) for one in storages}
+        self.wait(direction, lambda one: id(one) in wanted)
+
+    def release_passed(self) -> None:
+        """Release what copies that have ended used."""
+        for flight in [*self._flights]:
+            if flight.end.is_passed:
+                self._land(flight)
+
+    def _land(self, flight: _Flight) -> None:
+        """Let the job wait for a copy. What was copied to the host is then released on the device."""
+        self.device.wait("job", [flight.end])
+        self._flights = [other for other in self._flights if other is not flight]
+        if flight.direction == "d2h":
+            for one in flight.storages:
+                one.release()
+        if self.measures:
+            self._ended.append(flight._replace(storages=(), memory=()))
+
+    def rates(self) -> dict[Direction, float | None]:
+        """Return the measured rates of the copies so far, in bytes per second; None where there were none."""
+        for flight in self._ended:
+            flight.end.synchronize()
+            nbytes, seconds = self._moved[flight.direction]
+            seconds += flight.end.time_s - flight.start.time_s
+            self._moved[flight.direction] = nbytes + flight.nbytes, seconds
+        self._ended.clear()
+        return {name: nbytes / seconds if seconds > 0 else None for name, (nbytes, seconds) in self._moved.items()}
+
+
+def _nothing() -> None:
+    """Return None, as the reference to what is gone."""
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a storage as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

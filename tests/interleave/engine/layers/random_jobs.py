@@ -1,0 +1,246 @@
+"""Random training jobs whose layers save tensors in every way known, and the memory of what they save."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+from tests.interleave.engine.training import MACHINE
+
+WIDTH = 16
+
+
+class Perceptron(nn.Module):  # type: ignore[misc]
+    """Dropout, an operation in place, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.last(F.dropout(F.relu(self.first(self.norm(x)), inplace=True), 0.2, self.training))
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    """Views of one storage, saved several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(0, 1) for part in self.inputs(x).chunk(3, -1))
+        return x + self.outputs((torch.softmax(q @ k.mT, -1) @ v).transpose(0, 1).flatten(1))
+
+
+class Normalized(nn.Module):  # type: ignore[misc]
+    """Writes buffers in the forward, so that it must not be computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+class Cube(torch.autograd.Function):  # type: ignore[misc]
+    """A kernel of somebody else's, which saves an input and an output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        result = x * x * x
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        x, result = ctx.saved_tensors
+        return gradient * (3 * x * x + 0 * result)
+
+
+class Custom(nn.Module):  # type: ignore[misc]
+    """A custom function, a checkpoint of its own, and expanded and strided tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = checkpoint(lambda y: torch.sin(self.linear(y)), x, use_reentrant=False)
+        columns = inner[:, ::2].contiguous().repeat_interleave(2, 1) * self.scale.expand(len(x), -1)
+        return x + Cube.apply(torch.tanh(columns)) * inner
+
+
+class Nested(nn.Module):  # type: ignore[misc]
+    """Several inputs, named ones, and outputs of which one is another's view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch.Tensor:
+        both = torch.exp(-self.linear(x).square())
+        left, right = both.split(WIDTH, 1)
+        return left * right if scale is None else left * right * scale
+
+
+KINDS = (Perceptron, Attention, Normalized, Custom, Nested)
+
+
+class Model(nn.Module):  # type: ignore[misc]
+    """Layers of random kinds, some shared, with connections over several of them."""
+
+    def __init__(self, kinds: list[type[nn.Module]], skips: bool, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH)
+        self.layers = nn.ModuleList(kind() for kind in kinds)
+        self.head = nn.Linear(WIDTH, 8, bias=False)
+        self.skips = skips
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = start = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, scale=start) if isinstance(layer, Nested) and self.skips else layer(x)
+        return self.head(x * start if self.skips else x)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A random job. `steps` have the number of tokens of each micro-step."""
+
+    seed: int
+    kinds: tuple[type[nn.Module], ...]
+    skips: bool
+    tied: bool
+    frozen: bool
+    autocast: bool
+    twice: bool
+    evaluates: bool
+    interleaved: bool
+    steps: tuple[tuple[int, ...], ...]
+
+    def model(self) -> Model:
+        torch.manual_seed(self.seed)
+        model = Model([*self.kinds], self.skips, self.tied)
+        if self.frozen:
+            model.layers[0].requires_grad_(False)
+        return model
+
+    def optimizer(self, model: nn.Module, device: EmulatedDevice | None) -> torch.optim.Optimizer:
+        params = [param for param in model.parameters() if param.requires_grad]
+        if not self.interleaved:
+            return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        return InterleavedAdamW(
+            params, lr=1e-2, policy="pipelined", machine=MACHINE, subgroup_params=500, device=device
+        )
+
+    def train(self, model: Model, device: EmulatedDevice | None = None) -> list[torch.Tensor]:
+        """Return the losses, then the gradients of the last step, parameters and buffers."""
+        optimizer = self.optimizer(model, device)
+        torch.manual_seed(self.seed + 1)
+        results: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for step in self.steps:
+            optimizer.zero_grad()
+            for length in step:
+                tokens = torch.randint(0, 8, (length + 1,))
+                with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+                    loss = F.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
+                if self.evaluates:
+                    model.eval()
+                    with torch.no_grad():
+                        results.append(model(tokens[:-1]).sum())
+                    model.train()
+                loss.backward(retain_graph=self.twice)
+                if self.twice:
+                    loss.backward()
+                results.append(loss.detach())
+            gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+            optimizer.step()
+        if isinstance(optimizer, InterleavedAdamW):
+            optimizer.close()
+        return [*results, *gradients, *(value.detach().clone() for value in model.state_dict().values())]
+
+
+def random_job(seed: int, same_length: bool) -> Job:
+    draw = random.Random(seed)
+    lengths = (9,) if same_length else (6, 9)
+    return Job(
+        seed,
+        tuple(draw.choice(KINDS) for _ in range(draw.randint(2, 5))),
+        *(draw.random() < share for share in (0.4, 0.3, 0.2, 0.25, 0.25, 0.25, 0.25)),
+        tuple(tuple(draw.choice(lengths) for _ in range(draw.choice((1, 1, 2)))) for _ in range(4)),
+    )
+
+
+class CountingDevice(EmulatedDevice):
+    """An emulated device that knows which memory is the host's."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.host: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def allocate_host(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = super().allocate_host(*args, **kwargs)
+        self.host.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
+    """Every storage that operations make, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        return result
+
+    def nbytes(self, without: set[int]) -> int:
+        alive = {key: storage for key, one in self._storages.items() if (storage := one()) is not None}
+        return sum(storage.nbytes() for key, storage in alive.items() if key not in without)
+
+
+@contextmanager
+def watched(model: Model, device: CountingDevice) -> Iterator[list[int]]:
+    """Return a context that lists the live bytes after each layer's forward.
+
+    They are those of tensors that are made in it, without the layer's inputs and output, the host's and the model's."""
+    seen: list[int] = []
+    others: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    live = LiveBytes()
+
+    def look(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        without = {tensor.untyped_storage()._cdata for tensor in [output, *args, *others]}
+        without |= {storage._cdata for one in device.host if (storage := one()) is not None}
+        seen.append(live.nbytes(without))
+
+    handles = [layer.register_forward_hook(look) for layer in model.layers]
+    # What the model itself holds on to.
+    handles.append(model.embedding.register_forward_hook(lambda _, __, output: others.append(output)))
+    with live:
+        yield seen
+    for handle in handles:
+        handle.remove()
