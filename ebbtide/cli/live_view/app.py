@@ -14,7 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Footer
 
 from ebbtide.cli.live_view import panels
-from ebbtide.cli.live_view.screens import Page, findings_text, help_text, log_text
+from ebbtide.cli.live_view.screens import ViewPage, findings_text, help_text, log_text
 from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SelectedRank, SnapshotReader
 from ebbtide.cli.live_view.watched import WatchedJob
 from ebbtide.errors import UserError
@@ -200,16 +200,16 @@ class LiveView(App[str]):
         self._show()
 
     def action_findings(self) -> None:
-        self.push_screen(Page(partial(findings_text, self.snapshot)))
+        self.push_screen(ViewPage(partial(findings_text, self.snapshot)))
 
     def action_help(self) -> None:
         """Show what the panels and keys mean."""
-        self.push_screen(Page(help_text))
+        self.push_screen(ViewPage(help_text))
 
     def action_log(self) -> None:
         """Show the end of the job's output."""
         if self._job is not None:
-            self.push_screen(Page(partial(log_text, self._job), from_end=True))
+            self.push_screen(ViewPage(partial(log_text, self._job), from_end=True))
 
     def action_interrupt(self) -> None:
         """Pass Ctrl-C on to the job where the view runs it; else leave the view."""

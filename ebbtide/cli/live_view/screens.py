@@ -45,7 +45,7 @@ Keys      n p, right left   next rank, previous rank
 """
 
 
-class Page(Screen[None]):
+class ViewPage(Screen[None]):
     """A page that scrolls over the view; `from_end`: it begins at its end, and is kept up to date."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "app.pop_screen", "back")]
