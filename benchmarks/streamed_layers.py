@@ -21,7 +21,7 @@ from accuracy_jobs import FOLDER, Job, read_rows, write_rows
 
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
 from ebbtide.interleave.policies.systems.ml_dataflow import dataflow_layers, dataflow_plan, slots_in
-from ebbtide.interleave.simulation.layer_bound import min_layer_iteration_s
+from ebbtide.interleave.simulation.bound import min_layer_iteration_s
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 

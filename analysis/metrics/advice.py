@@ -30,9 +30,7 @@ class Adviser(Protocol):
 
     def deepspeed_setting(self) -> Setting | None:
         """Return the best setting of what DeepSpeed has by itself; None where the job cannot be simulated."""
-        ...
 
     def activations_setting(self) -> Setting | None:
         """Return the best choice of activations for a job that recomputes those of all layers; None where its layers
         are not known."""
-        ...

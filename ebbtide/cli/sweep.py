@@ -6,11 +6,10 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
@@ -100,9 +99,7 @@ class SweepOutputs:
 
 
 def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: str | None) -> None:
-    """Replay every job on every machine under every policy at every size, and print the best ones.
-
-    With a table to write, finished rows are kept in a file next to it, so that a stopped sweep can be continued."""
+    """Replay every job on every machine under every policy at every size, and print the best ones."""
     scenarios = sweep.scenarios()
     if not (sweep.traces or sweep.workloads):
         raise typer.BadParameter("nothing to replay: give traces, or workload files with --workload")
@@ -115,17 +112,15 @@ def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler
     tasks = sweep.tasks(scenarios)
     processes = jobs or host_limits.cores()
     runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=processes)
-    with nullcontext() if outputs.table else TemporaryDirectory() as folder:
-        rows = _run(tasks, runner, outputs, outputs.table or Path(folder or "", "rows"))
     notes = _distinct(note for task in tasks for note in task["workload"]["notes"])
-    _print(rows, notes, outputs)
+    _print(_run(tasks, runner, outputs), notes, outputs)
 
 
-def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinished: Path) -> list[Row]:
-    """Compute all rows, kept in a file beside `unfinished`, and write the outputs. Raises UserError without any row."""
+def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs) -> list[Row]:
+    """Compute all rows and write the outputs. Raises UserError without any row."""
     from ebbtide.errors import UserError
     from ebbtide.interleave.experiments.sweep.best import write_rows
-    from ebbtide.interleave.experiments.sweep.task import Journal, compute_rows, journal_path, scenario_columns
+    from ebbtide.interleave.experiments.sweep.task import compute_rows, scenario_columns
     from ebbtide.output_files import new_output
 
     if outputs.plot is not None:
@@ -133,43 +128,36 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinishe
 
         # Raises UserError for more panels or policies than anybody can read.
         Grid.of([scenario_columns(task) for task in tasks])
-    with Journal(journal_path(unfinished)) as journal:
-        with _progress_bar(outputs.table is not None) as progress:
-            rows = compute_rows(tasks, journal, runner, progress)
-        if all(row["error"] for row in rows):
-            journal.delete()
-            raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
-        with ExitStack() as files:
-            if outputs.table is not None:
-                table = files.enter_context(new_output(outputs.table, outputs.force, Path.is_file, "a file"))
-                write_rows(rows, tasks, table)
-            if outputs.plot is not None:
-                picture = files.enter_context(new_output(outputs.plot, outputs.force, Path.is_file, "a file"))
-                save_picture(draw_sweep(rows), picture, outputs.plot)
-        journal.delete()
+    with _progress_bar() as progress:
+        rows = compute_rows(tasks, runner, progress)
+    if all(row["error"] for row in rows):
+        raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
+    with ExitStack() as files:
+        if outputs.table is not None:
+            table = files.enter_context(new_output(outputs.table, outputs.force, Path.is_file, "a file"))
+            write_rows(rows, tasks, table)
+        if outputs.plot is not None:
+            picture = files.enter_context(new_output(outputs.plot, outputs.force, Path.is_file, "a file"))
+            save_picture(draw_sweep(rows), picture, outputs.plot)
     return rows
 
 
 @contextmanager
-def _progress_bar(can_continue: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar for the block, and say on stderr when a sweep is resumed, or stopped and can be continued."""
-    finished = total = 0
-    started = False
+def _progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar for the block, and say on stderr when a sweep is stopped."""
+    text = ""
 
     with progress_bar() as update:
 
-        def progress(finished_rows: int, all_rows: int) -> None:
-            nonlocal finished, total, started
-            if not started and finished_rows:
-                echo_error(f"resuming: {finished_rows} of {all_rows} combinations are already finished")
-            finished, total, started = finished_rows, all_rows, True
-            update(f"{finished} of {total} combinations", finished, total)
+        def progress(finished: int, total: int) -> None:
+            nonlocal text
+            text = f"{finished} of {total} combinations"
+            update(text, finished, total)
 
         try:
             yield progress
         except KeyboardInterrupt:
-            remedy = "run the same command again to continue" if can_continue else "with -o they would be kept"
-            echo_error(f"stopped: {finished} of {total} combinations are finished; {remedy}")
+            echo_error(f"stopped: {text} are finished, and nothing is written")
             raise
 
 

@@ -2,21 +2,17 @@
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from ebbtide.errors import MachineError
 from ebbtide.json_files import section
-from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
 
 # Value of `source.kind` in machine files whose rates are those of data sheets.
 DATA_SHEETS = "data sheets"
-_Rates = TypeVar("_Rates", Machine, Box)
 Basis = Literal["fitted", "measured", "data sheets", "unknown"]
 
 
@@ -117,40 +113,6 @@ def uncertainty_of(machine: Machine) -> dict[str, float]:
     return {key: value for key, value in factors.items() if math.isfinite(value) and value >= 1}
 
 
-def at_quantile(machine: Machine, quantile: float, keys: Iterable[str] | None = None) -> Machine:
-    """Return the machine with its rates at a quantile of their uncertainty.
-
-    Errors are normal in the logarithm and all rates err in the same direction, which gives a wider range than
-    independent errors do. At a low quantile rates are low and times (`step_overhead_s`, `operation_s`) long.
-
-    Args:
-        quantile: From 0 to 1, both excluded; 0.16 and 0.84 are one standard error from the rates as they are.
-        keys: The rates to change; None: all with a known uncertainty.
-
-    Raises:
-        MachineError: The quantile is not between 0 and 1.
-    """
-    if not 0 < quantile < 1:
-        raise MachineError(f"{quantile:g} is not a quantile: write a number between 0 and 1, like 0.16")
-    deviations = NormalDist().inv_cdf(quantile)
-    chosen = None if keys is None else set(keys)
-    factors = {
-        key: factor ** (-deviations if key in _TIMES else deviations)
-        for key, factor in uncertainty_of(machine).items()
-        if chosen is None or key in chosen
-    }
-    box = machine.box
-    if box is not None:
-        own = {key: factors[key] for key in _SHARED if key in factors}
-        alone = {f"one_rank_{key}": factors.get(f"box.one_rank_{key}", factor) for key, factor in own.items()}
-        box = _scaled(box, {**own, **alone})
-    return replace(_scaled(machine, factors), box=box)
-
-
-# Keys whose values are times, not rates.
-_TIMES = ("step_overhead_s", "operation_s")
-# Rates that also have a total in `box`.
-_SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 _LEAST_MEASURED_FACTOR = 1.05
 # Standard deviations from the 10th to the 90th percentile of a normal distribution.
 _SPREAD_DEVIATIONS = 2 * NormalDist().inv_cdf(0.9)
@@ -160,12 +122,6 @@ def _measured_factor(entry: Any) -> float:
     spread = entry.get("spread", 0.0) if isinstance(entry, dict) else 0.0
     has_spread = isinstance(spread, (int, float))
     return max(_LEAST_MEASURED_FACTOR, 1 + spread / _SPREAD_DEVIATIONS) if has_spread else _LEAST_MEASURED_FACTOR
-
-
-def _scaled(values: _Rates, factors: dict[str, float]) -> _Rates:
-    """Return an object with its known values multiplied by the factors of their keys."""
-    changed = {key: getattr(values, key, None) for key in factors}
-    return replace(values, **{key: value * factors[key] for key, value in changed.items() if value is not None})
 
 
 @cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +18,6 @@ from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.job_info import describe_framework, describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
-from ebbtide.profiler.dryrun.batch_lengths import BatchLengths
 from ebbtide.profiler.dryrun.device.attention import AttentionChoice, register_attention, register_fused_norms
 from ebbtide.profiler.dryrun.device.cuda_stubs import CudaStubs
 from ebbtide.profiler.dryrun.device.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
@@ -34,9 +36,62 @@ from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, c
 from ebbtide.profiler.dryrun.memory.convolutions import reserved_range
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
-from ebbtide.profiler.dryrun.shadow_values import MAX_READS
+from ebbtide.profiler.dryrun.shadow_values import MAX_READS, tensors_in
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
 from ebbtide.profiler.dryrun.time.phase_tracker import NamedRanges, PhaseTracker
+
+_LOOKED_AT = 32
+# Frameworks fetch a batch ahead: the longest one reaches the model in the second of these iterations.
+_LONG_ITERATIONS = 2
+Shape = tuple[int, ...]
+
+
+class BatchLengths:
+    """Follows the shapes of batches, and gives the longest of the next ones when it is asked to."""
+
+    def __init__(self) -> None:
+        # By loader: the shape of the largest tensor of each batch.
+        self._shapes: dict[int, set[Shape]] = {}
+        self._long_iterations = 0
+
+    @property
+    def seen(self) -> tuple[Shape, Shape] | None:
+        """The smallest and the largest batch of the loader whose batches vary the most; None: batches are alike."""
+        ranges = [sorted(shapes, key=math.prod) for shapes in self._shapes.values() if len(shapes) > 1]
+        widest = max(ranges, key=lambda shapes: math.prod(shapes[-1]) - math.prod(shapes[0]), default=None)
+        return None if widest is None else (widest[0], widest[-1])
+
+    def install(self, patches: Patches) -> None:
+        """Follow torch's data loaders until `patches.undo()`."""
+        kind = torch.utils.data.DataLoader
+        iterate = kind.__iter__
+        patches.set(kind, "__iter__", lambda loader: self.follow(id(loader), iterate(loader)))
+
+    def needs_longest(self) -> bool:
+        """Return whether an iteration with the longest batch is to follow, as where batches vary, and begin it."""
+        if self.seen is None or self._long_iterations == _LONG_ITERATIONS:
+            return False
+        self._long_iterations += 1
+        return True
+
+    def follow(self, loader: int, batches: Any) -> Iterator[Any]:
+        """Give the batches of a loader; where the longest one is asked for, that of the next ones, again and again."""
+        shapes = self._shapes.setdefault(loader, set())
+        for batch in batches:
+            shapes.add(_shape(batch))
+            if self._long_iterations:
+                ahead = [batch, *islice(batches, _LOOKED_AT - 1)]
+                shapes.update(map(_shape, ahead))
+                longest = max(ahead, key=lambda each: math.prod(_shape(each)))
+                while True:
+                    yield longest
+            yield batch
+
+
+def _shape(batch: Any) -> Shape:
+    """Return the shape of the largest tensor in a batch."""
+    values = batch.values() if hasattr(batch, "values") else [batch]
+    return max((tuple(tensor.shape) for tensor in tensors_in(values)), key=math.prod, default=())
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,9 @@ class Importer(Protocol):
 
     def matches(self, source: Source) -> bool:
         """Return whether the contents of a file look like this format."""
-        ...
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         """Add the contents of files of this format, at least one, to a trace; return those whose times have no date.
 
         Files without dates cannot be combined with others. `options`: other files of the run, and figures that the user
         states. Raises SourceError if a file is damaged or empty, or does not fit the others."""
-        ...

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.errors import MachineError
-from ebbtide.machines.accuracy import accuracy_of, at_quantile, uncertainty_of
+from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
 from ebbtide.machines.box import Box
 from ebbtide.machines.catalog import preset, presets
 from ebbtide.machines.machine import Machine
@@ -79,31 +78,3 @@ def test_uncertainty_of__comes_from_the_fit_the_data_sheets_or_the_spread_of_run
     }
     assert uncertainty_of(Machine()) == {}
     assert uncertainty_of(Machine(extra={"uncertainty": {"a": "x", "b": 0.5, "c": None, "d": float("nan")}})) == {}
-
-
-def test_at_quantile__scales_rates_and_totals_up_and_times_down() -> None:
-    machine = preset("rtx4090")
-    factors = uncertainty_of(machine)
-    faster = at_quantile(machine, 0.8413447)  # one standard error
-    slower = at_quantile(machine, 1 - 0.8413447)
-    for key, factor in factors.items():
-        if key.endswith("_per_s"):
-            assert getattr(faster, key) == pytest.approx(factor * getattr(machine, key), rel=1e-5)
-        else:
-            assert getattr(slower, key) == pytest.approx(factor * getattr(machine, key), rel=1e-5)
-    # A rank still gets its part of the total.
-    assert faster.box is not None
-    assert faster.for_ranks(1) == faster
-    assert slower.for_ranks(2).cpu_update_params_per_s == pytest.approx((slower.cpu_update_params_per_s or 0) / 2)
-    median = at_quantile(machine, 0.5)
-    assert all(getattr(median, key) == pytest.approx(getattr(machine, key)) for key in factors)
-
-
-def test_at_quantile__changes_the_named_rates_only() -> None:
-    machine = preset("a100-40gb-published")
-    changed = at_quantile(machine, 0.1, ["h2d_bytes_per_s"])
-    assert changed == replace(machine, h2d_bytes_per_s=changed.h2d_bytes_per_s)
-    assert (changed.h2d_bytes_per_s or 0) < (machine.h2d_bytes_per_s or 0) / 1.5
-    for quantile in (0, 1, -1, 2):
-        with pytest.raises(MachineError, match="is not a quantile"):
-            at_quantile(machine, quantile)

@@ -115,8 +115,7 @@ def replay(
 ) -> None:
     """Predict the iteration time under other offload policies, and the lower bound for any policy.
 
-    Several traces, workload files, machines or sizes are replayed in all combinations, and -o writes a table of them.
-    Run the same command again to continue where it was stopped."""
+    Several traces, workload files, machines or sizes are replayed in all combinations; -o writes a table of them."""
     machines = [options.machine_in_host(name, host) for name in [*(machine or ())] or [None]]
     sweep = Sweep(
         traces=traces or [],

@@ -139,7 +139,6 @@ class Compute(Protocol):
 
     def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
         """Return the times of an iteration. Raises MachineError where rates of the GPU are needed and not known."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import ebbtide
 from ebbtide.errors import UserError, WorkloadError
@@ -140,68 +137,8 @@ Row = dict[str, Any]
 TaskRunner: TypeAlias = Callable[[Callable[[Task], Row], Mapping[str, Task]], Iterator[tuple[str, Row | WorkerDied]]]
 
 
-def journal_path(output: Path) -> Path:
-    """Return the path of the journal of an output file."""
-    return output.with_name(f"{output.name}.unfinished")
-
-
-class Journal:
-    """A file of JSON lines, one per finished row with the key of its task.
-
-    It is next to the output until all rows are finished. A row survives the end of this process as soon as `add`
-    returns. An incomplete line is ignored."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = None
-
-    def __enter__(self) -> Journal:
-        """Open the file. Raises UserError if it cannot be written."""
-        try:
-            self._file = self._path.open("a+b", buffering=0)
-            # An incomplete last line of an earlier run must not spoil the first line of this one.
-            if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):
-                self._file.write(b"\n")
-        except OSError as error:
-            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from None
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        assert self._file is not None
-        self._file.close()
-        with contextlib.suppress(FileNotFoundError):
-            if not self._path.stat().st_size:
-                self._path.unlink()
-
-    def rows(self) -> dict[str, Row]:
-        """Return the finished rows by the keys of their tasks."""
-        rows = {}
-        for json_line in self._path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                entry = json.loads(json_line)
-                rows[str(entry["key"])] = dict(entry["row"])
-        return rows
-
-    def add(self, key: str, row: Row) -> None:
-        """Append a finished row. Raises UserError if the disk is full."""
-        assert self._file is not None
-        try:
-            self._file.write(json.dumps({"key": key, "row": row}).encode() + b"\n")
-        except OSError as error:
-            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from None
-
-    def delete(self) -> None:
-        """Delete the file, once all rows are in the output."""
-        self._path.unlink(missing_ok=True)
-
-
 # Figures of a result that are several each, or of layers.
 NOT_COLUMNS = ("busy", "storage_busy", "weights", "activations", "job_peak_device_bytes")
-
-
-def task_key(task: Task) -> str:
-    """Return a digest that is equal only for equal tasks."""
-    return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()
 
 
 def run_task(task: Task) -> Row:
@@ -270,27 +207,15 @@ def combinations(
     ]
 
 
-def compute_rows(
-    tasks: Sequence[Task], journal: Journal, runner: TaskRunner, progress: Callable[[int, int], None]
-) -> list[Row]:
-    """Compute the rows of all tasks that are not in the journal, and add them to it.
+def compute_rows(tasks: Sequence[Task], runner: TaskRunner, progress: Callable[[int, int], None]) -> list[Row]:
+    """Compute the rows of all tasks, in their order.
 
-    Rows are in the order of the tasks. `progress` is called with the numbers of finished and of all rows, at the start
-    and after each row."""
-    keys = [task_key(task) for task in tasks]
-    finished = journal.rows()
-    rows = {key: finished[key] for key in keys if key in finished}
-    missing = {key: task for key, task in zip(keys, tasks, strict=True) if key not in finished}
-    total = len(rows) + len(missing)
-    progress(len(rows), total)
+    `progress` is called with the numbers of finished and of all rows, at the start and after each row."""
+    by_key, rows = {str(number): task for number, task in enumerate(tasks)}, dict[str, Row]()
+    progress(0, len(tasks))
     # Closed at once, also when this is interrupted: then all workers end.
-    with closing(runner(run_task, missing)) as outcomes:  # type: ignore[type-var]
+    with closing(runner(run_task, by_key)) as outcomes:  # type: ignore[type-var]
         for key, outcome in outcomes:
-            if isinstance(outcome, WorkerDied):
-                # Not added to the journal: with more memory or other workers it may succeed next time.
-                rows[key] = failed_row(missing[key], str(outcome))
-            else:
-                rows[key] = outcome
-                journal.add(key, outcome)
-            progress(len(rows), total)
-    return [rows[key] for key in keys]
+            rows[key] = failed_row(by_key[key], str(outcome)) if isinstance(outcome, WorkerDied) else outcome
+            progress(len(rows), len(tasks))
+    return [rows[key] for key in by_key]

@@ -35,7 +35,7 @@ def megatrain(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
         SavedActivation(size / rounds, 2 * layer.forms[-1].recompute_s)
         for layer, size in zip(workload.layers, kept, strict=True)
     )
-    layers = LayerPlan(_all(workload), activations, rounds=rounds)
+    layers = LayerPlan(frozenset(range(len(workload.layers))), activations, rounds=rounds)
     if max(shares) > 1.001 * min(shares):
         raise PolicyError(f"{spec.text!r} needs chunks of one size")
     placed = place(workload, layers)
@@ -66,7 +66,7 @@ def roundpipe(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     A stage is one layer here. Iterations use parameters that are one step old."""
     _inputs(workload, spec)
     last = [len(layer.forms) - 1 for layer in workload.layers]
-    layers = LayerPlan(_all(workload), saved_activations(workload, last, range(len(last))))
+    layers = LayerPlan(frozenset(range(len(workload.layers))), saved_activations(workload, last, range(len(last))))
     placed = place(workload, layers)
     builder = PlanBuilder(spec.text, placed)
     builder.gradients()
@@ -94,14 +94,10 @@ def zero3_offload_params(workload: Workload, machine: Machine, spec: PolicySpec)
     _inputs(workload, spec)
     again = spec.options["activations"] == "recompute"
     forms = [len(layer.forms) - 1 if again else 0 for layer in workload.layers]
-    layers = LayerPlan(_all(workload), saved_activations(workload, forms))
+    layers = LayerPlan(frozenset(range(len(workload.layers))), saved_activations(workload, forms))
     placed = place(workload, layers)
     state = replace(plan_in_memory("zero-offload", placed, machine), policy=spec.text)
     return with_layer_operations(state, placed, layers).validate(placed)
-
-
-def _all(workload: Workload) -> frozenset[int]:
-    return frozenset(range(len(workload.layers)))
 
 
 def _inputs(workload: Workload, spec: PolicySpec) -> list[float]:

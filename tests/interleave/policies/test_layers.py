@@ -14,8 +14,7 @@ from ebbtide.interleave.model.layers import LayerPlan, SavedActivation, place
 from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.interleave.policies import layer_choice, make_plan
 from ebbtide.interleave.policies.layer_choice import Cost, LayerChoice, cost_of, plan_of_choice
-from ebbtide.interleave.simulation.bound import bound
-from ebbtide.interleave.simulation.layer_bound import min_layer_iteration_s
+from ebbtide.interleave.simulation.bound import bound, min_layer_iteration_s
 from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
 from ebbtide.machines.machine import Machine
 

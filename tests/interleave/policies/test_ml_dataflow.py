@@ -10,7 +10,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.systems.ml_dataflow import Slots, dataflow_layers, dataflow_plan, slots_in
-from ebbtide.interleave.simulation.layer_bound import min_layer_iteration_s
+from ebbtide.interleave.simulation.bound import min_layer_iteration_s
 from ebbtide.interleave.simulation.simulator import simulate
 from tests.interleave.policies.test_layers import FORMS, MACHINE
 

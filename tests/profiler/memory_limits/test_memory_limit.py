@@ -11,7 +11,7 @@ import torch
 
 from ebbtide.profiler import MemoryLimitExceeded, memory_limit
 from ebbtide.profiler.memory_limits import peaks
-from ebbtide.profiler.memory_limits.peaks import BEFORE, MemoryEvent, replay
+from ebbtide.profiler.memory_limits.limit import BEFORE, MemoryEvent, replay
 
 MB = 10**6
 

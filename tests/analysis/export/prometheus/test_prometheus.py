@@ -14,8 +14,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ebbtide.analysis.export.prometheus.collector import FAMILIES, MAX_RANKS, SUFFIXES
-from ebbtide.analysis.export.prometheus.server import Address, MetricsServer, parse_address
+from ebbtide.analysis.export.prometheus.server import (
+    FAMILIES,
+    MAX_RANKS,
+    SUFFIXES,
+    Address,
+    MetricsServer,
+    parse_address,
+)
 from ebbtide.errors import UserError
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.agent.spool import POOLS

@@ -15,14 +15,12 @@ from ebbtide.errors import UserError
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.experiments.sweep.best import SCHEMA, find_best, write_rows
 from ebbtide.interleave.experiments.sweep.task import (
-    Journal,
     Row,
     Scenario,
     Task,
     compute_rows,
     find_pairs,
     run_task,
-    task_key,
 )
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.storage import StoragePath
@@ -30,10 +28,6 @@ from ebbtide.workers import run_locally
 from tests.interleave.experiments.sweep.sweeps import machine, rows, tasks, workload, write_files
 
 FAST = ["zero-offload", "twin-flow:0.5", "interleaved:2"]
-
-
-def quiet(finished: int, total: int) -> None:
-    """Ignore progress."""
 
 
 def test_run_task__the_row_has_the_figures_of_the_replay() -> None:
@@ -81,41 +75,16 @@ def test_run_task__refuses_a_task_of_another_version() -> None:
         run_task(task | {"ebbtide": "0.0.1"})
 
 
-def test_compute_rows__any_number_of_processes_gives_the_same_rows(tmp_path: Path) -> None:
+def test_compute_rows__any_number_of_processes_gives_the_same_rows() -> None:
     scenarios = [Scenario(scale_params=scale, free_bytes=free) for scale in (2.0, 0.5) for free in (4e9, None)]
     sweep_tasks = tasks([*FAST, "twin-flow"], scenarios)
     expected = [run_task(task) for task in sweep_tasks]
     progress: list[tuple[int, int]] = []
     for jobs in (1, 3):
-        with Journal(tmp_path / f"rows{jobs}") as journal:
-            actual = compute_rows(
-                sweep_tasks, journal, partial(run_locally, jobs=jobs), lambda *call: progress.append(call)
-            )
+        actual = compute_rows(sweep_tasks, partial(run_locally, jobs=jobs), lambda *call: progress.append(call))
         assert actual == expected
         assert progress == [(finished, len(sweep_tasks)) for finished in range(len(sweep_tasks) + 1)]
         progress.clear()
-
-
-def test_compute_rows__rows_of_the_journal_are_not_computed_again(tmp_path: Path) -> None:
-    sweep_tasks = tasks(FAST)
-    with Journal(tmp_path / "rows") as journal:
-        journal.add(task_key(sweep_tasks[1]), {"from": "before"})
-        journal.add("another key", {"from": "elsewhere"})
-        actual = compute_rows(sweep_tasks, journal, partial(run_locally, jobs=1), quiet)
-    assert actual == [run_task(sweep_tasks[0]), {"from": "before"}, run_task(sweep_tasks[2])]
-
-
-def test_task_key__differs_with_every_part_of_the_task() -> None:
-    job = workload()
-    sweep_tasks = [
-        *tasks(["pipelined", "gpu-only"]),
-        *tasks(["pipelined"], [Scenario(scale_params=2), Scenario(free_bytes=1.0), Scenario(subgroup_params=5)]),
-        *tasks(["pipelined"], workloads=[replace(job, clipping=False), replace(job, name="other")]),
-        *tasks(["pipelined"], machines=[machine(step_overhead_s=0.1)]),
-    ]
-    sweep_tasks.append(sweep_tasks[0] | {"ebbtide": "another version"})
-    assert len({task_key(task) for task in sweep_tasks}) == len(sweep_tasks)
-    assert task_key(sweep_tasks[0]) == task_key(tasks(["pipelined"])[0])
 
 
 def test_write_rows__writes_all_rows_workloads_and_machines(tmp_path: Path) -> None:
