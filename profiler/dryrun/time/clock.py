@@ -115,11 +115,6 @@ class VirtualClock:
         """The time of the host since the start of the job, in the typical case."""
         return self._typical.host_ns
 
-    @property
-    def host_times(self) -> Times:
-        """The time of the host in each case."""
-        return tuple(case.host_ns for case in self._cases)
-
     def tick(self) -> int:
         """Advance the host by 1 ns, so that events keep their order, and return the time."""
         for case in self._cases:

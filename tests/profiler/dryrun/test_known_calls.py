@@ -45,7 +45,7 @@ def digest(job: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, is_anew: boo
         memory, blocks = run.memory, run.memory.blocks
         return {
             "kernels": run.clock.kernels,
-            "host": run.clock.host_times,
+            "host": [case.host_ns for case in run.clock._cases],
             "blocks": [(b.start_ns, b.size, b.module, b.category, run.stacks.texts[b.stack]) for b in blocks],
             "ends": sorted(b.end_ns or 0 for b in blocks),
             "peaks": (memory.most_bytes, memory.most_reserved_bytes, run.host_memory.most_bytes),
