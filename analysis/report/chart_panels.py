@@ -119,6 +119,11 @@ class ChartPanel:
         """Areas from the top, in the order in which the page lists them."""
         return () if self.stack is None else self.stack.areas[::-1]
 
+    @property
+    def is_level_off_scale(self) -> bool:
+        """Whether the level is above the end of the axis."""
+        return self.level is not None and self.level > self.top
+
 
 def chart_panels(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> list[ChartPanel]:
     """Return the panels that data was recorded for: memory of the device and of the host, the link. All lines have at
