@@ -45,6 +45,10 @@ KERNELS = Need(
     lambda metrics: any(rank.busy_time is not None for rank in metrics.by_rank),
 )
 CHECKPOINTING = Need("forwards that are computed again in the backward", lambda metrics: bool(metrics.checkpointing))
+LAYERS = Need(
+    "a dry run of one rank (`ebbtide dry-run`), which has layers",
+    lambda metrics: metrics.trace.meta.source == "predicted" and metrics.world_size == 1,
+)
 HOST_MEMORY = Need(
     "memory of the host (`ebbtide profile` records it)",
     lambda metrics: metrics.is_recorded or any(metrics.pool_peak(pool) is not None for pool in ("swap", "host")),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import typer
 
 from ebbtide.cli.options import count, size
 from ebbtide.cli.outputs import check_outputs, print_outputs, save_picture
-from ebbtide.cli.printing import echo, echo_error, echo_line, print_view, progress_bar
+from ebbtide.cli.printing import echo, echo_line, print_view, progress_bar
 from ebbtide.cli.reading import check_options
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs) -> list[R
 
         # Raises UserError for more panels or policies than anybody can read.
         Grid.of([scenario_columns(task) for task in tasks])
-    with _progress_bar() as progress:
-        rows = compute_rows(tasks, runner, progress)
+    with progress_bar() as update:
+        rows = compute_rows(tasks, runner, lambda done, total: update(f"{done} of {total} combinations", done, total))
     if all(row["error"] for row in rows):
         raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
     with ExitStack() as files:
@@ -140,25 +140,6 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs) -> list[R
             picture = files.enter_context(new_output(outputs.plot, outputs.force, Path.is_file, "a file"))
             save_picture(draw_sweep(rows), picture, outputs.plot)
     return rows
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar for the block, and say on stderr when a sweep is stopped."""
-    text = ""
-
-    with progress_bar() as update:
-
-        def progress(finished: int, total: int) -> None:
-            nonlocal text
-            text = f"{finished} of {total} combinations"
-            update(text, finished, total)
-
-        try:
-            yield progress
-        except KeyboardInterrupt:
-            echo_error(f"stopped: {text} are finished, and nothing is written")
-            raise
 
 
 def _print(rows: list[Row], notes: list[str], outputs: SweepOutputs) -> None:

@@ -109,9 +109,8 @@ def test_sweep__a_stopped_sweep_ends_its_workers_and_writes_nothing(folder: Path
     workers = children(process.pid)
     # Ctrl-C goes to the whole group.
     os.killpg(process.pid, signal.SIGINT)
-    output, error = process.communicate()
-    assert (process.returncode, output) == (130, "")
-    assert re.fullmatch(r"ebbtide: stopped: \d+ of 12 combinations are finished, and nothing is written\n", error)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 130
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         time.sleep(0.01)
     assert sorted(os.listdir(folder)) == ["m.json", "w.json"]

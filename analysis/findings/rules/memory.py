@@ -3,7 +3,15 @@
 import numpy as np
 
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
-from ebbtide.analysis.findings.needs import ALLOCATIONS, CHECKPOINTING, GPU, ITERATIONS, record_memory, scope_text
+from ebbtide.analysis.findings.needs import (
+    ALLOCATIONS,
+    CHECKPOINTING,
+    GPU,
+    ITERATIONS,
+    LAYERS,
+    record_memory,
+    scope_text,
+)
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.metrics.devices import memory_timeline
@@ -102,14 +110,14 @@ def _split_setting(metrics: JobMetrics, split: StaticSplit) -> Setting:
 _MIN_LAYER_GAIN = 0.06
 
 
-@rule("recomputation", GPU, ITERATIONS, CHECKPOINTING)
+@rule("recomputation", LAYERS, ITERATIONS, CHECKPOINTING)
 def recomputation(metrics: JobMetrics) -> Finding | Unknown | None:
     """Compare the simulated iteration in which every layer is computed again with the best choice for each layer."""
     setting = metrics.adviser.activations_setting() if metrics.adviser is not None else None
     if setting is None or setting.gain_ms is None:
         return recomputation.unknown(
             "could activations be kept, or copied to the host, instead of computed again?",
-            "a dry run on this card (`ebbtide dry-run`), which has the layers of the job",
+            "a job whose layers are entries of a list of modules",
         )
     if setting.gain_ms < _MIN_LAYER_GAIN * (metrics.iteration_ms or 0.0):
         return None

@@ -151,7 +151,7 @@ class LayerPass:
             if other < layer <= later - 1:
                 # Without memory it comes back when it is needed.
                 try:
-                    self._transfers.up(self._of_layer.get(other, ()))
+                    self._transfers.up(self._of_layer.get(other, ()), is_needed=False)
                 except DeviceMemoryError:
                     break
         if self.measurement is not None:

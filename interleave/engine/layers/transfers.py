@@ -102,7 +102,7 @@ class StorageTransfers:
             self._claim(storage.nbytes())
             self.memory.count(storage)
 
-    def _claim(self, nbytes: int) -> None:
+    def _claim(self, nbytes: int, is_needed: bool = True) -> None:
         """Claim device memory, and wait for copies to the host that free some, where there is too little."""
         while True:
             try:
@@ -110,6 +110,8 @@ class StorageTransfers:
             except DeviceMemoryError:
                 down = next((one for one in self._flights if one.direction == "d2h"), None)
                 if down is None:
+                    if not is_needed:
+                        raise
                     # Cycles of references, as imports and errors leave them, may hold tensors.
                     gc.collect()
                     return self.memory.claim(nbytes)
@@ -131,12 +133,14 @@ class StorageTransfers:
         pairs = [(source, part) for (_, source), part in zip(sources, parts, strict=True)]
         self._issue("d2h", pairs, copy.block.marks, [one for one, _ in sources])
 
-    def up(self, storages: Iterable[SavedStorage]) -> None:
-        """Issue copies back to the device of those that are not there. Raises DeviceMemoryError."""
+    def up(self, storages: Iterable[SavedStorage], is_needed: bool = True) -> None:
+        """Issue copies back to the device of those that are not there. Raises DeviceMemoryError.
+
+        Those that are not needed yet collect no garbage for it, which may take longer than a layer."""
         missing = [one for one in storages if one.hold() is None and one.host is not None]
         if not missing:
             return
-        self._claim(sum(one.nbytes for one in missing))
+        self._claim(sum(one.nbytes for one in missing), is_needed)
         pairs = []
         marks: list[Mark] = []
         for one in missing:

@@ -153,7 +153,7 @@ class StreamedWeights(MovedLayers):
         self._moves.wait_for("h2d", storages)
         if 0 <= ahead < len(self._order):
             try:
-                self._moves.up([weight.storage for weight in self._weights[self._order[ahead]]])
+                self._moves.up([weight.storage for weight in self._weights[self._order[ahead]]], is_needed=False)
             except DeviceMemoryError:
                 # It comes when it is needed.
                 return

@@ -121,6 +121,7 @@ def test_levers__save_what_dry_runs_of_the_changed_loop_save(tmp_path: Path) -> 
     assert 0.7 <= saved_bytes(job, "streamed gradients") / (before - streamed) <= 1.0
 
 
+@pytest.mark.slow
 def test_levers__save_what_dry_runs_of_the_changed_trainer_save(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     trace = predicted(tmp_path, TRAINER, "8", "False")
