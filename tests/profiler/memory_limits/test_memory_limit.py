@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ebbtide.profiler import MemoryLimitExceeded, memory_limit
-from ebbtide.profiler.memory_limits import peaks
+from ebbtide.profiler.memory_limits import limit as limits
 from ebbtide.profiler.memory_limits.limit import BEFORE, MemoryEvent, replay
 
 MB = 10**6
@@ -151,4 +151,4 @@ def test_cuda_peak__lists_holders_of_the_snapshot(monkeypatch: pytest.MonkeyPatc
     assert calls == [1, "all", None]
     assert raised.value.peak_bytes == 5120
     assert raised.value.holders == [(BEFORE, 4500)]
-    assert peaks._call_site(frames("f")) == "f (/job/train.py:7)"
+    assert limits._call_site(frames("f")) == "f (/job/train.py:7)"
