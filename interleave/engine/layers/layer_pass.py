@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -148,22 +148,13 @@ class LayerPass:
         self._release_after(layer)
         self._bring_back(self._of_layer.get(layer, ()), layer)
         for later, other in self.orders.returned:
-            if other < layer <= later - 1:
-                # Without memory it comes back when it is needed.
-                try:
-                    self._transfers.up(self._of_layer.get(other, ()), is_needed=False)
-                except DeviceMemoryError:
-                    break
+            if other < layer <= later - 1 and not self._transfers.prefetch(self._of_layer.get(other, ())):
+                break
         if self.measurement is not None:
             self.measurement.begin(True, layer)
 
-    def _bring_back(self, storages: Iterable[SavedStorage], layer: int) -> None:
-        """Bring storages back to the device, and let the job wait for them."""
-        try:
-            self._transfers.up(storages)
-        except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"backward of layer {self._names[layer]}: {error}") from error
-        self._transfers.wait_for("h2d", storages)
+    def _bring_back(self, storages: Collection[SavedStorage], layer: int) -> None:
+        self._transfers.bring_back(storages, f"backward of layer {self._names[layer]}")
 
     def _release_after(self, layer: int) -> None:
         """Release on the device what layers have used whose backward has ended."""

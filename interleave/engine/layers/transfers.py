@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -133,10 +133,26 @@ class StorageTransfers:
         pairs = [(source, part) for (_, source), part in zip(sources, parts, strict=True)]
         self._issue("d2h", pairs, copy.block.marks, [one for one, _ in sources])
 
-    def up(self, storages: Iterable[SavedStorage], is_needed: bool = True) -> None:
-        """Issue copies back to the device of those that are not there. Raises DeviceMemoryError.
+    def bring_back(self, storages: Collection[SavedStorage], where: str) -> None:
+        """Bring storages back to the device, and let the job wait for them. Raises DeviceMemoryError, which names where
+        they are needed."""
+        try:
+            self._up(storages, is_needed=True)
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"{where}: {error}") from error
+        self.wait_for("h2d", storages)
 
-        Those that are not needed yet collect no garbage for it, which may take longer than a layer."""
+    def prefetch(self, storages: Collection[SavedStorage]) -> bool:
+        """Issue copies back to the device of what will be needed. Return whether there is memory for it now.
+
+        It collects no garbage, which may take longer than a layer: without memory they come back when needed."""
+        try:
+            self._up(storages, is_needed=False)
+        except DeviceMemoryError:
+            return False
+        return True
+
+    def _up(self, storages: Collection[SavedStorage], is_needed: bool) -> None:
         missing = [one for one in storages if one.hold() is None and one.host is not None]
         if not missing:
             return

@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ebbtide.interleave.engine.devices.device import Device, copy_now
-from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers.model_layers import (
     LayerForward,
     MovedLayers,
@@ -145,18 +144,9 @@ class StreamedWeights(MovedLayers):
 
     def _fetch(self, layer: LayerForward, ahead: int) -> None:
         """Bring the weights of a layer to the device, and issue the copies of the one that is needed next."""
-        storages = [weight.storage for weight in self._weights[layer]]
-        try:
-            self._moves.up(storages)
-        except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"layer {layer.name}: {error}") from error
-        self._moves.wait_for("h2d", storages)
+        self._moves.bring_back([weight.storage for weight in self._weights[layer]], f"layer {layer.name}")
         if 0 <= ahead < len(self._order):
-            try:
-                self._moves.up([weight.storage for weight in self._weights[self._order[ahead]]], is_needed=False)
-            except DeviceMemoryError:
-                # It comes when it is needed.
-                return
+            self._moves.prefetch([weight.storage for weight in self._weights[self._order[ahead]]])
 
     def _release_others(self, layer: LayerForward | None) -> None:
         """Release the weights of all layers but one and the one before it, which comes next in the backward."""
