@@ -23,7 +23,8 @@ def megatrain(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
 
     The backward computes the forward of each block of four layers again, which keeps the inputs of its layers, and then
     that of each layer, with gradients: weights cross the link three times in each micro-batch."""
-    inputs = _inputs(workload, spec)
+    _check(workload, spec)
+    inputs = [layer.forms[-1].nbytes for layer in workload.layers]
     blocks = range(0, len(inputs), _BLOCK)
     # Inputs of one block are on the device beside those that are kept, and count as the first one's.
     beside = max(sum(inputs[first : first + _BLOCK]) - inputs[first] for first in blocks)
@@ -50,10 +51,10 @@ class _MegatrainOperations(LayerOperations):
     def fetch_weights(self, stretch: Stretch) -> None:
         first = len(self.ops)
         super().fetch_weights(stretch)
-        for index in range(first, len(self.ops)):
-            if stretch.is_backward:
-                self.ops[index] = self.ops[index]._replace(nbytes=2 * self.ops[index].nbytes)
-        if stretch.is_backward and stretch.round < self._plan.rounds - 1:
+        if not stretch.is_backward:
+            return
+        self.ops[first:] = [op._replace(nbytes=2 * op.nbytes) for op in self.ops[first:]]
+        if stretch.round < self._plan.rounds - 1:
             nbytes = self._weight_bytes[stretch.layer]
             self.add("layer gradient down", "d2h", stretch.layer, nbytes, stretch.end)
 
@@ -64,7 +65,7 @@ def roundpipe(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     iteration, as RoundPipe does on one GPU.
 
     A stage is one layer here. Iterations use parameters that are one step old."""
-    _inputs(workload, spec)
+    _check(workload, spec)
     last = [len(layer.forms) - 1 for layer in workload.layers]
     layers = LayerPlan(frozenset(range(len(workload.layers))), saved_activations(workload, last, range(len(last))))
     placed = place(workload, layers)
@@ -91,7 +92,7 @@ def zero3_offload_params(workload: Workload, machine: Machine, spec: PolicySpec)
 
     One layer is fetched during another's compute: DeepSpeed fetches modules ahead, as many as `prefetch_bucket_size`
     holds."""
-    _inputs(workload, spec)
+    _check(workload, spec)
     again = spec.options["activations"] == "recompute"
     forms = [len(layer.forms) - 1 if again else 0 for layer in workload.layers]
     layers = LayerPlan(frozenset(range(len(workload.layers))), saved_activations(workload, forms))
@@ -100,9 +101,7 @@ def zero3_offload_params(workload: Workload, machine: Machine, spec: PolicySpec)
     return with_layer_operations(state, placed, layers).validate(placed)
 
 
-def _inputs(workload: Workload, spec: PolicySpec) -> list[float]:
-    """Return the bytes of each layer's smallest form of activations, of an iteration."""
+def _check(workload: Workload, spec: PolicySpec) -> None:
     reject_value(spec)
     if not workload.layers:
         raise PolicyError(f"{spec.text!r} needs a workload with layers")
-    return [layer.forms[-1].nbytes for layer in workload.layers]
