@@ -21,6 +21,7 @@ class LayerOperations:
 
     def __init__(self, workload: Workload, plan: LayerPlan, in_order: bool = False) -> None:
         """Initialize; `in_order`: each resource waits for the first of its operations, even if others are ready."""
+        self._workload = workload
         self._plan = plan
         self._weight_bytes = [workload.param_bytes * layer.params for layer in workload.layers]
         self._last: dict[Resource, int] | None = {} if in_order else None

@@ -137,7 +137,6 @@ class _DataflowOperations(LayerOperations):
 
     def __init__(self, workload: Workload, plan: LayerPlan) -> None:
         super().__init__(workload, plan, in_order=True)
-        self._workload = workload
         count, subgroups = len(workload.layers), len(workload.subgroups)
         if workload.subgroups[:count] != tuple(layer.params for layer in workload.layers):
             raise PolicyError("ml-dataflow needs subgroups that are whole layers: leave subgroup_params and sizes out")

@@ -55,7 +55,7 @@ class _MegatrainOperations(LayerOperations):
             return
         self.ops[first:] = [op._replace(nbytes=2 * op.nbytes) for op in self.ops[first:]]
         if stretch.round < self._plan.rounds - 1:
-            nbytes = self._weight_bytes[stretch.layer]
+            nbytes = self._workload.grad_bytes * self._workload.layers[stretch.layer].params
             self.add("layer gradient down", "d2h", stretch.layer, nbytes, stretch.end)
 
 

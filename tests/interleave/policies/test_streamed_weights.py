@@ -41,6 +41,11 @@ def test_megatrain__streams_weights_three_times_for_each_micro_batch() -> None:
     assert placed.compute_s == pytest.approx(workload.compute_s + 2 * LAYERS * RECOMPUTE_S)
 
 
+def test_megatrain__sends_gradients_in_their_own_width() -> None:
+    _, schedule = _schedule("megatrain", grad_bytes=4)
+    assert _bytes(schedule, "layer gradient down") == _bytes(schedule, "gradient down") == LAYERS * 4e9
+
+
 def test_megatrain__keeps_the_inputs_of_blocks_and_of_one_block() -> None:
     _, schedule = _schedule("megatrain", chunks=1)
     layers = schedule.plan.layers
