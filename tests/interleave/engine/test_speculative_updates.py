@@ -157,17 +157,19 @@ def test_step__goes_on_after_a_speculative_update_failed() -> None:
     job, same = Job(), Job()
     expected = ReferenceOptimizer(same.net.parameters())
     with speculating_optimizer(job) as optimizer:
-        update = optimizer._runner.kernel.update_beside
+        update, failed = optimizer._runner.kernel.update_beside, threading.Event()
         for step in range(5):
             if step == 3:
 
                 def fail(*arguments: Any) -> None:
                     update(*arguments)
+                    failed.set()
                     raise RuntimeError("the update failed")
 
                 optimizer._runner.kernel.update_beside = fail  # type: ignore[method-assign]
                 job.net.zero_grad()
                 optimizer.scale(job.loss(step)).backward()
+                assert failed.wait(30)  # a step that comes first takes the update back
                 with pytest.raises(EngineError, match="the update failed; the step was completed on the CPU"):
                     optimizer.step()
                 optimizer._runner.kernel.update_beside = update  # type: ignore[method-assign]
