@@ -21,7 +21,7 @@ KEYS = {
     "machine", "fits", "change", "policy", "device_bytes", "host_bytes", "iteration_ms", "iteration_low_ms",
     "iteration_high_ms", "tokens_per_s", "cost_per_billion_tokens", "limited_by", "code",
 }  # fmt: skip
-SIZE = "--params 2e9 --layers 24 --hidden 2560"
+SIZE = "--params 2e9 --layers 6 --hidden 5120"
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def test_plan__draws_a_picture(folder: Path, capsys: Printed) -> None:
 
 
 def test_plan__host_changes_the_host_of_a_preset(folder: Path, capsys: Printed) -> None:
-    (plan,) = answer(capsys, f"{SIZE} --policy zero-offload --machine rtx4090 --host ddr5-2ch,16-cores,pcie4x16,64GB")[
-        "plans"
-    ]
+    (plan,) = answer(
+        capsys, "--params 2e9 --policy zero-offload --machine rtx4090 --host ddr5-2ch,16-cores,pcie4x16,64GB"
+    )["plans"]
     assert plan["host_capacity_bytes"] == 64e9
 
 

@@ -13,7 +13,7 @@ from ebbtide.interleave.advise.recommendation import policy_of_action
 from tests.conftest import ebbtide_in_process
 
 TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
-QUICK = ("a100-13b-async", "a100-torch-profiler", "h100-20b-blocking")
+QUICK = ("a100-torch-profiler", "h100-20b-blocking")
 SCREENS = {
     "diff": ("traces/h100-20b-blocking.ebb",),
     "findings": (),

@@ -123,6 +123,7 @@ def plan(
     from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
     from ebbtide.interleave.advise.whole_job import layers_of_job, plan_whole_job
     from ebbtide.interleave.model.workload import load_workload
+    from ebbtide.interleave.policies import parse
     from ebbtide.machines.catalog import preset, presets
     from ebbtide.output_files import new_output
     from ebbtide.profiler.trace import open_trace
@@ -141,16 +142,20 @@ def plan(
         machines.append(code)
     card = own_preset(recording) if not machines else None
     targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
-    layered = None
-    if has_shape or (recording is not None and (explain or save_workload) and len(targets) == 1 and batch.is_empty):
-        layered = layers_of_job(job, recording, targets[0].machine)
-    whole = [] if layered is None else [plan_whole_job(layered, job.tokens, targets[0].machine)]
-    if save_workload is not None:
-        if layered is None:
-            raise WorkloadError(f"{job.workload.name}: layers are known of dry runs of one rank, on their own machine")
-        with new_output(save_workload, force, Path.is_file, "a file") as file:
-            file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
+    for text in policy or ():
+        parse(text)
     with new_outputs(plot, None, force) as (picture, _):
+        layered = None
+        if has_shape or (recording is not None and (explain or save_workload) and len(targets) == 1 and batch.is_empty):
+            layered = layers_of_job(job, recording, targets[0].machine)
+        if save_workload is not None:
+            if layered is None:
+                raise WorkloadError(
+                    f"{job.workload.name}: layers are known of dry runs of one rank, on their own machine"
+                )
+            with new_output(save_workload, force, Path.is_file, "a file") as file:
+                file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
+        whole = [] if layered is None else [plan_whole_job(layered, job.tokens, targets[0].machine)]
         plans = []
         for target in targets:
             # The rates of a workload's machine are those of its own ranks, unless these are stated.

@@ -33,7 +33,7 @@ LADDER = [
 @cache
 def explained() -> list[AblationStep]:
     """Return the gains of a job with few subgroups."""
-    return explain(workload(subgroup_params=5e8), machine())
+    return explain(workload(subgroup_params=7e8), machine())
 
 
 def ran(policy: str, job: Workload, target: Machine) -> Schedule:
@@ -69,7 +69,7 @@ def test_explain__adds_windows_after_memory_that_is_always_free() -> None:
 
 
 def test_explain__ends_with_late_and_speculative_updates() -> None:
-    job = workload(subgroup_params=5e8)
+    job = workload(subgroup_params=7e8)
     steps = {step.policy: step for step in explained()}
     assert all(steps[policy].gain_ms > 0 for policy in OVERLAPPED)
     without_clipping = explain(replace(job, clipping=False), machine())
@@ -77,7 +77,7 @@ def test_explain__ends_with_late_and_speculative_updates() -> None:
 
 
 def test_explain__leaves_out_steps_that_lack_a_rate() -> None:
-    job = workload(subgroup_params=5e8)
+    job = workload(subgroup_params=7e8)
     without = explain(job, machine(d2h_pageable_bytes_per_s=None))
     assert [step.policy for step in without] == LADDER[1:]
     assert without[0].gain_ms == 0

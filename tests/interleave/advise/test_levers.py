@@ -113,7 +113,11 @@ def test_levers__save_what_dry_runs_of_the_changed_loop_save(tmp_path: Path) -> 
     assert saved_bytes(job, "checkpointing") == pytest.approx(before - tensor_bytes(trace), abs=0.03 * before)
     checkpointed = job_of_trace(trace, BatchSettings())
     assert "checkpointing" not in {change.levers[0] for change in single_changes(checkpointed, preset("a10"))}
-    # A small micro-batch has its peak in the update.
+
+
+@pytest.mark.slow
+def test_levers__save_what_streamed_gradients_save(tmp_path: Path) -> None:
+    """A small micro-batch has its peak in the update."""
     trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "1")
     job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
     streamed = tensor_bytes(predicted(tmp_path, SCRIPT.replace(LOOP, STREAMED + LOOP), *SIZE, "--batch", "1"))

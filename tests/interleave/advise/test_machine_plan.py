@@ -75,6 +75,7 @@ def test_plan_for_machine__costs_the_hosts_for_the_time_of_a_billion_tokens() ->
     assert fitting_plan().cost_per_billion_tokens is None
 
 
+@pytest.mark.slow
 def test_plan_for_machine__chooses_as_replay_recommends() -> None:
     """A workload file, offloaded: policy, iteration and lines are those of `replay --recommend`."""
     workload, target = workload_from(WORKLOAD | {"subgroup_params": 5e8}, "job"), machine()

@@ -43,20 +43,28 @@ def test_first_dimension__is_that_of_the_first_tensor() -> None:
     assert first_dimension((("text",), {}), torch.Tensor) is None
 
 
-def test_record__has_the_framework_of_the_job(tmp_path: Path) -> None:
-    """Try a loop of torch, dry-run and recorded, and transformers' Trainer."""
+LOOP = [
+    *(sys.executable, str(ROOT / "examples" / "train_gpt.py")),
+    *("--steps", "3", "--layers", "2", "--width", "64", "--context", "64", "--batch", "4"),
+]
+DRY_RUN = ("dry-run", "--gpu", "a10")
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "expected"),
+    [
+        (("profile",), LOOP, ("torch", 4)),
+        pytest.param(DRY_RUN, LOOP, ("torch", 4), marks=pytest.mark.slow),
+        pytest.param(DRY_RUN, [sys.executable, "trainer.py"], ("transformers", 3), marks=pytest.mark.slow),
+    ],
+    ids=["recorded", "dry", "trainer"],
+)
+def test_record__has_the_framework_of_the_job(
+    words: tuple[str, ...], job: list[str], expected: tuple[str, int], tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
-    script = str(ROOT / "examples" / "train_gpt.py")
-    loop = [sys.executable, script, "--steps", "3", "--layers", "2", "--width", "64", "--context", "64", "--batch", "4"]
     (tmp_path / "trainer.py").write_text(TRAINER)
-    jobs = {
-        "dry.ebb": ["dry-run", "--gpu", "a10", "-o", "dry.ebb", "--", *loop],
-        "run.ebb": ["profile", "-o", "run.ebb", "--", *loop],
-        "hf.ebb": ["dry-run", "--gpu", "a10", "-o", "hf.ebb", "--", sys.executable, "trainer.py"],
-    }
-    for name, words in jobs.items():
-        done = ebbtide(*words, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        framework = open_trace(tmp_path / name).meta.ranks[0].framework
-        expected = ("transformers", 3) if name == "hf.ebb" else ("torch", 4)
-        assert (framework.name, framework.micro_batch) == expected
+    done = ebbtide(*words, "-o", "run.ebb", "--", *job, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    framework = open_trace(tmp_path / "run.ebb").meta.ranks[0].framework
+    assert (framework.name, framework.micro_batch) == expected
