@@ -59,7 +59,7 @@ def first_device(trace: Trace, rank: int) -> DeviceInfo:
     return trace.rank(rank).main_device
 
 
-# Pools that count the memory of a device, the most complete first. An imported memory timeline has only `tensors`.
+# Pools that count the memory of a device, the most complete first.
 _FREE_POOLS = ("device", "cuda", "reserved", "allocated", "requested", "tensors", "heap")
 # The pools of recorded allocations.
 ALLOCATION_POOLS = ("requested", "tensors")

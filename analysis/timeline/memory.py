@@ -15,9 +15,8 @@ from ebbtide.analysis.timeseries.step_functions import Floats, Ints, peak_betwee
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
-# Pools `tensors/CATEGORY` are the parts of the pool `tensors`.
+# The sum of the recorded allocations of a CPU.
 _WHOLE = "tensors"
-_CATEGORY_PREFIX = f"{_WHOLE}/"
 _UNKNOWN = "unknown"
 # In a gap: below every size, and below every size with its sign changed.
 _UNKNOWN_SIZE = -(2**62)
@@ -29,7 +28,7 @@ def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Res
     Pools of the host are in it where the device is the CPU. Memory by category is a stack behind the lines."""
     capacity = devices.capacity_bytes(trace, rank)
     stack = _category_stack(trace, rank, axis, resolution)
-    excluded = _host_pools(trace, rank) | _category_pools(trace, rank)
+    excluded = _host_pools(trace, rank)
     if stack is not None and trace.meta.source == "recorded":
         # Its line would go on where nothing was recorded; the stack has the same top.
         excluded.add(_WHOLE)
@@ -73,24 +72,19 @@ def _host_pools(trace: Trace, rank: int) -> set[str]:
     return set(rows.loc[rows["device"] == "cpu", "pool"].unique()) - on_device
 
 
-def _category_pools(trace: Trace, rank: int) -> set[str]:
-    return {pool for pool in _pools(trace, rank) if pool.startswith(_CATEGORY_PREFIX)}
-
-
 def _category_stack(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelineStack | None:
-    """Return memory by category: from recorded allocations, else from an imported memory timeline."""
+    """Return memory by category, from recorded allocations."""
     device = devices.main_device(trace, rank)
-    if device is not None and (by_category := memory_by_category(trace, rank, device)):
-        end_ns = recorded_span(trace, rank, device)[1]
-        # Allocations are recorded for a part of a job: 0 from its end on.
-        ended = {
-            name or _UNKNOWN: (np.append(times[times < end_ns], end_ns), np.append(sizes[times < end_ns], 0))
-            for name, (times, sizes) in by_category.items()
-        }
-        return stack_categories(ended, axis, resolution)
-    pools = sorted(_category_pools(trace, rank))
-    sizes = {pool.removeprefix(_CATEGORY_PREFIX): devices.memory_timeline(trace, rank, pool) for pool in pools}
-    return stack_categories(sizes, axis, resolution)
+    by_category = memory_by_category(trace, rank, device) if device is not None else {}
+    if device is None or not by_category:
+        return None
+    end_ns = recorded_span(trace, rank, device)[1]
+    # Allocations are recorded for a part of a job: 0 from its end on.
+    ended = {
+        name or _UNKNOWN: (np.append(times[times < end_ns], end_ns), np.append(sizes[times < end_ns], 0))
+        for name, (times, sizes) in by_category.items()
+    }
+    return stack_categories(ended, axis, resolution)
 
 
 def _lines(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -86,17 +85,6 @@ class SweepOutputs:
     print_all: bool
     as_json: bool
 
-    def check(self) -> None:
-        """Raise BadParameter or UserError before the work is done, not after it."""
-        from ebbtide.errors import UserError
-
-        check_outputs([self.plot], self.table)
-        for path in (self.table, self.plot):
-            if path is not None and os.path.lexists(path) and not self.force:
-                raise UserError(f"{path} exists already: choose another path, or replace it with --force")
-            if path is not None and not path.parent.is_dir():
-                raise UserError(f"cannot write {path}: there is no folder {path.parent}")
-
 
 def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: str | None) -> None:
     """Replay every job on every machine under every policy at every size, and print the best ones."""
@@ -104,7 +92,7 @@ def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler
     if not (sweep.traces or sweep.workloads):
         raise typer.BadParameter("nothing to replay: give traces, or workload files with --workload")
     check_options(jobs, scheduler)
-    outputs.check()
+    check_outputs([outputs.plot], outputs.table)
 
     from ebbtide import host_limits
     from ebbtide.workers import run_locally, run_on_cluster
@@ -128,16 +116,19 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs) -> list[R
 
         # Raises UserError for more panels or policies than anybody can read.
         Grid.of([scenario_columns(task) for task in tasks])
-    with progress_bar() as update:
-        rows = compute_rows(tasks, runner, lambda done, total: update(f"{done} of {total} combinations", done, total))
-    if all(row["error"] for row in rows):
-        raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
     with ExitStack() as files:
-        if outputs.table is not None:
-            table = files.enter_context(new_output(outputs.table, outputs.force, Path.is_file, "a file"))
+        # Before the work is done: a path that cannot be written is refused here.
+        table, picture = (
+            files.enter_context(new_output(path, outputs.force, Path.is_file, "a file")) if path is not None else None
+            for path in (outputs.table, outputs.plot)
+        )
+        update = files.enter_context(progress_bar())
+        rows = compute_rows(tasks, runner, lambda done, total: update(f"{done} of {total} combinations", done, total))
+        if all(row["error"] for row in rows):
+            raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
+        if table is not None:
             write_rows(rows, tasks, table)
-        if outputs.plot is not None:
-            picture = files.enter_context(new_output(outputs.plot, outputs.force, Path.is_file, "a file"))
+        if picture is not None:
             save_picture(draw_sweep(rows), picture, outputs.plot)
     return rows
 

@@ -130,8 +130,6 @@ def _show_progress(run: Any) -> None:
 
 def _run_job(job: list[str]) -> int:
     """Run a script, `-m MODULE` or `-c CODE` as Python does, and return its exit status."""
-    from ebbtide.profiler.dryrun.child import explain_failure
-
     try:
         if job[0] == "-m":
             sys.argv = job[1:]

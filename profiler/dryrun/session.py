@@ -38,7 +38,7 @@ from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemor
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
 from ebbtide.profiler.dryrun.shadow_values import MAX_READS, tensors_in
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
-from ebbtide.profiler.dryrun.time.phase_tracker import NamedRanges, PhaseTracker
+from ebbtide.profiler.dryrun.time.phase_tracker import PhaseTracker
 
 _LOOKED_AT = 32
 # Frameworks fetch a batch ahead: the longest one reaches the model in the second of these iterations.
@@ -120,7 +120,7 @@ class DryRun:
     Leaving it restores torch. Tensors made inside must not be used afterwards.
 
     Attributes:
-        clock, memory, host_memory, annotations, stacks, mode, tracker, attention, deepspeed, user_files:
+        clock, memory, host_memory, stacks, mode, tracker, attention, deepspeed, user_files:
             What was counted.
         model, optimizers: Descriptions of the job's model and optimizers, as in meta.json.
         finished: Whether all iterations were reached.
@@ -141,7 +141,6 @@ class DryRun:
         self.batches = BatchLengths()
         # The peak of reserved memory before the iterations with the longest batch.
         self._natural_bytes: int | None = None
-        self.annotations = NamedRanges(self.clock)
         self.stacks = CallStacks(torch)
         self.tracker = PhaseTracker(self.clock, self._classify, self._end_iteration)
         self.mode = FakeDeviceMode(
@@ -171,7 +170,6 @@ class DryRun:
             self._patches, self.clock, self.memory, self.options.device_name, self._capability, capacity, devices
         )
         patch_legacy_types(self._patches)
-        self.annotations.install(self._patches)
         self.process_groups.install(self._patches)
         self.mode.collectives.install(self._patches)
         patch_data_parallel(self._patches, self.mode.collectives)
@@ -305,7 +303,6 @@ class DryRun:
         if self.tracker.live:
             self._classify()
         self.tracker.live = False
-        self.annotations.close()
         self.clock.closed = True
         self.user_files.stop_listing()
 

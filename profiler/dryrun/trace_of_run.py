@@ -98,8 +98,6 @@ def _add_activity(run: DryRun, rank: Any) -> None:
         work = _columns([kernel.work for kernel in kernels], "kind", "name", "group", "flops", "bytes")
         launched = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
         rank.extend("kernels", device=_DEVICE, **launched, **work)
-    if named := run.annotations.rows:
-        rank.extend("annotations", **_columns(named, "start_ns", "end_ns", "name", "thread"))
 
 
 def _columns(rows: Sequence[Any], *names: str) -> dict[str, list[Any]]:

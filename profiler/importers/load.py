@@ -176,8 +176,7 @@ def _accept_undated(source: Source, builder: TraceBuilder, alone: bool) -> None:
     if not alone:
         raise SourceError(
             f"{source} has no dates, so it cannot be combined with other files: import it alone, or record dates next "
-            "time (nvidia-smi dmon -o DT; `date +%s` before each scrape of dcgm-exporter; the output of a job: "
-            "| ts '%Y-%m-%dT%H:%M:%.S'), or pass --align start"
+            "time (nvidia-smi dmon -o DT; other tools and the job: | ts '%Y-%m-%dT%H:%M:%.S'), or pass --align start"
         )
     builder.meta["clock"] = {"name": "unknown", "host": None, "wall_offset_ns": None}
 

@@ -7,11 +7,10 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import ContextDecorator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -200,9 +199,6 @@ def _call_site(frames: list[Any]) -> str:
     return "outside of Python code"
 
 
-if TYPE_CHECKING:
-    from ebbtide.profiler.memory_limits.limit import CpuPeak, CudaPeak, Peak
-
 _MAX_LISTED = 10
 
 
@@ -231,34 +227,9 @@ class MemoryLimitExceeded(AssertionError):
         super().__init__("\n".join(lines))
 
 
-class _MemoryLimit(ContextDecorator):
-    def __init__(self, limit: str | int, device: str | None) -> None:
-        self._limit_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
-        if self._limit_bytes < 0:
-            raise ValueError(f"a limit of {limit} bytes is below 0")
-        self._device = device
-        self._recorder: CpuPeak | CudaPeak | None = None
-
-    def _recreate_cm(self) -> _MemoryLimit:
-        """Return an object for one call of a decorated function."""
-        return _MemoryLimit(self._limit_bytes, self._device)
-
-    def __enter__(self) -> None:
-        self._recorder = _recorder(self._device)
-        self._recorder.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        recorder, self._recorder = self._recorder, None
-        assert recorder is not None
-        peak = recorder.stop(self._limit_bytes)
-        if error is None and peak.bytes > self._limit_bytes:
-            raise MemoryLimitExceeded(recorder.device, self._limit_bytes, peak)
-
-
-def memory_limit(limit: str | int, device: str | None = None) -> _MemoryLimit:
-    """Return a context manager that fails if a block of code uses more memory than a limit; a decorator, too.
+@contextmanager
+def memory_limit(limit: str | int, device: str | None = None) -> Iterator[None]:
+    """Fail if a block of code uses more memory than a limit: a context manager, and a decorator, too.
 
     On CUDA the peak is that of torch's allocator (`max_memory_allocated`, which is reset), and includes what was
     allocated before the block. On the CPU it is the bytes of tensors, from torch's profiler: those that were alive
@@ -274,14 +245,20 @@ def memory_limit(limit: str | int, device: str | None = None) -> _MemoryLimit:
         MemoryLimitExceeded: At the end of the block, where its peak exceeds the limit. An exception of the block itself
             is passed on instead.
     """
-    return _MemoryLimit(limit, device)
+    limit_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
+    if limit_bytes < 0:
+        raise ValueError(f"a limit of {limit} bytes is below 0")
+    recorder = _recorder(device)
+    recorder.start()
+    try:
+        yield
+    finally:
+        peak = recorder.stop(limit_bytes)
+    if peak.bytes > limit_bytes:
+        raise MemoryLimitExceeded(recorder.device, limit_bytes, peak)
 
 
 def _recorder(device: str | None) -> CpuPeak | CudaPeak:
-    import torch
-
-    from ebbtide.profiler.memory_limits.limit import CpuPeak, CudaPeak
-
     kind, _, number = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"{device!r} is not a device: write cpu, cuda or cuda:1")

@@ -74,8 +74,8 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     holds it.
 
     The most exact record counts: each allocation (of a memory snapshot, or of `--allocator-iterations` in these
-    iterations), else tensors by category (of a memory timeline), else what the recorder found of parameters, gradients
-    and optimizer state. None if no memory of the device was recorded at that time."""
+    iterations), else what the recorder found of parameters, gradients and optimizer state. None if no memory of the
+    device was recorded at that time."""
     device = device or main_device(trace, rank)
     if device is None:
         return None
@@ -90,12 +90,7 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     moment = np.array([at_ns])
     if not within_spans(memory_spans(trace, rank, pool), moment, moment)[0]:
         return None
-    if pool != detailed:
-        holders = _from_inventory(trace, rank, device, at_ns)
-    elif device in trace.labels(rank, "allocations", "device"):
-        holders = _from_allocations(trace, rank, device, at_ns)
-    else:
-        holders = _from_pools(trace, rank, device, at_ns)
+    holders = (_from_allocations if pool == detailed else _from_inventory)(trace, rank, device, at_ns)
     rest = total - sum(holder.bytes for holder in holders)
     if rest > 0:
         holders.append(Holder(None, None, None, rest))
@@ -134,13 +129,12 @@ def recorded_span(trace: Trace, rank: int, device: str) -> tuple[int, int]:
 
 
 def _detailed_pool(trace: Trace, rank: int, device: str) -> str | None:
-    """Return the pool that recorded allocations, or categories, add up to; None where there are none."""
+    """Return the pool that recorded allocations add up to; None where there are none."""
+    if device not in trace.labels(rank, "allocations", "device"):
+        return None
     memory = trace.columns(rank, "memory")
     own = memory.equal("device", device)
-    pools = [pool for pool in memory.labels("pool") if (own & memory.equal("pool", pool)).any()]
-    if device not in trace.labels(rank, "allocations", "device") and not any(p.startswith("tensors/") for p in pools):
-        return None
-    return next((pool for pool in ("requested", "tensors") if pool in pools), None)
+    return next((pool for pool in ("requested", "tensors") if (own & memory.equal("pool", pool)).any()), None)
 
 
 def _timeline(trace: Trace, rank: int, pool: str, device: str) -> tuple[Ints, Ints]:
@@ -171,16 +165,6 @@ def _from_allocations(trace: Trace, rank: int, device: str, at_ns: int) -> list[
     for key, size in sums.items():
         category, module, site = (None if pd.isna(value) else str(value) for value in key)
         holders.append(Holder(category, module, site, int(size)))
-    return holders
-
-
-def _from_pools(trace: Trace, rank: int, device: str, at_ns: int) -> list[Holder]:
-    holders = []
-    for pool in sorted(trace.labels(rank, "memory", "pool")):
-        _, slash, category = pool.partition("tensors/")
-        reading = _reading(trace, rank, pool, device, at_ns)
-        if slash and category != "unknown" and reading is not None and reading[1] > 0:
-            holders.append(Holder(category, None, None, reading[1]))
     return holders
 
 

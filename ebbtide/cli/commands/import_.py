@@ -22,8 +22,8 @@ def import_(
         typer.Argument(
             metavar="SOURCE...",
             help="Files of one run, or their folder: logs of DeepSpeed or Megatron-LM, torch.profiler traces, memory "
-            "snapshots and timelines, Nsight Systems exports, output of nvidia-smi, DCGM or other GPU monitors. Or "
-            "traces of one job, one per host.",
+            "snapshots, Nsight Systems exports, output of nvidia-smi, DCGM or other GPU monitors. Or traces of one "
+            "job, one per host.",
         ),
     ],
     output: Annotated[Path, output_option("RUN.ebb")],
@@ -31,7 +31,7 @@ def import_(
         str | None,
         typer.Option(
             metavar="F",
-            help="Format: deepspeed-log, kineto, megatron-log, memory-timeline, nsys, nvml-monitor, torch-snapshot.",
+            help="Format: deepspeed-log, kineto, megatron-log, nsys, nvml-monitor, torch-snapshot.",
             show_default="recognised by content",
         ),
     ] = None,

@@ -16,8 +16,8 @@ from textual.widgets import Footer
 from ebbtide.cli.live_view import panels
 from ebbtide.cli.live_view.screens import ViewPage, findings_text, help_text, log_text
 from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SelectedRank, SnapshotReader
-from ebbtide.cli.live_view.watched import WatchedJob
 from ebbtide.errors import UserError
+from ebbtide.profiler.recording.launch import BackgroundJob
 
 ZOOMS = (1, 2, 5, 10, 20, 50, MAX_ITERATIONS)
 _PAGE_ACTIONS = ("pop_screen", "interrupt")
@@ -90,7 +90,7 @@ class LiveView(App[str]):
         Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
-    def __init__(self, reader: SnapshotReader, snapshot: RecordingSnapshot, job: WatchedJob | None = None) -> None:
+    def __init__(self, reader: SnapshotReader, snapshot: RecordingSnapshot, job: BackgroundJob | None = None) -> None:
         super().__init__()
         self.animation_level = "none"
         self.snapshot = snapshot

@@ -12,7 +12,8 @@ from textual.widgets import Footer, Static
 
 from ebbtide.cli.live_view.panels import finding_line, legend
 from ebbtide.cli.live_view.snapshot import RecordingSnapshot
-from ebbtide.cli.live_view.watched import WatchedJob, tail
+from ebbtide.cli.live_view.watched import tail
+from ebbtide.profiler.recording.launch import BackgroundJob
 
 _PERIOD_S = 1.0
 _HELP = """
@@ -93,6 +94,6 @@ def findings_text(snapshot: RecordingSnapshot) -> Text:
     )
 
 
-def log_text(job: WatchedJob) -> Text:
+def log_text(job: BackgroundJob) -> Text:
     """Return the end of the output of the job."""
     return Text.assemble((f"{job.log}\n", "bold"), Text.from_ansi(tail(job.log)))

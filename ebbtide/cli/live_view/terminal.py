@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ebbtide.errors import TraceError, UserError
 
 if TYPE_CHECKING:
-    from ebbtide.cli.live_view.watched import WatchedJob
+    from ebbtide.profiler.recording.launch import BackgroundJob
 
 # The lowest priority: on a core that the job uses as well, the view has at most 1.5 % of the time.
 _NICE = 19
@@ -31,7 +31,7 @@ def require_terminal(name: str, alternative: str) -> None:
         raise UserError(f"{name} needs a terminal that can move its cursor, and TERM is dumb: {alternative}")
 
 
-def show(path: Path, job: WatchedJob | None = None) -> None:
+def show(path: Path, job: BackgroundJob | None = None) -> None:
     """Show a trace until the user leaves the view. Raises UserError where it is none, or became unreadable."""
     from ebbtide.analysis.live import LiveTrace
     from ebbtide.cli.live_view.app import LiveView

@@ -1,8 +1,7 @@
-"""The job that a view belongs to, the end of its output, and the trace that a view without a name shows."""
+"""The end of the output of a view's job, and the trace that a view without a name shows."""
 
 import os
 from pathlib import Path
-from typing import Protocol
 
 from ebbtide.errors import TraceError, UserError
 from ebbtide.profiler.recording.lock import collector_runs
@@ -10,18 +9,6 @@ from ebbtide.profiler.trace.files import META, read_meta
 
 # Of a longer output only the end is shown.
 _TAIL_BYTES = 20_000
-
-
-class WatchedJob(Protocol):
-    """A job that runs beside its view."""
-
-    log: Path  # The file with its output.
-
-    def is_finished(self) -> bool:
-        """Return whether the job has ended and its trace is finished."""
-
-    def interrupt(self) -> None:
-        """Send SIGINT to the job, as Ctrl-C does without a view."""
 
 
 def tail(log: Path) -> str:

@@ -25,7 +25,7 @@ class GradientReduction:
         self._recorder = recorder
         self._substeps = substeps
         self._compiling = torch.compiler.is_compiling  # a compiled backward
-        self._reduce_sequence: int | None = None  # the sequence number of the reduction that runs
+        self.sequence: int | None = None  # the sequence number of the reduction that runs; None outside of one
         self.stage_3: dict[str, Wrapper] = {
             "partition_grads": functools.partial(self._wrap_copy, count_bytes=_stage_3_bytes),
             "_offload_grad_partition_at_boundary": functools.partial(
@@ -41,28 +41,23 @@ class GradientReduction:
         }
         self._copying = False
 
-    @property
-    def sequence(self) -> int | None:
-        """The sequence number of the reduction that runs; None outside of one."""
-        return self._reduce_sequence
-
     def wrap_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the method that reduces a bucket of gradients."""
         recorder, substeps = self._recorder, self._substeps
 
         @functools.wraps(original)
         def reduce(*args: Any, **kwargs: Any) -> Any:
-            if self._compiling() or not recorder.recording or self._reduce_sequence is not None:
+            if self._compiling() or not recorder.recording or self.sequence is not None:
                 return original(*args, **kwargs)
             if substeps.running:
                 substeps.switch("reduce")
-            self._reduce_sequence = sequence = substeps.sequence or recorder.next_sequence()
+            self.sequence = sequence = substeps.sequence or recorder.next_sequence()
             start_ns = time.monotonic_ns()
             try:
                 return original(*args, **kwargs)
             finally:
                 end_ns = time.monotonic_ns()
-                self._reduce_sequence = None
+                self.sequence = None
                 if substeps.running:
                     substeps.switch("rest")
                 elif end_ns - start_ns > _SHORT_NS:
@@ -81,7 +76,7 @@ class GradientReduction:
                 nbytes = _copied_bytes(count_bytes, optimizer, args)
             if nbytes is None:
                 return original(optimizer, *args, **kwargs)
-            is_substep = substeps.running and self._reduce_sequence is None
+            is_substep = substeps.running and self.sequence is None
             if is_substep:
                 substeps.switch("gradient down", nbytes=nbytes)
             self._copying = True
@@ -94,7 +89,7 @@ class GradientReduction:
                     substeps.switch("rest")
                 else:
                     end_ns = time.monotonic_ns()
-                    sequence, parent = recorder.next_sequence(), self._reduce_sequence
+                    sequence, parent = recorder.next_sequence(), self.sequence
                     recorder.put_op(sequence, "gradient down", "host", start_ns, end_ns, None, nbytes, parent=parent)
 
         return copy

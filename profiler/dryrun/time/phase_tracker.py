@@ -1,14 +1,12 @@
-"""Phases, iterations and named ranges of a dry run, on its clock."""
+"""Phases and iterations of a dry run, on its clock."""
 
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.autograd import profiler as torch_profiler
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
@@ -225,88 +223,3 @@ class PhaseTracker:
     def _leave_module(self, _module: Any, _args: Any, _result: Any) -> None:
         if self.module_names:
             self.module_names.pop()
-
-
-@dataclass(frozen=True, slots=True)
-class NamedRange:
-    """A range: its host times in ns, its name, and the number of its thread (0: the first that named one)."""
-
-    start_ns: int
-    end_ns: int
-    name: str
-    thread: int
-
-
-class NamedRanges:
-    """The ranges so far."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self.rows: list[NamedRange] = []
-        self._clock = clock
-        self._threads: dict[int, int] = {}
-        # Ranges that are open: by thread for nested ones, else by their handle.
-        self._nested: dict[int, list[tuple[str, int]]] = {}
-        self._open: dict[int, tuple[str, int]] = {}
-        self._handles = 0
-
-    def install(self, patches: Patches) -> None:
-        """Follow ranges until `patches.undo()`."""
-        kind = torch_profiler.record_function
-        enter, leave = kind.__enter__, kind.__exit__
-
-        def enter_range(this: Any) -> Any:
-            self.push(this.name)
-            return enter(this)
-
-        def leave_range(this: Any, *error: Any) -> Any:
-            self.pop()
-            return leave(this, *error)
-
-        patches.set(kind, "__enter__", enter_range)
-        patches.set(kind, "__exit__", leave_range)
-        for name, function in {
-            "range_push": self.push,
-            "range_pop": self.pop,
-            "range_start": self.start,
-            "range_end": self.end,
-        }.items():
-            patches.set(torch.cuda.nvtx, name, function)
-
-    def push(self, name: str) -> int:
-        """Open a range inside the last one of this thread, and return its depth."""
-        ranges = self._nested.setdefault(self._thread(), [])
-        ranges.append((name, self._clock.tick()))
-        return len(ranges) - 1
-
-    def pop(self) -> int:
-        """Close the last range of this thread, and return its depth; -1 if none is open."""
-        thread = self._thread()
-        ranges = self._nested.get(thread)
-        if not ranges:
-            return -1
-        self._add(*ranges.pop(), thread)
-        return len(ranges)
-
-    def start(self, name: str, *_stream: Any) -> int:
-        """Open a range that may overlap others, and return its handle."""
-        self._handles += 1
-        self._open[self._handles] = name, self._clock.tick()
-        return self._handles
-
-    def end(self, handle: int, *_stream: Any) -> None:
-        """Close a range by its handle."""
-        if handle in self._open:
-            self._add(*self._open.pop(handle), self._thread())
-
-    def close(self) -> None:
-        """Close the open ranges."""
-        for thread, ranges in self._nested.items():
-            while ranges:
-                self._add(*ranges.pop(), thread)
-
-    def _add(self, name: str, start_ns: int, thread: int) -> None:
-        if not self._clock.closed:
-            self.rows.append(NamedRange(start_ns, self._clock.tick(), str(name), thread))
-
-    def _thread(self) -> int:
-        return self._threads.setdefault(threading.get_ident(), len(self._threads))

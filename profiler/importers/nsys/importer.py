@@ -11,10 +11,9 @@ from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, kernel_column
 from ebbtide.profiler.chrome_trace.host_calls import call_columns, kept_calls, with_launches
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import DeviceTimes
-from ebbtide.profiler.importers.nsys.capture import MISSING, Capture, pid_of
 from ebbtide.profiler.importers.nsys.database import MAGIC, open_database
 from ebbtide.profiler.importers.nsys.phases import RangeNames, phases_of
-from ebbtide.profiler.importers.nsys.sqlite_capture import EXPORT_TABLES, read_capture
+from ebbtide.profiler.importers.nsys.sqlite_capture import EXPORT_TABLES, MISSING, Capture, pid_of, read_capture
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 from ebbtide.units import bytes_text

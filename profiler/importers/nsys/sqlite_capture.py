@@ -4,14 +4,15 @@ The tables are those of the SQLite schema reference in NVIDIA's documentation of
 not exported, and columns differ between versions.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION, TRANSFER, kind_of
-from ebbtide.profiler.importers.nsys import capture as nsys
-from ebbtide.profiler.importers.nsys.capture import Capture
+from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION, KINDS, TRANSFER, kind_of
 from ebbtide.profiler.importers.nsys.database import Database
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -24,8 +25,21 @@ MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
 # An export has at least one of them.
 EXPORT_TABLES = (KERNELS, GRAPHS, COPIES, MEMSETS, CALLS, RANGES)
 
+COMPUTE, COPY, MEMSET = (KINDS.index(kind) for kind in ("compute", "copy", "memset"))
+# Value of an integer that was not recorded.
+MISSING = -1
+# Larger values are not times after the start of a session; added to a Unix time they would overflow.
+_MAX_TIME = 1 << 62
+_MAX_DEVICES = 1024
+# The low bits of a serialized thread id (`globalTid`) are the thread, the next 24 the process.
+_THREAD_BITS = 24
+_ID_MASK = (1 << _THREAD_BITS) - 1
+_WORK_COLUMNS = ("process", "start", "end", "device", "stream", "correlation", "kind", "name", "bytes")
+RANGE_COLUMNS = ("process", "thread", "start", "end", "name")
+_MEMORY_COLUMNS = ("process", "device", "t", "address", "bytes", "released")
+
 _ACTIVITY = ("start", "end", "deviceId", "streamId")
-_OPTIONAL = {"correlationId": nsys.MISSING, "globalPid": nsys.MISSING}
+_OPTIONAL = {"correlationId": MISSING, "globalPid": MISSING}
 _PUSH_POP, _START_END, _DOMAIN = 59, 60, 75
 # CUDA_MEMCPY_KIND_*: to and from the host, arrays and unified memory included. 9 is a copy within the host.
 _H2D, _D2H, _HOST_TO_HOST, _UNKNOWN_COPY, _FIRST_UNIFIED = (1, 3, 11), (2, 4, 12), 9, 0, 11
@@ -43,10 +57,31 @@ _MAX_RANK = 10_000_000
 _FIRST_TIME, _LAST_TIME = 10**18, 4 * 10**18
 
 
+@dataclass(frozen=True)
+class Capture:
+    """Contents of an export of Nsight Systems. Times are ns after the start of the session. A process is a serialized
+    id (`globalPid`), MISSING where it is not known."""
+
+    names: list[str]  # Texts that the columns `name` refer to by position
+    # Kernels, copies and memsets: _WORK_COLUMNS; `kind` is a position in `gpu_activities.KINDS`, or TRANSFER. Copies
+    # have the names that torch's profiler gives them: `Memcpy HtoD (Pinned -> Device)`.
+    work: pd.DataFrame
+    launches: pd.DataFrame  # CUDA calls: process, correlation, start, end, thread, name
+    ranges: pd.DataFrame  # NVTX ranges: RANGE_COLUMNS
+    # Allocations and releases of device memory: _MEMORY_COLUMNS; None where they were not recorded.
+    memory: pd.DataFrame | None
+    # Entries of devices in the trace's metadata, by process id and number of the device; the process id is MISSING in
+    # entries that hold for all processes.
+    devices: dict[tuple[int, int], dict[str, Any]]
+    ranks: dict[int, int]
+    session_ns: int | None  # Unix time of the start of the session; None where the file does not state it
+    notes: list[str]  # Lines about what is missing or unusual
+
+
 def read_capture(database: Database) -> Capture:
     """Read what an export holds about GPUs and NVTX ranges."""
     names, notes = _Names(), list[str]()
-    memsets = _work(database.integers(MEMSETS, _ACTIVITY, _OPTIONAL), nsys.MEMSET, names.of_text("Memset (Device)"))
+    memsets = _work(database.integers(MEMSETS, _ACTIVITY, _OPTIONAL), MEMSET, names.of_text("Memset (Device)"))
     parts = [_kernels(database, names), _graphs(database, names, notes), _copies(database, names), memsets]
     launches, ranges = _calls(database, names), _ranges(database, names)
     texts = names.resolve(database)
@@ -66,7 +101,7 @@ def read_capture(database: Database) -> Capture:
 def _with_collectives(work: pd.DataFrame, texts: list[str]) -> pd.DataFrame:
     """Give the kernels of NCCL and RCCL their kind."""
     collective = np.array([kind_of("kernel", text) == COMMUNICATION for text in texts], bool)
-    return work.assign(kind=work["kind"].mask((work["kind"] == nsys.COMPUTE) & collective[work["name"]], COMMUNICATION))
+    return work.assign(kind=work["kind"].mask((work["kind"] == COMPUTE) & collective[work["name"]], COMMUNICATION))
 
 
 class _Names:
@@ -104,10 +139,10 @@ class _Names:
 
 
 def _work(rows: pd.DataFrame, kind: Any, name: Any, **columns: Any) -> pd.DataFrame:
-    """Return rows of WORK_COLUMNS. Work whose end was not recorded is left out."""
+    """Return rows of _WORK_COLUMNS. Work whose end was not recorded is left out."""
     work = pd.DataFrame(
         {
-            "process": nsys.process_of(rows["globalPid"]),
+            "process": _process_of(rows["globalPid"]),
             "start": rows["start"],
             "end": rows["end"],
             "device": rows["deviceId"],
@@ -115,22 +150,22 @@ def _work(rows: pd.DataFrame, kind: Any, name: Any, **columns: Any) -> pd.DataFr
             "correlation": rows["correlationId"],
             "kind": kind,
             "name": name,
-            "bytes": nsys.MISSING,
+            "bytes": MISSING,
             **columns,
         }
     )
-    return work.loc[nsys.are_spans(work) & nsys.are_devices(work["device"]), [*nsys.WORK_COLUMNS]].astype(np.int64)
+    return work.loc[_are_spans(work) & _are_devices(work["device"]), [*_WORK_COLUMNS]].astype(np.int64)
 
 
 def _kernels(database: Database, names: _Names) -> pd.DataFrame:
     full = "demangledName" if "demangledName" in database.columns(KERNELS) else "shortName"
-    rows = database.integers(KERNELS, _ACTIVITY, {**_OPTIONAL, full: nsys.MISSING})
-    return _work(rows, nsys.COMPUTE, names.of_ids(rows[full]))
+    rows = database.integers(KERNELS, _ACTIVITY, {**_OPTIONAL, full: MISSING})
+    return _work(rows, COMPUTE, names.of_ids(rows[full]))
 
 
 def _graphs(database: Database, names: _Names, notes: list[str]) -> pd.DataFrame:
     """Return the CUDA graphs that were recorded as wholes: the kernels in them were not."""
-    rows = database.integers(GRAPHS, _ACTIVITY, {**_OPTIONAL, "graphId": nsys.MISSING})
+    rows = database.integers(GRAPHS, _ACTIVITY, {**_OPTIONAL, "graphId": MISSING})
     if len(rows):
         notes.append(
             f"{len(rows)} launches of CUDA graphs were recorded as wholes and count as compute: what ran in them, "
@@ -138,17 +173,17 @@ def _graphs(database: Database, names: _Names, notes: list[str]) -> pd.DataFrame
         )
     unique, positions = np.unique(rows["graphId"], return_inverse=True)
     numbers = np.array([names.of_text(f"CUDA graph {number}") for number in unique], np.int64)
-    return _work(rows, nsys.COMPUTE, numbers[positions])
+    return _work(rows, COMPUTE, numbers[positions])
 
 
 def _copies(database: Database, names: _Names) -> pd.DataFrame:
-    optional = {**_OPTIONAL, "srcKind": nsys.MISSING, "dstKind": nsys.MISSING}
+    optional = {**_OPTIONAL, "srcKind": MISSING, "dstKind": MISSING}
     rows = database.integers(COPIES, (*_ACTIVITY, "bytes", "copyKind"), optional)
     rows = rows[rows["copyKind"] != _HOST_TO_HOST].reset_index(drop=True)
     sorts, positions = np.unique(rows[["copyKind", "srcKind", "dstKind"]], axis=0, return_inverse=True)
     described = [_kind_and_name(*sort) for sort in sorts.tolist()]
     kinds, numbers = [kind for kind, _ in described], [names.of_text(name) for _, name in described]
-    size = rows["bytes"].where(rows["bytes"].between(0, _MAX_COPY_BYTES), nsys.MISSING)
+    size = rows["bytes"].where(rows["bytes"].between(0, _MAX_COPY_BYTES), MISSING)
     kind, name = (np.array(values, np.int64)[positions.ravel()] for values in (kinds, numbers))
     return _work(rows, kind, name, bytes=size)
 
@@ -162,24 +197,24 @@ def _kind_and_name(copy: int, source: int, target: int) -> tuple[int, str]:
         host = _HOST_MEMORY.get(target)
         kind, name, ends = TRANSFER, "Memcpy DtoH", f" (Device -> {host})"
     else:
-        kind, name, ends, host = nsys.COPY, "Memcpy DtoD", "", None
+        kind, name, ends, host = COPY, "Memcpy DtoD", "", None
     if copy >= _FIRST_UNIFIED:
         return kind, f"{name} (Unified)"
     return kind, name + ends if host else name
 
 
 def _calls(database: Database, names: _Names) -> pd.DataFrame:
-    """Return LAUNCH_COLUMNS."""
-    optional = {"correlationId": nsys.MISSING, "globalTid": nsys.MISSING, "end": nsys.MISSING, "nameId": nsys.MISSING}
+    """Return the CUDA calls that have started work."""
+    optional = {"correlationId": MISSING, "globalTid": MISSING, "end": MISSING, "nameId": MISSING}
     rows = database.integers(CALLS, ("start",), optional)
-    rows = rows[(rows["correlationId"] > 0) & rows["start"].between(0, nsys.MAX_TIME)]
+    rows = rows[(rows["correlationId"] > 0) & rows["start"].between(0, _MAX_TIME)]
     return pd.DataFrame(
         {
-            "process": nsys.process_of(rows["globalTid"]),
+            "process": _process_of(rows["globalTid"]),
             "correlation": rows["correlationId"],
             "start": rows["start"],
-            "end": rows["end"].clip(upper=nsys.MAX_TIME).where(rows["end"] >= rows["start"], rows["start"]),
-            "thread": nsys.thread_of(rows["globalTid"]),
+            "end": rows["end"].clip(upper=_MAX_TIME).where(rows["end"] >= rows["start"], rows["start"]),
+            "thread": _thread_of(rows["globalTid"]),
             "name": names.of_ids(rows["nameId"]),
         }
     )
@@ -188,24 +223,24 @@ def _calls(database: Database, names: _Names) -> pd.DataFrame:
 def _ranges(database: Database, names: _Names) -> pd.DataFrame:
     """Return RANGE_COLUMNS, and `domain`: the number of the name of the range's domain, MISSING for the default one."""
     optional = {
-        "end": nsys.MISSING,
+        "end": MISSING,
         "eventType": _PUSH_POP,
-        "globalTid": nsys.MISSING,
-        "textId": nsys.MISSING,
+        "globalTid": MISSING,
+        "textId": MISSING,
         "domainId": 0,
     }
     rows = database.integers(RANGES, ("start",), optional)
     texts = pd.Series([text for (text,) in database.texts(RANGES, "text")], dtype=object)
-    rows["process"], rows["thread"] = nsys.process_of(rows["globalTid"]), nsys.thread_of(rows["globalTid"])
+    rows["process"], rows["thread"] = _process_of(rows["globalTid"]), _thread_of(rows["globalTid"])
     rows["name"] = names.of_ids(rows["textId"])
     own_text = texts.notna().to_numpy(bool)
     rows.loc[own_text, "name"] = [names.of_text(text) for text in texts[own_text]]
     domains = rows[rows["eventType"] == _DOMAIN].drop_duplicates(["process", "domainId"], keep="last")
     domains = domains[["process", "domainId", "name"]].rename(columns={"name": "domain"})
-    ended = rows["eventType"].isin((_PUSH_POP, _START_END)) & nsys.are_spans(rows)
+    ended = rows["eventType"].isin((_PUSH_POP, _START_END)) & _are_spans(rows)
     ranges = rows[ended].merge(domains, "left", on=["process", "domainId"])
-    ranges["domain"] = ranges["domain"].fillna(nsys.MISSING).astype(np.int64)
-    return ranges[[*nsys.RANGE_COLUMNS, "domain"]]
+    ranges["domain"] = ranges["domain"].fillna(MISSING).astype(np.int64)
+    return ranges[[*RANGE_COLUMNS, "domain"]]
 
 
 def _with_domains(ranges: pd.DataFrame, texts: list[str]) -> pd.DataFrame:
@@ -215,8 +250,8 @@ def _with_domains(ranges: pd.DataFrame, texts: list[str]) -> pd.DataFrame:
     unique, positions = np.unique(pairs, axis=0, return_inverse=True)
     numbers = []
     for domain, name in unique.tolist():
-        numbers.append(name if domain == nsys.MISSING else len(texts))
-        if domain != nsys.MISSING:
+        numbers.append(name if domain == MISSING else len(texts))
+        if domain != MISSING:
             texts.append(f"{texts[domain]}:{texts[name]}")
     return ranges.assign(name=np.array(numbers, np.int64)[positions.ravel()]).drop(columns="domain")
 
@@ -227,7 +262,7 @@ def _memory(database: Database) -> pd.DataFrame:
     rows = rows[rows["memKind"].isin((_DEVICE, _ARRAY, _STATIC)) & (rows["bytes"] > 0)]
     memory = pd.DataFrame(
         {
-            "process": nsys.process_of(rows["globalPid"]),
+            "process": _process_of(rows["globalPid"]),
             "device": rows["deviceId"],
             "t": rows["start"],
             "address": rows["address"],
@@ -235,12 +270,8 @@ def _memory(database: Database) -> pd.DataFrame:
             "released": rows["memoryOperationType"],
         }
     )
-    valid = (
-        memory["t"].between(0, nsys.MAX_TIME)
-        & nsys.are_devices(memory["device"])
-        & (memory["bytes"] <= _MAX_COPY_BYTES)
-    )
-    return memory.loc[valid, [*nsys.MEMORY_COLUMNS]]
+    valid = memory["t"].between(0, _MAX_TIME) & _are_devices(memory["device"]) & (memory["bytes"] <= _MAX_COPY_BYTES)
+    return memory.loc[valid, [*_MEMORY_COLUMNS]]
 
 
 def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
@@ -248,7 +279,7 @@ def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
 
     The ids of the table of GPUs are of the whole host. A process counts only the devices that it may use, from 0: a
     second table says which GPUs these are, except in old versions."""
-    figures = database.integers(_GPUS, (), {"id": nsys.MISSING, "totalMemory": nsys.MISSING})
+    figures = database.integers(_GPUS, (), {"id": MISSING, "totalMemory": MISSING})
     texts = database.texts(_GPUS, "name", "uuid", "busLocation")
     entries = {
         number: {
@@ -259,8 +290,8 @@ def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
         }
         for (number, capacity), (name, uuid, bus) in zip(figures.itertuples(index=False, name=None), texts, strict=True)
     }
-    devices = {(nsys.MISSING, number): entry for number, entry in entries.items()}
-    uses = database.integers(_CUDA_DEVICES, ("cudaId", "pid"), {"gpuId": nsys.MISSING})
+    devices = {(MISSING, number): entry for number, entry in entries.items()}
+    uses = database.integers(_CUDA_DEVICES, ("cudaId", "pid"), {"gpuId": MISSING})
     for device, pid, number in uses.itertuples(index=False, name=None):
         if number in entries:
             devices[pid, device] = {**entries[number], "index": number}
@@ -271,11 +302,36 @@ def read_mpi_ranks(database: Database) -> dict[int, int]:
     """Return the rank of each process that initialized MPI."""
     ranks = database.integers(_MPI_RANKS, ("globalTid", "rank"), {})
     ranks = ranks[ranks["rank"].between(0, _MAX_RANK)]
-    return dict(zip(nsys.process_of(ranks["globalTid"]).tolist(), ranks["rank"].tolist(), strict=True))
+    return dict(zip(_process_of(ranks["globalTid"]).tolist(), ranks["rank"].tolist(), strict=True))
 
 
 def read_session_start(database: Database) -> int | None:
     """Return the Unix time in ns from which the export's times count; None where it was not recorded."""
-    times = database.integers(_SESSION, (), {"utcEpochNs": nsys.MISSING})["utcEpochNs"]
+    times = database.integers(_SESSION, (), {"utcEpochNs": MISSING})["utcEpochNs"]
     times = times[times.between(_FIRST_TIME, _LAST_TIME)]
     return int(times.iloc[0]) if len(times) else None
+
+
+def _are_spans(rows: pd.DataFrame) -> pd.Series[bool]:
+    """Return which rows have a start and an end that can be times. Work that never ended has 0 as its end."""
+    return rows["start"].between(0, _MAX_TIME) & (rows["end"] >= rows["start"]) & (rows["end"] <= _MAX_TIME)
+
+
+def _are_devices(numbers: pd.Series) -> pd.Series[bool]:
+    """Return which numbers can be those of devices of a process."""
+    return numbers.between(0, _MAX_DEVICES - 1)
+
+
+def _process_of(global_ids: pd.Series) -> pd.Series:
+    """Return the process part of serialized ids (`globalTid`, `globalPid`), which is the same for all its threads."""
+    return global_ids.where(global_ids == MISSING, global_ids & ~_ID_MASK)
+
+
+def _thread_of(global_ids: pd.Series) -> pd.Series:
+    """Return the thread ids in serialized thread ids."""
+    return global_ids.where(global_ids == MISSING, global_ids & _ID_MASK)
+
+
+def pid_of(process: int) -> int | None:
+    """Return the process id in a serialized process id; None where it was not recorded."""
+    return None if process < 0 else process >> _THREAD_BITS & _ID_MASK

@@ -1,4 +1,4 @@
-"""Imports files of GPU monitors: nvidia-smi, DCGM, and scripts that poll NVML."""
+"""Imports files of GPU monitors: nvidia-smi, dcgmi, and scripts that poll NVML."""
 
 from ebbtide.profiler.importers.importer import Importer
 from ebbtide.profiler.importers.nvml_monitor.importer import MonitorImporter

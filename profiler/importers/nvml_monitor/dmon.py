@@ -22,18 +22,6 @@ TIME = ("timestamp", "time", "datetime", "date_time", "_timestamp")
 _BARE = re.compile(r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{3},")
 _UNIT = re.compile(r"[\d.]{1,20}\s{0,4}([KMG]i?B|B|m?W)(?:/s)?", re.IGNORECASE)
 _MAX_UNIT_ROWS = 100
-# A column per figure and device, as in the system metrics of Weights & Biases.
-_WIDE = re.compile(r"(?:system[./])?gpu\.(\d{1,4})\.([\w.]{1,64})")
-# Names of its metrics, and the names and units that they have here. `memory` is the load of the memory's interface.
-_WIDE_NAMES = {
-    "gpu": ("utilization.gpu", "%"),
-    "memory": ("utilization.memory", "%"),
-    "memoryallocatedbytes": ("memory.used", "b"),
-    "temp": ("temperature.gpu", "c"),
-    "powerwatts": ("power.draw", "w"),
-    "smclock": ("clocks.sm", "mhz"),
-    "memoryclock": ("clocks.mem", "mhz"),
-}
 
 
 def looks_like_dmon(source: Source) -> bool:
@@ -64,7 +52,7 @@ def header_names(source: Source) -> list[set[str]]:
     """Return the names in each of the first lines, read as a header. A line that begins with a time is a row of a file
     without a header. It gets the names that the header would have."""
     return [
-        {*TIME, "memory.used"} if _BARE.match(line) else {_plain_name(f) for f in line.split(",")}
+        {*TIME, "memory.used"} if _BARE.match(line) else {_name_and_unit(f)[0] for f in line.split(",")}
         for line in first_lines(source)
     ]
 
@@ -85,46 +73,7 @@ def read_query(source: Source) -> MonitorTable:
     mark_cut_row(source, rows, len(fields))
     # Each value has its unit, unless nounits was given: then the header has it.
     units = [unit or _unit_of(rows[column]) for column, (_, unit) in enumerate(fields)]
-    table = MonitorTable([name for name, _ in fields], units, rows)
-    return _long_table(table) if any(_figure_of_device(name) for name in table.names) else table
-
-
-def _long_table(table: MonitorTable) -> MonitorTable:
-    """Turn a column per figure and device into a column per figure, with a row per device."""
-    columns: dict[int, dict[str, int]] = {}
-    for number, name in enumerate(table.names):
-        if (match := _figure_of_device(name)) is not None:
-            columns.setdefault(match[0], {})[match[1]] = number
-    time = table.names.index(next(name for name in table.names if name in TIME))
-    figures = sorted({figure for of_device in columns.values() for figure in of_device})
-    parts = []
-    for device, of_device in sorted(columns.items()):
-        part = pd.DataFrame({0: table.rows[time], 1: str(device), 2 + len(figures): table.rows[len(table.names)]})
-        for number, figure in enumerate(figures, 2):
-            part[number] = table.rows[of_device[figure]] if figure in of_device else None
-        # Rows of other metrics, such as those of the processor, have no figure of the device.
-        part = part[part[list(range(2, 2 + len(figures)))].notna().any(axis=1)]
-        parts.append(part)
-    rows = pd.concat(parts, ignore_index=True)
-    names_and_units = [_WIDE_NAMES[figure] for figure in figures]
-    return MonitorTable(
-        ["timestamp", "index", *(name for name, _ in names_and_units)],
-        ["", "", *(unit for _, unit in names_and_units)],
-        rows,
-    )
-
-
-def _plain_name(field: str) -> str:
-    """Return the name in a header field; that of the figure for a column of one device."""
-    name, _ = _name_and_unit(field)
-    match = _figure_of_device(name)
-    return _WIDE_NAMES[match[1]][0] if match is not None else name
-
-
-def _figure_of_device(name: str) -> tuple[int, str] | None:
-    """Return device and metric of a column of Weights & Biases; None for other columns."""
-    match = _WIDE.fullmatch(name)
-    return (int(match.group(1)), match.group(2)) if match and match.group(2) in _WIDE_NAMES else None
+    return MonitorTable([name for name, _ in fields], units, rows)
 
 
 def _name_and_unit(field: str) -> tuple[str, str]:

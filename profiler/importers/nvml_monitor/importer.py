@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
-from ebbtide.profiler.importers.nvml_monitor import dcgm
 from ebbtide.profiler.importers.nvml_monitor.columns import (
     DEVICE_FIELDS,
     FIGURES,
@@ -22,6 +21,7 @@ from ebbtide.profiler.importers.nvml_monitor.columns import (
     read_figures,
     row_times,
 )
+from ebbtide.profiler.importers.nvml_monitor.dcgm import looks_like_dcgmi, read_dcgmi
 from ebbtide.profiler.importers.nvml_monitor.dmon import TIME, header_names, looks_like_dmon, read_dmon, read_query
 from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable, Tool, check_text
 from ebbtide.profiler.importers.source import Source, SourceError
@@ -31,8 +31,7 @@ from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 FORMAT = "nvml-monitor"
 
 _READERS = (
-    (dcgm.looks_like_exporter, dcgm.read_exporter),
-    (dcgm.looks_like_dcgmi, dcgm.read_dcgmi),
+    (looks_like_dcgmi, read_dcgmi),
     (looks_like_dmon, read_dmon),
 )
 # Figures of GPUs by which a file is not recognized: files about other things have such columns, too.

@@ -1,6 +1,6 @@
-"""Imports memory snapshots and memory timelines of PyTorch."""
+"""Imports memory snapshots of PyTorch."""
 
 from ebbtide.profiler.importers.importer import Importer
-from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter, TimelineImporter
+from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter
 
-IMPORTERS: tuple[Importer, ...] = (SnapshotImporter(), TimelineImporter())
+IMPORTERS: tuple[Importer, ...] = (SnapshotImporter(),)

@@ -3,11 +3,8 @@
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.source import Source, SourceError
@@ -26,28 +23,6 @@ from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 _MAX_NOTES = 3
 _RANK = re.compile(r"(?<![a-z])rank[-_.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
-# `cuda1`, `cuda:1`, `cuda-1`, `cuda_1`; not the version in `cuda12.4`.
-_DEVICE = re.compile(r"(?<![a-z])cuda[-_:]?(\d{1,3})(?!\d|\.\d)", re.IGNORECASE)
-# In the order of torch.profiler._memory_profiler._CATEGORY_TO_INDEX.
-CATEGORIES = (
-    "parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail", "unknown"
-)  # fmt: skip
-_Ns = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
-_Us = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 52)]
-_Action = Annotated[int, msgspec.Meta(ge=1, le=4)]
-_Bytes = Annotated[int, msgspec.Meta(gt=-(1 << 48), lt=1 << 48)]
-_Category = Annotated[int, msgspec.Meta(ge=0, lt=len(CATEGORIES))]
-_RAW = msgspec.json.Decoder(list[tuple[_Ns, _Action, _Bytes, _Category]])
-# Each row begins with a zero, on which torch stacks its plots.
-_Sizes = Annotated[list[_Bytes], msgspec.Meta(min_length=1 + len(CATEGORIES), max_length=1 + len(CATEGORIES))]
-_PLOT = msgspec.json.Decoder(tuple[list[_Us], list[_Sizes]])
-_RAW_HEAD = re.compile(rb"\s*\[\s*\[\s*-?\d+\s*,\s*[1-4]\s*,\s*-?\d+\s*,\s*[0-7]\s*\]")
-_PLOT_HEAD = re.compile(rb"\s*\[\s*\[\s*\d{9,}\s*(?:,\s*\d{9,}\s*)*(?:\]\s*,\s*\[\s*\[\s*0\s*,|,?\s*\d*\Z)")
-_PAGE_TITLE = b"GPU Memory Timeline HTML"
-# About three million events: more than the profiler itself can process.
-_MAX_FILE_BYTES = 128 << 20
-_UNIX_NS = range(10**18, 4 * 10**18)
-_IntArray = npt.NDArray[np.int64]
 
 
 class SnapshotImporter:
@@ -176,12 +151,6 @@ class _DeviceSnapshot:
         self._builder.note(f"{self._file}, {self._name}: {text}")
 
 
-def device_in_name(source: Source) -> str | None:
-    """Return the device in the name of a file, such as `cuda:1` for `timeline-cuda1.raw.json.gz`; None without one."""
-    numbers = {int(digits) for digits in _DEVICE.findall(source.path.name)}
-    return f"cuda:{numbers.pop()}" if len(numbers) == 1 else None
-
-
 def rank_of(source: Source, builder: TraceBuilder, format: str, number: int) -> RankBuilder:
     """Return the builder of the rank of a file, and mark it as imported.
 
@@ -200,103 +169,3 @@ def rank_of(source: Source, builder: TraceBuilder, format: str, number: int) -> 
         )
     files[format] = source.path.name
     return entry
-
-
-class TimelineImporter:
-    """Importer of memory timelines."""
-
-    format = "memory-timeline"
-    recognition = Recognition.FIXED_LAYOUT
-    stage = Stage.MEMORY
-
-    def matches(self, source: Source) -> bool:
-        return bool(_RAW_HEAD.match(source.head) or _PLOT_HEAD.match(source.head) or _is_page(source))
-
-    def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        for number, source in enumerate(sources):
-            read_timeline(source, builder, number)
-        return []
-
-
-def read_timeline(source: Source, builder: TraceBuilder, number: int) -> None:
-    """Add the pool `tensors`, and `tensors/CATEGORY` for each category in the timeline.
-
-    A timeline is of one device, which the name of the file may contain (`timeline-cuda1.raw.json.gz`). It counts the
-    tensors that the profiler saw: by the allocator's block if it saw the allocation, by the tensor's own size if the
-    tensor existed before. Times are those of torch's profiler, which are Unix times in all versions since 2.1.
-
-    `number`: the rank if no file name contains one."""
-    if _is_page(source):
-        raise SourceError(
-            f"{source} is a page with a picture, without figures: export the timeline to .raw.json.gz or .json.gz"
-        )
-    with source.open() as file:
-        data = file.read(_MAX_FILE_BYTES + 1)
-    if len(data) > _MAX_FILE_BYTES:
-        raise SourceError(f"{source} is too large: memory timelines are read up to {_MAX_FILE_BYTES >> 20} MiB")
-    try:
-        times, sizes = _read_plot(data) if _PLOT_HEAD.match(source.head) else _read_raw(data)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise source.damaged(error) from None
-    if not len(times):
-        raise SourceError(f"{source} is an empty memory timeline: record it with profile_memory=True")
-    last_of_time = np.append(times[1:] != times[:-1], True)
-    times, sizes = times[last_of_time], sizes[last_of_time]
-    if sizes.min() < 0:
-        raise source.damaged("it frees more bytes than were allocated")
-    rank = rank_of(source, builder, TimelineImporter.format, number)
-    device = _device(source, rank, builder)
-    if int(times[0]) not in _UNIX_NS:
-        builder.note(f"{source.path.name}: its times are not Unix times, so they do not match those of other files")
-    categories = zip(CATEGORIES, sizes.T, strict=True)
-    pools = {"tensors": sizes.sum(axis=1), **{f"tensors/{name}": size for name, size in categories if size.any()}}
-    for pool, size in pools.items():
-        # The changes, and both ends.
-        kept = np.append(True, size[1:] != size[:-1])
-        kept[-1] = True
-        rank.extend("memory", t_ns=times[kept], device=device, pool=pool, bytes=size[kept])
-
-
-def _device(source: Source, rank: RankBuilder, builder: TraceBuilder) -> str:
-    """Return the device of a timeline: the one in the file's name, else the rank's, else cuda:0."""
-    devices: list[dict[str, Any]] = rank.meta["devices"]
-    named = device_in_name(source)
-    if named is None and not devices:
-        builder.note(
-            f"{source.path.name} does not state its device: cuda:0 is assumed (put another one into the file's name, "
-            "e.g. timeline-cuda1.raw.json.gz)"
-        )
-    device: str = named or (devices[0]["device"] if devices else "cuda:0")
-    if all(entry["device"] != device for entry in devices):
-        devices.append({"device": device, "kind": "cuda", "capacity_bytes": None})
-    return device
-
-
-def _is_page(source: Source) -> bool:
-    """Return whether a file is what `export_memory_timeline` writes to .html."""
-    return b"<html" in source.head[:64] and _PAGE_TITLE in source.head
-
-
-def _read_raw(data: bytes) -> tuple[_IntArray, _IntArray]:
-    """Read changes: rows of time in ns (-1: present from the start), action, bytes, category.
-
-    A new version of a tensor is two rows, one out of its old category and one into the new category. Returns the times,
-    and the bytes of each category from each of them on."""
-    rows = np.array(_RAW.decode(data), np.int64).reshape(-1, 4)
-    times, _, changes, category = rows[rows[:, 0].argsort(kind="stable")].T
-    if np.abs(changes).astype(float).sum() >= 2.0**62:
-        raise ValueError("its sizes add up to more than any device has")
-    by_category = np.where(category[:, None] == np.arange(len(CATEGORIES)), changes[:, None], 0)
-    count = len(times) if (times >= 0).any() else 0
-    times = np.maximum(times, times[times >= 0].min(initial=np.iinfo(np.int64).max))
-    return times[:count], by_category.cumsum(axis=0)[:count]
-
-
-def _read_plot(data: bytes) -> tuple[_IntArray, _IntArray]:
-    """Read the points of a plot: times in us, and the bytes of each category at each time."""
-    points, rows = _PLOT.decode(data)
-    if len(points) != len(rows):
-        raise ValueError(f"it has {len(points)} times but sizes for {len(rows)}")
-    times, sizes = np.array(points, np.int64) * 1000, np.array(rows, np.int64).reshape(-1, 1 + len(CATEGORIES))
-    order = times.argsort(kind="stable")[: len(times) if points and points[0] >= 0 else 0]
-    return times[order], sizes[order, 1:]

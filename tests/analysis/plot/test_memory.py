@@ -143,16 +143,22 @@ def test_draw_memory__gives_each_unknown_pool_a_style() -> None:
 
 def test_draw_memory__stacks_categories_below_the_line_of_all_tensors() -> None:
     builder = TraceBuilder()
-    rank = builder.rank(0)
-    for pool, first, second in (("tensors", 6, 9), ("tensors/activation", 2, 5), ("tensors/parameter", 4, 4)):
-        rank.memory(0, first * MIB, pool).memory(6 * MS, second * MIB, pool)
-    rank.memory(10 * MS, 9 * MIB, "tensors")
+    rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}])
+    for start_ns, category, size in (
+        (0, "parameter", 4 * MIB),
+        (0, "activation", 2 * MIB),
+        (6 * MS, "activation", 3 * MIB),
+    ):
+        rank.add("allocations", start_ns=start_ns, device="cuda:0", bytes=size, category=category)
+    rank.memory(0, 6 * MIB, "tensors").memory(6 * MS, 9 * MIB, "tensors").memory(10 * MS, 9 * MIB, "tensors")
     (panel,) = draw([builder.build()]).axes
     assert labels(panel) == ["tensors", "activation", "parameter"]
     areas = {str(p.get_label()): p.get_data() for p in panel.patches if isinstance(p, StepPatch) and p.get_fill()}
-    assert areas["parameter"].baseline.tolist() == [0, 0]
-    assert areas["parameter"].values.tolist() == areas["activation"].baseline.tolist() == [4, 4]
-    assert areas["activation"].values.tolist() == [6, 9] == steps(panel, "tensors")[1].tolist()[:2]
+    # They end with the recording of the allocations.
+    assert areas["parameter"].baseline.tolist() == [0, 0, 0]
+    assert areas["parameter"].values.tolist() == areas["activation"].baseline.tolist() == [4, 4, 0]
+    assert areas["activation"].values.tolist() == [6, 9, 0]
+    assert steps(panel, "tensors")[1].tolist()[:2] == [6, 9]
     assert panel.get_ylim()[1] > 9
 
 

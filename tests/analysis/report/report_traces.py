@@ -117,6 +117,12 @@ def with_kernels(builder: TraceBuilder, kernels: int = 40, length: int = 2 * MS)
 
 def with_categories(builder: TraceBuilder) -> TraceBuilder:
     """Add memory by category to rank 0: 4 GiB of parameters, and activations that grow from 2 to 5 GiB at 20 ms."""
-    for pool, first, second in (("tensors", 6, 9), ("tensors/activation", 2, 5), ("tensors/parameter", 4, 4)):
-        builder.rank(0).memory(0, first * GIB, pool).memory(20 * MS, second * GIB, pool)
+    rank = builder.rank(0).memory(0, 6 * GIB, "tensors").memory(20 * MS, 9 * GIB, "tensors")
+    for start_ns, category, size in (
+        (0, "parameter", 4 * GIB),
+        (0, "activation", 2 * GIB),
+        (20 * MS, "activation", 3 * GIB),
+    ):
+        rank.add("allocations", start_ns=start_ns, device="cuda:0", bytes=size, category=category)
+    rank.memory(100 * MS, 9 * GIB, "tensors")
     return builder

@@ -12,17 +12,16 @@ from pathlib import Path
 from ebbtide.analysis.live import LiveTrace
 from ebbtide.cli.live_view.app import LiveView
 from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SnapshotReader
-from ebbtide.cli.live_view.watched import WatchedJob
 
 _TEXT = re.compile(r'<text [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 # Until the thread of the view has read what changed.
 _WAIT_S = 30.0
 
 
-def make_view(path: Path, job: WatchedJob | None = None) -> LiveView:
+def make_view(path: Path) -> LiveView:
     """Make the view of a trace, with its first snapshot read."""
     reader = SnapshotReader(LiveTrace(path, MAX_ITERATIONS))
-    return LiveView(reader, reader.read(0) or RecordingSnapshot(path), job)
+    return LiveView(reader, reader.read(0) or RecordingSnapshot(path))
 
 
 def screen_rows(view: LiveView) -> list[str]:

@@ -8,22 +8,22 @@ import pytest
 
 from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.importers.source import SourceError
+from tests.profiler.importers.test_alignment import START, kineto
 
-ROWS = "[[1700000000000000000, 2, 512, 0], [1700000000000000009, 2, {size}, 4]]"
-MONITOR = "timestamp,gpu,mem_used\n1700000000000000000,0,1000000000\n"
+MONITOR = f"timestamp,gpu,mem_used\n{START},0,1000000000\n"
 
 
-def timelines(folder: Path, *names: str) -> Path:
-    """Write a memory timeline for each name."""
+def profiles(folder: Path, *names: str) -> Path:
+    """Write a torch.profiler trace for each name."""
     folder.mkdir(exist_ok=True)
-    for number, name in enumerate(names):
-        (folder / name).write_text(ROWS.replace("{size}", str(1024 * (number + 1))))
+    for name in names:
+        kineto(folder / name, START)
     return folder
 
 
 def test_expand_folders__imports_the_files_of_all_ranks(tmp_path: Path) -> None:
-    names = [f"timeline-rank-{rank}.json" for rank in range(11)]
-    folder = timelines(tmp_path / "run", *names)
+    names = [f"trace-rank-{rank}.json" for rank in range(11)]
+    folder = profiles(tmp_path / "run", *names)
     (folder / ".hidden.json").write_text("not read")
     trace = import_trace([folder], tmp_path / "run.ebb")
     assert trace.ranks == list(range(11))
@@ -32,7 +32,7 @@ def test_expand_folders__imports_the_files_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_expand_folders__notes_files_of_other_formats(tmp_path: Path) -> None:
-    folder = timelines(tmp_path / "run", "rank-0.json", "rank-1.json")
+    folder = profiles(tmp_path / "run", "rank-0.json", "rank-1.json")
     (folder / "monitor.csv").write_text(MONITOR)
     (folder / "notes.txt").write_text("lr was too high\n")
     (folder / "checkpoints").mkdir()
@@ -40,11 +40,12 @@ def test_expand_folders__notes_files_of_other_formats(tmp_path: Path) -> None:
     trace = import_trace([folder], tmp_path / "run.ebb")
     assert trace.ranks == [0, 1]
     (note,) = [note for note in trace.notes if "name others" in note]
-    assert note.startswith("run: the 2 files of the format memory-timeline are imported; name others")
+    assert note.startswith("run: the 2 files of the format kineto are imported; name others")
     for name in ("monitor.csv", "notes.txt", "checkpoints", "empty.log"):
         assert name in note
     both = import_trace([folder, folder / "monitor.csv"], tmp_path / "both.ebb")
-    assert {"device", "tensors"} <= set(both.memory(0)["pool"])
+    assert set(both.memory(0)["pool"]) == {"device"}
+    assert len(both.transfers(0)) == 1
     chosen = import_trace([folder], tmp_path / "chosen.ebb", format="nvml-monitor")
     assert [file.file for file in chosen.meta.imported] == ["monitor.csv"]
 
@@ -57,8 +58,8 @@ def test_expand_folders__refuses_folders_without_files(tmp_path: Path) -> None:
     (tmp_path / "empty" / "notes.txt").write_text("lr was too high\n")
     with pytest.raises(SourceError, match=r"empty has no file to import: it contains notes\.txt"):
         import_trace([tmp_path / "empty"], tmp_path / "x.ebb")
-    with pytest.raises(SourceError, match="has no file of the format kineto to import"):
-        import_trace([timelines(tmp_path / "run", "a.json")], tmp_path / "x.ebb", format="kineto")
+    with pytest.raises(SourceError, match="has no file of the format nsys to import"):
+        import_trace([profiles(tmp_path / "run", "a.json")], tmp_path / "x.ebb", format="nsys")
     import_trace([tmp_path / "run"], tmp_path / "run.ebb")
     with pytest.raises(SourceError, match=r"run\.ebb is a trace already"):
         import_trace([tmp_path / "run.ebb"], tmp_path / "x.ebb")

@@ -36,7 +36,7 @@ IMPORTERS = (DiaryImporter(),)
 def test_find_importers__asks_strict_importers_first() -> None:
     formats = list(find_importers())
     assert formats == [
-        "nsys", "torch-snapshot", "memory-timeline", "kineto", "nvml-monitor", "megatron-log", "deepspeed-log"
+        "nsys", "torch-snapshot", "kineto", "nvml-monitor", "megatron-log", "deepspeed-log"
     ]  # fmt: skip
     assert all(name == importer.format for name, importer in find_importers().items())
 
@@ -44,7 +44,7 @@ def test_find_importers__asks_strict_importers_first() -> None:
 def test_find_importers__stages_put_jobs_first_and_devices_last() -> None:
     by_stage: dict[str, Importer] = dict(sorted(find_importers().items(), key=lambda item: item[1].stage))
     assert list(by_stage) == [
-        "megatron-log", "deepspeed-log", "nsys", "kineto", "torch-snapshot", "memory-timeline", "nvml-monitor"
+        "megatron-log", "deepspeed-log", "nsys", "kineto", "torch-snapshot", "nvml-monitor"
     ]  # fmt: skip
     assert [importer.stage for importer in by_stage.values()].count(Stage.JOB) == 2
 

@@ -124,20 +124,6 @@ def test_holders_at__a_time() -> None:
     assert holders_at(job(), 0, 11, "cuda:1") is None
 
 
-def test_holders_at__divides_a_memory_timeline_by_category() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}])
-    for pool, size in (("tensors", 100), ("tensors/parameter", 60), ("tensors/gradient", 30), ("tensors/unknown", 10)):
-        rank.memory(0, size, pool)
-    holders = holders_at(builder.build(), 0)
-    assert holders is not None
-    assert [(holder.category, holder.bytes) for holder in holders.holders] == [
-        ("parameter", 60),
-        ("gradient", 30),
-        (None, 10),
-    ]
-
-
 @pytest.mark.parametrize(("at_ns", "gradients"), [(5, False), (12, True)])
 def test_holders_at__counts_recorded_gradients_in_updates(at_ns: int, gradients: bool) -> None:
     entries = [("parameter", "layer", 40), ("gradient", "layer", 20), ("optimizer_state", "layer", 30)]

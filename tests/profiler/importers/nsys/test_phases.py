@@ -9,8 +9,8 @@ import pytest
 
 from ebbtide.profiler.importers.kineto.phases import FoundPhases
 from ebbtide.profiler.importers.load import import_trace
-from ebbtide.profiler.importers.nsys.capture import RANGE_COLUMNS
 from ebbtide.profiler.importers.nsys.phases import RangeMeaning, RangeNames, phases_of
+from ebbtide.profiler.importers.nsys.sqlite_capture import RANGE_COLUMNS
 from ebbtide.profiler.importers.source import SourceError
 from tests.conftest import ebbtide_in_process
 from tests.profiler.importers.nsys.made_exports import MadeExport, import_in_memory

@@ -106,23 +106,6 @@ def test_read_query__leaves_out_a_cut_last_line(tmp_path: Path, last: str, kept:
     assert ("m.txt has rows that cannot be read, which are left out: 1" in trace.notes) != kept
 
 
-def test_read_query__reads_system_metrics_of_wandb(tmp_path: Path) -> None:
-    text = (
-        "_runtime,_timestamp,system.gpu.0.memoryAllocatedBytes,system.gpu.0.memory,system.gpu.0.gpu,system.cpu,"
-        "system.gpu.1.memoryAllocatedBytes,system.gpu.0.powerWatts,system.gpu.process.0.memoryAllocatedBytes\n"
-        f"1.0,1795341600.5,{3 * MIB},5,97.0,1,{7 * MIB},300.5,1\n"
-        "1.5,1795341601.0,,,,2,,,\n"
-        f"2.0,1795341601.5,{4 * MIB},6,98.0,3,{8 * MIB},301.5,1\n"
-    )
-    trace = import_text(tmp_path, text, "m.csv")
-    assert trace.ranks == [0, 1]
-    assert (memory_rows(trace), memory_rows(trace, 1)) == ([(0.0, 3.0), (1.0, 4.0)], [(0.0, 7.0), (1.0, 8.0)])
-    assert states(trace, "utilization_percent") == [97.0, 98.0]
-    assert states(trace, "memory_utilization_percent") == [5.0, 6.0]
-    assert states(trace, "power_w") == [300.5, 301.5]
-    assert trace.memory(0)["t_ns"].iloc[0] == 1_795_341_600_500_000_000
-
-
 def test_import_trace__state_may_be_in_two_files(tmp_path: Path) -> None:
     """Both `dmon -s pt` and a query may have the power; two hosts that have the state alone are refused."""
     with_memory = QUERY.replace("temperature.gpu", "memory.used [MiB]")
