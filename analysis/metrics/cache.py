@@ -16,9 +16,7 @@ KeptResults = dict[str, dict[Any, Any]]
 _KEPT: dict[str, WeakKeyDictionary[Trace, dict[Any, Any]]] = {}
 
 
-def once_per_trace(
-    function: Callable[Concatenate[Trace, P], Result],
-) -> Callable[Concatenate[Trace, P], Result]:
+def once_per_trace(function: Callable[Concatenate[Trace, P], Result]) -> Callable[Concatenate[Trace, P], Result]:
     """Decorate a function of a trace and hashable arguments so that each result is kept as long as its trace.
 
     Callers share the result and must not change it. What is computed must depend on nothing but the trace and the
@@ -59,9 +57,7 @@ _MIN_SERIES = 32
 _SERIES_BYTES = 64e6
 
 
-def recent_per_trace(
-    function: Callable[Concatenate[Trace, P], Result],
-) -> Callable[Concatenate[Trace, P], Result]:
+def recent_per_trace(function: Callable[Concatenate[Trace, P], Result]) -> Callable[Concatenate[Trace, P], Result]:
     """Decorate a function like `once_per_trace`, for results as long as a table: only the last are kept.
 
     The series of all ranks of a large job would not fit into memory together."""

@@ -6,29 +6,44 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup, deepspeed_of
+from ebbtide.analysis.metrics.devices import free_pool, pool_peaks
+from ebbtide.analysis.metrics.gpu_state import GpuState, gpu_state
+from ebbtide.analysis.metrics.iteration_stats import Iterations, compare_iterations
+from ebbtide.analysis.metrics.iterations import median_ms, on_device_clock, steady_iterations
+from ebbtide.analysis.metrics.link import (
+    CopyStats,
+    LinkUse,
+    PhaseLink,
+    SteadyCopies,
+    copy_stats,
+    link_use,
+    steady_copies,
+)
+from ebbtide.analysis.metrics.memory import MemoryUse, memory_use
+from ebbtide.analysis.metrics.phases import phase_peaks
+from ebbtide.analysis.metrics.rank import RankMetrics
+from ebbtide.analysis.metrics.storage import StorageUse, storage_use
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.metadata import RankInfo
 
 if TYPE_CHECKING:
+    # The others are imported when they are asked for: they load pandas, or read by other processes.
     import pandas as pd
 
     from ebbtide.analysis.metrics.activity.activity import GpuActivity
     from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew
     from ebbtide.analysis.metrics.advice import Adviser
-    from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup
     from ebbtide.analysis.metrics.drift import Drift
-    from ebbtide.analysis.metrics.gpu_state import GpuState
     from ebbtide.analysis.metrics.holders.holders import Holders
-    from ebbtide.analysis.metrics.iteration_stats import Iterations
-    from ebbtide.analysis.metrics.link import CopyStats, LinkUse, PhaseLink, SteadyCopies
-    from ebbtide.analysis.metrics.memory import MemoryUse
-    from ebbtide.analysis.metrics.rank import RankMetrics
     from ebbtide.analysis.metrics.ranks.by_rank import RankTable
     from ebbtide.analysis.metrics.ranks.comparison import RankDifferences
-    from ebbtide.analysis.metrics.storage import StorageUse
     from ebbtide.analysis.metrics.substeps.breakdown import SubStep, SubSteps
     from ebbtide.analysis.metrics.summary import Summary
     from ebbtide.analysis.metrics.windows import Windows
-    from ebbtide.profiler.trace.metadata import RankInfo
 
 
 class JobMetrics:
@@ -54,8 +69,6 @@ class JobMetrics:
 
     def rank(self, rank: int) -> RankMetrics:
         """Return the figures of a rank."""
-        from ebbtide.analysis.metrics.rank import RankMetrics
-
         return self._ranks.setdefault(rank, RankMetrics(self.trace, rank))
 
     @property
@@ -91,26 +104,18 @@ class JobMetrics:
 
     @cached_property
     def _on_device_clock(self) -> Trace:
-        from ebbtide.analysis.metrics.iterations import on_device_clock
-
         return on_device_clock(self.trace)
 
     def memory(self, ranks: Sequence[int] | None = None) -> MemoryUse:
         """Every memory pool in each phase, and the differences between pools."""
-        from ebbtide.analysis.metrics.memory import memory_use
-
         return memory_use(self.trace, ranks)
 
     def link(self, ranks: Sequence[int] | None = None) -> LinkUse:
         """Bytes, rates and busy time of the link, per phase and direction."""
-        from ebbtide.analysis.metrics.link import link_use
-
         return link_use(self.trace, ranks)
 
     def gpu(self, ranks: Sequence[int] | None = None) -> GpuState:
         """Utilization, power, clocks and temperature of the GPUs, per phase."""
-        from ebbtide.analysis.metrics.gpu_state import gpu_state
-
         return gpu_state(self.trace, ranks)
 
     def activity(self, rank: int | None = None) -> GpuActivity:
@@ -136,8 +141,6 @@ class JobMetrics:
 
     def iterations(self, ranks: Sequence[int] | None = None) -> Iterations:
         """Milliseconds of every iteration and phase, and how they spread over iterations and ranks."""
-        from ebbtide.analysis.metrics.iteration_stats import compare_iterations
-
         return compare_iterations(self.trace, ranks)
 
     def ranks(self) -> RankTable:
@@ -193,21 +196,15 @@ class JobMetrics:
     @cached_property
     def storage(self) -> list[StorageUse]:
         """Use of storage by each rank and direction; empty where none was recorded."""
-        from ebbtide.analysis.metrics.storage import storage_use
-
         return storage_use(self.trace)
 
     @property
     def iteration_ms(self) -> float | None:
         """Median milliseconds of an iteration on the slowest rank."""
-        from ebbtide.analysis.metrics.iterations import median_ms
-
         return median_ms(self.trace, "iteration")
 
     def phase_ms(self, phase: str) -> float | None:
         """Return the median milliseconds of a phase on the slowest rank."""
-        from ebbtide.analysis.metrics.iterations import median_ms
-
         return median_ms(self.trace, phase)
 
     @property
@@ -238,8 +235,6 @@ class JobMetrics:
     @cached_property
     def entry(self) -> RankInfo:
         """Metadata of the first rank."""
-        from ebbtide.profiler.trace.metadata import RankInfo
-
         return self.trace.rank(self.trace.ranks[0]) if self.trace.ranks else RankInfo(rank=0)
 
     @cached_property
@@ -264,8 +259,6 @@ class JobMetrics:
     @cached_property
     def deepspeed(self) -> DeepSpeedSetup | None:
         """Setup of the DeepSpeed job; None for other jobs."""
-        from ebbtide.analysis.metrics.deepspeed import deepspeed_of
-
         return deepspeed_of(self.trace)
 
     @property
@@ -327,21 +320,15 @@ class JobMetrics:
     @property
     def steady_iterations(self) -> list[int]:
         """Numbers of the iterations after the warm-up."""
-        from ebbtide.analysis.metrics.iterations import steady_iterations
-
         return steady_iterations(self.trace).numbers
 
     @cached_property
     def steady_copies(self) -> SteadyCopies:
         """Copies of each rank in its `copied_iterations`, with their phases."""
-        from ebbtide.analysis.metrics.link import steady_copies
-
         return steady_copies(self.trace)
 
     def copy_stats(self, direction: str, host_memory: str, phase: str | None = None) -> CopyStats | None:
         """Return the copies of one kind in a phase, or (None) in all, of the rank on which they took longest."""
-        from ebbtide.analysis.metrics.link import copy_stats
-
         return copy_stats(self.trace, self.steady_copies, direction, host_memory, phase)
 
     @cached_property
@@ -357,19 +344,12 @@ class JobMetrics:
     @cached_property
     def free_pool(self) -> str | None:
         """The pool that free memory is computed from."""
-        from ebbtide.analysis.metrics.devices import free_pool
-
         return free_pool(self.trace)
 
     @cached_property
     def always_free_bytes(self) -> int | None:
         """Device memory that is free at every moment of every steady iteration, on every rank; without iterations, at
         every moment of the trace."""
-        import numpy as np
-
-        from ebbtide.analysis.metrics.phases import phase_peaks
-        from ebbtide.phases import ITERATION_PARTS
-
         free = [np.empty(0)]
         for rank in self.by_rank:
             if self.free_pool is None or rank.capacity_bytes is None:
@@ -385,7 +365,5 @@ class JobMetrics:
 
     def pool_peak(self, pool: str) -> int | None:
         """Return the peak of a pool over the whole trace, bytes."""
-        from ebbtide.analysis.metrics.devices import pool_peaks
-
         peaks = (pool_peaks(self.trace, rank).get(pool) for rank in self.trace.ranks)
         return max((peak for peak in peaks if peak is not None), default=None)

@@ -22,10 +22,7 @@ from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import AllocatorState
 
 # Gap -> (upper pool, lower pool): two counts of the same memory.
-GAPS = {
-    "fragmentation": ("reserved", "allocated"),
-    "outside torch": ("device", "reserved"),
-}
+GAPS = {"fragmentation": ("reserved", "allocated"), "outside torch": ("device", "reserved")}
 
 
 @dataclass(frozen=True)

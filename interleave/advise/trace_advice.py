@@ -9,12 +9,7 @@ from ebbtide.analysis.metrics.advice import Setting, SettingKind
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.out_of_memory import OFFLOAD, OutOfMemory, make_remedy
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
-from ebbtide.interleave.advise.choice import (
-    all_on_device,
-    best_static_split,
-    fits_memory,
-    unified_memory_text,
-)
+from ebbtide.interleave.advise.choice import all_on_device, best_static_split, fits_memory, unified_memory_text
 from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
 from ebbtide.interleave.advise.job.training_job import recorded_job

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,6 @@ from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
 from ebbtide.interleave.engine.options import Budget, EngineOptions, with_overlap_option
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.pending_params import locked, weak_call
-from ebbtide.interleave.engine.params.read_checks import UnguardedAccess
 from ebbtide.interleave.engine.params.state_dict import make_entry, read_state_dict
 from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
@@ -295,27 +294,6 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         with self._pending.lock:
             self.synchronize()
             yield
-
-    def check_reads(self) -> AbstractContextManager[list[UnguardedAccess]]:
-        """Return a context that reports reads and writes of parameters which do not wait for their updates.
-
-        Inside it, steps end before they return, and then make the parameters that they have updated NaN until
-        something waits for them, as if every update were late: nothing depends on timing or on the plan. An operation
-        of this thread, or of a backward that it starts, on such a parameter is logged as a warning, once for each line,
-        and gets the right values: the bits of the job do not change. What other threads and code outside of torch read
-        by themselves is NaN, and shows in its results; their writes are reported without a line, and lost.
-
-        Compiled functions run eagerly. It needs a copy of all parameters, on their device. It slows jobs down: some
-        iterations are enough.
-
-        Returns:
-            The context; its value is a list of what was found, with an entry for each warning.
-
-        Raises:
-            EngineError: No module waits for updates; or as `synchronize`."""
-        if not self._pending.names:
-            raise EngineError("check_reads() needs a module that waits for updates: pass model= and overlap='forward'")
-        return self._pending.check_reads()
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise EngineError, for copies and pickles: they would not have the state."""

@@ -48,8 +48,7 @@ class ScanTask:
 
 # Runs a function on tasks by key, and yields (key, outcome) as each is finished, as those of `ebbtide.workers` do.
 ScanRunner: TypeAlias = Callable[
-    [Callable[[ScanTask], KeptResults], Mapping[str, ScanTask]],
-    Iterator[tuple[str, KeptResults | WorkerDied]],
+    [Callable[[ScanTask], KeptResults], Mapping[str, ScanTask]], Iterator[tuple[str, KeptResults | WorkerDied]]
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
 from ebbtide.analysis.plot import PHASE_COLORS
@@ -24,7 +24,7 @@ matplotlib.use("Agg")
 _STRIP_COLOR, _STRIP_TOP, _STRIP_HEIGHT = "#1b5e20", 0.33, 0.09
 # Style by kind of operation, hatched so that kinds differ in grey, too. Copies of gradients and parameters are light,
 # copies of state dark, arithmetic in between.
-OPERATION_LOOKS: dict[str, dict[str, Any]] = {
+_OPERATION_LOOKS: dict[str, dict[str, Any]] = {
     "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
     "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
     "update": {"facecolor": "#7fbf7b", "hatch": ""},
@@ -48,10 +48,11 @@ _MEMORY_LOOKS: dict[str, dict[str, Any]] = {
     "activations": {"facecolor": "#9970ab", "hatch": "////"},
     "optimizer state": {"facecolor": "#b2182b", "hatch": "\\\\\\\\"},
 }
-OPERATION_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
+_OPERATION_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
 _OTHER_COLOR = "#d0d0d0"
 _HALF_HEIGHT = 0.42
-_MEMORY_HEIGHT = 1.3  # In inches.
+# Heights in inches: the memory of layers, a lane, and a title.
+_MEMORY_HEIGHT, _LANE_HEIGHT, _TITLE_HEIGHT = 1.3, 0.22, 0.45
 _FONT = 8
 # Shorter operations, as a share of the axis, have no white edges.
 _LEAST_EDGED_SHARE = 0.006
@@ -102,42 +103,55 @@ def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
     return [(1e3 * start, 1e3 * (end - start)) for start, end in spans]
 
 
-matplotlib.use("Agg")
-
-
 def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
-    """Draw the lanes of all resources for each policy, under the phases of the iteration.
-
-    Operations that end in the next iteration continue at the left. All policies have the same scale. Device memory of
-    plans for layers is above their lanes."""
-    lanes = [["phase", *resource_lanes(schedule)] for schedule in schedules]
-    has_layers = [bool(schedule.workload.layer_memory) for schedule in schedules]
-    height = 1.1 + sum(0.45 + 0.22 * len(names) for names in lanes) + _MEMORY_HEIGHT * sum(has_layers)
-    figure = Figure(figsize=(9.5, height), layout="constrained", dpi=130)
+    """Draw the lanes of all resources for each policy."""
+    figure = Figure(figsize=(9.5, schedules_height(schedules)), layout="constrained", dpi=130)
     figure.set_label("ebbtide: simulated schedules")
-    memory_ratio = _MEMORY_HEIGHT / 0.22
+    titles = [
+        f"{schedule.plan.policy}: {schedule.iteration_s:,.3g} s"
+        + (" where clipping changes nothing" if schedule.plan.speculated else "")
+        for schedule in schedules
+    ]
+    draw_lanes(figure, schedules, titles).set_xlabel("time of an iteration (s), simulated")
+    return figure
+
+
+def schedules_height(schedules: Sequence[Schedule]) -> float:
+    """Return the height that `draw_lanes` needs, in inches."""
+    lanes = sum(_TITLE_HEIGHT + _LANE_HEIGHT * (len(resource_lanes(schedule)) + 1) for schedule in schedules)
+    return 1.1 + lanes + _MEMORY_HEIGHT * sum(bool(schedule.workload.layer_memory) for schedule in schedules)
+
+
+def draw_lanes(figure: Figure | SubFigure, schedules: Sequence[Schedule], titles: Sequence[str]) -> Axes:
+    """Draw the lanes of all resources in each schedule, under the phases of the iteration; return the last axes.
+
+    Operations that end in the next iteration continue at the left. All schedules have the same scale. Device memory of
+    plans for layers is above their lanes."""
+    has_layers = [bool(schedule.workload.layer_memory) for schedule in schedules]
     ratios = [
         ratio
-        for names, layers in zip(lanes, has_layers, strict=True)
-        for ratio in (*[memory_ratio] * layers, len(names) + 1.0)
+        for schedule, layers in zip(schedules, has_layers, strict=True)
+        for ratio in (*[_MEMORY_HEIGHT / _LANE_HEIGHT] * layers, len(resource_lanes(schedule)) + 2.0)
     ]
     rows = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     longest_s = max(schedule.iteration_s for schedule in schedules)
     remaining = iter(rows)
-    for schedule, names, layers in zip(schedules, lanes, has_layers, strict=True):
+    for schedule, title, layers in zip(schedules, titles, has_layers, strict=True):
         if layers:
             _draw_memory(next(remaining), schedule)
-        _draw(next(remaining), schedule, names, _LEAST_EDGED_SHARE * longest_s)
+        axes = next(remaining)
+        _draw(axes, schedule, _LEAST_EDGED_SHARE * longest_s)
+        axes.set_title(title, loc="left", fontsize=9, parse_math=False)
     rows[-1].set_xlim(0.0, longest_s * 1.01)
-    rows[-1].set_xlabel("time of an iteration (s), simulated")
     kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
-    handles = [Patch(**looks, **OPERATION_EDGE, label=kind) for kind, looks in OPERATION_LOOKS.items() if kind in kinds]
+    handles = [
+        Patch(**looks, **_OPERATION_EDGE, label=kind) for kind, looks in _OPERATION_LOOKS.items() if kind in kinds
+    ]
     if any(has_layers):
         handles += [Patch(**looks, label=f"memory: {name}") for name, looks in _MEMORY_LOOKS.items()]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=5 if any(has_layers) else 9, frameon=False, fontsize=_FONT
-    )
-    return figure
+    columns = 5 if any(has_layers) else 9
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=_FONT)
+    return axes
 
 
 def resource_lanes(schedule: Schedule) -> list[str]:
@@ -164,7 +178,8 @@ def _draw_memory(axes: Axes, schedule: Schedule) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw(axes: Axes, schedule: Schedule, names: list[str], least_edged_s: float) -> None:
+def _draw(axes: Axes, schedule: Schedule, least_edged_s: float) -> None:
+    names = ["phase", *resource_lanes(schedule)]
     colors = {OTHER: _OTHER_COLOR, **PHASE_COLORS}
     begin = 0.0
     for phase in (OTHER, *PHASES):
@@ -174,11 +189,11 @@ def _draw(axes: Axes, schedule: Schedule, names: list[str], least_edged_s: float
             axes.text(begin + length / 2, 0.0, phase, ha="center", va="center", fontsize=_FONT - 1)
         begin += length
     for op, start, end in schedule.items():
-        if op.kind not in OPERATION_LOOKS:
+        if op.kind not in _OPERATION_LOOKS:
             continue
         lane = names.index(op.lane)
         spans = list(_in_iteration(start, end, schedule.iteration_s))
-        looks = {**OPERATION_LOOKS[op.kind], **OPERATION_EDGE}
+        looks = {**_OPERATION_LOOKS[op.kind], **_OPERATION_EDGE}
         if end - start < least_edged_s:
             # White edges and hatches would hide it.
             looks |= {"edgecolor": looks["facecolor"], "linewidth": 0.5, "hatch": ""}
@@ -188,10 +203,6 @@ def _draw(axes: Axes, schedule: Schedule, names: list[str], least_edged_s: float
     axes.set_ylim(len(names) - 0.5, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    title = f"{schedule.plan.policy}: {schedule.iteration_s:,.3g} s"
-    if schedule.plan.speculated:
-        title += " where clipping changes nothing"
-    axes.set_title(title, loc="left", fontsize=9, parse_math=False)
 
 
 def _in_iteration(start: float, end: float, length: float) -> Iterator[tuple[float, float]]:

@@ -267,10 +267,7 @@ class CudaDevice:
         return self._started(self._kernel.gpu_fingerprint, values)
 
     def warm_up(
-        self,
-        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
-        remainder: bool = False,
-        rule: UpdateRule = ADAMW,
+        self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False, rule: UpdateRule = ADAMW
     ) -> None:
         try:
             with torch.cuda.device(self._device):

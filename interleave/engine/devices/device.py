@@ -89,10 +89,7 @@ class Device(Streams, Protocol):
         They are of the values that the gradients have now. The thread that computed these calls this."""
 
     def warm_up(
-        self,
-        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
-        remainder: bool = False,
-        rule: UpdateRule = ADAMW,
+        self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False, rule: UpdateRule = ADAMW
     ) -> None:
         """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run them on a few elements.
 

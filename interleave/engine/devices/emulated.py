@@ -252,10 +252,7 @@ class EmulatedDevice(EmulatedStreams):
         return lambda: fingerprints
 
     def warm_up(
-        self,
-        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
-        remainder: bool = False,
-        rule: UpdateRule = ADAMW,
+        self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False, rule: UpdateRule = ADAMW
     ) -> None:
         self._kernel.warm_up(dtypes, remainder=remainder, rule=rule)
 

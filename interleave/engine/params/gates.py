@@ -270,26 +270,15 @@ class ForwardGates:
                     "overlap is not supported with DTensors that fully_shard did not make (tensor parallelism): "
                     "leave out overlap and model"
                 )
-            handles = []
             if all_params := [param for param in module.parameters() if param not in self.sharded]:
                 gate = self._module_gates[module] = _ModuleGate(own_params, all_params, wait)
-                hook = _untraced(lambda module, *_, gate=gate: gate.before_forward(module))
-                handles.append(module.register_forward_pre_hook(hook, prepend=True))
-            if params := list(module.parameters(recurse=False)):
-                # They would wait by themselves, but ReadChecks would report them.
-                hook = _untraced(lambda *_, params=params: wait(params))
-                handles.append(module.register_state_dict_pre_hook(hook))
-                handles.append(module.register_load_state_dict_pre_hook(hook))
-            hook_ids |= {handle.id for handle in handles}
-            self._removables += handles
+                # torch.compile must not trace it: what it waits for changes.
+                hook = torch._disable_dynamo(lambda module, *_, gate=gate: gate.before_forward(module))
+                handle = module.register_forward_pre_hook(hook, prepend=True)
+                hook_ids.add(handle.id)
+                self._removables.append(handle)
         self._removables += [HooklessCopies(module, hook_ids) for module in modules]
 
 
 def _tensors(*arguments: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)]
-
-
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that torch.compile does not trace, since what it waits for changes."""
-    untraced: Callable[..., None] = torch._disable_dynamo(hook)
-    return untraced

@@ -5,8 +5,7 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -18,7 +17,6 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.params.gates import ForwardGates
 from ebbtide.interleave.engine.params.local_shards import has_shared_memory, local_shard
-from ebbtide.interleave.engine.params.read_checks import ReadChecks, UnguardedAccess
 from ebbtide.interleave.engine.rules.rule import Scalars
 
 log = logging.getLogger("ebbtide")
@@ -51,8 +49,6 @@ class PendingParams:
         self.names: Mapping[torch.Tensor, str] = {}
         self._runner = runner
         self._gates: ForwardGates | None = None
-        # With checks, no update is late, and parameters are hidden instead.
-        self._checks: ReadChecks | None = None
         self._params: Sequence[torch.Tensor] = ()
         # The index of each parameter, which the forward of every module looks up.
         self._index: dict[torch.Tensor, int] = {}
@@ -91,7 +87,7 @@ class PendingParams:
     def begin_step(self) -> None:
         """Prepare for a step, after the late operations of the last one have ended. Raises EngineError if there is a
         gradient of an unread parameter, which stays unread."""
-        for index in self._unread if self._checks is None else ():
+        for index in self._unread:
             gradient = self._params[index].grad
             # Others are left from before, or are those of parameters that this iteration has not used.
             if gradient is not None and (gradient.layout != torch.strided or bool(local_shard(gradient).any())):
@@ -122,19 +118,15 @@ class PendingParams:
         self.is_active = True
         try:
             self._runner.step(values, scalars, on_done, self._record_others)
-            if self._checks is not None:
-                self._runner.finish_step()
-                self._checks.hide({index: self._params[index] for index in updated})
-            elif self._runner.is_late:
+            if self._runner.is_late:
                 never_late = [index for index in updated if not self._may_be_late(index)]
                 self._runner.wait_for_params(never_late)
                 self._release(never_late)
                 self._late_params.set(map(self._params.__getitem__, self._unread))
         finally:
             if not self._runner.is_late:
-                if self._checks is None:
-                    self._release(list(self._unread))
-                self.is_active = self._checks is not None
+                self._release(list(self._unread))
+                self.is_active = False
 
     def wait_for(self, params: Iterable[torch.Tensor]) -> None:
         """Wait until parameters are written; from now on the job may read and write them. Raises EngineError if an
@@ -165,30 +157,16 @@ class PendingParams:
             try:
                 self._runner.finish_step()
             finally:
-                self.is_active = self._checks is not None and bool(self._unread)
+                self.is_active = False
 
     def check_gradient(self, index: int) -> None:
         """Raise EngineError for the gradient of an unread parameter."""
-        if index in self._unread and self._checks is None:
+        if index in self._unread:
             name = self.names.get(self._params[index], f"number {index}")
             raise EngineError(
                 f"parameter {name} has a gradient, but its forward has not waited for the update before: set the "
                 "gradient to None, and call optimizer.synchronize() before such forwards"
             )
-
-    @contextmanager
-    def check_reads(self) -> Iterator[list[UnguardedAccess]]:
-        """Check reads and writes meanwhile, instead of late updates; see `InterleavedAdamW.check_reads`."""
-        self.finish()
-        self._checks = checks = ReadChecks(self.names, self.lock)
-        try:
-            with checks.watch():
-                yield checks.accesses
-        finally:
-            try:
-                self.finish()
-            finally:
-                self._checks = None
 
     def _may_be_late(self, index: int) -> bool:
         """Return whether everything that uses a parameter waits."""
@@ -204,8 +182,6 @@ class PendingParams:
 
     def _release(self, indices: Iterable[int]) -> None:
         """Make parameters ordinary again, which are written."""
-        if self._checks is not None:
-            self._checks.release(indices)
         released = self._unread.intersection(indices)
         if released and self._runner.is_late and self._record is not None:
             # The job may write them while other updates run.

@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
 from ebbtide.analysis.plot.text import plain_text, shorten_text
 from ebbtide.errors import UserError
 from ebbtide.interleave.advise.pictures import policy_bars
-from ebbtide.interleave.advise.replay import RESULT_BYTES
 from ebbtide.interleave.experiments.sweep.best import values_of
 from ebbtide.interleave.experiments.sweep.task import Row
 from ebbtide.units import count_text
@@ -27,7 +23,6 @@ _MAX_PANELS = 24
 _MAX_MACHINES = 6
 # Bars have names, lines only styles to be told apart.
 _MAX_BARS, _MAX_LINES = 24, 8
-_COMPUTE: dict[str, Any] = {"facecolor": "#d9d9d9", "edgecolor": "none"}
 _BOUND: dict[str, Any] = {"color": "#222222", "lw": 1.2, "ls": (0, (1, 1.2))}
 # Colours that colour-blind readers can distinguish, and lines and marks that differ in grey print.
 _STYLES: tuple[dict[str, Any], ...] = (
@@ -40,32 +35,13 @@ _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#56a0d3", "marker": "X", "ls": "solid"},
     {"color": "#777777", "marker": "*", "ls": (0, (6, 1.5))},
 )
-# Marks of plans that fit, do not, and are not known to.
-_FITS: dict[bool | None, tuple[str, dict[str, Any]]] = {
-    True: ("fits", {}),
-    False: ("does not fit", {"mfc": "white"}),
-    None: ("fits: not known", {"fillstyle": "left", "markerfacecoloralt": "white"}),
-}
-_MARK: dict[str, Any] = {"ls": "none", "ms": 6.5}
-# Times that differ by more than this factor are drawn on a logarithmic scale.
-_MAX_LINEAR_RATIO = 3.0
+# The mark of a plan that does not fit, or is not known to.
+_EMPTY: dict[str, Any] = {"markerfacecolor": "white"}
 # Widths of a character of the legend, and of a handle and the gap beside it.
 _CHARACTER_POINTS, _HANDLE_CHARACTERS = 4.7, 8
 _NAME_SIZE = 10.0
-# Height of a line of the legend, inches.
-_LEGEND_LINE = 0.18
-_ITERATION = "iteration (s)"
-
-
-def _in_gib(bytes_of: Callable[[Any], float]) -> Callable[[Row], float]:
-    return lambda row: bytes_of(row) / 2**30
-
-
-# The figures that panels of lines show, by their labels: that of a row, and the relative height of its panel.
-_QUANTITIES: dict[str, tuple[Callable[[Row], float], float]] = {
-    _ITERATION: (lambda row: row["iteration_ms"] / 1e3, 2.4),
-    **{f"{kind.replace(' ', chr(10))} (GiB)": (_in_gib(bytes_of), 1.0) for kind, bytes_of in RESULT_BYTES.items()},
-}
+# Heights of panels and of a line of the legend, inches.
+_PANEL_HEIGHT, _LEGEND_LINE = 2.6, 0.18
 
 
 @dataclass(frozen=True)
@@ -119,9 +95,10 @@ class Grid:
 
 
 def draw_sweep(rows: Sequence[Row]) -> Figure:
-    """Draw iterations and bytes of each policy: as lines over the swept column with most values, or as bars without."""
+    """Draw iterations of each policy as lines over the swept column with most values; without one, iterations and bytes
+    as bars."""
     grid = Grid.of(rows)
-    figure = _draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis, _with_figures(rows))
+    figure = _draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis)
     figure.set_label("ebbtide: sweep of " + ", ".join(map(plain_text, values_of(rows, "workload"))))
     return figure
 
@@ -130,100 +107,63 @@ def _with_figures(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["error"] is None]
 
 
-def _draw_lines(grid: Grid, axis: Axis, shown: Sequence[Row]) -> Figure:
-    """Draw a column of panels per machine: for each workload and scenario the iteration, and the bytes below it."""
-    labels = [label for label, (value, _) in _QUANTITIES.items() if label == _ITERATION or any(map(value, shown))]
-    heights = [_QUANTITIES[label][1] for label in labels]
-    row_height = 2.6 + 1.1 * (len(labels) - 1)
-    size = (max(7.0, 0.9 + 3.6 * len(grid.machines)), 0.9 + row_height * len(grid.panel_rows))
+def _draw_lines(grid: Grid, axis: Axis) -> Figure:
+    """Draw a column of panels per machine: the iterations of each workload and scenario, of one scale."""
+    size = (max(7.0, 0.9 + 3.6 * len(grid.machines)), 0.9 + _PANEL_HEIGHT * len(grid.panel_rows))
     figure = Figure(figsize=size, layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(
-        len(grid.panel_rows) * len(labels),
-        len(grid.machines),
-        squeeze=False,
-        sharey="row",
-        height_ratios=heights * len(grid.panel_rows),
-    )
-    # Room for the name of a row beside its iterations, in points.
-    name_height = row_height * 72 * heights[0] / sum(heights) - 50
-    for number, (name, panels) in enumerate(grid.panel_rows.items()):
-        block = all_axes[number * len(labels) : (number + 1) * len(labels)]
-        for label, row_axes in zip(labels, block, strict=True):
-            for axes, rows in zip(row_axes, panels, strict=True):
-                _draw_panel(axes, grid, axis, rows, label)
-                axes.tick_params(labelbottom=label is labels[-1])
-            _scale(row_axes, axis, label)
-            row_axes[0].set_ylabel(label)
-        text = shorten_text(figure, plain_text(name), _NAME_SIZE, name_height)
-        block[0, 0].set_ylabel(f"{text}\n{_ITERATION}", fontsize=_NAME_SIZE, parse_math=False)
+    all_axes = figure.subplots(len(grid.panel_rows), len(grid.machines), squeeze=False, sharey="row")
+    for (name, panels), row_axes in zip(grid.panel_rows.items(), all_axes, strict=True):
+        for axes, rows in zip(row_axes, panels, strict=True):
+            _draw_panel(axes, grid, axis, rows)
+        text = shorten_text(figure, plain_text(name), _NAME_SIZE, 0.8 * _PANEL_HEIGHT * 72)
+        row_axes[0].set_ylabel(f"{text}\niteration (s)", fontsize=_NAME_SIZE, parse_math=False)
+        if axis.column == "scale_params":
+            row_axes[0].set_yscale("log")
+            row_axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            row_axes[0].yaxis.set_major_formatter("{x:g}")
+            row_axes[0].yaxis.set_minor_formatter("")
+        else:
+            row_axes[0].set_ylim(bottom=0)
     for machine, first, last in zip(grid.machines, all_axes[0], all_axes[-1], strict=True):
-        first.set_title(
-            shorten_text(figure, plain_text(machine), _NAME_SIZE, 3.3 * 72), fontsize=_NAME_SIZE, parse_math=False
-        )
+        text = shorten_text(figure, plain_text(machine), _NAME_SIZE, 3.3 * 72)
+        first.set_title(text, fontsize=_NAME_SIZE, parse_math=False)
         last.set_xlabel(axis.label)
-    figure.align_ylabels(all_axes[:, 0])
-    _add_legend(figure, all_axes[0, 0], {row["fits"] for row in shown})
+    _add_legend(figure, all_axes[0, 0])
     return figure
 
 
-def _draw_panel(axes: Axes, grid: Grid, axis: Axis, rows: Sequence[Row], label: str) -> None:
-    """Draw a line per policy over the values of the swept axis, and behind iterations other time and the bound."""
-    shown = sorted(_with_figures(rows), key=itemgetter(axis.column))
-    value, _ = _QUANTITIES[label]
-    positions = np.arange(len(grid.ticks))
-
-    def least(figure: Callable[[Row], float], rows: Sequence[Row] = shown) -> list[float]:
-        """Return the least figure of rows at each tick; NaN where there is none."""
-        at_tick = [[figure(row) for row in rows if row[axis.column] == tick] for tick in grid.ticks]
-        return [min(figures, default=np.nan) for figures in at_tick]
-
-    if label == _ITERATION:
-        axes.fill_between(positions, least(lambda row: row["compute_ms"] / 1e3), lw=0, **_COMPUTE)
-        if not shown:
-            _write_message(axes, rows)
+def _draw_panel(axes: Axes, grid: Grid, axis: Axis, rows: Sequence[Row]) -> None:
+    """Draw the iterations of each policy over the values of the swept axis, and the bound."""
+    shown = _with_figures(rows)
+    if not shown:
+        _write_message(axes, rows)
+    position = {tick: number for number, tick in enumerate(grid.ticks)}
     for policy, style in zip(grid.policies, _STYLES, strict=False):
-        own = [row for row in shown if row["policy"] == policy]
-        axes.plot(positions, least(value, own), lw=1.3, ms=0, color=style["color"], ls=style["ls"])
-        for row in own:
-            mark = {"marker": style["marker"], "color": style["color"], **_MARK, **_FITS[row["fits"]][1]}
-            axes.plot(grid.ticks.index(row[axis.column]), value(row), **mark)
+        own = sorted((row for row in shown if row["policy"] == policy), key=itemgetter(axis.column))
         name = policy if all(row["exact"] for row in own) else f"{policy} (not exact)"
-        axes.plot([], [], label=name, lw=1.3, ms=6, **style)
-    if label == _ITERATION:
-        axes.plot(positions, least(lambda row: row["bound_overlap_iteration_ms"] / 1e3), **_BOUND)
-    texts = [axis.text(tick) for tick in grid.ticks]
-    if axis.column == "scale_params":
-        params = {row[axis.column]: f"\n{count_text(row['params'])}" for row in shown}
-        texts = [text + params.get(tick, "") for text, tick in zip(texts, grid.ticks, strict=True)]
-    axes.set_xticks(positions, texts, fontsize=8.5)
-    axes.set_xlim(-0.3, len(positions) - 0.7)
+        places, times = [position[row[axis.column]] for row in own], [row["iteration_ms"] / 1e3 for row in own]
+        axes.plot(places, times, label=name, lw=1.3, ms=6, **style)
+        misfits = [number for number, row in enumerate(own) if row["fits"] is not True]
+        if misfits:
+            axes.plot(places, times, markevery=misfits, ms=6, **{**style, **_EMPTY, "ls": "none"})
+    bounds: dict[int, float] = {}
+    for row in shown:
+        place, bound_s = position[row[axis.column]], row["bound_overlap_iteration_ms"] / 1e3
+        bounds[place] = min(bound_s, bounds.get(place, bound_s))
+    axes.plot(sorted(bounds), [bounds[place] for place in sorted(bounds)], label="bound", **_BOUND)
+    params = {row["scale_params"]: f"\n{count_text(row['params'])}" for row in shown}
+    texts = [axis.text(tick) + (params.get(tick, "") if axis.column == "scale_params" else "") for tick in grid.ticks]
+    axes.set_xticks(range(len(texts)), texts, fontsize=8.5)
+    axes.set_xlim(-0.3, len(texts) - 0.7)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _scale(row_axes: Sequence[Axes], axis: Axis, label: str) -> None:
-    """Give the panels of a row the same vertical axis from 0; that of times over the parameters is logarithmic."""
-    low, high = min(axes.dataLim.minposy for axes in row_axes), max(axes.dataLim.y1 for axes in row_axes)
-    is_time = label == _ITERATION
-    first = row_axes[0]
-    if not is_time or axis.column != "scale_params" or not 0 < high < np.inf or high < _MAX_LINEAR_RATIO * low:
-        first.set_ylim(0, max(high, 0) * (1.05 if is_time else 1.15) or 1)
-        return
-    first.set_yscale("log")
-    first.set_ylim(low * 0.8, high * 1.15)
-    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    first.yaxis.set_major_formatter("{x:g}")
-    first.yaxis.set_minor_formatter("")
-
-
-def _add_legend(figure: Figure, axes: Axes, fits: set[bool | None]) -> None:
+def _add_legend(figure: Figure, axes: Axes) -> None:
     """Add a legend below all panels, for which the figure becomes higher."""
-    handles: list[Artist] = list(axes.get_legend_handles_labels()[0])
-    handles += [Patch(label="forward, backward and other", **_COMPUTE), *axes.plot([], [], label="bound", **_BOUND)]
-    for key, (name, style) in _FITS.items():
-        if key in fits:
-            handles += axes.plot([], [], label=name, marker="o", color="#222222", **_MARK, **style)
-    names = [plain_text(str(handle.get_label())) for handle in handles]
+    handles, names = axes.get_legend_handles_labels()
+    handles += axes.plot([], [], ls="none", marker="o", ms=6, color="#222222", **_EMPTY)
+    names = [*map(plain_text, names), "does not fit, or is not known to"]
     width, height = figure.get_size_inches()
     characters = max(map(len, names)) + _HANDLE_CHARACTERS
     columns = max(1, min(5, len(names), int(width * 72 / _CHARACTER_POINTS / characters)))
