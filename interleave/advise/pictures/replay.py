@@ -133,7 +133,8 @@ def draw_lanes(figure: Figure | SubFigure, schedules: Sequence[Schedule], titles
         for schedule, layers in zip(schedules, has_layers, strict=True)
         for ratio in (*[_MEMORY_HEIGHT / _LANE_HEIGHT] * layers, len(resource_lanes(schedule)) + 2.0)
     ]
-    rows = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    rows: list[Axes] = list(grid[:, 0])
     longest_s = max(schedule.iteration_s for schedule in schedules)
     remaining = iter(rows)
     for schedule, title, layers in zip(schedules, titles, has_layers, strict=True):
@@ -151,7 +152,7 @@ def draw_lanes(figure: Figure | SubFigure, schedules: Sequence[Schedule], titles
         handles += [Patch(**looks, label=f"memory: {name}") for name, looks in _MEMORY_LOOKS.items()]
     columns = 5 if any(has_layers) else 9
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=_FONT)
-    return axes
+    return rows[-1]
 
 
 def resource_lanes(schedule: Schedule) -> list[str]:
