@@ -153,7 +153,6 @@ class Page:
         entries += [ContentsEntry("fleet", "Ranks")] if self.heat or self.differences else []
         entries += [ContentsEntry("section-timeline", "Timeline", True)] if self.ranks else []
         entries += [ContentsEntry("phases-of-all-ranks", "Phases")] if self.phases or self.gpu else []
-        entries += [ContentsEntry("section-holders", "Memory", True)] if any(v.holders for v in self.ranks) else []
         titles = {section.name: section.title for view in self.ranks for section in view.sections}
         entries += [ContentsEntry(f"section-{name}", title, True) for name, title in titles.items()]
         entries += [ContentsEntry("compared", "Ranks compared")] if self.compared else []

@@ -1,14 +1,11 @@
-"""Collects what the page shows of one rank, and draws the call stacks that hold memory as an icicle graph in SVG."""
+"""Collects what the page shows of one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ebbtide.analysis.metrics.holders.categories import CATEGORIES
-from ebbtide.analysis.metrics.holders.holders import StackNode, stack_tree
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import LinkUse
@@ -21,13 +18,12 @@ from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_cont
 from ebbtide.analysis.tables import link as link_tables
 from ebbtide.analysis.tables.activity import activity_tables, path_table
 from ebbtide.analysis.tables.iterations import iteration_table
-from ebbtide.analysis.tables.memory import category_table
+from ebbtide.analysis.tables.memory import holder_tables, holders_text
 from ebbtide.analysis.tables.substeps import step_table, subgroup_table
 from ebbtide.analysis.tables.table import Table
 from ebbtide.analysis.tables.windows import longest_table, recurring_table, windows_note
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text
 
 _MAX_SUBGROUP_ROWS = 60
 
@@ -54,9 +50,6 @@ class RankView:
     panels: Sequence[ChartPanel]  # Panels of the timeline, whose lines the page lists.
     lanes: ChartLanes  # Lanes of activity of the timeline, whose areas the page lists.
     timeline_notes: Sequence[str]  # Remarks on the timeline.
-    holders: Table | None  # Table of the holders of memory at its peak; None where they are not known.
-    # Graph of the call stacks that hold memory at its peak, as SVG; None where they were not recorded.
-    stacks: str | None
     sections: Sequence[Section]  # Sections of tables; only those with content.
 
 
@@ -70,9 +63,13 @@ def rank_view(
     drawn = find_windows(trace, min_bytes, [rank])
     content = timeline_content(trace, rank, drawn if drawn.windows else None, limits)
     steps = metrics.substeps([rank])
-    tree, holders, path = stack_tree(trace, rank), metrics.holders(rank), metrics.rank(rank).critical_path
+    holders, path = metrics.holders(rank), metrics.rank(rank).critical_path
     substeps = step_table(steps).first(limits.rows), subgroup_table(steps).first(min(limits.rows, _MAX_SUBGROUP_ROWS))
+    memory = Section("holders", "Holders of memory", ())
+    if holders is not None and any(one.category for one in holders.holders):
+        memory = replace(memory, tables=_with_rows(*holder_tables(holders)), text=f"{holders_text(holders)}.")
     sections = (
+        memory,
         Section(
             "windows",
             "Windows of free memory",
@@ -96,54 +93,12 @@ def rank_view(
         panels=content.panels if content else (),
         lanes=content.lanes if content else {},
         timeline_notes=content.notes if content else (),
-        holders=category_table(holders) if holders and any(one.category for one in holders.holders) else None,
-        stacks=stack_graph(tree) if tree else None,
         sections=[section for section in sections if section.tables or section.text],
     )
 
 
 def _with_rows(*tables: Table) -> list[Table]:
     return [table for table in tables if table]
-
-
-_WIDTH, _ROW_HEIGHT = 1000, 18
-# Narrower nodes are left out: they could not be seen, and a page would have thousands.
-_MIN_WIDTH = 2.0
-_CHAR_WIDTH = 6.2
-_MAX_DEPTH = 60
-
-
-def stack_graph(root: StackNode) -> str:
-    """Return the graph: the root on top, below each frame what it called, as wide as its bytes."""
-    rectangles: list[str] = []
-    depth = _draw(root, 0.0, 0, "root", root.bytes, rectangles)
-    height = (depth + 1) * _ROW_HEIGHT
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-label="Call stacks that hold {bytes_text(root.bytes)}">{"".join(rectangles)}</svg>'
-    )
-
-
-def _draw(node: StackNode, left: float, depth: int, category: str, total: int, rectangles: list[str]) -> int:
-    """Add the rectangles of a node and of those below it; return the depth of the deepest."""
-    width = _WIDTH * node.bytes / total
-    chars = int((width - 4) / _CHAR_WIDTH)
-    label = node.label if len(node.label) <= chars else node.label[: chars - 1] + "…" if chars > 3 else ""
-    tooltip = f"{node.label}: {bytes_text(node.bytes)} ({node.bytes / total:.1%})"
-    top = depth * _ROW_HEIGHT
-    rectangles.append(
-        f'<g class="{category}"><title>{escape(tooltip)}</title>'
-        f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_ROW_HEIGHT - 1}"/>'
-        f'<text x="{left + 3:.2f}" y="{top + 13}">{escape(label)}</text></g>'
-    )
-    deepest = depth
-    for child in node.largest_first() if depth < _MAX_DEPTH else ():
-        if _WIDTH * child.bytes / total < _MIN_WIDTH:
-            break
-        own = (child.label if child.label in CATEGORIES else "unknown") if depth == 0 else category
-        deepest = max(deepest, _draw(child, left, depth + 1, own, total, rectangles))
-        left += _WIDTH * child.bytes / total
-    return deepest
 
 
 # All ranks of a job with at most so many are shown.

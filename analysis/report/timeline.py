@@ -17,7 +17,7 @@ from bokeh.plotting import figure
 
 from ebbtide.analysis.report.chart_panels import ChartLanes, ChartLine, ChartPanel, ChartStack
 from ebbtide.analysis.report.timeline_content import WINDOW_TOOLTIP, ChartBoxes, TimelineContent
-from ebbtide.analysis.timeline.styles import CATEGORY_STYLES, COLORS, LEVEL, PHASE_OPACITY, RECURRING, WINDOW
+from ebbtide.analysis.timeline.styles import COLORS, LEVEL, PHASE_OPACITY, RECURRING, WINDOW
 
 # Boxes of phases have no lines in front of them: the strongest is opaque.
 STRIP_OPACITY = {phase: round(opacity / max(PHASE_OPACITY.values()), 2) for phase, opacity in PHASE_OPACITY.items()}
@@ -45,9 +45,8 @@ def color_styles() -> str:
         f" --key-opacity: {STRIP_OPACITY.get(name, 1)}; }}"
         for name in (*STRIP_OPACITY, "other")
     )
-    frames = "\n".join(f".stacks .{name} rect {{ fill: var(--{s.color}); }}" for name, s in CATEGORY_STYLES.items())
     dark_style = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-    return f":root {{ {light} }}\n{dark_style}\n{fills}\n{frames}\n"
+    return f":root {{ {light} }}\n{dark_style}\n{fills}\n"
 
 
 def draw_line(plot: Any, line: ChartLine, edge: float) -> None:

@@ -104,21 +104,30 @@ def holders_view(trace: Trace, holders: Holders | None, at: str, verbose: bool =
     if holders is None:
         yield f"{trace.path}: {'; '.join(on_demand_remarks(trace)) or NO_MEMORY}"
         return
-    moment = f"at its peak, {ms_text(holders.t_ms)}" if at == "peak" else f"at {ms_text(holders.t_ms)}"
-    amount = f"{bytes_text(holders.bytes)} of {holders.device} {moment} after the start (pool `{holders.pool}`)"
-    yield f"{trace.path}: {amount}"
+    yield f"{trace.path}: {holders_text(holders, at == 'peak')}"
     yield from _holder_parts(holders, verbose)
 
 
-def _holder_parts(holders: Holders, verbose: bool) -> View:
-    """Return the tables of holders, without `verbose` the first rows of each."""
-    tables = [
+def holders_text(holders: Holders, is_peak: bool = True) -> str:
+    """Return the bytes that are divided, and their time."""
+    moment = f"at its peak, {ms_text(holders.t_ms)}" if is_peak else f"at {ms_text(holders.t_ms)}"
+    return f"{bytes_text(holders.bytes)} of {holders.device} {moment} after the start (pool `{holders.pool}`)"
+
+
+def holder_tables(holders: Holders) -> list[Table]:
+    """Return the bytes by category, by module and by call site; tables of what is not known have no rows."""
+    return [
         _holder_table("holders", "category", holders, _category),
         _holder_table("modules", "module", holders, _module),
         _holder_table(
             "sites", "call site", holders, lambda one: f"{_category(one)} by {_short(one.site)}" if one.site else None
         ),
     ]
+
+
+def _holder_parts(holders: Holders, verbose: bool) -> View:
+    """Return the tables of holders, without `verbose` the first rows of each."""
+    tables = holder_tables(holders)
     unnamed = sum(holder.bytes for holder in holders.holders if holder.category is None)
     if unnamed > _MOST_UNNAMED * holders.bytes and any(tables[1:]):
         yield f"{bytes_text(unnamed)} not known: {_NOT_NAMED}"
@@ -134,18 +143,7 @@ def _holder_parts(holders: Holders, verbose: bool) -> View:
         yield "more modules and call sites: -v"
 
 
-def category_table(holders: Holders) -> Table:
-    """Return the bytes of each category at a time, with a line on the time."""
-    note = (
-        f"{bytes_text(holders.bytes)} of {holders.device} at {ms_text(holders.t_ms)} from the start (pool "
-        f"`{holders.pool}`)."
-    )
-    return _holder_table("holders", "category", holders, _category, note)
-
-
-def _holder_table(
-    name: str, label: str, holders: Holders, name_of: Callable[[Holder], str | None], note: str | None = None
-) -> Table:
+def _holder_table(name: str, label: str, holders: Holders, name_of: Callable[[Holder], str | None]) -> Table:
     """Return the bytes by a name of each holder, without those that have none."""
     sums: dict[str, int] = {}
     for holder in holders.holders:
@@ -154,7 +152,7 @@ def _holder_table(
     rows = sorted(sums.items(), key=lambda item: -item[1])
     shares = share("share", lambda row: row[1] / holders.bytes if holders.bytes else None, digits=1)
     columns = text(label, itemgetter(0)), size("bytes", itemgetter(1)), shares
-    return Table(name, f"Holders by {label}", columns, rows, note, "ebbtide memory --at peak --json", _MAX_HOLDERS)
+    return Table(name, f"Holders by {label}", columns, rows, None, "ebbtide memory --at peak --json", _MAX_HOLDERS)
 
 
 def out_of_memory_view(trace: Trace, error: OutOfMemory | None, verbose: bool = True) -> View:

@@ -161,6 +161,20 @@ def test_page__has_tables_of_windows_iterations_and_copies() -> None:
     assert {"busy", "both at once"} <= {c.label for c in by_phase.columns}
 
 
+def test_page__shows_who_holds_the_memory_only_where_that_is_known() -> None:
+    builder = trained()
+    assert "Holders of memory" not in parse(builder.build()).text
+    rank = builder.rank(0)
+    start_ns = int(rank.frame("phases")["start_ns"].min())
+    device = rank.meta["devices"][0]["device"]
+    stack = "main (train.py:3)\n_call_impl (torch/nn/modules/module.py:1)\nforward (model.py:9)"
+    rank.add("allocations", start_ns=start_ns, device=device, bytes=300, stack=stack, category="activation")
+    rank.memory(start_ns, 300, "requested", device).memory(start_ns + 1, 300, "requested", device)
+    shown = parse(builder.build()).text
+    assert f"300 B of {device} at its peak, " in shown
+    assert "activation by forward (model.py:9)" in shown
+
+
 def test_page__has_the_state_of_the_gpu_in_each_phase() -> None:
     builder = trained()
     for number in range(6):

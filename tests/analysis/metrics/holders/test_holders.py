@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ebbtide.analysis.metrics.holders.categories import call_site, categorized_allocations, in_loss, part_of_step
-from ebbtide.analysis.metrics.holders.holders import Holder, holders_at, memory_by_category, stack_tree
+from ebbtide.analysis.metrics.holders.holders import Holder, holders_at, memory_by_category
 from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.importers.torch_memory.snapshot import import_snapshot
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -217,21 +217,3 @@ def test_stacks__tell_part_and_call_site(stack: str, part: str, site: str) -> No
 )
 def test_in_loss__knows_losses_and_their_backward(stack: str, expected: bool) -> None:
     assert in_loss(stack) is expected
-
-
-def test_stack_tree__adds_up_at_every_frame() -> None:
-    root = stack_tree(job(), 0)
-    assert root is not None
-    assert (root.label, root.bytes) == ("requested", 2714)
-    assert [(child.label, child.bytes) for child in root.largest_first()][:2] == [
-        ("parameter", 1000),
-        ("optimizer_state", 800),
-    ]
-    main = root.children["activation"].children["main (/job/train.py:9)"]
-    assert [child.label for child in main.largest_first()] == ["forward (/job/model.py:3)"]
-    assert root.children["not known"].children["no call stack"].bytes == 64
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        pending += node.children.values()
-        assert not node.children or sum(child.bytes for child in node.children.values()) == node.bytes
