@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult
-from ebbtide.analysis.metrics.devices import main_device
+from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, main_device
 from ebbtide.analysis.metrics.holders.holders import Holder, Holders, holders_at
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import OutOfMemoryRecord
@@ -19,8 +19,6 @@ OFFLOAD, CHECKPOINTING, SEGMENTS, MICRO_BATCH = (
     "expandable segments",
     "half the micro-batch",
 )
-# Pools of recorded allocations.
-_RECORDED = ("requested", "tensors")
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,6 @@ class OutOfMemory(TabularResult):
     memory: Holders
     holders_t_ms: float | None  # The time of which the holders are known, where that is not the time of the error.
     remedies: list[Remedy]  # What would have freed memory, by bytes.
-
-    @property
-    def shortfall_bytes(self) -> int | None:
-        """Bytes that were missing: those requested minus those free on the device."""
-        return shortfall_bytes(self.record)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide memory --at oom --json` prints."""
@@ -82,7 +75,7 @@ def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
     begin_ns = span[0] if span is not None else record.t_ns
     holders, holders_ns, pool = _holders(trace, rank, device, record)
     bytes_held = sum(holder.bytes for holder in holders)
-    total = bytes_held if pool in _RECORDED else max(record.allocated_bytes or 0, bytes_held)
+    total = bytes_held if pool in ALLOCATION_POOLS else max(record.allocated_bytes or 0, bytes_held)
     if total > bytes_held:
         holders.append(Holder(None, None, None, total - bytes_held))
     holders.sort(key=lambda holder: -holder.bytes)

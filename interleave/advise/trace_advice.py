@@ -19,8 +19,6 @@ from ebbtide.interleave.advise.replay import Replay, replay
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import Steps, simulate, simulate_steps
-from ebbtide.machines.catalog import preset, presets
-from ebbtide.machines.machine import Machine, machine_from
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text
 
@@ -109,11 +107,11 @@ _POLICY = "pipelined"
 def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
     """Return an error whose remedy of offloaded state is that of a replayed plan, with its iteration time.
 
-    The plan is that of the policy `pipelined`, which updates on the CPU, on the recorded machine or on the preset with
-    as much device memory. What it uses on the device is subtracted. The remedy stays as it is where the trace cannot be
-    replayed, for example since no iteration was finished."""
+    The plan is that of the policy `pipelined`, which updates on the CPU, on the machine of the trace. What it uses on
+    the device is subtracted. The remedy stays as it is where the trace cannot be replayed, for example since no
+    iteration was finished."""
     bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
-    machine = _machine(trace, error.record.capacity_bytes)
+    machine = inputs.own_machine(trace)
     if bound is None or machine is None:
         return error
     if machine.unified_memory:
@@ -131,13 +129,3 @@ def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
     remedy = make_remedy(OFFLOAD, max(bound.bytes - kept, 0), error.record, reason)
     remedies = [remedy if other is bound else other for other in error.remedies]
     return replace(error, remedies=sorted(remedies, key=lambda other: -other.bytes))
-
-
-def _machine(trace: Trace, capacity: int | None) -> Machine | None:
-    if trace.meta.machine is not None:
-        return machine_from(trace.meta.machine, f"the machine of {trace.path}")
-    if not capacity:
-        return None
-    machines = [preset(name) for name in presets()]
-    same = [m for m in machines if m.gpu_memory_bytes and inputs.is_same_capacity(capacity, m.gpu_memory_bytes)]
-    return min(same, key=lambda m: abs(capacity - (m.gpu_memory_bytes or 0)), default=None)

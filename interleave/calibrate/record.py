@@ -14,6 +14,8 @@ from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.storage import StoragePath
 
 _MIN_RUNS = 3
+# The rates that ranks on a host share.
+SHARED_RATES = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 
 
 @dataclass(frozen=True)

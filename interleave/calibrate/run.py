@@ -12,10 +12,10 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.errors import MachineError, UserError
-from ebbtide.interleave.calibrate import cpu, gpu, host_memory, link
+from ebbtide.interleave.calibrate import cpu, gpu, link
 from ebbtide.interleave.calibrate import storage as storage_rates
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
+from ebbtide.interleave.calibrate.record import SHARED_RATES, Record, Setup, Timing, measure_time
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
@@ -101,7 +101,7 @@ class Part:
 
 
 _HOST_PARTS = (
-    Part("host memory", host_memory.measure_bandwidth, 2),
+    Part("host memory", cpu.measure_bandwidth, 2),
     Part("update on the CPU", cpu.measure_update, 2),
     Part("update out of place on the CPU", cpu.measure_out_of_place, 2),
     Part("update of remainders on the CPU", cpu.measure_remainder, 2),
@@ -109,8 +109,6 @@ _HOST_PARTS = (
     Part("norm on the CPU", cpu.measure_norm, 1),
     Part("operations of a plan", measure_operation, 1),
 )
-# The rates that ranks on a host share.
-_SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 # Measured times: the slowest rank has the largest.
 _TIMES = ("step_overhead_s", "operation_s")
 _ALONE_PARTS = _HOST_PARTS[:2]
@@ -169,8 +167,8 @@ def measure_quickly(seconds: float) -> dict[str, float]:
 
 def _box(ranks: Ranks, rates_by_rank: list[dict[str, float]], alone: dict[str, float]) -> Box:
     """Return the totals of the ranks on a host; with several hosts those of an average one."""
-    totals = {key: sum(rates[key] for rates in rates_by_rank) * ranks.local_count / ranks.count for key in _SHARED}
-    one_rank = {f"one_rank_{key}": alone[key] for key in _SHARED if key in alone}
+    totals = {key: sum(rates[key] for rates in rates_by_rank) * ranks.local_count / ranks.count for key in SHARED_RATES}
+    one_rank = {f"one_rank_{key}": alone[key] for key in SHARED_RATES if key in alone}
     return Box(ranks.local_count, **totals, **one_rank)
 
 
@@ -193,9 +191,6 @@ def _measure(ranks: Ranks, seconds: float, progress: PartProgress, storage: Sequ
     parts = _PARTS_WITH_GPU if device is not None else _PARTS_WITHOUT_GPU
     if ranks.local_count > 1:
         parts = (*parts, Part("one rank alone", _measure_alone, sum(part.windows for part in _ALONE_PARTS)))
-    nodes = len(host_memory.numa_nodes())
-    if nodes > 1:
-        parts = (*parts, Part("memory of each NUMA node", host_memory.measure_nodes, nodes))
     for folder in storage:
         measure = partial(storage_rates.measure_storage, folder)
         parts = (*parts, Part(f"storage {folder}", measure, storage_rates.WINDOWS))
@@ -257,7 +252,7 @@ def _setup(ranks: Ranks, window_s: float, device: int | None, record: Record) ->
         split = f", divided by {ranks.local_count} ranks" if ranks.local_count > 1 else ""
         record.rate("host_memory_bytes", float(share), f"memory of the host, or limit of its control groups{split}")
     cache = host_limits.cache_bytes()
-    size = host_memory.working_set(share, cache)
+    size = cpu.working_set(share, cache)
     if cache is not None and size < 4 * cache:
         record.notes.append(
             f"little memory compared with the CPU caches ({cache >> 20} MiB): CPU rates may be partly those of caches"

@@ -4,10 +4,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ebbtide.analysis.tables.table import Column, Table, View, rate, size, text
+from ebbtide.interleave.calibrate.record import SHARED_RATES
 from ebbtide.machines.machine import Machine
-
-# The rates that ranks on a host share.
-_SHARED_RATES = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 
 
 class _Rate(NamedTuple):
@@ -74,7 +72,7 @@ def _details(machine: Machine) -> View:
             text("one rank, the others idle", lambda key: _value(key, getattr(box, f"one_rank_{key}"))),
             text("unit", lambda key: _RATES[key].unit),
         ]
-        yield Table("box", f"{machine.name}, the box", columns, _SHARED_RATES)
+        yield Table("box", f"{machine.name}, the box", columns, SHARED_RATES)
     if (gpu := machine.gpu) is not None:
         rows = [(f"products in {kind}", f"{flops / 1e12:.4g}", "TFLOP/s") for kind, flops in gpu.flops_per_s.items()]
         if gpu.memory_bytes_per_s is not None:

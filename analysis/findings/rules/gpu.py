@@ -101,14 +101,15 @@ def gpu_idle(metrics: JobMetrics) -> Finding | None:
     return gpu_idle.finding("The GPU is idle", idle.gain_ms, evidence, _ADVICE[ordered[0]])
 
 
-_LAUNCH_BOUND_MIN_SHARE = 0.05
+# Of late launches, and of communication without compute.
+_MIN_LOST_SHARE = 0.05
 
 
 @rule("launch-bound", KERNELS)
 def launch_bound(metrics: JobMetrics) -> Finding | None:
     """Compare the gaps before late launches with the iteration, of the rank that waits most; without iterations, with
     the time from the first to the last activity."""
-    late = lost_time(metrics, ["late_launch"], _LAUNCH_BOUND_MIN_SHARE)
+    late = lost_time(metrics, ["late_launch"], _MIN_LOST_SHARE)
     if late is None:
         return None
     evidence = (
@@ -124,14 +125,11 @@ def launch_bound(metrics: JobMetrics) -> Finding | None:
     )
 
 
-_EXPOSED_COMMUNICATION_MIN_SHARE = 0.05
-
-
 @rule("exposed-communication", KERNELS)
 def exposed_communication(metrics: JobMetrics) -> Finding | None:
     """Compare communication without compute with the iteration, of the rank with most of it; without iterations, with
     the time from the first to the last activity."""
-    exposed = lost_time(metrics, ["communication"], _EXPOSED_COMMUNICATION_MIN_SHARE)
+    exposed = lost_time(metrics, ["communication"], _MIN_LOST_SHARE)
     if exposed is None:
         return None
     evidence = [f"rank {exposed.rank}: collectives run while nothing computes for {exposed.text}"]

@@ -17,8 +17,7 @@ _MIN_SHARE = 0.1
 def too_few_threads(metrics: JobMetrics) -> Finding | Unknown | None:
     """Compare the threads of a rank with its share of the cores; torchrun sets OMP_NUM_THREADS=1."""
     update, iteration = metrics.phase_ms(UPDATE), metrics.iteration_ms
-    on_cpu = metrics.offloaded or (not metrics.has_gpu and bool(metrics.trace.ranks))
-    if not on_cpu or not update or not iteration or update < _MIN_SHARE * iteration:
+    if not update or not iteration or update < _MIN_SHARE * iteration:
         return None
     threads, cpu = metrics.entry.threads, metrics.trace.meta.host.cpu
     try:

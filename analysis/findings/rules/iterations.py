@@ -11,7 +11,7 @@ from ebbtide.analysis.metrics.drift import Drift
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.ranks.comparison import RankDifference
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.phases import BACKWARD, FORWARD, OTHER, PHASES
+from ebbtide.phases import OTHER, PHASES
 from ebbtide.units import bytes_text, ms_text, rate_text, runs_text
 
 
@@ -39,8 +39,7 @@ def between_phases(metrics: JobMetrics) -> Finding | None:
     were recorded, also without the time in which the GPU computes or communicates: it does not wait for the host then.
     """
     other, iteration = metrics.phase_ms(OTHER) or 0.0, metrics.iteration_ms
-    if not iteration or metrics.phase_ms(FORWARD) is None or metrics.phase_ms(BACKWARD) is None:
-        # The time of a phase that was not recorded counts as other.
+    if not iteration:
         return None
     named = min(metrics.without_gradients_ms or 0.0, other)
     unnamed, least = other - named, _MIN_OTHER_SHARE * iteration

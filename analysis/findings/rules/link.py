@@ -95,8 +95,6 @@ _MIN_COPIES = 3
 @rule("shared-link", GPU, RANKS)
 def shared_link(metrics: JobMetrics) -> Finding | Unknown | None:
     """Compare the rates of large copies that overlap another rank's copies with those that do not."""
-    if metrics.world_size < 2:
-        return None
     recorded = [rank for rank in metrics.trace.ranks if metrics.trace.rank(rank).transfers_recorded]
     if len(recorded) < 2:
         return shared_link.unknown("do ranks share a link?", RECORD_COPIES + ", on every rank")

@@ -130,7 +130,7 @@ def recomputation(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-# Less than this, and less than this share of the device, is not reported.
+# Less than this, or less than this share of the device, is not reported.
 _MIN_BYTES = 2**30
 _MIN_SHARE = 0.05
 
@@ -160,11 +160,6 @@ def memory_outside_torch(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-# Less than this, or less than this share of the device, is not reported.
-_FRAGMENTATION_MIN_BYTES = 2**30
-_FRAGMENTATION_MIN_SHARE = 0.05
-
-
 @rule("fragmentation", GPU)
 def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
     """Check the gap `fragmentation`: `reserved` minus `allocated`, over the iteration, or over a trace without any.
@@ -181,7 +176,7 @@ def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
             if not gaps
             else record_memory(metrics),
         )
-    limit = max(_FRAGMENTATION_MIN_BYTES, _FRAGMENTATION_MIN_SHARE * capacity)
+    limit = max(_MIN_BYTES, _MIN_SHARE * capacity)
     largest = max(gaps)
     if largest < limit:
         return None

@@ -76,14 +76,13 @@ def _advice(job: DeepSpeedSetup, evidence: list[str]) -> str:
 # Adam's parameter, gradient and two moments, of the subgroup that is updated, the next and the previous one.
 _BUFFERS_PER_SUBGROUP = 4
 _NEEDED = 3 * _BUFFERS_PER_SUBGROUP
-_FEW_SWAP_BUFFERS_FP32_BYTES = 4
 
 
 @rule("few-swap-buffers", ITERATIONS, SWAPPED, STORAGE_WAITS)
 def few_swap_buffers(metrics: JobMetrics) -> Finding | None:
     """Compare `buffer_count` with what both pipelines need, where the job waits for storage."""
     job, iteration, update = metrics.deepspeed, metrics.iteration_ms, metrics.phase_ms(UPDATE)
-    if job is None or not iteration or not update or job.offload_config.get("device") != "nvme":
+    if job is None or not iteration or not update:
         return None
     count = job.offload_config.get("buffer_count", DEFAULT_SWAP_BUFFERS)
     by_rank: dict[int, float] = {}
@@ -93,7 +92,7 @@ def few_swap_buffers(metrics: JobMetrics) -> Finding | None:
     if count >= _NEEDED or waits_ms < MIN_SHARE * iteration:
         return None
     on = [name for name in ("pipeline_read", "pipeline_write") if job.offload_config.get(name) is True]
-    missing_bytes = (_NEEDED - count) * _FEW_SWAP_BUFFERS_FP32_BYTES * max(job.subgroups, default=0)
+    missing_bytes = (_NEEDED - count) * _FP32_BYTES * max(job.subgroups, default=0)
     evidence = (
         f"buffer_count is {count}: enough for {max(1, count // _BUFFERS_PER_SUBGROUP)} subgroup(s) at a time, "
         f"with {' and '.join(on) or 'neither pipeline_read nor pipeline_write'} on",

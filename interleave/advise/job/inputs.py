@@ -184,14 +184,9 @@ def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
         return (f"the machine {name}" if name != machine.name else None), (recorded or 0.0) - (capacity or inf)
     device = trace.meta.ranks[0].main_device if trace.meta.ranks else None
     recorded = device.capacity_bytes if device is not None and device.kind == "cuda" else None
-    if not recorded or not capacity or is_same_capacity(recorded, capacity):
+    if not recorded or not capacity or abs(recorded / capacity - 1) <= _SAME_CAPACITY:
         return None, 0.0
     return f"a GPU of {bytes_text(recorded)}, not {bytes_text(capacity)}", recorded - capacity
-
-
-def is_same_capacity(one: float, other: float) -> bool:
-    """Return whether two GPUs may be of the same kind by the bytes of their memory."""
-    return abs(one / other - 1) <= _SAME_CAPACITY
 
 
 def load_policies(path: Path) -> None:

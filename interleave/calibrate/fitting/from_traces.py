@@ -15,6 +15,7 @@ from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.errors import MachineError
 from ebbtide.interleave.advise.job.inputs import ranks_on_host
 from ebbtide.interleave.calibrate.fitting.samples import FitSample, StepRates, sample_of, step_rates
+from ebbtide.interleave.calibrate.record import SHARED_RATES
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
@@ -24,13 +25,11 @@ from ebbtide.units import bytes_text
 Vector = np.ndarray[Any, Any]
 # Copies reach about this share of a link's peak.
 _LINK_EFFICIENCY = 0.8
-# The rates that limit updates, and that ranks share. Where another one starts to limit, the residuals have a kink.
-_SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 _LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 # The start of the search with a slow link, in widths of its prior.
 _SLOW_LINK = -2.5
 # Names of the same rates of one rank while the others are idle, as in `box` of a machine file.
-_ONE_RANK = {f"box.one_rank_{key}": key for key in _SHARED}
+_ONE_RANK = {f"box.one_rank_{key}": key for key in SHARED_RATES}
 # Evaluations from each start of the search, then how many of the best are continued, and with how many more.
 _FIRST_EVALUATIONS = 12
 _REFINED_STARTS = 3
@@ -240,9 +239,9 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
         ]
         return np.concatenate([relative, (log_rates - center) / width, memory_shares])
 
-    # The errors have kinks where another rate starts to limit. A coarse difference looks across them, and several
+    # The errors have kinks where another rate starts to limit, of those that ranks share. A coarse difference looks across them, and several
     # starting points keep the search from staying where it began.
-    limiting = [name for name in names if _ONE_RANK.get(name, name) in _SHARED]
+    limiting = [name for name in names if _ONE_RANK.get(name, name) in SHARED_RATES]
     offsets = [(name, sign) for name in limiting for sign in (-1.0, 1.0)]
     # A link limits nothing near its prior, so only a start far below it shows what a slow link would explain.
     offsets += [(name, _SLOW_LINK) for name in _LINK if name in names]
@@ -286,7 +285,7 @@ def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box |
     """Return the totals of a box from the rates of one rank while all update, and of one alone; None for one rank."""
     if ranks == 1:
         return None
-    totals = {key: None if (rate := getattr(machine, key)) is None else ranks * rate for key in _SHARED}
+    totals = {key: None if (rate := getattr(machine, key)) is None else ranks * rate for key in SHARED_RATES}
     return Box(ranks, **totals, **alone)
 
 

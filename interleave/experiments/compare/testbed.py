@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ebbtide import host_limits
-from ebbtide.interleave.calibrate import cpu, host_memory
+from ebbtide.interleave.calibrate import cpu
 from ebbtide.interleave.calibrate.cpu import KERNEL_BYTES, OnePassAdamW
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup, measure_time
@@ -148,7 +148,7 @@ def _measure_cpu(params: int, threads: int) -> Machine:
     setup = Setup(Ranks(), cores, cores, KERNEL_BYTES * params, _WINDOW_S, None)
     before = torch.get_num_threads()
     try:
-        host_memory.measure_bandwidth(setup, record)
+        cpu.measure_bandwidth(setup, record)
         cpu.measure_cast(setup, record)
         cpu.measure_norm(setup, record)
     finally:

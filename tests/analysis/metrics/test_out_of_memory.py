@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.metrics.out_of_memory import out_of_memory
+from ebbtide.analysis.metrics.out_of_memory import out_of_memory, shortfall_bytes
 from ebbtide.interleave.advise.trace_advice import with_replayed_offload
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from tests.conftest import ebbtide_in_process
@@ -64,7 +64,7 @@ def test_out_of_memory__divides_what_was_allocated_by_the_inventory_at_that_time
         ("gradient", 8 * GIB),
     ]
     assert (result.memory.pool, result.memory.bytes, result.holders_t_ms) == ("allocated", 60 * GIB, None)
-    assert result.shortfall_bytes == 3 * GIB
+    assert shortfall_bytes(result.record) == 3 * GIB
 
 
 def test_out_of_memory__without_an_inventory_of_that_time_takes_no_gradients_of_another() -> None:
@@ -120,6 +120,7 @@ def test_remedies__expandable_segments_help_if_the_unused_memory_holds_the_reque
 def test_remedies__offload_is_that_of_the_replayed_plan() -> None:
     builder = trace([error(t_ns=10**10)], inventory(1, "update", *STATE))
     rank = builder.rank(0)
+    rank.meta["devices"][0]["name"] = "NVIDIA H100 80GB HBM3"
     rank.meta["model"] = {"params": 2 * GIB, "bytes": 4 * GIB, "dtypes": {"bfloat16": 2 * GIB}}
     rank.meta["optimizers"] = [
         {"class": "AdamW", "params": 2 * GIB, "state_bytes": 24 * GIB, "state_devices": ["cuda"]}

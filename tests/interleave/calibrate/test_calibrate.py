@@ -16,8 +16,8 @@ from ebbtide.interleave.calibrate.cpu import (
     copy_rate_during,
     measure_norm,
     measure_out_of_place,
+    working_set,
 )
-from ebbtide.interleave.calibrate.host_memory import working_set
 from ebbtide.interleave.calibrate.link import combined_bytes_per_s, copy_durations
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
