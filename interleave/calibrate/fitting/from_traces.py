@@ -239,8 +239,8 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
         ]
         return np.concatenate([relative, (log_rates - center) / width, memory_shares])
 
-    # The errors have kinks where another rate starts to limit, of those that ranks share. A coarse difference looks across them, and several
-    # starting points keep the search from staying where it began.
+    # The errors have kinks where another rate that ranks share starts to limit. A coarse difference looks across them,
+    # and several starting points keep the search from staying where it began.
     limiting = [name for name in names if _ONE_RANK.get(name, name) in SHARED_RATES]
     offsets = [(name, sign) for name in limiting for sign in (-1.0, 1.0)]
     # A link limits nothing near its prior, so only a start far below it shows what a slow link would explain.
