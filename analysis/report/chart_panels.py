@@ -11,7 +11,7 @@ from ebbtide.analysis.timeline.axis import SCREEN_STEPS, Resolution, TimeAxis
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
 from ebbtide.analysis.timeline.panels import Scale, TimelineLine, TimelinePanel, TimelineStack, value_scale
-from ebbtide.analysis.timeline.styles import HOST_MEMORY_DASHES, AreaStyle, LineStyle
+from ebbtide.analysis.timeline.styles import HOST_MEMORY_DASHES, LineStyle
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
@@ -21,36 +21,8 @@ _MAX_SLOTS = 8000
 _MIN_LINE_WIDTH = 1.0
 
 
-@dataclass(frozen=True)
-class ChartArea:
-    """An area of a stack; a value holds until the next one."""
-
-    key: str  # Name of its glyph, unique on the timeline.
-    label: str  # Name in the list of areas.
-    top: Floats  # Upper border; the lower one is that of the area below, or 0.
-    style: AreaStyle  # Colour and hatch.
-
-
-@dataclass(frozen=True)
-class ChartStack:
-    """Areas one above the other, from the bottom, with their common times."""
-
-    x: Floats
-    areas: Sequence[ChartArea]
-
-
-def chart_stack(name: str, stack: TimelineStack, axis: TimeAxis, size: float) -> ChartStack:
-    """Return a stack in the units of its axes; `size` is the value of one unit of the value axis."""
-    tops = [np.append(border, border[-1]) / size for border in stack.borders[1:]]
-    areas = [
-        ChartArea(f"{name}/category {layer.name}", layer.name, top, layer.style)
-        for layer, top in zip(stack.layers, tops, strict=True)
-    ]
-    return ChartStack(axis.x(stack.edges), areas)
-
-
-# Lanes of the activity of the GPU by name, from the top: areas in percent of the time.
-ChartLanes = Mapping[str, ChartStack]
+# Lanes of the activity of the GPU by name, from the top: shares of the time.
+ChartLanes = Mapping[str, TimelineStack]
 
 
 def chart_lanes(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> tuple[ChartLanes, list[str]]:
@@ -60,7 +32,7 @@ def chart_lanes(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> tup
     lanes = activity_lanes(trace, rank, axis, Resolution(slots, steps_per_slot=1))
     slots_ns = {stack.slot_ns for stack in lanes.values() if stack.slot_ns is not None}
     notes = [f"activity: shares of {ms_text(slot_ns / 1e6)} each" for slot_ns in slots_ns]
-    return {name: chart_stack(f"activity/{name}", lanes[name], axis, 0.01) for name in reversed(lanes)}, notes
+    return {name: lanes[name] for name in reversed(lanes)}, notes
 
 
 @dataclass(frozen=True)
@@ -98,7 +70,7 @@ class ChartPanel:
     level_label: str  # Name and value of the level.
     free_pool: str | None  # Pool whose line free memory is above, up to the level; None where there is no such line.
     notes: Sequence[str]  # Remarks on how the lines are drawn.
-    stack: ChartStack | None = None  # Areas behind the lines; None where there are none.
+    stack: TimelineStack | None = None  # Areas behind the lines, bytes; None where there are none.
 
     @property
     def unit(self) -> str:
@@ -113,11 +85,6 @@ class ChartPanel:
     def bottom(self) -> float:
         """Start of the value axis in its unit."""
         return -self.top if self.name == "link" else 0.0
-
-    @property
-    def areas(self) -> Sequence[ChartArea]:
-        """Areas from the top, in the order in which the page lists them."""
-        return () if self.stack is None else self.stack.areas[::-1]
 
     @property
     def is_level_off_scale(self) -> bool:
@@ -161,7 +128,7 @@ def _chart_panel(panel: TimelinePanel, axis: TimeAxis) -> ChartPanel:
         level_label=panel.level_label,
         free_pool=panel.free_pool if has_free_pool else None,
         notes=notes,
-        stack=None if panel.stack is None else chart_stack(panel.name, panel.stack, axis, scale.size),
+        stack=panel.stack,
     )
 
 

@@ -15,8 +15,10 @@ from bokeh.layouts import column
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from ebbtide.analysis.report.chart_panels import ChartLanes, ChartLine, ChartPanel, ChartStack
+from ebbtide.analysis.report.chart_panels import ChartLanes, ChartLine, ChartPanel
 from ebbtide.analysis.report.timeline_content import WINDOW_TOOLTIP, ChartBoxes, TimelineContent
+from ebbtide.analysis.timeline.axis import TimeAxis
+from ebbtide.analysis.timeline.panels import TimelineStack
 from ebbtide.analysis.timeline.styles import COLORS, LEVEL, PHASE_OPACITY, RECURRING, WINDOW
 
 # Boxes of phases have no lines in front of them: the strongest is opaque.
@@ -73,16 +75,20 @@ def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
         _add_renderer(plot, f"{line.key}/above peak", [line.style.color], marks, marker)
 
 
-def draw_stack(plot: Any, stack: ChartStack, y_range: str = "default") -> None:
-    tops = {f"top {number}": area.top.astype(np.float32) for number, area in enumerate(stack.areas)}
-    source = models.ColumnDataSource({"x": stack.x, "bottom": np.zeros(len(stack.x), np.float32), **tops})
-    for area, low, high in zip(stack.areas, ["bottom", *tops], tops, strict=False):
+def draw_stack(
+    plot: Any, name: str, stack: TimelineStack, axis: TimeAxis, size: float, y_range: str = "default"
+) -> None:
+    """Draw the areas of a stack; `size` is the value of one unit of the plot. The renderer of an area has the name
+    `NAME/category LAYER`."""
+    borders = [np.append(border, border[-1]) / size for border in stack.borders]
+    columns = {f"border {number}": border.astype(np.float32) for number, border in enumerate(borders)}
+    source = models.ColumnDataSource({"x": axis.x(stack.edges), **columns})
+    for layer, (low, high) in zip(stack.layers, itertools.pairwise(columns), strict=True):
         glyph = models.VAreaStep(x="x", y1=low, y2=high, step_mode="after", fill_alpha=1)
-        if area.style.hatch is not None:
-            glyph.update(
-                hatch_pattern=_HATCHES[area.style.hatch], hatch_scale=_HATCH_SCALE, hatch_color="white", hatch_alpha=0.6
-            )
-        renderer = _add_renderer(plot, area.key, [area.style.color], source, glyph)
+        hatch = layer.style.hatch
+        if hatch is not None:
+            glyph.update(hatch_pattern=_HATCHES[hatch], hatch_scale=_HATCH_SCALE, hatch_color="white", hatch_alpha=0.6)
+        renderer = _add_renderer(plot, f"{name}/category {layer.name}", [layer.style.color], source, glyph)
         renderer.y_range_name = y_range
 
 
@@ -142,7 +148,7 @@ def timeline_json(content: TimelineContent) -> dict[str, Any]:
     )
     crosshair = Span(dimension="height", line_width=1, line_dash="dotted", tags=["muted"])
     plots = [_strips_plot(content, x_range)] if content.strips else []
-    plots += [_lanes_plot(content.lanes, x_range)] if content.lanes else []
+    plots += [_lanes_plot(content.lanes, axis, x_range)] if content.lanes else []
     plots += [_panel_plot(panel, content, x_range) for panel in content.panels]
     borders = np.array([label.start for label in content.iterations[1:]])
     for plot in plots:
@@ -217,7 +223,7 @@ def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
     return plot
 
 
-def _lanes_plot(lanes: ChartLanes, x_range: models.Range1d) -> Any:
+def _lanes_plot(lanes: ChartLanes, axis: TimeAxis, x_range: models.Range1d) -> Any:
     """Draw a lane for each kind of activity; the values of each are percent, on a range of its own."""
     rows, full = len(lanes), 100 / _LANE_FILL
     plot = _figure("activity", _LANE_HEIGHT * rows + 16, x_range, models.Range1d(start=0, end=rows))
@@ -229,7 +235,7 @@ def _lanes_plot(lanes: ChartLanes, x_range: models.Range1d) -> Any:
     for row, (name, stack) in enumerate(lanes.items()):
         below = rows - row - 1
         plot.extra_y_ranges[name] = models.Range1d(start=-below * full, end=(rows - below) * full)
-        draw_stack(plot, stack, name)
+        draw_stack(plot, f"activity/{name}", stack, axis, 0.01, name)
         plot.add_layout(Span(location=below, dimension="width", line_width=1, tags=["rule"]))
     return plot
 
@@ -245,7 +251,7 @@ def _panel_plot(panel: ChartPanel, content: TimelineContent, x_range: models.Ran
     if panel is content.panels[0] and content.windows is not None and panel.level is not None:
         add_tooltip(plot, [draw_boxes(plot, "window", content.windows, "bottom", panel.level)], WINDOW_TOOLTIP)
     if panel.stack is not None:
-        draw_stack(plot, panel.stack)
+        draw_stack(plot, panel.name, panel.stack, content.axis, panel.scale.size)
     for line in panel.lines:
         draw_line(plot, line, edge=panel.top)
     levels = [] if panel.level is None else [panel.level]

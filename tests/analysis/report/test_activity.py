@@ -48,8 +48,8 @@ def test_build_page__has_lanes_whose_areas_hold_the_time_of_each_kind() -> None:
     assert list(view.lanes) == ["compute", "communication", "copy", "idle"]
     total = gpu_activity(trace).total
     for lane, time_ms in zip(view.lanes.values(), (total.compute_ms, total.communication_ms), strict=False):
-        (area,) = lane.areas
-        assert float((np.diff(lane.x) * area.top[:-1]).sum()) / 100 == pytest.approx(time_ms)
+        (layer,) = lane.layers
+        assert float((np.diff(lane.edges) * layer.values).sum()) / 1e6 == pytest.approx(time_ms)
 
 
 def test_render_page__lists_areas_with_their_samples_and_draws_them() -> None:
