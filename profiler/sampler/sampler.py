@@ -14,7 +14,7 @@ from typing import Any
 
 from ebbtide import host_limits
 from ebbtide.host_limits import MemoryGroup, memory_group
-from ebbtide.numa.topology import pci_node
+from ebbtide.numa.topology import pci_node, read_text
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import Spool, process_name
 from ebbtide.profiler.sampler.gpu import Gpu, GpuStateReader, open_gpus
@@ -278,10 +278,7 @@ def read_swap_bytes(pid: int) -> int | None:
 
 
 def _search(path: str, pattern: str) -> str | None:
-    try:
-        match = re.search(pattern, Path(path).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    except OSError:
-        return None
+    match = re.search(pattern, read_text(Path(path)) or "", re.MULTILINE)
     return match.group(1) if match else None
 
 

@@ -29,14 +29,14 @@ def context_bytes(multiprocessors: int) -> int:
 def device_allocator(capacity_bytes: int | None, context: int) -> CachingAllocator:
     """Return the allocator of a GPU with the settings of the environment, beside the CUDA context."""
     limit = None if capacity_bytes is None else capacity_bytes - context
-    return CachingAllocator(None, limit, AllocatorSettings.from_environment)
+    return CachingAllocator(AllocatorSettings.from_environment, limit)
 
 
 class CachingAllocator:
     """Torch's allocator, by the rules of c10/cuda/CUDACachingAllocator.cpp.
 
     Args:
-        settings: Its settings; None: those of `default_settings`, asked at the first allocation, as torch does.
+        make_settings: Returns its settings; called at the first allocation, as torch reads them.
         capacity_bytes: Memory for segments: before they need more, those without a block in use are given back. A job
             that needs more is not stopped. None: no limit.
 
@@ -44,12 +44,9 @@ class CachingAllocator:
     """
 
     def __init__(
-        self,
-        settings: AllocatorSettings | None = None,
-        capacity_bytes: int | None = None,
-        default_settings: Callable[[], AllocatorSettings] = AllocatorSettings,
+        self, make_settings: Callable[[], AllocatorSettings] = AllocatorSettings, capacity_bytes: int | None = None
     ) -> None:
-        self._stated_settings, self._default_settings = settings, default_settings
+        self._make_settings = make_settings
         self.allocated_bytes = self.retries = 0
         self._capacity_bytes = capacity_bytes
         self._space = AddressSpace()
@@ -60,7 +57,7 @@ class CachingAllocator:
 
     @cached_property
     def settings(self) -> AllocatorSettings:
-        return self._stated_settings or self._default_settings()
+        return self._make_settings()
 
     @property
     def reserved_bytes(self) -> int:

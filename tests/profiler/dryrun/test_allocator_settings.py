@@ -68,11 +68,11 @@ def test_allocator__rounds_by_powers_of_two(
     divisions: str, size: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"roundup_power2_divisions:{divisions}")
-    assert CachingAllocator(AllocatorSettings.from_environment()).round_size(size) == block
+    assert CachingAllocator(AllocatorSettings.from_environment).round_size(size) == block
 
 
 def test_allocator__does_not_split_large_blocks_beyond_the_limit() -> None:
-    allocator = CachingAllocator(AllocatorSettings(max_split_bytes=64 * MIB))
+    allocator = CachingAllocator(lambda: AllocatorSettings(max_split_bytes=64 * MIB))
     allocator.free(allocator.allocate(100 * MIB))
     # A small request gets no block that may not be split; a large one gets it up to 20 MiB above its size.
     assert allocator.allocate(30 * MIB).size == 30 * MIB
@@ -82,7 +82,7 @@ def test_allocator__does_not_split_large_blocks_beyond_the_limit() -> None:
 
 
 def test_allocator__maps_memory_page_by_page_to_expandable_segments() -> None:
-    allocator = CachingAllocator(AllocatorSettings(expandable=True))
+    allocator = CachingAllocator(lambda: AllocatorSettings(expandable=True))
     first = allocator.allocate(30 * MIB)
     assert allocator.reserved_bytes == 40 * MIB
     # 10 MiB are mapped and free: 20 MiB more make room for 25 MiB beside them.
@@ -101,7 +101,7 @@ def test_allocator__maps_memory_page_by_page_to_expandable_segments() -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 def test_allocator__never_gives_memory_twice(expandable: bool) -> None:
     random_number = random.Random(7)
-    allocator = CachingAllocator(AllocatorSettings(expandable=expandable))
+    allocator = CachingAllocator(lambda: AllocatorSettings(expandable=expandable))
     blocks = {}
     for step in range(3000):
         if blocks and random_number.random() < 0.5:
