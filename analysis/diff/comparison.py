@@ -97,6 +97,7 @@ class Diff:
     setting_changes: list[SettingChange]  # Settings that differ; `facts` in JSON.
     totals: list[Change]  # Figures of the whole traces, which need no iterations.
     kernels: list[Change]  # Mean milliseconds of each kernel in an iteration of the first rank, largest change first.
+    operators: list[Change]  # The same by operator that launched the kernels; empty unless both runs state it.
     predicted: tuple[bool, bool]  # Whether a dry run made each.
 
     def as_json(self) -> dict[str, Any]:
@@ -110,6 +111,7 @@ class Diff:
             "facts": [change.as_json() for change in self.setting_changes],
             "totals": [change.as_json() for change in self.totals],
             "kernels": [change.as_json() for change in self.kernels],
+            "operators": [change.as_json() for change in self.operators],
             **({"predicted": {"a": self.predicted[0], "b": self.predicted[1]}} if any(self.predicted) else {}),
         }
 
@@ -123,11 +125,15 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
         names = {**of_first, **of_second}
         return [Change(name, of_first.get(name), of_second.get(name)) for name in names]
 
-    kernels = []
-    if first.kernels_ms and second.kernels_ms:
+    def by_label(of_first: Mapping[str, float], of_second: Mapping[str, float]) -> list[Change]:
+        if not of_first or not of_second:
+            return []
         # What one of them does not run takes no time in it.
-        none = dict.fromkeys({**first.kernels_ms, **second.kernels_ms}, 0.0)
-        kernels = changes({**none, **first.kernels_ms}, {**none, **second.kernels_ms})
+        none = dict.fromkeys({**of_first, **of_second}, 0.0)
+        return sorted(
+            changes({**none, **of_first}, {**none, **of_second}), key=lambda change: -abs(change.difference or 0)
+        )
+
     sizes = {size: changes(first.sizes[size], second.sizes[size]) for size in PHASE_SIZES}
     settings = {}
     if (of_a := first.settings) is not None and (of_b := second.settings) is not None:
@@ -141,7 +147,8 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
         **sizes,
         setting_changes=[SettingChange(name, *values) for name, values in settings.items() if values[0] != values[1]],
         totals=changes(first.totals, second.totals),
-        kernels=sorted(kernels, key=lambda change: -abs(change.difference or 0)),
+        kernels=by_label(first.kernels_ms, second.kernels_ms),
+        operators=by_label(first.operators_ms, second.operators_ms),
         predicted=(first.is_predicted, second.is_predicted),
     )
 

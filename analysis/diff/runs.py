@@ -36,11 +36,15 @@ class ComparedRun:
     settings: dict[str, Any] | None  # By their path in the metadata.
     is_predicted: bool  # Whether a dry run made it.
     kernels_ms: dict[str, float]  # Time by kernel in an iteration of the first rank; empty where not recorded.
+    operators_ms: dict[str, float]  # The same by operator that launched the kernels.
 
 
 def run_of_trace(trace: Trace) -> ComparedRun:
     """Return the figures of a trace: peaks and times of the rank with the largest."""
     summary, times = summarize(trace), slowest_times(trace).frame
+    kernels, operators = (
+        kernels_ms(trace, trace.ranks[0], label) if trace.ranks else {} for label in ("name", "operator")
+    )
     return ComparedRun(
         path=str(trace.path),
         counted=len(steady_iterations(trace).numbers),
@@ -50,7 +54,8 @@ def run_of_trace(trace: Trace) -> ComparedRun:
         totals=asdict(whole_trace(trace)),
         settings=job_settings(trace),
         is_predicted=is_predicted(trace),
-        kernels_ms=kernels_ms(trace, trace.ranks[0]) if trace.ranks else {},
+        kernels_ms=kernels,
+        operators_ms=operators,
     )
 
 
@@ -103,6 +108,7 @@ def open_run(path: Path) -> ComparedRun:
         settings=None,
         is_predicted=summary.predicted,
         kernels_ms={},
+        operators_ms={},
     )
 
 

@@ -75,7 +75,7 @@ def _streams(process: Process, kernels: pd.DataFrame, copies: pd.DataFrame) -> I
     """Yield kernels and copies on a track per device and stream."""
     since = ((kernels["start_ns"] - kernels["launch_ns"]).astype("Float64") / 1e3).rename("us_since_launch")
     # These are known of some sources only.
-    unused = ["launch_ns", *(name for name in ("group", "flops", "bytes") if kernels[name].isna().all())]
+    unused = ["launch_ns", *(name for name in ("group", "operator", "flops", "bytes") if kernels[name].isna().all())]
     tables = {
         category: rows.drop(columns=unused).join(since)
         for category, rows in kernels.groupby(kernels["kind"].map(_CATEGORIES).astype(str), observed=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ebbtide.analysis.metrics.activity.activity import GpuActivity
+from ebbtide.analysis.metrics.activity.activity import GpuActivity, KernelTime
 from ebbtide.analysis.metrics.activity.phase_activity import CAUSE_TEXTS
 from ebbtide.analysis.tables.table import Table, View, ms, number, share, text, us
 from ebbtide.profiler.trace import Trace
@@ -25,8 +25,8 @@ _STREAMS = (number("stream", "stream"), number("runs", "count"), ms("busy", "bus
 
 
 def activity_tables(activity: GpuActivity) -> list[Table]:
-    """Return the tables of phases, of the whole trace, of the causes of time without compute, of kernels and of waiting
-    in collectives; none where kernels were not recorded."""
+    """Return the tables of phases, of the whole trace, of the causes of time without compute, of streams, kernels and
+    operators, and of waiting in collectives; none where kernels were not recorded."""
     total = activity.total
     if total.span_ms is None:
         return []
@@ -46,6 +46,7 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
         _shares("causes", "Time without compute", "cause", causes, total.span_ms, _WHOLE_TRACE),
         Table("streams", "Busy and idle time of each stream", _STREAMS, activity.streams, _WHOLE_TRACE, _SOURCE, 8),
         _kernel_table(activity),
+        _times("operators", "Operators whose kernels take most time", "operator", activity.operators, _WHOLE_TRACE),
     ]
     if activity.collectives is not None:
         columns = (number("rank", "rank"), ms("waited", "wait_ms"), number("came last", "last"))
@@ -83,9 +84,9 @@ def short_name(kernel: str) -> str:
     return _QUALIFIER.sub("", kernel[:end].removeprefix("void ")) or kernel
 
 
-def _kernel_table(activity: GpuActivity) -> Table:
+def _times(name: str, title: str, label: str, rows: Sequence[KernelTime], note: str) -> Table:
     columns = (
-        text("kernel", lambda row: short_name(row.name)),
+        text(label, lambda row: None if row.name is None else short_name(row.name) if name == "kernels" else row.name),
         text("kind", "kind"),
         number("runs", "count"),
         ms("time", "time_ms"),
@@ -94,6 +95,10 @@ def _kernel_table(activity: GpuActivity) -> Table:
         us("max", "max_us"),
         share("share", "share", digits=1),
     )
+    return Table(name, title, columns, rows, note, _SOURCE, _MAX_KERNELS)
+
+
+def _kernel_table(activity: GpuActivity) -> Table:
     note = _WHOLE_TRACE
     if (launches := activity.launches) is not None:
         note += (
@@ -101,7 +106,7 @@ def _kernel_table(activity: GpuActivity) -> Table:
             f"{launches.p95_delay_us:,.0f} us), with {launches.median_queued:,.0f} more launched and not begun (95 %: "
             f"{launches.p95_queued:,.0f})."
         )
-    return Table("kernels", "Kernels with most time", columns, activity.kernels, note, _SOURCE, _MAX_KERNELS)
+    return _times("kernels", "Kernels with most time", "kernel", activity.kernels, note)
 
 
 _MAX_PATH_PARTS = 12

@@ -26,9 +26,9 @@ _SIZES = {"peak_bytes": "peak ", "min_free_bytes": "free at peak, ", "h2d_bytes"
 _LIMIT_NOTE = "At least: the growth that the iterations show with 95 % confidence, which the limit is compared with."
 
 
-def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] = ()) -> View:
+def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] = (), by: str | None = None) -> View:
     """Return how limits are kept and the largest change, then the changes of times, sizes and setup; without `verbose`
-    the largest ones."""
+    the largest ones. `by`: `kernel` or `operator`, whose times are the only table then."""
     if results:
         failed = [result.limit.quantity for result in results if result.fails]
         yield f"FAIL: {', '.join(failed)} above the limit." if failed else "PASS: all limits are kept."
@@ -39,6 +39,12 @@ def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] =
     for letter, path, counted, predicted in runs:
         origin = ", predicted by a dry run" if predicted else ""
         yield f"{letter}: {path}{origin}, {counted} counted iterations"
+    if by is not None:
+        if not (table := _work_table(diff, by, _MAX_KERNELS)):
+            is_known = diff.kernels if by == "kernel" else diff.operators
+            yield f"No {by} differs." if is_known else f"Not known in both runs: the {by}s. Import their files again."
+        yield table
+        return
     times = [change for change in diff.median_ms if _is_recorded(change)]
     spread = (text("B - A may be ms", _possible), text("verdict", _verdict))
     note = _interval_note(diff) if verbose else None
@@ -55,10 +61,7 @@ def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] =
         for change in getattr(diff, key)
         if _is_recorded(change) and (verbose or _share(change, [change]) >= _MIN_SHARE)
     ]
-    kernels = [replace(change, name=short_name(change.name)) for change in diff.kernels if change.difference]
-    note = "Means over the steady iterations of the first rank. A kernel that a run does not have takes 0 ms there."
-    limit = _MAX_KERNELS if verbose else _MAX_CHANGES
-    yield Table("kernels", "Time by kernel", _columns("kernel", ms, kernels[:limit]), kernels[:limit], note)
+    yield _work_table(diff, "kernel", _MAX_KERNELS if verbose else _MAX_CHANGES)
     settings = diff.setting_changes
     shown = None if verbose else _MAX_CHANGES
     title = "Memory, and bytes copied per iteration" + ("" if verbose else f" (changes of {100 * _MIN_SHARE:.0f} %)")
@@ -74,6 +77,15 @@ def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] =
     if not verbose:
         hidden = len(settings) - _MAX_CHANGES
         yield f"all sizes, what the intervals mean{f', {hidden} more settings' if hidden > 0 else ''}: -v"
+
+
+def _work_table(diff: Diff, by: str, max_rows: int) -> Table:
+    changes = {"kernel": diff.kernels, "operator": diff.operators}[by]
+    rows = [change for change in changes if change.difference][:max_rows]
+    if by == "kernel":
+        rows = [replace(change, name=short_name(change.name)) for change in rows]
+    note = f"Means over the steady iterations of the first rank. {by.capitalize()}s that a run does not have take 0 ms."
+    return Table(f"{by}s", f"Time by {by}", _columns(by, ms, rows), rows, note)
 
 
 def _figure(value: str) -> Callable[[LimitResult], str]:

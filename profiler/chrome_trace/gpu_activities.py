@@ -97,8 +97,8 @@ def _times(rows: pd.DataFrame, base_ns: int) -> dict[str, Any]:
     }
 
 
-def labels(numbers: pd.Series[int], text_of: Callable[[int], str]) -> pd.Categorical:
-    """Return the texts of numbers. Several numbers may have the same text."""
+def labels(numbers: pd.Series[int], text_of: Callable[[int], str | None]) -> pd.Categorical:
+    """Return the texts of numbers. Several numbers may have the same text; None is a missing one."""
     used, positions = np.unique(numbers, return_inverse=True)
     codes, texts = pd.factorize(np.array([text_of(number) for number in used.tolist()], dtype=object))
     return pd.Categorical.from_codes(codes[positions] if len(used) else [], [*texts])
@@ -161,14 +161,14 @@ class GpuActivities:
         """All activities, each once.
 
         Columns start, end (ns), correlation, device, stream, kind (a position in KINDS, or TRANSFER), name and group
-        (numbers), bytes, and `launched`: the start of the call, missing where it was not recorded."""
+        (numbers), bytes, and those of `with_launches`."""
         work = self._activities.table()
         # One stream runs one activity at a time: the same one at the same time is the same event.
         repeated = work.duplicated()
         self.duplicates = int(repeated.sum())
         if self.duplicates:
             work = work[~repeated].reset_index(drop=True)
-        return with_launches(work, self._calls.starts)
+        return with_launches(work, self._calls.table())
 
     def busiest(self) -> list[int]:
         """Return the numbers of the devices that ran anything, by busy time in descending order."""

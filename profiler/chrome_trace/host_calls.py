@@ -46,10 +46,9 @@ class HostCalls:
             rows.append((args.correlation, *(s if 0 <= s < _MAX_STREAM else MISSING for s in streams), args.record))
         self._waits.add(*np.array(rows, np.int64).T)
 
-    @property
-    def starts(self) -> pd.DataFrame:
-        """Columns correlation and start (ns)."""
-        return self._calls.table()[["correlation", "start"]]
+    def table(self) -> pd.DataFrame:
+        """Return correlation, start, end (ns), thread, and name as a number."""
+        return self._calls.table()
 
     def columns(self, launching: npt.ArrayLike, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `calls`. `launching`: correlations of work. `base_ns` is added to times."""
@@ -59,7 +58,7 @@ class HostCalls:
         for column in ("stream", "awaited_stream", "record"):
             values, stated = matching(waits[["correlation", column]], rows["correlation"])
             awaited[column] = np.where(stated, values, MISSING)
-        recorded_ns, was_recorded = matching(self.starts, awaited.pop("record"))
+        recorded_ns, was_recorded = matching(calls[["correlation", "start"]], awaited.pop("record"))
         columns = call_columns(rows, [*self._names], base_ns)
         columns |= {column: _nullable(values) for column, values in awaited.items()}
         return columns | {"awaited_ns": pd.arrays.IntegerArray(recorded_ns + base_ns, ~was_recorded)}
@@ -93,9 +92,12 @@ def thread_number(tid: Any) -> int:
 
 
 def with_launches(work: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
-    """Return work with the column `launched`: the start of the first call with its correlation, missing where none."""
+    """Return work with the start of the first call with its correlation as `launched`, missing where there is none, and
+    the thread of that call, MISSING where it is not known."""
     launched, recorded = matching(calls[["correlation", "start"]], work["correlation"])
-    return work.assign(launched=pd.arrays.IntegerArray(launched, ~recorded))
+    threads, _ = matching(calls[["correlation", "thread"]], work["correlation"])
+    launches = pd.arrays.IntegerArray(launched, ~recorded)
+    return work.assign(launched=launches, thread=np.where(recorded, threads, MISSING))
 
 
 def matching(calls: pd.DataFrame, correlations: npt.ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:

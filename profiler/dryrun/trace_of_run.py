@@ -96,6 +96,8 @@ def _add_activity(run: DryRun, rank: Any) -> None:
         rank.extend("transfers", device=_DEVICE, bytes=sizes, name=columns["direction"], **columns)
     if kernels := run.clock.kernels:
         work = _columns([kernel.work for kernel in kernels], "kind", "name", "group", "flops", "bytes")
+        # A kernel has the name of its operation, except for collectives and kernels of Triton.
+        work["operator"] = [name if "::" in name else None for name in work["name"]]
         launched = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
         rank.extend("kernels", device=_DEVICE, **launched, **work)
 

@@ -110,13 +110,14 @@ class RankBuilder:
         launch_ns: int | None = None,
         stream: int | None = None,
         group: str | None = None,
+        operator: str | None = None,
     ) -> RankBuilder:
         """Add work on a GPU, in device time, and return the builder.
 
         `kind`: `compute`, `communication`, `copy` (within or between GPUs) or `memset`. None where not recorded: the
-        call that launched it, the stream, the process group of a collective."""
+        call that launched it, the stream, the process group of a collective, the operator."""
         row = {"start_ns": start_ns, "end_ns": end_ns, "kind": kind, "name": name, "device": device}
-        return self.add("kernels", **row, launch_ns=launch_ns, stream=stream, group=group)
+        return self.add("kernels", **row, launch_ns=launch_ns, stream=stream, group=group, operator=operator)
 
     def transfer(
         self, direction: str, start_ns: int, end_ns: int, size: int | None, device: str = "cuda:0", **columns: Any

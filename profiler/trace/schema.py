@@ -94,6 +94,7 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("name", _LABEL),
         TraceColumn("launch_ns", _TIME, nullable=True),
         TraceColumn("group", _LABEL, nullable=True),
+        TraceColumn("operator", _LABEL, nullable=True),
         TraceColumn("flops", pa.int64(), nullable=True),
         TraceColumn("bytes", pa.int64(), nullable=True),
     ),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.diff import Change, Diff, SettingChange, compare
 from ebbtide.analysis.metrics.summary import summarize, whole_trace
+from ebbtide.analysis.tables.diff import diff_view
 from ebbtide.analysis.timeseries.two_samples import beyond_spread
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -156,6 +157,26 @@ def test_compare__has_the_time_of_kernels_in_an_iteration() -> None:
     assert sorted(changes) == [("gelu", 0.0, 1.0), ("gemm", 3.0, 5.0), ("relu", 2.0, 0.0)]
     assert changes[-1][0] == "gelu"
     assert compare(runs[0], with_updates([5] * 4).build()).kernels == []
+    assert compare(*runs).operators == []
+
+
+def test_compare__has_the_time_of_operators_in_an_iteration() -> None:
+    runs = []
+    for lengths in ((3, 2), (5, 1)):
+        builder = with_updates([5] * 4)
+        for number in range(4):
+            start = (number * 36 + 2) * MS
+            for name, length, operator in (("gemm", lengths[0], "mm"), ("splitk", lengths[1], "mm"), ("x", 1, None)):
+                builder.rank(0).kernel(start, start + length * MS, "compute", name, operator=operator)
+                start += 10 * MS
+        runs.append(builder.build())
+    diff = compare(*runs)
+    assert [(change.name, change.a, change.b) for change in diff.operators] == [("mm", 5.0, 6.0)]
+    *_, table = diff_view(diff, by="operator")
+    assert [row[0].text for row in table.rows] == ["mm"]
+    assert list(diff_view(compare(runs[0], runs[0]), by="operator"))[-2:-1] == ["No operator differs."]
+    unknown = list(diff_view(compare(runs[0], with_updates([5] * 4).build()), by="operator"))
+    assert any("Not known in both runs: the operators" in line for line in unknown if isinstance(line, str))
 
 
 def test_compare__lists_differing_settings() -> None:

@@ -31,9 +31,9 @@ _TIMED_KINDS = ("compute", "communication")
 
 @dataclass(frozen=True)
 class KernelTime:
-    """All kernels of one name on the first device of a rank, over the whole trace."""
+    """All kernels of one name, or of one operator, on the first device of a rank, over the whole trace."""
 
-    name: str  # Name of the kernel.
+    name: str | None  # Name of the kernel or of the operator; None: its operator is not known.
     kind: str  # `compute` or `communication`.
     count: int  # Number of runs.
     time_ms: float  # Sum of their times.
@@ -44,13 +44,14 @@ class KernelTime:
     share: float  # `time_ms` as a share of the sum over all kernels.
 
 
-def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
-    """Return the kernels with most time, the largest first, at most `count`; empty where none were recorded."""
-    if busy_time(trace, rank) is None:
-        return []
+def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[KernelTime]:
+    """Return the kernels with most time, the largest first, at most `count`, by `name` or `operator`; empty where none
+    were recorded, or no operator is known."""
     rows = trace.columns(rank, "kernels")
+    if busy_time(trace, rank) is None or not rows.recorded(label).any():
+        return []
     own = rows.equal("device", main_device(trace, rank)) & rows.matches("kind", _TIMED_KINDS.__contains__)
-    (names, texts), (kinds, kind_texts) = rows.codes("name"), rows.codes("kind")
+    (names, texts), (kinds, kind_texts) = rows.codes(label), rows.codes("kind")
     groups = names[own].astype(np.int64) * len(kind_texts) + kinds[own]
     lengths = (rows.ints("end_ns") - rows.ints("start_ns"))[own]
     order = np.lexsort((lengths, groups))
@@ -63,7 +64,7 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
         time = int(runs.sum())
         times.append(
             KernelTime(
-                name=texts[name],
+                name=texts[name] if name >= 0 else None,
                 kind=kind_texts[kind],
                 count=len(runs),
                 time_ms=time / 1e6,
@@ -74,11 +75,12 @@ def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
                 share=time / total if total else 0.0,
             )
         )
-    return sorted(times, key=lambda kernel: (-kernel.time_ms, kernel.name, kernel.kind))[:count]
+    return sorted(times, key=lambda kernel: (-kernel.time_ms, kernel.name or "", kernel.kind))[:count]
 
 
-def kernels_ms(trace: Trace, rank: int) -> dict[str, float]:
-    """Return the mean milliseconds of each kernel in a steady iteration; empty without iterations or kernels."""
+def kernels_ms(trace: Trace, rank: int, label: str) -> dict[str, float]:
+    """Return the mean milliseconds of kernels in a steady iteration by `name` or `operator`; empty without iterations,
+    or where none is known."""
     usable = set(steady_iterations(trace).numbers) & set(recorded_iterations(trace, rank).tolist())
     spans = intervals(trace, rank).spans
     spans = spans[spans["iteration"].isin(usable)]
@@ -86,7 +88,7 @@ def kernels_ms(trace: Trace, rank: int) -> dict[str, float]:
     position = np.searchsorted(spans["start_ns"], rows["start_ns"], side="right") - 1
     inside = rows["start_ns"] < np.append(spans["end_ns"].to_numpy(np.int64), np.iinfo(np.int64).min)[position]
     rows = rows[inside]
-    times = (rows["end_ns"] - rows["start_ns"]).groupby(rows["name"].astype(str)).sum()
+    times = (rows["end_ns"] - rows["start_ns"]).groupby(rows[label], observed=True).sum()
     return {str(name): time / len(spans) / 1e6 for name, time in times.items()}
 
 
@@ -195,6 +197,7 @@ class GpuActivity(TabularResult, table="phases"):
             `time_without_compute`); empty where kernels were not recorded.
         launches: Launches of compute kernels; None where they were not recorded.
         kernels: The kernels with most time.
+        operators: The operators that launched the kernels with most time; empty where they are not known.
         streams: Busy and idle time of each stream, the busiest first.
         collectives: Waiting of the ranks for each other; None unless several ranks recorded the same collectives.
         missing: Lines on what is missing, and how to record it.
@@ -207,6 +210,7 @@ class GpuActivity(TabularResult, table="phases"):
     without_compute: dict[str, float]
     launches: KernelLaunches | None
     kernels: list[KernelTime]
+    operators: list[KernelTime]
     streams: list[StreamTime]
     collectives: CollectiveSkew | None
     missing: list[str]
@@ -225,7 +229,7 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
     if rank is None:
         rank = next(iter(trace.ranks), None)
     if rank is None:
-        return GpuActivity(None, [], TotalActivity(), {}, None, [], [], None, [no_iterations(trace), NO_KERNELS])
+        return GpuActivity(None, [], TotalActivity(), {}, None, [], [], [], None, [no_iterations(trace), NO_KERNELS])
     trace.rank(rank)
     has_iterations = bool(steady_iterations(trace).numbers)
     missing = [] if has_iterations else [no_iterations(trace)]
@@ -238,7 +242,8 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
         total=_total(trace, rank),
         without_compute=causes,
         launches=kernel_launches(trace, rank),
-        kernels=top_kernels(trace, rank, _MAX_KERNELS),
+        kernels=kernel_times(trace, rank, "name", _MAX_KERNELS),
+        operators=kernel_times(trace, rank, "operator", _MAX_KERNELS),
         streams=stream_times(trace, rank),
         collectives=collective_skew(trace),
         missing=missing,

@@ -3,7 +3,7 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,6 +27,10 @@ def diff(
             "d2h_bytes.",
             show_default="no limits",
         ),
+    ] = None,
+    by: Annotated[
+        Literal["kernel", "operator"] | None,
+        typer.Option("--by", help="Compare the time of each kernel, or of the kernels that each operator launched."),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a comment.")] = False,
     verbose: Verbose = False,
@@ -52,10 +56,10 @@ def diff(
     elif markdown:
         from ebbtide.analysis.tables.text import markdown_lines
 
-        for line in markdown_lines(diff_view(result, results=checked)):
+        for line in markdown_lines(diff_view(result, results=checked, by=by)):
             echo(line)
     else:
-        print_view(diff_view(result, verbose, checked))
+        print_view(diff_view(result, verbose, checked, by))
         if b.is_dir():
             echo_line(f"next: ebbtide findings {shlex.quote(str(b))}")
     if any(entry.fails for entry in checked):

@@ -12,46 +12,16 @@ from msgspec import UNSET
 
 from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntTable, spans
 from ebbtide.profiler.chrome_trace.gpu_activities import DEVICE_CATEGORIES, GpuActivities
-from ebbtide.profiler.chrome_trace.host_calls import call_columns, thread_number
+from ebbtide.profiler.chrome_trace.host_calls import call_columns
+from ebbtide.profiler.chrome_trace.host_ranges import HostRanges, operators
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import ANNOTATION, CALLS, OPS, DeviceTimes, Marks, find_phases
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
-# A trace with more would grow by what nobody reads one by one.
+# A trace with more annotations would grow by what nobody reads one by one.
 MAX_COUNT = 200_000
-
-
-class Annotations:
-    """Collects annotations of the host.
-
-    `count`: number of annotations. If there are more than 200,000, none is kept."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._names: dict[str, int] = {}
-        self._rows = IntTable("start", "end", "name", "thread")
-
-    @property
-    def are_kept(self) -> bool:
-        """Whether the trace gets the table."""
-        return self.count <= MAX_COUNT
-
-    def add(self, events: list[Event]) -> None:
-        """Add events of the category ANNOTATION."""
-        self.count += len(events)
-        if not self.are_kept:
-            return
-        names = [self._names.setdefault(event.name, len(self._names)) for event in events]
-        self._rows.add(*spans(events), names, [thread_number(event.tid) for event in events])
-
-    def columns(self, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `annotations`. base_ns: added to the times of the events."""
-        rows = self._rows.table() if self.are_kept else self._rows.table().iloc[:0]
-        return call_columns(rows, [*self._names], base_ns)
-
-
 _HEAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{.*"(?:traceEvents|schemaVersion)"\s*:|\[\s*\{.*"ph"\s*:)', re.DOTALL)
 _RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_COUNT = 10_000_000
@@ -106,7 +76,7 @@ class _Contents:
     """The parts of a file's events that are kept."""
 
     def __init__(self, source: Source) -> None:
-        self.marks, self.annotations = Marks(), Annotations()
+        self.marks, self.ranges = Marks(), HostRanges()
         self.device, self.memory = GpuActivities(), AllocatorMemory()
         self._is_torch = False
         with source.open() as file:
@@ -130,8 +100,7 @@ class _Contents:
             self._is_torch |= category in _CATEGORIES or any(event.name == _NAME for event in events)
             if category in OPS:
                 self.marks.add_ops(events)
-                if category == ANNOTATION:
-                    self.annotations.add(events)
+                self.ranges.add(events)
             elif category == CALLS:
                 self.marks.add_calls(events)
             elif category in DEVICE_CATEGORIES:
@@ -229,17 +198,20 @@ def _add_device_activity(entry: RankBuilder, contents: _Contents, notes: list[st
         notes.append("it has no GPU events, so no copies (ProfilerActivity.CUDA records them)")
         return
     entry.meta["transfers_recorded"] = True
-    entry.extend("kernels", **device.kernels(base_ns))
+    ranges = contents.ranges
+    launched_by = operators(device.work, ranges.rows(), ranges.names)
+    entry.extend("kernels", **device.kernels(base_ns), operator=launched_by)
     entry.extend("calls", **device.calls(base_ns))
     if not len(copies["start_ns"]):
         notes.append("it has no copy between host and device")
 
 
 def _add_annotations(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
-    ranges = contents.annotations
-    if not ranges.are_kept:
-        notes.append(f"its {ranges.count:,} annotations are left out: a trace keeps up to {MAX_COUNT:,}")
-    entry.extend("annotations", **ranges.columns(contents.trace.base_ns))
+    rows = contents.ranges.rows(ANNOTATION)
+    if len(rows) > MAX_COUNT:
+        notes.append(f"its {len(rows):,} annotations are left out: a trace keeps up to {MAX_COUNT:,}")
+        return
+    entry.extend("annotations", **call_columns(rows, contents.ranges.names, contents.trace.base_ns))
 
 
 class AllocatorMemory:

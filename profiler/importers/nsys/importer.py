@@ -9,6 +9,7 @@ import pandas as pd
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, kernel_columns, transfer_columns
 from ebbtide.profiler.chrome_trace.host_calls import call_columns, kept_calls, with_launches
+from ebbtide.profiler.chrome_trace.host_ranges import operators
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto.phases import DeviceTimes
 from ebbtide.profiler.importers.nsys.database import MAGIC, open_database
@@ -155,7 +156,9 @@ class _Rank:
             self._notes.append("it has no work of a GPU, so no kernels and no copies (nsys profile --trace=cuda,nvtx)")
             return
         self._entry.meta["transfers_recorded"] = True
-        self._entry.extend("kernels", **kernel_columns(self._work, self._capture.names, self._base_ns))
+        launched_by = operators(self._work, self._ranges, self._capture.names)
+        columns = kernel_columns(self._work, self._capture.names, self._base_ns)
+        self._entry.extend("kernels", **columns, operator=launched_by)
         self._entry.extend("transfers", **transfer_columns(self._work, self._capture.names, self._base_ns))
         calls = kept_calls(self._calls, self._capture.names, self._work["correlation"])
         self._entry.extend("calls", **call_columns(calls, self._capture.names, self._base_ns))

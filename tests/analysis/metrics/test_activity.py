@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis import TraceAnalysis
 from ebbtide.analysis.metrics.activity.activity import GpuActivity, queue_length
+from ebbtide.analysis.tables.activity import activity_tables
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples
@@ -220,6 +221,21 @@ def test_kernels__are_sorted_by_time_with_counts_and_shares() -> None:
     first, second = activity(builder.build()).kernels
     assert (first.name, first.count, first.time_ms, first.share) == ("long", 1, 6e-5, 0.75)
     assert (second.name, second.count, second.mean_us) == ("short", 2, 0.01)
+
+
+def test_operators__sum_the_kernels_that_they_launched() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[GPU])
+    rank.kernel(0, 10, name="a", operator="mm").kernel(10, 40, name="b", operator="mm").kernel(50, 55, name="a")
+    rank.kernel(60, 61, "communication", name="c", operator="mm")
+    result = activity(builder.build()).operators
+    assert [(row.name, row.kind, row.count, ns(row.time_ms)) for row in result] == [
+        ("mm", "compute", 2, 40),
+        (None, "compute", 1, 5),
+        ("mm", "communication", 1, 1),
+    ]
+    (table,) = (table for table in activity_tables(activity(builder.build())) if table.name == "operators")
+    assert [row[0].text for row in table.rows] == ["mm", "-", "mm"]
 
 
 def ranked(*lengths: list[int], name: str = "ncclDevKernel_AllReduce_Sum_f32_RING_LL") -> Trace:

@@ -252,7 +252,7 @@ def test_trace__shows_idle_time_of_launch_bound_jobs_only(width: int, batch: int
             medians,
             prediction_line(trace),
             (summary["predicted"], summary["iteration_low_ms"], summary["phases"][0]["high_ms"]),
-            trace.kernels(0)[["flops", "bytes", "launch_ns"]].isna().any().any(),
+            trace.kernels(0)[["flops", "bytes", "launch_ns", "operator"]].isna().any().any(),
         )
 
     idle_share, ranges, medians, line, printed, has_gaps = observe(lambda: train(8, width, batch), look)

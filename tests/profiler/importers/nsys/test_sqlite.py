@@ -72,6 +72,15 @@ def test_training__has_the_activity_that_was_written(tmp_path: Path) -> None:
     }
 
 
+def test_kernels__have_the_innermost_range_of_their_thread_as_operator(tmp_path: Path) -> None:
+    export = MadeExport(tmp_path / "run.sqlite").session().range("step 12", 0, 100).range("block", 10, 50)
+    export.range("aten::mm, seq = 7, op_id = 3", 12, 30).range("aten::relu", 12, 60, thread=2)
+    for launched in (5, 15, 31, 70):
+        export.kernel("gemm", 200 + launched, 201 + launched, launched)
+    operators = imported(export).kernels(0)["operator"]
+    assert operators.astype(object).where(operators.notna(), None).tolist() == [None, "aten::mm", "block", None]
+
+
 def test_copies__have_kind_bytes_host_memory_stream_and_launch(tmp_path: Path) -> None:
     made = MadeExport(tmp_path / "run.sqlite").session()
     made.copy(H2D, 10, 20, 100, 5, srcKind=PAGEABLE, streamId=3).copy(D2H, 30, 40, 200, 6)
