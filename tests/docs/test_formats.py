@@ -25,7 +25,7 @@ COMMANDS = {
     "summary --by link": [WITH_LINK],
     "summary --by substep": [WITH_LINK],
     "diff": [WITH_LINK, TRACE],
-    "summary --by activity": [str(ROOT / "traces" / "a100-torch-profiler.ebb")],
+    "summary --by activity": [str(ROOT / "traces" / "a100-torch-profiler.ebb"), "--critical-path"],
     "replay": [TRACE, "--machine", "a100-40gb-published", "--policy", "pipelined"],
 }
 QUICK = ("windows", "memory", "summary --by iteration")

@@ -29,6 +29,6 @@ def test_codes__count_equal_texts_of_a_dictionary_as_one() -> None:
     labels = pa.DictionaryArray.from_arrays(pa.array([2, 0, None, 1], pa.int32()), pa.array(["a", "b", "a"]))
     numbers = pa.array(range(4), pa.int64())
     columns = {"start_ns": numbers, "end_ns": numbers, "device": labels, "kind": labels, "name": labels}
-    rows = Columns("kernels", pa.table({**columns, "group": labels}))
+    rows = Columns("kernels", pa.table({**columns, "group": labels, "operator": labels}))
     codes, texts = rows.codes("group")
     assert (codes.tolist(), texts) == ([0, 0, -1, 1], ["a", "b"])
