@@ -272,7 +272,7 @@ def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
 def _opened(file: Path, text: Sequence[str]) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file whose rows may be read; `text`: columns that are text."""
     # pyarrow reads the open file itself, in this thread: a thread of its own that lets go of a file of Python while the
-    # process ends would abort it.
+    # process ends would abort it (apache/arrow#34314).
     with open_regular(file) as opened, pa.OSFile(f"/dev/fd/{opened.fileno()}") as source:
         # Text of few different values is read as a dictionary: decoding each value takes three times as long.
         try:
