@@ -78,7 +78,7 @@ class Iterations(TabularResult):
 def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iterations:
     """Compare the iterations and ranks of a trace. Spreads and rows are about `ranks` (None: all); the slowest rank is
     always found among all."""
-    numbers = set(steady_iterations(trace).numbers)
+    numbers = steady_iterations(trace).numbers
     spreads, rows = [], []
     totals: dict[int, Floats] = {}
     warmup: set[int] = set()
@@ -86,9 +86,9 @@ def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iter
         table = rank_durations(trace, rank)
         if not len(table.numbers):
             continue
-        warmup |= set(table.numbers.tolist()) - numbers
+        warmup |= set(table.numbers.tolist()) - set(numbers)
         steady = table.only(numbers)
-        totals[rank] = IterationTable(steady.numbers, {"ms": steady.total(PHASES)}).at(sorted(numbers)).columns["ms"]
+        totals[rank] = IterationTable(steady.numbers, {"ms": steady.total(PHASES)}).at(numbers).columns["ms"]
         if ranks is not None and rank not in ranks:
             continue
         for phase in _TIMES:
@@ -98,7 +98,7 @@ def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iter
         times = zip(*(table.columns[phase].tolist() for phase in _TIMES), strict=True)
         for number, values in zip(table.numbers.tolist(), times, strict=True):
             figures = {f"{p}_ms": None if np.isnan(ms) else ms for p, ms in zip(_TIMES, values, strict=True)}
-            rows.append({"rank": rank, "iteration": number, "warmup": number not in numbers, **figures})
+            rows.append({"rank": rank, "iteration": number, "warmup": number in warmup, **figures})
     return Iterations(len(numbers), sorted(warmup), spreads, rows, _slowest(totals))
 
 

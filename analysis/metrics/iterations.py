@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,9 +45,9 @@ class IterationTable:
             values[present] = self.columns[name][position[present]]
         return IterationTable(wanted, columns)
 
-    def only(self, numbers: Iterable[int]) -> IterationTable:
-        """Return the rows of those of some iterations that the table has."""
-        kept = np.isin(self.numbers, list(numbers))
+    def only(self, numbers: Sequence[int]) -> IterationTable:
+        """Return the rows of those of some iterations, ascending, that the table has."""
+        _, kept = positions(np.asarray(numbers, np.int64), self.numbers)
         return IterationTable(self.numbers[kept], {name: values[kept] for name, values in self.columns.items()})
 
     def largest(self, names: Sequence[str]) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbtide.profiler.trace.schema import SORT, TABLES, is_text, typed_rows
+from ebbtide.profiler.trace.schema import SORT, text_columns, typed_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,9 +31,8 @@ class Columns:
             self._arrow = _sorted(table, rows)
             self.nbytes = rows.nbytes
             # A name that is not UTF-8 is to be refused where the file is read.
-            for column in TABLES[table]:
-                if is_text(column.type):
-                    self.codes(column.name)
+            for name in text_columns(table):
+                self.codes(name)
         else:
             self.frame = rows
             self.nbytes = int(rows.memory_usage(index=False).sum())

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 META = "meta.json"
 # In the folder of the spools: locked by the process that will finish the trace.
 LOCK = "recording.lock"
+# Files of tables without rows have fewer bytes.
+_SMALL_BYTES = 2048
 
 
 @contextlib.contextmanager
@@ -235,16 +237,31 @@ def _read(path: Path, rank: int, table: str) -> Columns:
     if table in OPTIONAL_TABLES and not os.path.lexists(file):
         return _no_rows(table)
     try:
-        with _opened(file, text_columns(table)) as parquet:
-            if not parquet.metadata.num_rows:
-                return _no_rows(table)
-            stored = set(parquet.schema.names)
-            names = [column.name for column in TABLES[table] if column.name in stored]
-            columns = Columns(table, typed_rows(table, parquet.read(names, use_threads=False)))
-        check_values(table, columns)
-        return columns
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size <= _SMALL_BYTES:
+                return _read_small(table, opened.read(size))
+            with pa.OSFile(f"/dev/fd/{opened.fileno()}") as source:
+                return _read_from(table, source, size)
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, file, rank, error) from None
+
+
+@lru_cache(maxsize=64)
+def _read_small(table: str, content: bytes) -> Columns:
+    """Return the rows of a small file. Tables without rows are equal files on all ranks."""
+    return _read_from(table, pa.BufferReader(content), len(content))
+
+
+def _read_from(table: str, source: pa.NativeFile, size: int) -> Columns:
+    with _parquet_file(source, size, text_columns(table)) as parquet:
+        if not parquet.metadata.num_rows:
+            return _no_rows(table)
+        stored = set(parquet.schema.names)
+        names = [column.name for column in TABLES[table] if column.name in stored]
+        columns = Columns(table, typed_rows(table, parquet.read(names, use_threads=False)))
+    check_values(table, columns)
+    return columns
 
 
 @cache
@@ -258,7 +275,11 @@ def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
     if table in OPTIONAL_TABLES and not os.path.lexists(file):
         return []
     try:
-        with _opened(file, [column]) as parquet:
+        with (
+            open_regular(file) as opened,
+            pa.OSFile(f"/dev/fd/{opened.fileno()}") as source,
+            _parquet_file(source, os.fstat(opened.fileno()).st_size, [column]) as parquet,
+        ):
             if not parquet.metadata.num_rows:
                 return []
             if column not in parquet.schema.names:
@@ -269,22 +290,22 @@ def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path, text: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file whose rows may be read; `text`: columns that are text."""
-    # pyarrow reads the open file itself, in this thread: a thread of its own that lets go of a file of Python while the
-    # process ends would abort it (apache/arrow#34314).
-    with open_regular(file) as opened, pa.OSFile(f"/dev/fd/{opened.fileno()}") as source:
-        # Text of few different values is read as a dictionary: decoding each value takes three times as long.
-        try:
-            parquet = pq.ParquetFile(source, read_dictionary=text, pre_buffer=False)
-        except KeyError:
-            # Files of earlier versions lack some columns.
-            names = set(pq.read_schema(source).names)
-            stored = [column for column in text if column in names]
-            parquet = pq.ParquetFile(source, read_dictionary=stored, pre_buffer=False)
-        with parquet:
-            check_size(parquet.metadata, os.fstat(opened.fileno()).st_size)
-            yield parquet
+def _parquet_file(source: pa.NativeFile, size: int, text: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file of `size` bytes whose rows may be read; `text`: columns that are text.
+
+    `source` is a file of pyarrow, which reads it in this thread: a thread of its own that lets go of a file of Python
+    while the process ends would abort it (apache/arrow#34314)."""
+    # Text of few different values is read as a dictionary: decoding each value takes three times as long.
+    try:
+        parquet = pq.ParquetFile(source, read_dictionary=text, pre_buffer=False)
+    except KeyError:
+        # Files of earlier versions lack some columns.
+        names = set(pq.read_schema(source).names)
+        stored = [column for column in text if column in names]
+        parquet = pq.ParquetFile(source, read_dictionary=stored, pre_buffer=False)
+    with parquet:
+        check_size(parquet.metadata, size)
+        yield parquet
 
 
 def _damaged(path: Path, file: Path, rank: int, error: Exception) -> TraceError:

@@ -1,6 +1,7 @@
 """The tables of a trace and their columns; docs/trace-format.md describes each."""
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import pyarrow as pa
 
@@ -20,6 +21,11 @@ class TraceColumn:
     # Whether frames have it as a category, with one copy of each value. Of a table with millions of samples and few
     # different labels, text takes several times the memory and time.
     categorical: bool = False
+
+    @cached_property
+    def read_type(self) -> pa.DataType:
+        """The type of the values of a table that is read; text may be a dictionary."""
+        return pa.large_string() if is_text(self.type) else self.type
 
 
 _TIME = pa.int64()
@@ -150,6 +156,7 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(values) or pa.types.is_large_string(values))
 
 
+@cache
 def text_columns(table: str) -> list[str]:
     return [column.name for column in TABLES[table] if is_text(column.type)]
 
@@ -173,7 +180,7 @@ def typed_rows(table: str, rows: pa.Table) -> pa.Table:
 
 def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
     """Return values with the type of their column; raise ValueError where they are of another kind."""
-    kind, target = values.type, _target(column)
+    kind, target = values.type, column.read_type
     if kind == target:
         return values
     if pa.types.is_null(kind.value_type if pa.types.is_dictionary(kind) else kind):
@@ -194,9 +201,5 @@ def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
 
 def _nulls(count: int, column: TraceColumn) -> pa.Array:
     """Return missing values. Those of text are a dictionary, which takes half of the memory, as those in files are."""
-    kind = _target(column)
+    kind = column.read_type
     return pa.nulls(count, pa.dictionary(pa.int32(), kind) if is_text(kind) else kind)
-
-
-def _target(column: TraceColumn) -> pa.DataType:
-    return pa.large_string() if is_text(column.type) else column.type

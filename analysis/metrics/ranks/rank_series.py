@@ -9,7 +9,14 @@ import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device
-from ebbtide.analysis.metrics.iterations import Intervals, IterationTable, intervals, rank_durations, steady_iterations
+from ebbtide.analysis.metrics.iterations import (
+    Intervals,
+    IterationTable,
+    intervals,
+    positions,
+    rank_durations,
+    steady_iterations,
+)
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, rate_samples, traffic
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
@@ -48,7 +55,7 @@ def rank_series(trace: Trace, rank: int) -> IterationTable:
     of the busy GPU."""
     times = phase_series(trace, rank)
     spans = intervals(trace, rank)
-    steady = np.isin(spans.numbers, times.numbers)
+    _, steady = positions(times.numbers, spans.numbers)
     spans = replace(spans, numbers=spans.numbers[steady], starts=spans.starts[steady], ends=spans.ends[steady])
     moved = {name: values for direction in DIRECTIONS for name, values in _moved(trace, rank, direction, spans).items()}
     others = IterationTable(spans.numbers, {"sm_clock_mhz": _clocks(trace, rank, spans), **moved}).at(times.numbers)
@@ -74,7 +81,7 @@ def _moved(trace: Trace, rank: int, direction: str, spans: Intervals) -> dict[st
     sizes = moved.total(ends) - moved.total(starts)
     samples = None if moved.busy is not None else rate_samples(trace, rank, direction)
     if moved.busy is not None:
-        recorded = np.isin(numbers, copied_iterations(trace, rank))
+        _, recorded = positions(np.array(copied_iterations(trace, rank), np.int64), numbers)
         busy_s = np.where(recorded, moved.busy(starts, ends) / 1e9, np.nan)
         rates = sizes / np.where(busy_s > 0, busy_s, np.nan)
     elif samples is not None:
