@@ -50,6 +50,7 @@ class ImportOptions:
     # Meanings of NVTX ranges by their names, where `*` stands for any text: `forward`, `backward`, `update`,
     # `iteration`, or `other` for ranges that are none of these.
     phases: Mapping[str, str] = field(default_factory=dict)
+    jobs: int = 1  # Number of processes that may read many files.
 
 
 class Importer(Protocol):

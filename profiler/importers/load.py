@@ -112,6 +112,7 @@ def import_trace(
     hardware: Hardware | None = None,
     align: str | None = None,
     phases: Mapping[str, str] | None = None,
+    jobs: int = 1,
 ) -> Trace:
     """Write one trace from the files of one run, or folders of files of one format, on one clock.
 
@@ -120,7 +121,7 @@ def import_trace(
         hardware: Figures that replace those of the files.
         align: Move the files so that they begin at the same time: with the first one (`start`), or with the file of
             this path. None: their times are used as they are, and must overlap.
-        phases: Meanings of NVTX ranges by their names, see `ImportOptions`.
+        phases, jobs: See `ImportOptions`.
 
     Raises:
         SourceError: A file cannot be read. Nothing is written.
@@ -141,7 +142,7 @@ def import_trace(
     builder.meta["imported"] = [{"format": name, "file": s.path.name} for name in importers for s in sources[name]]
     for note in folder_notes:
         builder.note(note)
-    options = ImportOptions(hardware or Hardware(), sources, phases or {})
+    options = ImportOptions(hardware or Hardware(), sources, phases or {}, jobs)
     undated: list[Source] = []
     times = FileTimes(builder)
     for importer in sorted(importers.values(), key=lambda importer: importer.stage):

@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, output_option, refuse_options, size, valued
+from ebbtide.cli.options import Force, jobs_option, output_option, refuse_options, size, valued
 from ebbtide.cli.printing import echo_error
+from ebbtide.cli.reading import check_options
+from ebbtide.host_limits import cores
 from ebbtide.phases import ITERATION_PARTS
 
 _RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
@@ -59,6 +61,7 @@ def import_(
             show_default="by the words in their names",
         ),
     ] = None,
+    jobs: Annotated[int | None, jobs_option("one per core from 32 files of torch.profiler on")] = None,
     force: Force = False,
 ) -> None:
     """Convert files of other tools into a trace, or merge the traces that the hosts of one job recorded.
@@ -79,11 +82,14 @@ def import_(
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
     phases = dict(map(_phase, phase or []))
+    check_options(jobs, None)
 
     from ebbtide.profiler.importers.importer import Hardware
     from ebbtide.profiler.importers.load import import_trace
 
-    trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases)
+    trace = import_trace(
+        sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases, jobs or cores()
+    )
     for line in (*trace.notes, *closing_lines(trace)):
         echo_error(line)
 

@@ -4,6 +4,7 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,12 +20,15 @@ from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stag
 from ebbtide.profiler.importers.kineto.phases import ANNOTATION, CALLS, OPS, DeviceTimes, Marks, find_phases
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+from ebbtide.workers import WorkerDied, run_locally
 
 # A trace with more annotations would grow by what nobody reads one by one.
 MAX_COUNT = 200_000
 _HEAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{.*"(?:traceEvents|schemaVersion)"\s*:|\[\s*\{.*"ph"\s*:)', re.DOTALL)
 _RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_COUNT = 10_000_000
+# Processes start in about a second, in which one reads ten small files.
+_MIN_FILES_FOR_PROCESSES = 32
 # The category of instant events; torch before 1.12 gave them none.
 MEMORY_CATEGORIES = frozenset({"cpu_instant_event", ""})
 _NAME = "[memory]"
@@ -46,9 +50,38 @@ class KinetoImporter:
         return _HEAD.match(source.head) is not None
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
+        if options.jobs > 1 and len(sources) >= _MIN_FILES_FOR_PROCESSES and not builder.ranks:
+            _read_in_processes(builder, sources, options.jobs)
+            return []
         for number, source in enumerate(sources):
             read_trace(source, builder, number)
         return []
+
+
+def _read_in_processes(builder: TraceBuilder, sources: Sequence[Source], jobs: int) -> None:
+    """Add the contents of traces to a builder without ranks, as `read_trace` does one by one."""
+    tasks = {str(number): (source.path, number) for number, source in enumerate(sources)}
+    outcomes = dict(run_locally(_read_alone, tasks, jobs))
+    for source, outcome in zip(sources, map(outcomes.__getitem__, tasks), strict=True):
+        if isinstance(outcome, WorkerDied):
+            raise SourceError(f"{source} could not be read: {outcome}; try --jobs 1")
+        for rank, entry in outcome.ranks.items():
+            if rank in builder.ranks:
+                raise _second_file(builder.ranks[rank], source, rank)
+            builder.ranks[rank] = entry
+        for note in outcome.meta["notes"]:
+            builder.note(note)
+
+
+def _read_alone(file: tuple[Path, int]) -> TraceBuilder:
+    path, number = file
+    builder = TraceBuilder("imported")
+    read_trace(Source(path), builder, number)
+    return builder
+
+
+def _second_file(entry: RankBuilder, source: Source, rank: int) -> SourceError:
+    return SourceError(f"{entry.meta['imported_from']} and {source} are both of rank {rank}: import one file per rank")
 
 
 def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
@@ -117,9 +150,7 @@ def _rank_entry(source: Source, builder: TraceBuilder, number: int, meta: dict[s
     rank: int = info["rank"] if _is_count(info.get("rank")) else int(in_name.group(1)) if in_name else number
     entry = builder.rank(rank)
     if "imported_from" in entry.meta:
-        raise SourceError(
-            f"{entry.meta['imported_from']} and {source} are both of rank {rank}: import one file per rank"
-        )
+        raise _second_file(entry, source, rank)
     entry.meta["imported_from"] = source.path.name
     if _is_count(info.get("world_size")):
         entry.meta["world_size"] = info["world_size"]

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.profiler.importers.kineto.importer import KinetoImporter, read_trace
+from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from ebbtide.profiler.trace.metadata import DeviceInfo, ImportedFile
@@ -463,3 +464,22 @@ def test_find_phases__finds_the_same_without_annotations(tmp_path: Path) -> None
     assert (derived["end_ns"] <= annotated["end_ns"])[backward].all()
     ratio = (derived["end_ns"] - derived["start_ns"]) / (annotated["end_ns"] - annotated["start_ns"])
     assert (ratio[backward] > 0.9).all()
+
+
+def test_import_trace__in_processes_is_that_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiler.importers.kineto.importer._MIN_FILES_FOR_PROCESSES", 3)
+    files = []
+    for rank in (2, 0, 1):
+        work = [*launched(12, 14, 20 + rank, 1), *copied("HtoD (Pinned -> Device)", 22, 25 + rank, 8 << rank, 2)]
+        files.append(write_trace(tmp_path / f"rank{rank}.json", [*iteration(1, 0), span("aten::mm", 11, 13), *work]))
+    for jobs in (1, 2):
+        import_trace(files, tmp_path / f"{jobs}.ebb", jobs=jobs)
+    alone, together = (
+        {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        for folder in (tmp_path / "1.ebb", tmp_path / "2.ebb")
+    )
+    assert alone == together
+    twice = write_trace(tmp_path / "other-rank1.json", iteration(1, 0))
+    with pytest.raises(SourceError, match=r"rank1\.json and .*other-rank1\.json are both of rank 1"):
+        import_trace([*files, twice], tmp_path / "3.ebb", jobs=2)
+    assert not (tmp_path / "3.ebb").exists()
