@@ -41,6 +41,8 @@ def _memory_line(metrics: JobMetrics) -> str:
     amount = f"{reserved / scale:,.2f} {f'of {capacity / scale:,.2f} ' if capacity else ''}{unit} reserved"
     if status:
         return f"memory  incomplete, the job ended with status {status}: {amount} so far"
+    if not metrics.pool_peak("requested"):
+        return 'memory  nothing to predict: the job put no tensor on the GPU (device "cuda")'
     spare = _spare_bytes(metrics)
     if spare is None:
         return f"memory  {amount} at the peak"

@@ -149,6 +149,12 @@ class DeviceGenerator(HostGenerator):
         return self
 
 
+# Functions of `torch.cuda.cudart()` without an effect on what is counted.
+_RUNTIME = (
+    "cudaHostRegister", "cudaHostUnregister", "cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"
+)  # fmt: skip
+
+
 def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
     """Return the compute capability of a device, by which jobs and torch choose kernels.
 
@@ -233,6 +239,9 @@ def patch_cuda(
     for key in (*_RANDOM, "initial_seed", "get_rng_state", "get_rng_state_all"):
         patches.set(cuda.random, key, functions[key])
     _patch_extension(patches, devices)
+    runtime = {name: _constant(0) for name in _RUNTIME}  # 0 is cudaSuccess
+    runtime |= {"cudaError": SimpleNamespace(success=0), "cudaMemGetInfo": statistics["mem_get_info"]}
+    patches.set(cuda, "_cudart", SimpleNamespace(**runtime))
 
     def record_stream(tensor: Any, stream: Any) -> None:
         memory.record_stream(tensor.untyped_storage(), stream.stream_id)

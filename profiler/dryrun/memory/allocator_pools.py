@@ -26,7 +26,7 @@ LARGE_SEGMENT = 20 << 20
 MIN_LARGE = 10 << 20
 LARGE_ROUNDING = 2 << 20
 # Addresses of an expandable segment, more than any device has.
-_EXPANDABLE_BYTES = 1 << 44
+EXPANDABLE_BYTES = 1 << 44
 
 
 @dataclass(frozen=True)
@@ -280,8 +280,8 @@ class ExpandablePool(BlockPool):
                 block = block.previous
             if _free_addresses(block, size) >= size:
                 return block
-        start = self.space.take(_EXPANDABLE_BYTES, self._page)
-        block = AllocatorBlock(start, _EXPANDABLE_BYTES, self, free=True, mapped=False)
+        start = self.space.take(EXPANDABLE_BYTES, self._page)
+        block = AllocatorBlock(start, EXPANDABLE_BYTES, self, free=True, mapped=False)
         self._insert(block)
         return block
 

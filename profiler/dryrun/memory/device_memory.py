@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ebbtide.profiler.agent.patches import Patches
-from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorBlock
+from ebbtide.profiler.dryrun.memory.allocator_pools import EXPANDABLE_BYTES, AllocatorBlock
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
@@ -218,6 +218,8 @@ class DeviceMemory:
             self._free(entry[0])
 
     def _allocate(self, block: DeviceBlock, size: int) -> None:
+        if size > EXPANDABLE_BYTES:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 1e9:,.0f} GB (dry run)")
         block.size = size
         block.start_ns, block.stream = self._clock.tick(), self._clock.stream
         if size:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ebbtide.profiler.dryrun.child import explain_failure
+from ebbtide.profiler.dryrun.failures import explain_failure
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from tests.profiler.dryrun.forked import run_forked
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from ebbtide.profiler.dryrun.child import explain_failure
+from ebbtide.profiler.dryrun.failures import explain_failure
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from ebbtide.profiler.dryrun.time.clock import COMMUNICATION_STREAM
