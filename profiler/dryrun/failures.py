@@ -48,7 +48,7 @@ _MESSAGES = (
         "it waits for a key of the group's store that another rank sets, and there is no other rank",
     ),
 )
-_PACKAGES = re.compile(r"(flash_attn|FlashAttention\d?|xformers|apex|transformer_engine|gptqmodel|awq)\b")
+_PACKAGES = re.compile(r"(flash_attn|FlashAttention\d?|xformers|apex|transformer_engine|gptqmodel|awq)")
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}")
 _OWN, _TORCH = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
 # Errors of the job itself, wherever they are raised: a file, a package or a device that it names is not there.
