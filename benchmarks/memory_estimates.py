@@ -14,26 +14,23 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tables import machine_line, table
 
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.tables.prediction import MISFIT, verdict
-from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler.trace import open_trace
 
 RIVALS = {"xMem": "xmem_bytes", "DNNMem": "dnnmem_bytes", "SchedTune": "schedtune_bytes"}
 SCRIPTS = {"CNN": "train_cnn.py", "Transformer": "train_lm.py"}
-# A preset of the architecture of each measured GPU; the GPU's own name states its multiprocessors.
+# Presets with the compute capability of the measured GPUs.
 PRESETS = {"RTX 3060": "rtx3090", "RTX 4060": "rtx4090"}
 # xMem's files state beside its bytes whether a job runs out of memory. It says so of these jobs, by model and batch,
 # though its bytes are below the capacity.
@@ -102,9 +99,7 @@ def compare(folder: Path, python: str, job: dict[str, str], held_out: bool) -> C
     script = folder / SCRIPTS[job["family"]]
     with tempfile.TemporaryDirectory() as temporary:
         output = Path(temporary, "run.ebb")
-        machine = Path(temporary, "machine.json")
-        machine.write_text(json.dumps(machine_of(job["gpu"])), encoding="utf-8")
-        options = ["--machine", str(machine), "--capacity", job["capacity_bytes"], "--steps", "4", "-o", str(output)]
+        options = ["--gpu", PRESETS[job["gpu"]], "--capacity", job["capacity_bytes"], "--steps", "4", "-o", str(output)]
         words = ["python", "-c", RUN_SCRIPT, str(script), job["model"], job["batch"], job["optimizer"]]
         command = [python, "-m", "ebbtide", "dry-run", *options, "--", *words]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -114,13 +109,6 @@ def compare(folder: Path, python: str, job: dict[str, str], held_out: bool) -> C
         result = Comparison(job, metrics.pool_peak("reserved") or 0, verdict(metrics) == MISFIT, held_out)
     print(job["model"], job["optimizer"], job["batch"], f"{result.error_percent:+.1f} %", file=sys.stderr, flush=True)
     return result
-
-
-def machine_of(gpu: str) -> dict[str, Any]:
-    """Return a machine with a measured GPU, as JSON."""
-    machine = find_machine(PRESETS[gpu])
-    assert machine.gpu is not None
-    return replace(machine, gpu=replace(machine.gpu, name=f"NVIDIA GeForce {gpu}")).as_json()
 
 
 def print_jobs(rows: Sequence[Comparison]) -> None:
