@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from operator import itemgetter
+from itertools import accumulate
+from operator import itemgetter, sub
 from typing import NamedTuple
 
 from ebbtide.interleave.model.operations import BACKWARD, FORWARD, point_at
-from ebbtide.interleave.model.workload import LayerMemory, Workload, value_at
+from ebbtide.interleave.model.workload import Layer, LayerMemory, Workload, value_at
 
 # Slots through which streamed weights, gradients and offloaded activations pass: one is used while others are copied.
 SLOTS = 2
@@ -80,10 +80,15 @@ class Stretch(NamedTuple):
     end: float
 
 
-@lru_cache(maxsize=8)
 def stretches_of(workload: Workload, plan: LayerPlan) -> list[Stretch]:
     """Return the compute of all chunks in all layers in the order of time, in a placed workload (see `place`)."""
-    layers, shares = workload.layers, workload.chunk_shares
+    return _stretches(workload.layers, workload.chunk_shares, workload.forward_s, workload.backward_s, plan)
+
+
+@lru_cache(maxsize=8)
+def _stretches(
+    layers: Sequence[Layer], shares: Sequence[float], forward_total_s: float, backward_total_s: float, plan: LayerPlan
+) -> list[Stretch]:
     again = [saved.recompute_s / plan.rounds for saved in plan.activations]
     forward_s, backward_s = [], []
     for layer, one in enumerate(layers):
@@ -91,7 +96,7 @@ def stretches_of(workload: Workload, plan: LayerPlan) -> list[Stretch]:
         once_s = one.backward_s - sum(own)
         forward_s += [one.forward_s * share for share in shares]
         backward_s += [once_s * share + extra for share, extra in zip(shares, own, strict=True)]
-    round_s = (workload.forward_s + workload.backward_s) / plan.rounds
+    round_s = (forward_total_s + backward_total_s) / plan.rounds
     forward_until = [0.0, *accumulate(forward_s)]
     first_s = round_s - sum(layer.backward_s for layer in layers)
     backward_until = [*accumulate(reversed(backward_s), initial=first_s)]
@@ -99,7 +104,7 @@ def stretches_of(workload: Workload, plan: LayerPlan) -> list[Stretch]:
     result = []
     for number in range(plan.rounds):
         for is_backward, until, order in ((False, forward_until, indices), (True, backward_until, reversed(indices))):
-            points = [_point(workload, number * round_s + seconds) for seconds in until]
+            points = [_point(number * round_s + seconds, forward_total_s, backward_total_s) for seconds in until]
             result += [
                 Stretch(is_backward, number, index // len(shares), index, start, end)
                 for index, start, end in zip(order, points, points[1:], strict=False)
@@ -107,12 +112,12 @@ def stretches_of(workload: Workload, plan: LayerPlan) -> list[Stretch]:
     return result
 
 
-def _point(workload: Workload, seconds: float) -> float:
+def _point(seconds: float, forward_s: float, backward_s: float) -> float:
     """Return the point of the iteration at seconds from the start of the forward."""
-    share = seconds / workload.forward_s
+    share = seconds / forward_s
     if share < 1.0 - _ROUNDING:
         return FORWARD + share
-    share = (seconds - workload.forward_s) / workload.backward_s
+    share = (seconds - forward_s) / backward_s
     return BACKWARD + (0.0 if share < _ROUNDING else share if share < 1.0 - _ROUNDING else 1.0)
 
 
@@ -136,6 +141,11 @@ def place(workload: Workload, plan: LayerPlan | None) -> Workload:
     placed one, is returned itself."""
     if plan is None or not workload.layers or workload.layer_memory:
         return workload
+    return _placed(workload, plan)
+
+
+@lru_cache(maxsize=8)
+def _placed(workload: Workload, plan: LayerPlan) -> Workload:
     rounds, shares = plan.rounds, workload.chunk_shares[: len(workload.chunk_shares) // plan.rounds]
     chunks = len(shares)
     again = [saved.recompute_s for saved in plan.activations]
@@ -192,10 +202,8 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     in_slots = 0.0 if until_step else sum(sorted(gradients, reverse=True)[: plan.gradient_slots])
     offloaded = sorted((one.nbytes for one in saved if one.offloaded), reverse=True)
     # A chunk that is computed, and computed again, has all of its activations.
-    working = max(
-        layers[index // len(shares)].forms[0].nbytes * shares[index % len(shares)] - one.nbytes
-        for index, one in enumerate(saved)
-    )
+    full = (one.forms[0].nbytes * share for one in layers for share in shares)
+    working = max(map(sub, full, (one.nbytes for one in saved)))
     slots, working = sum(offloaded[: plan.activation_slots]), max(0.0, working)
     begin, turn, end = (seconds_at(workload, point) for point in (FORWARD, BACKWARD, BACKWARD + 1))
     changes = [(begin, 0.0, slots + working), (turn, in_slots, 0.0), (end, -in_slots, -slots - working)]
@@ -203,23 +211,27 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     all_the_time = until_step and workload.accumulates
     if all_the_time:
         changes.append((0.0, sum(gradients), 0.0))
-    kept = [0.0] * len(layers)
-    for index, one in enumerate(saved):
-        kept[index // len(shares)] += 0.0 if one.offloaded else one.nbytes
-    stretches = stretches_of(workload, plan)
-    for before, after in pairwise(stretches):
-        if after.is_backward and not before.is_backward:
-            # What is after the last layer is computed without it.
-            last_end, first_start = seconds_at(workload, before.end), seconds_at(workload, after.start)
-            changes += [(last_end, 0.0, -working), (first_start, 0.0, working)]
-    for stretch in stretches:
-        chunk = stretch.activation % len(shares)
-        if chunk == 0:
-            size = kept[stretch.layer]
-            at, change = (stretch.end, -size) if stretch.is_backward else (stretch.start, size)
-            changes.append((seconds_at(workload, at), 0.0, change))
-        if stretch.is_backward and chunk == len(shares) - 1 and until_step and not all_the_time and not stretch.round:
+    chunks, stretches = len(shares), stretches_of(workload, plan)
+    count = len(saved)
+    for first in range(count, len(stretches), 2 * count):
+        # What is after the last layer is computed without it.
+        last_end, first_start = (
+            seconds_at(workload, point) for point in (stretches[first - 1].end, stretches[first].start)
+        )
+        changes += [(last_end, 0.0, -working), (first_start, 0.0, working)]
+    kept = [
+        sum(one.nbytes for one in saved[first : first + chunks] if not one.offloaded)
+        for first in range(0, count, chunks)
+    ]
+    # Chunks of a backward come in reverse: the last one of a layer is the first.
+    for stretch in stretches[::chunks]:
+        if not stretch.is_backward:
+            changes.append((seconds_at(workload, stretch.start), 0.0, kept[stretch.layer]))
+        elif until_step and not all_the_time and not stretch.round:
             changes.append((seconds_at(workload, stretch.start), gradients[stretch.layer], 0.0))
+    for stretch in stretches[chunks - 1 :: chunks]:
+        if stretch.is_backward:
+            changes.append((seconds_at(workload, stretch.end), 0.0, -kept[stretch.layer]))
     now = LayerMemory(0.0, weights, 0.0, 0.0)
     for at_s, gradient, activation in sorted(changes):
         if at_s > now.at_s:

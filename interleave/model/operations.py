@@ -1,6 +1,5 @@
 """Operations of a plan: their kinds, resources, and the points at which they may start and must end."""
 
-from bisect import bisect_right
 from collections.abc import Collection
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
@@ -107,7 +106,7 @@ def gradient_ready_points(workload: Workload) -> list[float]:
         ends = [workload.backward_s]
         for layer in workload.layers[:-1]:
             ends.append(ends[-1] - layer.backward_s)
-        return [BACKWARD + min(1.0, ends[layer] / workload.backward_s) for layer in layers_of_subgroups(workload)]
+        return [BACKWARD + min(1.0, ends[layer] / workload.backward_s) for layer in workload.layers_of_subgroups]
     points, params_done = [], 0
     for size in reversed(workload.subgroups):
         params_done += size
@@ -126,19 +125,12 @@ def forward_points(workload: Workload) -> list[float]:
     The forward uses subgroups in their order, each for a time in proportion to its parameters."""
     if workload.layers:
         starts = [0.0, *accumulate(layer.forward_s for layer in workload.layers)]
-        return [FORWARD + min(1.0, starts[layer] / workload.forward_s) for layer in layers_of_subgroups(workload)]
+        return [FORWARD + min(1.0, starts[layer] / workload.forward_s) for layer in workload.layers_of_subgroups]
     points, params_done = [], 0
     for size in workload.subgroups:
         points.append(FORWARD + params_done / workload.params)
         params_done += size
     return points
-
-
-def layers_of_subgroups(workload: Workload) -> list[int]:
-    """Return the layer of the first parameter of each subgroup; parameters after all layers count as the last one's."""
-    ends, last = list(accumulate(layer.params for layer in workload.layers)), len(workload.layers) - 1
-    offsets = accumulate(workload.subgroups[:-1], initial=0)
-    return [min(bisect_right(ends, offset), last) for offset in offsets]
 
 
 def point_at(workload: Workload, seconds: float) -> float:

@@ -1,8 +1,10 @@
 """The workload of a job: the parameters to update, and the times and memory of the rest of an iteration."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -30,7 +32,6 @@ BusyShare = Annotated[
 ]
 Sizes = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)]
 Flag = Annotated[bool, Meta(description="true or false")]
-
 _MAX_LAYERS, _MAX_CHUNKS, _MAX_ACTIVATIONS = 10_000, 4096, 100_000
 
 
@@ -148,6 +149,12 @@ class Workload:
             runs = [layer.params for layer in self.layers] + [rest] * (rest > 0)
             return tuple(size for run in runs for size in equal_sizes(run, min(self.subgroup_params, run)))
         return equal_sizes(self.params, self.subgroup_params)
+
+    @cached_property
+    def layers_of_subgroups(self) -> list[int]:
+        """The layer of the first parameter of each subgroup; parameters after all layers count as the last one's."""
+        ends, last = list(accumulate(layer.params for layer in self.layers)), len(self.layers) - 1
+        return [min(bisect_right(ends, offset), last) for offset in accumulate(self.subgroups[:-1], initial=0)]
 
     @property
     def cpu_update_bytes(self) -> float:

@@ -4,18 +4,22 @@ offloaded, together with the policy of the optimizer's state."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
 from typing import NamedTuple
 
-from ebbtide.errors import PolicyError
+from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.model.durations import link_rates
 from ebbtide.interleave.model.layers import SLOTS, LayerPlan, place, saved_activations
-from ebbtide.interleave.model.operations import LAYER_KINDS
+from ebbtide.interleave.model.operations import LAYER_KINDS, NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.layer_operations import with_layer_operations
+from ebbtide.interleave.policies.layer_operations import LayerOperations, with_layer_operations
+from ebbtide.interleave.policies.overlap import overlaps_of
+from ebbtide.interleave.simulation.bound import min_iteration_s
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.machine import Machine
 
@@ -131,10 +135,9 @@ def plan_with_layers(
         single = plan_of_choice(search.singles[0], workload, machine, make).plan
         return single.validate(place(workload, single.layers))
     ranked = search.run(quick)
-    results = [plan_of_choice(choice, workload, machine, make) for choice in ranked[:_PLANS]]
-    for choice in search.singles:
-        best = min(result.cost for result in results)
-        if choice not in ranked[:_PLANS] and search.may_be_better(choice, best):
+    results: list[Evaluated] = []
+    for choice in (*ranked[:_PLANS], *(choice for choice in ranked[_PLANS:] if choice in search.singles)):
+        if not results or search.may_be_better(choice, min(result.cost for result in results)):
             results.append(plan_of_choice(choice, workload, machine, make))
     plan = min(results, key=lambda result: result.cost).plan
     return plan.validate(place(workload, plan.layers))
@@ -148,7 +151,8 @@ class LayerSearch:
         self._workload = workload
         self._machine = machine
         self._costs: dict[LayerChoice, Cost] = {}
-        self._ops_left = _SEARCHED_OPS
+        self._missing: dict[LayerChoice, float] = {}  # Bytes of device memory that a choice lacks whatever the plan.
+        self._ops_left, self._plan_ops = _SEARCHED_OPS, 0
         count, last = len(workload.layers), min(len(layer.forms) for layer in workload.layers) - 1
         named = {"keep": 0, "recompute": last, "offload": _OFFLOAD}
         weights, activations = options.get("weights", "resident"), options.get("activations", "keep")
@@ -156,6 +160,8 @@ class LayerSearch:
             raise PolicyError("activations=recompute needs layers with recompute_s, or with several forms")
         self._weights = (False, True) if weights == "auto" else (weights == "streamed",)
         self._forms = (*range(last + 1), _OFFLOAD) if activations == "auto" else (named[activations],)
+        overlaps = overlaps_of(options.get("overlap", "none"))
+        self._overlap = Overlap(*(any(flags) for flags in zip(NO_OVERLAP, *overlaps, strict=True)))
         self.singles = [
             LayerChoice((streamed,) * count, (form,) * count) for streamed, form in product(self._weights, self._forms)
         ]
@@ -178,7 +184,20 @@ class LayerSearch:
         placed = place(self._workload, layers)
         if placed.missing_bytes > best[0]:
             return False
-        return best[0] > 0 or best[1] > 0 or placed.compute_s < best[2]
+        return best[0] > 0 or best[1] > 0 or self._least_s(placed, layers) < best[2]
+
+    def _least_s(self, placed: Workload, layers: LayerPlan) -> float:
+        """Return a lower bound of the iteration with a plan for layers, s: its copies, and the bound of the state, with
+        parameters of streamed layers that need not return to the device."""
+        state = replace(placed, sizes=placed.subgroups, layers=(), layer_memory=())
+        state = replace(state, param_bytes=0.0) if layers.streamed else state
+        ops = LayerOperations(placed, layers).run()
+        least_s = placed.compute_s
+        with suppress(MachineError):
+            least_s = min_iteration_s(state, self._machine, self._overlap)
+        for way, rate in link_rates(placed, self._machine).items():
+            least_s = max(least_s, sum(op.nbytes for op in ops if op.resource == way) / (rate or float("inf")))
+        return least_s
 
     def _all(self) -> Iterator[LayerChoice]:
         count, slots = len(self._workload.layers), range(1, SLOTS + 1)
@@ -220,7 +239,8 @@ class LayerSearch:
             for candidate in change(choice):
                 if self._ops_left < 0:
                     return choice
-                if self._cost(candidate, make) < self._cost(choice, make):
+                cost = self._cost(choice, make)
+                if self._cost(candidate, make, cost) < cost:
                     choice = candidate
         return choice
 
@@ -247,10 +267,17 @@ class LayerSearch:
         for first in self._change_layers(choice, pair[0]):
             yield from self._change_layers(first, pair[1])
 
-    def _cost(self, choice: LayerChoice, make: Maker) -> Cost:
-        if choice not in self._costs:
-            result = plan_of_choice(choice, self._workload, self._machine, make)
+    def _cost(self, choice: LayerChoice, make: Maker, limit: Cost | None = None) -> Cost:
+        """Return the cost of a choice, or the missing memory alone where that is above the limit's."""
+        if choice in self._costs:
+            return self._costs[choice]
+        if choice not in self._missing:
+            self._missing[choice] = place(self._workload, choice.plan(self._workload)).missing_bytes
             chunks = len(self._workload.layers) * len(self._workload.chunk_shares)
-            self._ops_left -= max(_LEAST_OPS, len(result.plan.ops) + 2 * chunks)
-            self._costs[choice] = result.cost
-        return self._costs[choice]
+            self._ops_left -= max(_LEAST_OPS, self._plan_ops + 2 * chunks)
+        if limit is not None and self._missing[choice] > limit[0]:
+            return self._missing[choice], 0.0, 0.0, 0.0
+        result = plan_of_choice(choice, self._workload, self._machine, make)
+        self._plan_ops = len(result.plan.ops)
+        self._costs[choice] = result.cost
+        return result.cost

@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ebbtide.interleave.model.layers import LayerPlan, Stretch, stretches_of
-from ebbtide.interleave.model.operations import UPDATE, Op, OpKind, Resource, layers_of_subgroups
+from ebbtide.interleave.model.operations import UPDATE, Op, OpKind, Resource
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
+
+_BYTES, _AFTER, _NEEDED = map(Op._fields.index, ("nbytes", "after", "needed"))
 
 
 class LayerOperations:
@@ -111,7 +113,7 @@ def with_layer_operations(
     unless they stay on the device for the next forward. Compute waits for the slots of gradients that leave early."""
     ops = (operations or LayerOperations(placed, layers)).run()
     first = len(ops)
-    layer_of = layers_of_subgroups(placed)
+    layer_of = placed.layers_of_subgroups
     streamed = sorted(layers.streamed)
     evicted = frozenset(streamed[layers.weight_slots :])
     backward_starts = {one.layer: one.start for one in reversed(stretches_of(placed, layers)) if one.is_backward}
@@ -119,18 +121,18 @@ def with_layer_operations(
     written: dict[int, Op] = {}
     for op in plan.ops:
         layer = layer_of[op.subgroup] if op.subgroup >= 0 else -1
-        after = tuple(first + index for index in op.after)
-        moved = op._replace(after=after)
+        after, nbytes, needed = tuple([first + index for index in op.after]), op.nbytes, op.needed
         if op.kind == "upload" and layer in evicted:
-            moved = moved._replace(nbytes=0.0)
+            nbytes = 0.0
         taker = layer - layers.gradient_slots
         if op.kind == "gradient down" and not op.blocking and taker >= 0 and op.point < UPDATE:
-            moved = moved._replace(needed=max(backward_starts[taker], op.point))
+            needed = max(backward_starts[taker], op.point)
         if op.kind == "update" and op.resource == "gpu" and layer in layers.streamed:
             written[len(ops)] = op
         if op.kind == "flush" and (update := next((index for index in after if index in written), None)) is not None:
-            moved = moved._replace(nbytes=op.nbytes + placed.param_bytes * written.pop(update).params)
-        ops.append(moved)
+            nbytes += placed.param_bytes * written.pop(update).params
+        # As `_replace` does, in half the time.
+        ops.append(Op(*op[:_BYTES], nbytes, op.point, after, *op[_AFTER + 1 : _NEEDED], needed))
     for index, op in written.items():
         nbytes = placed.param_bytes * op.params
         ops.append(Op("weights down", "d2h", layer_of[op.subgroup], 0, nbytes, op.point, (index,)))

@@ -62,9 +62,13 @@ class PlanBuilder:
         buffer: int = -1,
     ) -> int:
         """Append an operation (see `Op`) on a share of a subgroup's parameters and return its index."""
-        params = round(share * self.sizes[subgroup]) if subgroup >= 0 else 0
-        flags = (pageable, blocking, acquire, release, due, speculative, path, buffer)
-        self.ops.append(Op(kind, resource, subgroup, params, bytes_per_param * params, point, after, *flags))
+        params = self.sizes[subgroup] if subgroup >= 0 else 0
+        params = params if share == 1.0 else round(share * params)
+        nbytes = bytes_per_param * params
+        self.ops.append(
+            Op(kind, resource, subgroup, params, nbytes, point, after, pageable, blocking, acquire, release, due,
+               speculative, path, buffer)
+        )  # fmt: skip
         return len(self.ops) - 1
 
     def gradients(self, keep: frozenset[int] = frozenset(), bytes_per_param: float | None = None) -> None:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
 
 from ebbtide.interleave.model.plan import BACKWARD, OTHER, UPDATE, gradient_ready_points, point_at
 from ebbtide.interleave.model.workload import Workload, value_at
 
+_Size = TypeVar("_Size", float, np.ndarray)
 Role = Literal["cpu", "resident", "streamed", "early", "late", "parked"]
 ROLES: tuple[Role, ...] = ("cpu", "resident", "streamed", "early", "late", "parked")
 # Shares of the CPU's update rate that the search considers, and factors of the share that it has.
@@ -20,8 +23,8 @@ _NEAR_FACTORS = (0.84, 0.92, 1.09, 1.19)
 _LEAST_CPU_SHARE = 0.05
 # Half of the bytes, and the same share, by which a schedule may exceed the free memory (`Schedule.fits_device`).
 _TOLERANCE, _TOLERANCE_BYTES = 1e-9, 0.5
-# Bytes by point of the iteration, a step function: (point, bytes from there on).
-_PointSteps = list[tuple[float, float]]
+# A step function of the point of the iteration: points, and the bytes from each of them on.
+_PointSteps = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -127,20 +130,20 @@ class FreeMemory:
         self.always, self.at_start, self._most = min(free), free[0], max(free)
         in_update = [value_at(steps, workload.compute_s), *(size for time, size in steps if time > workload.compute_s)]
         self._in_update = min(in_update)
-        self._steps: _PointSteps = [
-            (point_at(workload, time), size) for time, size in steps if time < workload.compute_s
-        ]
-        self._steps.append((UPDATE, self._in_update))
+        before = [(point_at(workload, time), size) for time, size in steps if time < workload.compute_s]
+        points, sizes = zip(*before, (UPDATE, self._in_update), strict=True)
+        self._steps: _PointSteps = np.array(points), np.array(sizes)
         ready_points = gradient_ready_points(workload)
         # When the backward starts to compute a gradient, that gradient takes its memory, if it is not there already.
-        self._gradient_starts = [OTHER] * len(ready_points) if workload.accumulates else [*ready_points[1:], BACKWARD]
+        starts = [OTHER] * len(ready_points) if workload.accumulates else [*ready_points[1:], BACKWARD]
+        self._gradient_starts = np.array(starts)
+        self._gradient_bytes = workload.grad_bytes * np.array(workload.subgroups, dtype=float)
         begin = workload.kept_gradients_begin_s
         edges = [time for time, _ in steps if begin < time < workload.compute_s] + [workload.compute_s]
-        # Of each piece of that time in which the free memory is constant: its end, and the free bytes.
-        self._backward_pieces = [
-            (point_at(workload, end), value_at(steps, start))
-            for start, end in zip([begin, *edges], edges, strict=False)
-        ]
+        # The free bytes of each piece of that time in which they are constant, and the bytes of each gradient in it.
+        self._backward_free = np.array([value_at(steps, start) for start in [begin, *edges[:-1]]])
+        ends = np.array([*(point_at(workload, end) for end in edges), np.inf])
+        self._bytes_in_piece = np.where(self._gradient_starts[:, None] < ends, self._gradient_bytes[:, None], 0.0)
 
     def state_bytes(self, subgroups: Collection[int]) -> float:
         """Return the bytes of the state of some subgroups."""
@@ -166,23 +169,15 @@ class FreeMemory:
             returned_bytes: Gradients of resident subgroups that come back from the host to memory of their own.
         """
         resident_bytes = self.state_bytes(resident) + returned_bytes
-        # From the last step to the first: the least of all values from there on.
-        free, gradients = self._steps, self._kept_gradient_steps(kept, gradients_in_flight)
-        points, sizes = [], []
-        least = float("inf")
-        index, number = len(free) - 1, len(gradients) - 1
-        while index >= 0:
-            size = free[index][1] - gradients[number][1]
-            least = min(least, _with_tolerance(size) - resident_bytes)
-            point = max(free[index][0], gradients[number][0])
-            points.append(point)
-            sizes.append(least)
-            # Whichever begins last is the next to be left; the gradients' first step begins with the iteration.
-            if free[index][0] >= point:
-                index -= 1
-            if gradients[number][0] >= point:
-                number = max(number - 1, 0)
-        return FreePoints(points[::-1], sizes[::-1])
+        (free_points, free), (gradient_points, gradients) = (
+            self._steps,
+            self._kept_gradient_steps(kept, gradients_in_flight),
+        )
+        points = np.union1d(free_points, np.maximum(gradient_points, free_points[0]))
+        left = free[free_points.searchsorted(points, "right") - 1]
+        left = left - gradients[gradient_points.searchsorted(points, "right") - 1]
+        left = _with_tolerance(left) - resident_bytes
+        return FreePoints(points.tolist(), np.minimum.accumulate(left[::-1])[::-1].tolist())
 
     def gradients_that_fit(
         self, resident: Sequence[int], candidates: Sequence[int], moved: Sequence[int], slots: int
@@ -202,35 +197,23 @@ class FreeMemory:
         fetched_bytes = workload.state_bytes + returned_bytes
         slot_bytes = fetched_bytes * sum(nlargest(slots, (sizes[subgroup] for subgroup in moved)))
         slot_bytes += returned_bytes * sum(map(sizes.__getitem__, resident))
-        limits = [(end, free - resident_bytes) for end, free in self._backward_pieces]
-        limits.append((float("inf"), self._in_update - resident_bytes - slot_bytes))
-        totals = [0.0] * len(limits)
-        for count, subgroup in enumerate(candidates):
-            start, size = self._gradient_starts[subgroup], workload.grad_bytes * sizes[subgroup]
-            for number, (end, limit) in enumerate(limits):
-                if start < end:
-                    totals[number] += size
-                    if totals[number] > limit:
-                        return list(candidates[:count])
-        return list(candidates)
+        limits = np.append(self._backward_free, self._in_update - slot_bytes) - resident_bytes
+        too_many = (self._bytes_in_piece[list(candidates)].cumsum(axis=0) > limits).any(axis=1)
+        return list(candidates[: int(too_many.argmax())] if too_many.any() else candidates)
 
     def _kept_gradient_steps(self, kept: Sequence[int], in_flight: int) -> _PointSteps:
         """Return the bytes of kept gradients on the device, counted from when the backward starts to compute them."""
-        workload, steps = self._workload, [(OTHER, 0.0)]
-        sizes = workload.subgroups
-        if workload.gradients_held_until_step or not kept:
-            return steps
-        if not workload.needs_all_gradients:
-            largest = workload.grad_bytes * max(sizes[subgroup] for subgroup in kept)
-            return [*steps, (BACKWARD, largest * min(len(kept), in_flight))]
-        total = 0.0
-        for subgroup in sorted(kept, reverse=True):
-            total += workload.grad_bytes * sizes[subgroup]
-            steps.append((self._gradient_starts[subgroup], total))
-        return steps
+        points, sizes = np.array([OTHER]), np.array([0.0])
+        if self._workload.gradients_held_until_step or not kept:
+            return points, sizes
+        order = sorted(kept, reverse=True)
+        if not self._workload.needs_all_gradients:
+            most = self._gradient_bytes[order].max() * min(len(kept), in_flight)
+            return np.append(points, BACKWARD), np.append(sizes, most)
+        return np.append(points, self._gradient_starts[order]), np.append(sizes, self._gradient_bytes[order].cumsum())
 
 
-def _with_tolerance(size: float) -> float:
+def _with_tolerance(size: _Size) -> _Size:
     return size + _TOLERANCE * abs(size) + _TOLERANCE_BYTES
 
 

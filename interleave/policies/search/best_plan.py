@@ -136,7 +136,7 @@ def _improved_seeds(
     improved = [search.improve(seed, share=share) for seed in search.seeds(shares, _SEEDS)]
     if costs.cpu_slows_copies:
         best = min(improved, key=search.cost)
-        throttled = (replace(best, cpu_share=cpu_share) for cpu_share in _THROTTLED_STARTS)
+        throttled = (best._replace(cpu_share=cpu_share) for cpu_share in _THROTTLED_STARTS)
         improved += [search.improve(start, share=share) for start in throttled]
     # A slower machine's best placement is another start, so that a faster machine has no worse plan.
     for key in _SLOWER_RATES:
@@ -146,7 +146,7 @@ def _improved_seeds(
             start = search.on(PlanCosts(costs.workload, slower, costs.text, _SLOWER_OPS, costs.overlap)).improve(best)
             starts = [start]
             if key == "cpu_update_params_per_s" and costs.cpu_slows_copies:
-                starts.append(replace(start, cpu_share=_SLOWER * start.cpu_share))
+                starts.append(start._replace(cpu_share=_SLOWER * start.cpu_share))
             improved += [search.improve(start, share=share) for start in starts]
     return sorted(dict.fromkeys(improved), key=search.cost)[:_SEEDS]
 

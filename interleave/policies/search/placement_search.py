@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from operator import add
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import Assignment, other_cpu_shares, subgroups_that_fit
@@ -25,9 +25,10 @@ class PlacementChange(NamedTuple):
     speculated: int = 0
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Counts of subgroups by role, see `Assignment`. Subgroups neither resident nor moved are updated on the CPU."""
+class Placement(NamedTuple):
+    """Counts of subgroups by role, see `Assignment`. Subgroups neither resident nor moved are updated on the CPU.
+
+    The counts that a `PlacementChange` changes come first."""
 
     resident: int
     moved: int
@@ -37,13 +38,13 @@ class Placement:
     # How many gradients, those of the last moved subgroups, are copied down and back up even if there is memory to keep
     # them.
     round_trip_gradients: int = 0
+    speculated: int = 0
     # Without clipping: whether the CPU's subgroups alternate with the GPU's in the order of the backward. Otherwise
     # they come first. Where updates may end in the next forward: whether the two alternate in its order. Otherwise the
     # GPU's come first.
     interleave_cpu_gpu: bool = True
     cpu_share: float = 1.0
     moved_late: bool = True
-    speculated: int = 0
 
     def clamped(self, count: int, fit_in_update: int, fit_at_start: int) -> Placement:
         """Return the nearest placement that is possible.
@@ -55,8 +56,7 @@ class Placement:
         if not slots:
             speculated = min(max(self.speculated, 0), count - resident)
             return Placement(resident, 0, 0, speculated=speculated)
-        return replace(
-            self,
+        return self._replace(
             resident=resident,
             moved=moved,
             slots=slots,
@@ -68,16 +68,15 @@ class Placement:
 
     def changed(self, change: PlacementChange, times: int = 1) -> Placement:
         """Return the placement after so many times a change. Its counts may be out of range (see `clamped`)."""
-        counts: dict[str, Any] = {name: getattr(self, name) + times * step for name, step in change._asdict().items()}
-        return replace(self, **counts)
+        return Placement(*map(add, self, (times * step for step in change)), *self[len(change) :])
 
     def split(self, factor: int, buffers: int) -> Placement:
         """Return the placement for subgroups that were merged, `factor` into one.
 
         So many slots (`buffers`) hold merged subgroups in the memory of single ones."""
-        counts: dict[str, Any] = {name: factor * getattr(self, name) for name in PlacementChange._fields}
+        counts = {name: factor * getattr(self, name) for name in PlacementChange._fields}
         slots = min(self.slots, buffers) + factor * max(0, self.slots - buffers)
-        return replace(self, **counts | {"slots": max(slots, counts["early"], counts["late"])})
+        return self._replace(**counts | {"slots": max(slots, counts["early"], counts["late"])})
 
     def assignment(self, workload: Workload, ranking: Sequence[int], by_need: bool = False) -> Assignment:
         """Return the assignment in which the first subgroups of a ranking are resident.
@@ -237,9 +236,9 @@ class PlacementSearch:
         It fits if neighbouring subgroups are merged, `factor` into one."""
         # Residents leave memory for a few slots: without any, nothing could be moved.
         resident = min(placement.resident, self._fit_in_update - min(placement.slots, _SLOTS[-1]))
-        placement = self._clamp(replace(placement, resident=resident))
+        placement = self._clamp(placement._replace(resident=resident))
         # Without clipping, gradients on their way to their updates take memory too, unless they make a round trip.
-        round_trips = self._clamp(replace(placement, round_trip_gradients=placement.resident + placement.moved))
+        round_trips = self._clamp(placement._replace(round_trip_gradients=placement.resident + placement.moved))
         for reduction in (0, 1, factor // 2, factor, 2 * factor, 4 * factor):
             changes = _MEMORY_CHANGES if reduction else _MEMORY_CHANGES[:1]
             for start in (placement,) if self._workload.needs_all_gradients else (placement, round_trips):
@@ -265,18 +264,18 @@ class PlacementSearch:
                     length = step
                     while (candidate := self._better(best, best.changed(change, sign * length))) is not None:
                         best, length = candidate, 2 * length
-            opposite_gradients = replace(best, round_trip_gradients=best.moved - best.round_trip_gradients)
-            opposite_order = replace(best, interleave_cpu_gpu=not best.interleave_cpu_gpu)
-            opposite_end = replace(best, moved_late=not best.moved_late)
+            opposite_gradients = best._replace(round_trip_gradients=best.moved - best.round_trip_gradients)
+            opposite_order = best._replace(interleave_cpu_gpu=not best.interleave_cpu_gpu)
+            opposite_end = best._replace(moved_late=not best.moved_late)
             for opposite in (opposite_order, opposite_gradients, opposite_end):
                 best = self._better(best, opposite) or best
             if best == before and step == 1:
                 # Last, so that a start keeps its own until the counts fit them.
                 for eighths in range(9) if self._costs.overlap.backward else ():
                     speculated = eighths * (len(self._workload.subgroups) - best.resident - best.moved) // 8
-                    best = self._better(best, replace(best, speculated=speculated)) or best
+                    best = self._better(best, best._replace(speculated=speculated)) or best
                 for cpu_share in other_cpu_shares(best.cpu_share) if self._costs.cpu_slows_copies else ():
-                    best = self._better(best, replace(best, cpu_share=cpu_share)) or best
+                    best = self._better(best, best._replace(cpu_share=cpu_share)) or best
             step = step // 2 if best == before else step
         return best
 
@@ -292,7 +291,7 @@ class PlacementSearch:
             for change in draw.choices(self._changes, k=2):
                 other = self._clamp(other.changed(change, draw.choice((-1, 1)) * draw.randint(1, most)))
             if self._costs.cpu_slows_copies:
-                other = replace(other, cpu_share=draw.choice((other.cpu_share, *other_cpu_shares(other.cpu_share))))
+                other = other._replace(cpu_share=draw.choice((other.cpu_share, *other_cpu_shares(other.cpu_share))))
             other = self.improve(other, step=1 + most // 3, share=START_SHARE)
             best = min(best, other, key=self.cost)
         return best
@@ -309,13 +308,13 @@ class PlacementSearch:
         """Return the nearest placement that is possible."""
         clamped = placement.clamped(len(self._workload.subgroups), self._fit_in_update, self._fit_at_start)
         if not self._costs.overlap.backward or self._workload.gradients_held_until_step:
-            clamped = replace(clamped, speculated=0)
+            clamped = clamped._replace(speculated=0)
         if self._costs.overlap.forward:
             # Late flushes may run at the start of the next iteration anyway.
-            return replace(clamped, late=0)
+            return clamped._replace(late=0)
         # Choices that make no difference count as one.
-        clamped = replace(clamped, moved_late=True)
-        return replace(clamped, interleave_cpu_gpu=False) if self._workload.needs_all_gradients else clamped
+        clamped = clamped._replace(moved_late=True)
+        return clamped._replace(interleave_cpu_gpu=False) if self._workload.needs_all_gradients else clamped
 
     def _speculating(self, seed: Placement, all_shares: list[OptimalShares]) -> Iterator[Placement]:
         """Yield a placement with some choices of how much is speculated."""
@@ -323,8 +322,8 @@ class PlacementSearch:
         yield seed
         if self._costs.overlap.backward:
             for shares in all_shares:
-                yield replace(seed, speculated=int(shares.speculated * count))
-            yield replace(seed, speculated=count)
+                yield seed._replace(speculated=int(shares.speculated * count))
+            yield seed._replace(speculated=count)
 
     def _seeds(self, all_shares: Iterable[OptimalShares]) -> Iterator[Placement]:
         """Yield placements to start from, which may have to be clamped."""
