@@ -40,9 +40,14 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     forward_s, _ = workload.forward_s * layers.phase_shares(FORWARD)
     backward_s, again_s = workload.backward_s * layers.phase_shares(BACKWARD)
     saved, recomputed, outputs = layers.sums(layers.is_saved), layers.sums(layers.is_recomputed), layers.output_bytes()
+    held = layers.output_bytes(layers.is_saved)
+    if held[-1]:
+        held[:] = 0.0
+    # Outputs that only the recomputation of the next layer holds: what follows the last layer does not hold its own.
+    kept = np.maximum(saved + recomputed - held * (recomputed > 0), saved)
     result = []
     for number, name in enumerate(layers.names):
-        everything = ActivationForm("all", float(saved[number] + recomputed[number]), 0.0)
+        everything = ActivationForm("all", float(kept[number]), 0.0)
         if recomputed[number]:
             smallest = ActivationForm("as recorded", float(saved[number]), float(again_s[number]))
         else:
@@ -136,8 +141,8 @@ class _TracedLayers:
         chosen = selected & (self.layer >= 0)
         return np.bincount(self.layer[chosen], self._bytes[chosen], len(self.names)).astype(np.float64)
 
-    def output_bytes(self) -> Floats:
-        """Return the bytes of the outputs of each layer's last kernels in all forwards."""
+    def output_bytes(self, selected: Any = True) -> Floats:
+        """Return the bytes of those of selected allocations that each layer's last kernels in all forwards made."""
         launches = np.sort(self._kernels["launch_ns"].to_numpy(np.int64))
         kernel = np.searchsorted(launches, self._starts, side="right")
         result = np.zeros(len(self.names))
@@ -145,7 +150,7 @@ class _TracedLayers:
             own = self._starts_in(one) & (self.layer >= 0)
             last = np.zeros(len(self.names), np.int64)
             np.maximum.at(last, self.layer[own], kernel[own])
-            result += self.sums(own & (kernel == last[self.layer]))
+            result += self.sums(own & selected & (kernel == last[self.layer]))
         return result
 
     def phase_shares(self, phase: str) -> Floats:
