@@ -32,7 +32,7 @@ _MAX_EXPLORED_SUBGROUPS = 96
 # Work of the search over placements, at each number of subgroups, where it goes on, and of that over assignments (see
 # `PlanCosts`).
 _PLACEMENT_OPS, _EXPLORED_OPS = 20_000, 60_000
-_ASSIGNMENT_OPS = 50_000
+_ASSIGNMENT_OPS = 75_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
 # Rates, of which each alone is lower on the slower machines whose best placements are starts, by which factor, and the
