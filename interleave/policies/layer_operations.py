@@ -8,8 +8,6 @@ from ebbtide.interleave.model.operations import UPDATE, Op, OpKind, Resource
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 
-_BYTES, _AFTER, _NEEDED = map(Op._fields.index, ("nbytes", "after", "needed"))
-
 
 class LayerOperations:
     """Collects the operations of a plan on layers in the order in which each resource runs them.
@@ -131,8 +129,7 @@ def with_layer_operations(
             written[len(ops)] = op
         if op.kind == "flush" and (update := next((index for index in after if index in written), None)) is not None:
             nbytes += placed.param_bytes * written.pop(update).params
-        # As `_replace` does, in half the time.
-        ops.append(Op(*op[:_BYTES], nbytes, op.point, after, *op[_AFTER + 1 : _NEEDED], needed))
+        ops.append(op._replace(nbytes=nbytes, after=after, needed=needed))
     for index, op in written.items():
         nbytes = placed.param_bytes * op.params
         ops.append(Op("weights down", "d2h", layer_of[op.subgroup], 0, nbytes, op.point, (index,)))

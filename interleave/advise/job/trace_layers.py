@@ -44,10 +44,10 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     if held[-1]:
         held[:] = 0.0
     # Outputs that only the recomputation of the next layer holds: what follows the last layer does not hold its own.
-    kept = np.maximum(saved + recomputed - held * (recomputed > 0), saved)
+    whole = np.maximum(saved + recomputed - held * (recomputed > 0), saved)
     result = []
     for number, name in enumerate(layers.names):
-        everything = ActivationForm("all", float(kept[number]), 0.0)
+        everything = ActivationForm("all", float(whole[number]), 0.0)
         if recomputed[number]:
             smallest = ActivationForm("as recorded", float(saved[number]), float(again_s[number]))
         else:

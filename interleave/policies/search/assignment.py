@@ -214,7 +214,8 @@ class FreeMemory:
 
 
 def _with_tolerance(size: _Size) -> _Size:
-    return size + _TOLERANCE * abs(size) + _TOLERANCE_BYTES
+    result: _Size = size + _TOLERANCE * abs(size) + _TOLERANCE_BYTES
+    return result
 
 
 def subgroups_that_fit(sizes: Sequence[int], state_bytes: float, free_bytes: float) -> int:
