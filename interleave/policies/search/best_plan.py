@@ -27,12 +27,9 @@ _MAX_SEARCHED_SUBGROUPS = 40
 _MAX_SUBGROUPS_ONE_BY_ONE = 24
 # With more subgroups than these, the search is refined with so many before it is with all of them.
 _MAX_REFINED_SUBGROUPS = 256
-# With at most so many, it goes on there from all of its placements and from random changes.
-_MAX_EXPLORED_SUBGROUPS = 96
-# Work of the search over placements, at each number of subgroups, where it goes on, and of that over assignments (see
-# `PlanCosts`).
-_PLACEMENT_OPS, _EXPLORED_OPS = 20_000, 60_000
-_ASSIGNMENT_OPS = 75_000
+# Work of the search over placements, at each number of subgroups, and of that over assignments (see `PlanCosts`).
+_PLACEMENT_OPS = 20_000
+_ASSIGNMENT_OPS = 50_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
 # Rates, of which each alone is lower on the slower machines whose best placements are starts, by which factor, and the
@@ -165,13 +162,7 @@ def _search_merged(levels: list[Level], shares: list[OptimalShares]) -> list[Ass
         factor = coarse.merged.factor // fine.merged.factor
         split = [placement.split(factor, coarse.merged.buffers) for placement in placements]
         placements = sorted(dict.fromkeys(search.shrink_to_fit(start, factor) for start in split), key=search.cost)
-        step = max(1, factor // 2)
-        if len(fine.merged.workload.subgroups) <= _MAX_EXPLORED_SUBGROUPS:
-            fine.costs.ops_left = _EXPLORED_OPS
-            placements = sorted((search.improve(start, step, share=0.5) for start in placements), key=search.cost)
-            placements[0] = search.explore(placements[0])
-        else:
-            placements[0] = search.improve(placements[0], step)
+        placements[0] = search.improve(placements[0], step=max(1, factor // 2))
         assignments.append(search.assignment(placements[0]))
     return assignments
 
