@@ -195,8 +195,8 @@ class LayerSearch:
         least_s = placed.compute_s
         with suppress(MachineError):
             least_s = min_iteration_s(state, self._machine, self._overlap)
-        for way, rate in link_rates(placed, self._machine).items():
-            least_s = max(least_s, sum(op.nbytes for op in ops if op.resource == way) / (rate or float("inf")))
+        for direction, rate in link_rates(placed, self._machine).items():
+            least_s = max(least_s, sum(op.nbytes for op in ops if op.resource == direction) / (rate or float("inf")))
         return least_s
 
     def _all(self) -> Iterator[LayerChoice]:

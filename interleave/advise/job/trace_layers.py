@@ -40,11 +40,11 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     forward_s, _ = workload.forward_s * layers.phase_shares(FORWARD)
     backward_s, again_s = workload.backward_s * layers.phase_shares(BACKWARD)
     saved, recomputed, outputs = layers.sums(layers.is_saved), layers.sums(layers.is_recomputed), layers.output_bytes()
-    held = layers.output_bytes(layers.is_saved)
-    if held[-1]:
-        held[:] = 0.0
+    saved_outputs = layers.output_bytes(layers.is_saved)
+    if saved_outputs[-1]:
+        saved_outputs[:] = 0.0
     # Outputs that only the recomputation of the next layer holds: what follows the last layer does not hold its own.
-    whole = np.maximum(saved + recomputed - held * (recomputed > 0), saved)
+    whole = np.maximum(saved + recomputed - saved_outputs * (recomputed > 0), saved)
     result = []
     for number, name in enumerate(layers.names):
         everything = ActivationForm("all", float(whole[number]), 0.0)
