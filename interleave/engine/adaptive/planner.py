@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.options import Budget
 from ebbtide.interleave.engine.runtime.arena import plan_bytes, worst_case
-from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule, needed_host_bytes
@@ -278,7 +280,7 @@ class Planner:
 
 def _mean_state_bytes(subgroups: Sequence[Subgroup]) -> float:
     """Return the bytes of state per parameter: with several rules, the mean over all parameters."""
-    nbytes = sum(own.rule.state_bytes(own.has_remainders) * own.params for own in subgroups)
+    nbytes = torch.float32.itemsize * sum(map(state_elements, subgroups))
     params = sum(own.params for own in subgroups)
     return nbytes / params if params else STATE_BYTES
 

@@ -121,15 +121,15 @@ def probe(
     )
 
 
-def _cpu_params(host_bytes: float | None, state_bytes: int) -> int:
+def _cpu_params(host_bytes: float | None, state_bytes: float) -> int:
     """Return the number of parameters whose update takes four times the caches, or an eighth of this rank's memory."""
     nbytes = min(4 * (host_limits.cache_bytes() or _CACHE_BYTES), (host_bytes or _host_memory_bytes() or math.inf) / 8)
     return max(_PARAMS, int(nbytes / (state_bytes + GRAD_BYTES + PARAM_BYTES)))
 
 
 def _host_state(rule: UpdateRule, params: int) -> list[torch.Tensor]:
-    if rule.rounds:
-        return [torch.zeros(params, dtype=dtype, device="cpu") for dtype in rule.dtypes()]
+    if rule.moment_dtype != torch.float32:
+        return list(rule.zero_rows(params))
     return list(torch.zeros((1 + len(rule.moments), row_stride(params)), dtype=torch.float32, device="cpu")[:, :params])
 
 

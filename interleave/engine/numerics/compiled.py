@@ -221,6 +221,20 @@ def make_step(rule):
     return step_and_round if rule.rounds else step
 
 
+@register_jitable
+def from_remainder(param, remainder):
+    low = U(remainder)
+    upper = U(U(param) - U(low >> U(15)))
+    return U(U(upper << U(16)) | low).view(F)
+
+
+@register_jitable
+def to_remainder(master):
+    # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
+    bits = F(master).view(U)
+    return np.uint16(U(bits + U(0x8000)) >> U(16)), np.uint16(bits & U(0xFFFF))
+
+
 def step(stored, state, scalars, position):
     """Stands for the step of a rule in the loops (see `make_step`)."""
 
@@ -239,14 +253,8 @@ def _update_state(grad, rows, scalars, first):
 
 def _update_remainder(grad, remainder, moments, param, scalars, first):
     for i in range(remainder.size):
-        low = U(remainder[i])
-        upper = U(U(param[i]) - U(low >> U(15)))
-        master = U(U(upper << U(16)) | low).view(F)
-        new = step(grad[i], (master, *load(moments, i)), scalars, first + i)
-        # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
-        bits = F(new[0]).view(U)
-        remainder[i] = np.uint16(bits & U(0xFFFF))
-        param[i] = np.uint16(U(bits + U(0x8000)) >> U(16))
+        new = step(grad[i], (from_remainder(param[i], remainder[i]), *load(moments, i)), scalars, first + i)
+        param[i], remainder[i] = to_remainder(new[0])
         save(moments, i, new[1:])
 
 

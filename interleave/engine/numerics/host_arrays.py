@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from ebbtide.interleave.engine.rules.rule import UpdateRule
+
 # Tensors with fewer elements are copied to one array, at most so many at once: an array for each costs more.
 _SMALL, _BATCH = 1024, 4096
 
 # The types by which the compiled loops recognize what an array contains.
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
-# Remainders of masters.
-_REMAINDER_BITS = torch.uint16
+# Remainders of masters, and codes of moments, which are in no gradient or parameter.
+_STATE_BITS = {torch.int16: torch.uint16, torch.uint8: torch.uint8}
 
 # Rows of a state whose distance is this, beside whole pages of 4,096 B: a third of a page, in whole lines of the cache.
 _PAGE, _ROW_OFFSET = 4096 // 4, 1344 // 4
@@ -57,7 +59,7 @@ def check_update(
     device: str,
     grad: torch.Tensor,
     state: Sequence[torch.Tensor],
-    moment_dtype: torch.dtype,
+    rule: UpdateRule,
     out: torch.Tensor | None = None,
 ) -> None:
     """Check the tensors of an update as `check_tensors`; the master may be a remainder (see `is_remainder`)."""
@@ -66,12 +68,20 @@ def check_update(
         if out is None or out.dtype != torch.bfloat16:
             raise ValueError("a remainder needs a bfloat16 parameter")
         stored.append(wide.pop(0).view(torch.bfloat16))
-    if moment_dtype != torch.float32:
-        if any(moment.dtype != moment_dtype for moment in state[1:]):
-            raise ValueError(f"moments of this rule must be {moment_dtype}")
-        stored += state[1:]
+    moments = state[1 : 1 + len(rule.moments)]
+    if any(moment.dtype != rule.moment_dtype for moment in moments):
+        raise ValueError(f"moments of this rule must be {rule.moment_dtype}")
+    if rule.moment_dtype != torch.float32:
         wide = wide[: len(wide) - len(state[1:])]
+        stored += [] if rule.scales else moments
     check_tensors(device, stored, wide)
+    if rule.scales:
+        scales = state[1 + len(rule.moments) :]
+        same = [*moments, *scales]
+        lengths = [grad.numel()] * len(moments) + [scales[0].numel()] * len(scales)
+        is_flat = all(row.dim() == 1 and row.is_contiguous() and row.device == grad.device for row in same)
+        if not is_flat or [row.numel() for row in same] != lengths or any(row.dtype != torch.float32 for row in scales):
+            raise ValueError("moments and scales must be contiguous, with one dimension, on the device of the gradient")
 
 
 def is_remainder(master: torch.Tensor) -> bool:
@@ -92,7 +102,7 @@ def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], row
 
 def as_array(tensor: torch.Tensor) -> Any:
     """Return the same memory as an array for the compiled loops."""
-    bits = _REMAINDER_BITS if is_remainder(tensor) else _BITS[tensor.dtype]
+    bits = _STATE_BITS.get(tensor.dtype) or _BITS[tensor.dtype]
     return tensor.detach().view(bits).numpy()
 
 

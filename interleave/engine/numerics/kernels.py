@@ -13,9 +13,10 @@ import torch
 from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics import host_arrays
 from ebbtide.interleave.engine.numerics.matrices import update_matrix
-from ebbtide.interleave.engine.numerics.norm import BLOCK, total
+from ebbtide.interleave.engine.numerics.norm import BLOCK as SUM_BLOCK
+from ebbtide.interleave.engine.numerics.norm import total
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRange, UpdateRule
+from ebbtide.interleave.engine.rules.rule import BLOCK, Scalars, UpdateRange, UpdateRule
 from ebbtide.numa.binding import bind_thread, cpus_within
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -49,9 +50,10 @@ class CpuKernel:
 
     def __init__(self, threads: int | None = None) -> None:
         # numba takes long to import, and code that only describes updates does not need it.
-        from ebbtide.interleave.engine.numerics import compiled, compiled_beside, compiled_matrices
+        from ebbtide.interleave.engine.numerics import compiled, compiled_beside, compiled_blocks, compiled_matrices
 
         self._compiled, self._beside, self._matrices = compiled, compiled_beside, compiled_matrices
+        self._blocks = compiled_blocks
         self._wanted_threads = threads
         self._start(None)
 
@@ -105,7 +107,7 @@ class CpuKernel:
         """Run `update` on ranges of elements, which do not overlap.
 
         Thousands of small ranges take no longer than a few large ones."""
-        host_arrays.check_update("cpu", grad, state, rule.moment_dtype, out)
+        host_arrays.check_update("cpu", grad, state, rule, out)
         updates = [UpdateRange(*each) for each in ranges]
         if any(of.shape is not None for of in updates):
             for of in updates:
@@ -118,7 +120,13 @@ class CpuKernel:
         def part(begin: int, end: int, of: UpdateRange) -> None:
             stored, parts = gradient[begin:end], tuple([row[begin:end] for row in rows])
             scalars, position = of.scalars, of.position + begin - of.begin
-            if parameter is None:
+            if rule.scales:
+                own = rule.row_slices(begin, end, of.block + (begin - of.begin) // BLOCK)
+                master, *others = [row[part] for row, part in zip(rows, own, strict=True)]
+                codes, scales = tuple(others[: len(rule.moments)]), tuple(others[len(rule.moments) :])
+                half = None if parameter is None else parameter[begin:end]
+                self._blocks.update_of(rule)(stored, master, codes, scales, half, scalars)
+            elif parameter is None:
                 loops.update_state(stored, parts, scalars, position)
             elif has_remainders:
                 loops.update_remainder(stored, parts[0], parts[1:], parameter[begin:end], scalars, position)
@@ -126,7 +134,7 @@ class CpuKernel:
                 loops.update(stored, parts, parameter[begin:end], scalars, position)
 
         jobs = [(of.begin, of.end, of) for of in updates]
-        self._run(part, jobs, _ALIGNMENT, max(1, round(share * self.threads)))
+        self._run(part, jobs, BLOCK if rule.scales else _ALIGNMENT, max(1, round(share * self.threads)))
 
     def _update_matrix(
         self,
@@ -178,9 +186,9 @@ class CpuKernel:
         Elements in no range have the same values in both, and are not written to `out`."""
         old, new = tuple(state), tuple(new_state)
         for rows in (old, new):
-            host_arrays.check_update("cpu", grad, rows, rule.moment_dtype, out)
-        host_arrays.check_disjoint(old, new, 1 + len(rule.moments))
-        if rule.finish is not None:
+            host_arrays.check_update("cpu", grad, rows, rule, out)
+        host_arrays.check_disjoint(old, new, len(rule.row_names))
+        if rule.finish is not None or rule.scales:
             for source, target in zip(old, new, strict=True):
                 target.copy_(source)
             self.update_ranges(grad, new, out, ranges, share, rule)
@@ -209,7 +217,7 @@ class CpuKernel:
     def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> list[float]:
         """Return `sum_of_squares` of each gradient. Thousands of small ones take no longer than a few large ones."""
         host_arrays.check_each("cpu", gradients)
-        blocks = [-(-gradient.numel() // BLOCK) for gradient in gradients]
+        blocks = [-(-gradient.numel() // SUM_BLOCK) for gradient in gradients]
         sums = np.empty(sum(blocks))
         jobs = []
         first = 0
@@ -219,9 +227,9 @@ class CpuKernel:
 
         def part(begin: int, end: int, arrays: tuple[Any, Any]) -> None:
             values, block_sums = arrays
-            self._compiled.block_sums(values[begin:end], block_sums[begin // BLOCK : -(-end // BLOCK)])
+            self._compiled.block_sums(values[begin:end], block_sums[begin // SUM_BLOCK : -(-end // SUM_BLOCK)])
 
-        self._run(part, jobs, BLOCK, self.threads)
+        self._run(part, jobs, SUM_BLOCK, self.threads)
         remaining = iter(sums.tolist())
         return [total(itertools.islice(remaining, count)) for count in blocks]
 
@@ -235,7 +243,7 @@ class CpuKernel:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element.
 
         With remainders all parameters are bfloat16."""
-        state, new = ([torch.zeros(1, dtype=of, device="cpu") for of in rule.dtypes(remainder)] for _ in range(2))
+        state, new = (rule.zero_rows(1, remainder) for _ in range(2))
         scalars, shape = rule.scalars(rule.defaults, 1), (1, 1) if rule.finish is not None else None
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))

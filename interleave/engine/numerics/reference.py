@@ -7,7 +7,8 @@ before sums and from left to right, and
 
     out = p' in the parameter's precision     to nearest, ties to even; infinite beyond its range
 
-Moments in bfloat16 are converted to fp32 before the formula, which is exact, and rounded after it (`rounding`).
+Moments in bfloat16 are converted to fp32 before the formula, which is exact, and rounded after it (`rounding`), like
+those in 8 bits (`blocks`).
 
 The kernels of torch fuse some operations, and their vectorized root is not always rounded correctly. Multiplying by a
 scale of 1 changes no bit, so it is never skipped. A NaN result is stored as the one quiet NaN without sign and payload,
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics.blocks import quantize_moment, widen_moment
 from ebbtide.interleave.engine.numerics.matrices import multiply, update_matrix
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares
 from ebbtide.interleave.engine.numerics.rounding import random_bits
@@ -47,8 +49,8 @@ class TensorUpdate:
     """Tensors of an update: contiguous, on one device, with one dimension and the same length.
 
     Gradient and parameter (`out`) are bfloat16, float16 or float32. The state is master and moments, fp32; instead of
-    the master it may have the remainders, int16, of masters whose parameters (bfloat16) are in `out`; moments may be
-    bfloat16, too. `position` is that of the first element (see rounding.py), `shape` that of a whole matrix."""
+    the master it may have the remainders, int16, of masters whose parameters (bfloat16) are in `out`; moments are as
+    the rule has them. `position` is that of the first element (see rounding.py), `shape` that of a whole matrix."""
 
     grad: torch.Tensor
     state: Sequence[torch.Tensor]
@@ -82,11 +84,17 @@ def update(
         noise = random_bits(seed, position, grad.numel()).reshape(grad.shape)
     # NaN and overflow are ordinary results here.
     with np.errstate(all="ignore"):
-        results = rule.formula(grad.float().numpy() * scale, *(row.detach().float().numpy() for row in state), *factors)
+        old = [row.detach().float().numpy() for row in state[: 1 + len(rule.moments)]]
+        scales = state[len(old) :]
+        for number, row in enumerate(scales):
+            old[1 + number] = widen_moment(state[1 + number].numpy(), row.numpy(), number)
+        results = rule.formula(grad.float().numpy() * scale, *old, *factors)
     master, *moments = map(canonical_nan, results)
     state[0].detach().numpy()[...] = master
-    for number, (row, moment) in enumerate(zip(state[1:], moments, strict=True)):
-        if rule.rounds:
+    for number, (row, moment) in enumerate(zip(state[1:], moments, strict=False)):
+        if scales:
+            row.numpy()[...], scales[number].numpy()[...] = quantize_moment(moment, number)
+        elif rule.rounds:
             own_noise = None if noise is None else noise >> np.uint32(16 * number) & np.uint32(0xFFFF)
             row.view(torch.uint16).numpy()[...] = bfloat16_bits(moment, own_noise)
         else:

@@ -89,7 +89,7 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
     ValueError, before any launch, if `CpuKernel.update` does not support the tensors, or they are not on one GPU."""
     groups: dict[tuple[UpdateRule, Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
     for item in updates:
-        check_update(_DEVICE, item.grad, item.state, item.rule.moment_dtype, item.out)
+        check_update(_DEVICE, item.grad, item.state, item.rule, item.out)
         if item.out.numel():
             master = tl.uint16 if is_remainder(item.state[0]) else tl.float32
             groups[item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)

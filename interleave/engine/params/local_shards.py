@@ -1,11 +1,13 @@
 """Local shards (this rank's part of a DTensor, or the whole of an ordinary tensor), their checks and flat views."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.rules.rule import BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,6 +30,23 @@ def wrap_shard(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
     mesh, placements = param.device_mesh, param.placements
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def wrap_blocks(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the scales of this rank's part of a tensor, as `wrap_shard`, with zeros up to those of the longest part."""
+    if not hasattr(param, "to_local"):
+        return scales
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, sizes, parts = param.device_mesh, list(param.shape), 1
+    for axis, placement in enumerate(param.placements):
+        if placement.is_shard():
+            sizes[placement.dim] = -(-sizes[placement.dim] // mesh.size(axis))
+            parts *= mesh.size(axis)
+    padded = torch.zeros(-(-math.prod(sizes) // BLOCK), dtype=scales.dtype)
+    padded[: len(scales)] = scales
+    placements = [Shard(0) if placement.is_shard() else Replicate() for placement in param.placements]
+    return DTensor.from_local(padded, mesh, placements, run_check=False, shape=(parts * len(padded),), stride=(1,))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -5,14 +5,30 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics.blocks import quantize_moment
 from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
 from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
-from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view, local_shard, unflatten, wrap_shard
-from ebbtide.interleave.engine.rules.rule import GroupRules, UpdateRule
-from ebbtide.interleave.engine.runtime.layout import MASTER, MASTER_NAME, state_elements, state_rows, state_shape
+from ebbtide.interleave.engine.params.local_shards import (
+    flat_like,
+    flat_view,
+    local_shard,
+    unflatten,
+    wrap_blocks,
+    wrap_shard,
+)
+from ebbtide.interleave.engine.rules.rule import MASTER_NAME, GroupRules, UpdateRule
+from ebbtide.interleave.engine.runtime.layout import (
+    MASTER,
+    param_rows,
+    segment_rows,
+    state_elements,
+    state_rows,
+    state_shape,
+)
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 # Explicit, so that the defaults of torch that a job sets have no effect.
@@ -44,19 +60,16 @@ def gather_states(
 
     Where masters are remainders: those of parameters that were changed since the states (their indices) are the
     parameters; those of `loaded`, as for `update_masters`, which no step has used yet, are the loaded ones."""
-    param_states = [
-        tuple(torch.empty(local_shard(param).numel(), dtype=dtype, device="cpu") for dtype in rule.dtypes())
-        for param, rule in zip(params, rules, strict=True)
-    ]
+    param_states = [rule.zero_rows(local_shard(param).numel()) for param, rule in zip(params, rules, strict=True)]
     for number, subgroup in enumerate(states.subgroups):
         segments = subgroup.segments
-        targets = [[row[part.begin : part.end] for row in param_states[part.param]] for part in segments]
+        targets = [list(param_rows(param_states[part.param], subgroup, part)) for part in segments]
         masters = [rows[MASTER] for rows in targets]
         if subgroup.has_remainders:
             for rows, master in zip(targets, masters, strict=True):
                 rows[MASTER] = torch.empty(len(master), dtype=torch.int16, device="cpu")
         # Straight to the memory that is returned, without another copy.
-        states.copy_parts(number, [(part.span, rows) for part, rows in zip(segments, targets, strict=True)])
+        states.copy_parts(number, list(zip(segments, targets, strict=True)))
         for part, rows, master in zip(segments, targets, masters, strict=True):
             if is_remainder(rows[MASTER]):
                 rounded = loaded.get(part.param)
@@ -85,9 +98,9 @@ def scatter_states(
                 if not subgroup.has_remainders:
                     rows[MASTER][segment.span] = flat_view(params[segment.param])[elements]
                 continue
-            for row, source in zip(rows, param_state, strict=True):
-                values = source[elements]
-                row[segment.span] = split_tensor(values)[1] if is_remainder(row) else values
+            sources = param_rows(param_state, subgroup, segment)
+            for row, values in zip(segment_rows(rows, subgroup, segment), sources, strict=True):
+                row.copy_(split_tensor(values)[1] if is_remainder(row) else values)
         states.write(number, state)
 
 
@@ -137,10 +150,11 @@ def make_entry(rule: UpdateRule, param: torch.Tensor, state: ParamState, step: i
     """Return the entry of a parameter in a state dict: that of the optimizer of a rule, and the fp32 master.
 
     The tensors of a DTensor's entry are DTensors."""
-    entry: dict[str, Any] = {"step": torch.tensor(float(step), **_HOST)}
-    for name, row in zip((MASTER_NAME, *rule.moments), state, strict=True):
-        entry[name] = wrap_shard(param, unflatten(row, param))
-    return entry
+    # bitsandbytes casts a tensor to the type of the parameter, which not all numbers of steps fit in.
+    entry: dict[str, Any] = {"step": step if rule.scales else torch.tensor(float(step), **_HOST)}
+    for name, row in zip(rule.row_names, state, strict=True):
+        entry[name] = wrap_blocks(param, row) if name in rule.scales else wrap_shard(param, unflatten(row, param))
+    return entry | {name: torch.from_numpy(values.copy()) for name, values in rule.constants.items()}
 
 
 def read_state_dict(
@@ -199,6 +213,22 @@ def _saved_names(
     return dict(zip(own_params, saved_names, strict=True)), saved
 
 
+def _with_codes(rule: UpdateRule, entry: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return an entry of 8-bit moments as `make_entry` does; those of bitsandbytes may be nested, or in fp32."""
+    whole = {**entry, **{name: row for part in entry.values() if isinstance(part, Mapping) for name, row in part.items()}}
+    for number, (name, scales) in enumerate(zip(rule.moments, rule.scales, strict=True)):
+        moment = whole.get(name)
+        if isinstance(moment, torch.Tensor) and moment.is_floating_point():
+            # bitsandbytes has fp32 moments for small parameters.
+            codes, largest = quantize_moment(local_shard(moment).detach().float().cpu().reshape(-1).numpy(), number)
+            whole |= {name: torch.from_numpy(codes).view(local_shard(moment).shape), scales: torch.from_numpy(largest)}
+    for name, values in rule.constants.items():
+        own = whole.get(name, torch.from_numpy(values))
+        if not isinstance(own, torch.Tensor) or not np.allclose(own.float().cpu().numpy(), values, rtol=1e-5, atol=0):
+            raise EngineError(f"{source}: {name} is not the data type of {rule.title}, `dynamic`")
+    return whole
+
+
 def _parse_entry(
     rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any], source: str
 ) -> tuple[ParamState, int]:
@@ -208,18 +238,25 @@ def _parse_entry(
         raise EngineError(f"{source} is {type(entry).__name__}: {other}")
     if "max_exp_avg_sq" in entry:
         raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
-    rows = []
-    for name, dtype in zip((MASTER_NAME, *rule.moments), rule.dtypes(), strict=True):
+    if rule.scales:
+        entry = _with_codes(rule, entry, source)
+    shard, rows = local_shard(param), []
+    lengths = [part.stop for part in rule.row_slices(0, shard.numel(), 0)]
+    for name, dtype, length in zip(rule.row_names, rule.dtypes(), lengths, strict=True):
         value = entry.get(name)
         if value is None and name == MASTER_NAME:
             value = param.detach()
         if not isinstance(value, torch.Tensor):
             raise EngineError(f"{source} has no {name} that is a tensor: {other}")
         value = local_shard(value)
-        if value.shape != local_shard(param).shape:
-            shapes = f"{tuple(value.shape)}, the parameter is {tuple(local_shard(param).shape)}"
+        if name in rule.scales:
+            # Those of a shard may have a few zeros more: see `wrap_blocks`.
+            value = value[:length]
+        if value.shape != ((length,) if name in rule.scales else shard.shape):
+            shapes = f"{tuple(value.shape)}, the parameter is {tuple(shard.shape)}"
             raise EngineError(f"{source}: {name} is {shapes}: this is the state dict of another model")
-        rows.append(flat_like(value, param).to(dtype=dtype, device="cpu"))
+        value = value if name in rule.scales else flat_like(value, param)
+        rows.append(value.to(dtype=dtype, device="cpu"))
     try:
         return tuple(rows), int(entry.get("step", 1))
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -13,22 +13,29 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 
+# The name of masters in state dicts and recordings.
+MASTER_NAME = "master"
+
 # The factors of one step, each rounded once, from double to fp32. The first is that of the gradient.
 Scalars = tuple[np.float32, ...]
 Group = Mapping[str, Any]
+
+# Elements of a parameter, in the order of its memory, whose 8-bit moments have a common scale.
+BLOCK = 256
 
 
 class UpdateRange(NamedTuple):
     """Elements of tensors that are updated with the same factors: from `begin` to the one before `end`.
 
     `position` is that of the first element, for rules that round (see `numerics.rounding`); `shape` that of the matrix,
-    for rules of whole matrices."""
+    for rules of whole matrices; `block` is the first block, for moments in 8 bits."""
 
     begin: int
     end: int
     scalars: Scalars
     position: int = 0
     shape: tuple[int, int] | None = None
+    block: int = 0
 
 
 class MatrixParts(NamedTuple):
@@ -59,8 +66,10 @@ class UpdateRule:
         factors: Returns the factors of a step (counted from 1) for a group, in double precision.
         check: Raises EngineError if hyperparameters of a group, all finite numbers of at least 0, are not supported.
         unsupported: Options of that optimizer that must be off.
-        moment_dtype: float32, or bfloat16. The formula has fp32 moments in both cases; the last factor of a step is not
-            for it then, but the seed of `numerics.rounding`, or 0 to round to nearest.
+        moment_dtype: float32, bfloat16 or uint8. The formula has fp32 moments in all cases. With bfloat16 the last
+            factor of a step is not for it, but the seed of `numerics.rounding`, or 0 to round to nearest.
+        scales: With uint8 (see `numerics.blocks`), the names in state dicts of the scales of each moment.
+        constants: With uint8, what entries of state dicts have besides, the same for all parameters.
         finish: For an update of whole matrices: the rule, without moments, that takes the result of their products as
             its gradient. The first result of `formula` is the matrix to multiply then.
         parts: Returns the parts of the factors, for a matrix of a shape.
@@ -75,6 +84,8 @@ class UpdateRule:
     check: Callable[[Group], None] = field(repr=False, default=lambda group: None)
     unsupported: tuple[str, ...] = ("maximize",)
     moment_dtype: torch.dtype = torch.float32
+    scales: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
     finish: UpdateRule | None = None
     parts: Callable[[Scalars, tuple[int, int]], MatrixParts] | None = field(repr=False, default=None)
 
@@ -83,17 +94,40 @@ class UpdateRule:
         return tuple(map(np.float32, (scale, *self.factors(group, step))))
 
     def dtypes(self, has_remainders: bool = False) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the master, or of its remainder, and of the moments."""
-        return torch.int16 if has_remainders else torch.float32, *(self.moment_dtype for _ in self.moments)
+        """Return the dtypes of the rows of a state: master, or its remainder, moments, and scales of moments."""
+        master = torch.int16 if has_remainders else torch.float32
+        return master, *(self.moment_dtype for _ in self.moments), *(torch.float32 for _ in self.scales)
 
-    def state_bytes(self, has_remainders: bool = False) -> int:
+    def row_slices(self, begin: int, end: int, block: int) -> tuple[slice, ...]:
+        """Return the part of each row for the elements from `begin` to the one before `end`, in blocks from `block`."""
+        blocks = slice(block, block - (begin - end) // BLOCK)
+        return (slice(begin, end),) * (1 + len(self.moments)) + (blocks,) * len(self.scales)
+
+    def zero_rows(self, params: int, has_remainders: bool = False) -> tuple[torch.Tensor, ...]:
+        """Return the rows of the state of a flat parameter, on the host, all 0."""
+        lengths = (part.stop for part in self.row_slices(0, params, 0))
+        dtypes = self.dtypes(has_remainders)
+        return tuple(torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in zip(lengths, dtypes, strict=True))
+
+    def state_bytes(self, has_remainders: bool = False) -> float:
         """Return the bytes of state per parameter, with the master or with its remainder."""
-        return sum(dtype.itemsize for dtype in self.dtypes(has_remainders))
+        nbytes = sum(dtype.itemsize for dtype in self.dtypes(has_remainders)[: 1 + len(self.moments)])
+        return nbytes + torch.float32.itemsize * len(self.scales) / BLOCK
+
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """The names of the rows of a state in state dicts and recordings."""
+        return MASTER_NAME, *self.moments, *self.scales
 
     @property
     def rounds(self) -> bool:
-        """Whether moments are rounded, which may depend on the position of their element."""
-        return bool(self.moment_dtype != torch.float32)
+        """Whether moments are rounded to bfloat16, which may depend on the position of their element."""
+        return bool(self.moment_dtype == torch.bfloat16)
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether an update needs to know where parameters begin, so that their ranges are not merged."""
+        return self.rounds or bool(self.scales) or self.finish is not None
 
     def formula_with(self, arithmetic: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the formula with other functions in place of `divide`, `square_root` and `sign`."""

@@ -7,12 +7,10 @@ import torch
 
 from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import UpdateRule
+from ebbtide.interleave.engine.rules.rule import BLOCK, UpdateRule
 
 # The row of a subgroup's state that has masters or their remainders; the moments of its rule follow.
 MASTER = 0
-# The name of masters in state dicts and recordings.
-MASTER_NAME = "master"
 
 
 @dataclass(frozen=True)
@@ -20,13 +18,14 @@ class ParamSegment:
     """A run of elements of one parameter (its index in the optimizer) in a subgroup.
 
     `begin` is the first element and `end` the one after the last, in the flat parameter; `offset` is the first in the
-    subgroup; `shape` that of a whole matrix, for rules of such."""
+    subgroup; `shape` that of a whole matrix, for rules of such; `block` is the first block in the subgroup."""
 
     param: int
     begin: int
     end: int
     offset: int
     shape: tuple[int, int] | None = None
+    block: int = 0
 
     @property
     def span(self) -> slice:
@@ -60,7 +59,7 @@ def divide(
     rules: Sequence[UpdateRule] | None = None,
 ) -> tuple[Subgroup, ...]:
     """Divide parameters into subgroups of `subgroup_params` elements, in order; large parameters are split, but for
-    matrices that their rule updates as a whole.
+    matrices that their rule updates as a whole, and between blocks if their moments have scales.
 
     The last subgroup before a change of dtype or rule may be smaller, since a subgroup has one. `rules` are those of
     the parameters; None: all have the rule `adamw`."""
@@ -89,21 +88,41 @@ def divide(
             size += param.numel()
             continue
         while begin < param.numel():
-            end = min(param.numel(), begin + subgroup_params - size)
-            segments.append(ParamSegment(index, begin, end, size))
+            limit = subgroup_params - size
+            if rule.scales and limit < param.numel() - begin:
+                limit -= limit % BLOCK
+                if not limit and size:
+                    close()
+                    continue
+            end = min(param.numel(), begin + (limit or BLOCK))
+            segments.append(ParamSegment(index, begin, end, size, block=_blocks(segments, size)))
             size += end - begin
             begin = end
-            if size == subgroup_params:
+            if size >= subgroup_params:
                 close()
     close()
     return tuple(subgroups)
 
 
+def _blocks(segments: Sequence[ParamSegment], params: int) -> int:
+    """Return the number of blocks of segments; without any, those of so many elements."""
+    if not segments:
+        return -(-params // BLOCK)
+    last = segments[-1]
+    return last.block - (last.begin - last.end) // BLOCK
+
+
+def _row_bytes(subgroup: Subgroup) -> list[tuple[torch.dtype, int]]:
+    rule = subgroup.rule
+    blocks = _blocks(subgroup.segments, subgroup.params)
+    lengths = [subgroup.params] * (1 + len(rule.moments)) + [blocks] * len(rule.scales)
+    dtypes = rule.dtypes(subgroup.has_remainders)
+    return [(dtype, length * dtype.itemsize) for dtype, length in zip(dtypes, lengths, strict=True)]
+
+
 def state_elements(subgroup: Subgroup) -> int:
     """Return the number of fp32 elements of memory for a subgroup's state."""
-    # Two numbers of 16 bits take the memory of one fp32 number.
-    elements: int = -(-subgroup.rule.state_bytes(subgroup.has_remainders) * subgroup.params // torch.float32.itemsize)
-    return elements
+    return -(-sum(nbytes for _, nbytes in _row_bytes(subgroup)) // torch.float32.itemsize)
 
 
 def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
@@ -113,13 +132,24 @@ def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
 
 
 def state_rows(state: torch.Tensor, subgroup: Subgroup) -> tuple[torch.Tensor, ...]:
-    """Return views of a state of `state_shape`: master (fp32) or remainder (int16), and the moments."""
+    """Return views of a state of `state_shape`, as `UpdateRule.dtypes` lists the rows."""
     if state.dim() == 2:
         return tuple(state)
-    dtypes = subgroup.rule.dtypes(subgroup.has_remainders)
-    halves, rows, begin = state.view(torch.int16), {}, 0
-    # The widest first, since views begin at multiples of their width; remainders last.
-    for row in sorted(range(len(dtypes)), key=lambda row: (-dtypes[row].itemsize, dtypes[row] == torch.int16)):
-        end = begin + subgroup.params * dtypes[row].itemsize // torch.int16.itemsize
-        rows[row], begin = halves[begin:end].view(dtypes[row]), end
-    return tuple(rows[row] for row in range(len(dtypes)))
+    memory, rows, begin, sizes = state.view(torch.uint8), {}, 0, _row_bytes(subgroup)
+    # The widest first, since views begin at multiples of their width; remainders after others of their width.
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row][0].itemsize, sizes[row][0] == torch.int16)):
+        dtype, nbytes = sizes[row]
+        rows[row], begin = memory[begin : begin + nbytes].view(dtype), begin + nbytes
+    return tuple(rows[row] for row in range(len(sizes)))
+
+
+def segment_rows(rows: Sequence[torch.Tensor], subgroup: Subgroup, segment: ParamSegment) -> tuple[torch.Tensor, ...]:
+    """Return a segment's part of the rows of a state."""
+    parts = subgroup.rule.row_slices(segment.span.start, segment.span.stop, segment.block)
+    return tuple(row[part] for row, part in zip(rows, parts, strict=True))
+
+
+def param_rows(rows: Sequence[torch.Tensor], subgroup: Subgroup, segment: ParamSegment) -> tuple[torch.Tensor, ...]:
+    """Return a segment's part of the rows of the state of its parameter."""
+    parts = subgroup.rule.row_slices(segment.begin, segment.end, segment.begin // BLOCK)
+    return tuple(row[part] for row, part in zip(rows, parts, strict=True))

@@ -44,10 +44,11 @@ class StepInputs:
 
     def update_ranges(self, subgroup: Subgroup) -> Iterator[UpdateRange]:
         """Yield the ranges of segments that are updated; adjacent ones with the same factors are one range, unless the
-        rule needs positions or shapes."""
-        if subgroup.rule.rounds or subgroup.rule.finish is not None:
+        rule needs to know where parameters begin."""
+        if subgroup.rule.has_ranges:
             for segment, scalars in self.updated_segments(subgroup):
-                yield UpdateRange(segment.span.start, segment.span.stop, scalars, segment.position, segment.shape)
+                span, block = segment.span, segment.block
+                yield UpdateRange(span.start, span.stop, scalars, segment.position, segment.shape, block)
             return
         begin, end, last = 0, 0, None
         for segment, scalars in self.updated_segments(subgroup):

@@ -12,7 +12,7 @@ from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
-from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, state_rows
+from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, segment_rows, state_rows
 from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates, StepInputs
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
@@ -327,7 +327,7 @@ class Store:
         inputs, updates = self.inputs, []
         for segment, scalars in inputs.updated_segments(subgroup):
             own = self._returned.gradient(op.subgroup, segment, inputs) if is_returned else inputs.gradient(segment)
-            state = tuple(row[segment.span] for row in rows)
+            state = segment_rows(rows, subgroup, segment)
             value = inputs.value(segment)
             updates.append(TensorUpdate(own, state, value, scalars, subgroup.rule, segment.position, segment.shape))
         self._corrupted.add(op.subgroup)

@@ -10,8 +10,9 @@ from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.runtime.arena import Arena, Block
 from ebbtide.interleave.engine.runtime.layout import (
     MASTER,
-    MASTER_NAME,
+    ParamSegment,
     Subgroup,
+    segment_rows,
     state_elements,
     state_rows,
     state_shape,
@@ -74,7 +75,7 @@ class SubgroupStates:
             state = self.on_device.get(number, self.on_host.get(number))
             if state is None:
                 state = torch.empty(state_shape(subgroup), dtype=torch.float32, device="meta")
-            rows += zip((MASTER_NAME, *subgroup.rule.moments), state_rows(state, subgroup), strict=True)
+            rows += zip(subgroup.rule.row_names, state_rows(state, subgroup), strict=True)
         return rows
 
     def read(self, subgroup: int) -> torch.Tensor:
@@ -96,11 +97,13 @@ class SubgroupStates:
         else:
             self._allocated_on_host(subgroup).copy_(state)
 
-    def copy_parts(self, subgroup: int, parts: Sequence[tuple[slice, Sequence[torch.Tensor]]]) -> None:
-        """Copy elements of all rows of a state to tensors in host memory, one for each row."""
-        on_device = self.on_device.get(subgroup)
-        rows = state_rows(self.read(subgroup) if on_device is None else on_device, self.subgroups[subgroup])
-        pairs = [(row[span], target) for span, targets in parts for row, target in zip(rows, targets, strict=True)]
+    def copy_parts(self, subgroup: int, parts: Sequence[tuple[ParamSegment, Sequence[torch.Tensor]]]) -> None:
+        """Copy segments of all rows of a state to tensors in host memory, one for each row."""
+        on_device, own = self.on_device.get(subgroup), self.subgroups[subgroup]
+        rows = state_rows(self.read(subgroup) if on_device is None else on_device, own)
+        pairs = [
+            pair for part, targets in parts for pair in zip(segment_rows(rows, own, part), targets, strict=True)
+        ]
         if on_device is not None:
             copy_now(self._device, "d2h", pairs)
             return

@@ -1,0 +1,152 @@
+"""The update with moments in 8 bits (blocks.py), compiled like the loops in compiled.py.
+
+The results of a block wait on the stack, in fp32, until its scales are known. A code is that of a table for the upper
+bits of the quotient, or the next one: at most one middle between two numbers has the same upper bits.
+"""
+
+# numba types these functions, for each combination of argument types.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from functools import cache
+
+import numpy as np
+from numba import carray, types
+from numba.extending import overload, register_jitable
+
+from ebbtide.interleave.engine.numerics.compiled import (
+    F,
+    U,
+    compile_loop,
+    from_remainder,
+    load,
+    make_step,
+    over_rows,
+    save,
+    step,
+    store,
+    to_remainder,
+)
+from ebbtide.interleave.engine.numerics.compiled_beside import slice_rows, stack_memory
+from ebbtide.interleave.engine.rules.dynamic_type import MIDDLES, VALUES
+from ebbtide.interleave.engine.rules.rule import BLOCK
+
+_MAGNITUDE, _INFINITE = U(0x7FFFFFFF), U(0x7F800000)
+# Magnitudes from 2**-24 on, below which there is no middle, by exponent and 7 bits of the fraction; up to 1.
+_SHIFT, _FIRST, _LAST = U(16), (127 - 24) << 7, 127 << 7
+_COUNT = _LAST - _FIRST + 1
+
+
+def _least_codes(number):
+    """Return the codes of the least quotients with the same upper bits, those of negative ones after the others."""
+    magnitudes = (np.arange(_FIRST, _LAST + 2, dtype=np.uint32) << _SHIFT).view(F)
+    magnitudes[0] = 0
+    least = np.concatenate([magnitudes[:-1], -magnitudes[1:]])
+    return np.searchsorted(MIDDLES[number], least).astype(np.int32)
+
+
+_CODES = tuple(map(_least_codes, range(len(MIDDLES))))
+# No number is above the last code's.
+_MIDDLES = tuple(np.append(middles, F(np.inf)) for middles in MIDDLES)
+
+
+@register_jitable
+def _quantize(moment, codes, scales, block, least_codes, middles):
+    bits = moment.view(U)
+    largest = U(0)
+    for i in range(codes.size):
+        largest = max(largest, U(bits[i] & _MAGNITUDE))
+    scale = U(largest).view(F)
+    scales[block] = scale
+    if largest == U(0) or largest >= _INFINITE:
+        codes[:] = 0
+        return
+    for i in range(codes.size):
+        quotient = F(moment[i] / scale)
+        word = quotient.view(U)
+        key = max(np.int32(U(word & _MAGNITUDE) >> _SHIFT) - np.int32(_FIRST), np.int32(0))
+        code = least_codes[key + np.int32(_COUNT) * np.int32(word >> U(31))]
+        codes[i] = np.uint8(code + np.int32(quotient > middles[code]))
+
+
+_widen_codes = over_rows("codes, i, scales", "values[K][codes[K][i]] * scales[K]", values=VALUES)
+_quantize_each = over_rows(
+    "codes, moments, scales, block",
+    "quantize(moments[K], codes[K], scales[K], block, least_codes[K], middles[K])",
+    quantize=_quantize,
+    least_codes=_CODES,
+    middles=_MIDDLES,
+)
+_stacks = over_rows(
+    "rows",
+    "carray(stack_memory(np.float32, BLOCK), BLOCK)",
+    carray=carray,
+    stack_memory=stack_memory,
+    np=np,
+    BLOCK=BLOCK,
+)
+
+
+def _load_master(masters, out, i):
+    """Return a master, or that of a remainder and a parameter. The body is chosen by type, below."""
+
+
+def _save_master(masters, out, i, value):
+    """Store a master, or its remainder, and the parameter. The body is chosen by type, below."""
+
+
+def _slice(out, begin, end):
+    """Return elements of the parameter, or None if there is none. The body is chosen by type, below."""
+
+
+@overload(_slice)
+def _choose_slice(out, begin, end):
+    if isinstance(out, types.NoneType):
+        return lambda out, begin, end: None
+    return lambda out, begin, end: out[begin:end]
+
+
+@overload(_load_master)
+def _choose_load_master(masters, out, i):
+    if masters.dtype.name == "uint16":
+        return lambda masters, out, i: from_remainder(out[i], masters[i])
+    return lambda masters, out, i: masters[i]
+
+
+@overload(_save_master)
+def _choose_save_master(masters, out, i, value):
+    if masters.dtype.name == "uint16":
+
+        def split(masters, out, i, value):
+            out[i], masters[i] = to_remainder(value)
+
+        return split
+
+    def store_both(masters, out, i, value):
+        masters[i] = value
+        if out is not None:
+            store(out, i, value)
+
+    return store_both
+
+
+def _update(grad, masters, codes, scales, out, scalars):
+    new_masters, new_moments = carray(stack_memory(np.float32, BLOCK), BLOCK), _stacks(codes)
+    for block in range(scales[0].size):
+        begin = block * BLOCK
+        end = min(begin + BLOCK, grad.size)
+        g, own, factors = grad[begin:end], slice_rows(codes, begin, end), load(scales, block)
+        old = masters[begin:end]
+        half = _slice(out, begin, end)
+        for i in range(g.size):
+            new = step(g[i], (_load_master(old, half, i), *_widen_codes(own, i, factors)), scalars, 0)
+            new_masters[i] = new[0]
+            save(new_moments, i, new[1:])
+        for i in range(g.size):
+            _save_master(old, half, i, new_masters[i])
+        _quantize_each(own, new_moments, scales, block)
+
+
+@cache
+def update_of(rule):
+    """Return the loop that updates masters, codes and scales of a rule in place."""
+    return compile_loop(_update, rule=rule, step=make_step(rule))
