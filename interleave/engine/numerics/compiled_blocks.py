@@ -1,7 +1,8 @@
 """The update with moments in 8 bits (blocks.py), compiled like the loops in compiled.py.
 
-The results of a block wait on the stack, in fp32, until its scales are known. A code is that of a table for the upper
-bits of the quotient, or the next one: at most one middle between two numbers has the same upper bits.
+The results of a block wait on the stack, in fp32, until its scales are known, where LLVM computes them side by side in
+registers. A code is that of a table for the upper bits of the quotient, or the next one: at most one middle between two
+numbers has the same upper bits.
 """
 
 # numba types these functions, for each combination of argument types.
@@ -41,7 +42,7 @@ def _least_codes(number):
     magnitudes = (np.arange(_FIRST, _LAST + 2, dtype=np.uint32) << _SHIFT).view(F)
     magnitudes[0] = 0
     least = np.concatenate([magnitudes[:-1], -magnitudes[1:]])
-    return np.searchsorted(MIDDLES[number], least).astype(np.int32)
+    return np.searchsorted(MIDDLES[number], least).astype(np.uint8)
 
 
 _CODES = tuple(map(_least_codes, range(len(MIDDLES))))
@@ -60,15 +61,30 @@ def _quantize(moment, codes, scales, block, least_codes, middles):
     if largest == U(0) or largest >= _INFINITE:
         codes[:] = 0
         return
+    keys = carray(stack_memory(np.int32, BLOCK), BLOCK)
     for i in range(codes.size):
         quotient = F(moment[i] / scale)
         word = quotient.view(U)
         key = max(np.int32(U(word & _MAGNITUDE) >> _SHIFT) - np.int32(_FIRST), np.int32(0))
-        code = least_codes[key + np.int32(_COUNT) * np.int32(word >> U(31))]
-        codes[i] = np.uint8(code + np.int32(quotient > middles[code]))
+        keys[i] = key + np.int32(_COUNT) * np.int32(word >> U(31))
+        moment[i] = quotient
+    for i in range(codes.size):
+        code = least_codes[keys[i]]
+        codes[i] = np.uint8(code + (moment[i] > middles[code]))
 
 
-_widen_codes = over_rows("codes, i, scales", "values[K][codes[K][i]] * scales[K]", values=VALUES)
+@register_jitable
+def _widen(moment, codes, scale, values):
+    for i in range(codes.size):
+        moment[i] = values[codes[i]] * scale
+
+
+_widen_each = over_rows(
+    "codes, moments, scales, block",
+    "widen(moments[K], codes[K], scales[K][block], values[K])",
+    widen=_widen,
+    values=VALUES,
+)
 _quantize_each = over_rows(
     "codes, moments, scales, block",
     "quantize(moments[K], codes[K], scales[K], block, least_codes[K], middles[K])",
@@ -130,20 +146,19 @@ def _choose_save_master(masters, out, i, value):
 
 
 def _update(grad, masters, codes, scales, out, scalars):
-    new_masters, new_moments = carray(stack_memory(np.float32, BLOCK), BLOCK), _stacks(codes)
+    new_masters, moments = carray(stack_memory(np.float32, BLOCK), BLOCK), _stacks(codes)
     for block in range(scales[0].size):
         begin = block * BLOCK
         end = min(begin + BLOCK, grad.size)
-        g, own, factors = grad[begin:end], slice_rows(codes, begin, end), load(scales, block)
-        old = masters[begin:end]
-        half = _slice(out, begin, end)
+        g, own, old, half = grad[begin:end], slice_rows(codes, begin, end), masters[begin:end], _slice(out, begin, end)
+        _widen_each(own, moments, scales, block)
         for i in range(g.size):
-            new = step(g[i], (_load_master(old, half, i), *_widen_codes(own, i, factors)), scalars, 0)
+            new = step(g[i], (_load_master(old, half, i), *load(moments, i)), scalars, 0)
             new_masters[i] = new[0]
-            save(new_moments, i, new[1:])
+            save(moments, i, new[1:])
         for i in range(g.size):
             _save_master(old, half, i, new_masters[i])
-        _quantize_each(own, new_moments, scales, block)
+        _quantize_each(own, moments, scales, block)
 
 
 @cache
