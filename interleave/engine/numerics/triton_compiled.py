@@ -22,6 +22,7 @@ from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
 from ebbtide.interleave.engine.numerics.rounding import MIX_FACTORS
+from ebbtide.interleave.engine.rules.rule import BLOCK as SCALED_BLOCK
 
 # Columns of the tables' rows, of all kernels but the update.
 BLOCK_COLUMNS = 3
@@ -41,6 +42,8 @@ _FIRST_MIX_FACTOR, _SECOND_MIX_FACTOR = map(tl.constexpr, MIX_FACTORS)
 _BLOCK_COLUMNS = tl.constexpr(BLOCK_COLUMNS)
 _UPDATE_BLOCK = tl.constexpr(UPDATE_BLOCK)
 _TABLE_BLOCK = tl.constexpr(TABLE_BLOCK)
+# Elements of a block with a scale.
+_SCALED = tl.constexpr(SCALED_BLOCK)
 _BLOCK = tl.constexpr(BLOCK)
 _LANES = tl.constexpr(LANES)
 _HALVINGS = tl.constexpr(LANES.bit_length() - 1)
@@ -165,6 +168,21 @@ def formula_of(rule):
 
 
 @triton.jit
+def _scale_and_codes(moment, inside, middles):
+    # The bits of magnitudes have their order, and NaN comes last.
+    bits = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    largest = tl.max(tl.reshape(bits, (_UPDATE_BLOCK // _SCALED, _SCALED)), 1)
+    largest = tl.broadcast_to(largest[:, None], (_UPDATE_BLOCK // _SCALED, _SCALED)).reshape((_UPDATE_BLOCK,))
+    scale = largest.to(tl.float32, bitcast=True)
+    quotient = _quotient(moment, scale)
+    code = tl.zeros((_UPDATE_BLOCK,), tl.int32)
+    for halving in tl.static_range(8):
+        middle = tl.load(middles + code + ((128 >> halving) - 1))
+        code += tl.where(quotient > middle, 128 >> halving, 0)
+    return scale, tl.where((largest > 0) & (largest < 0x7F800000), code, 0).to(tl.uint8)
+
+
+@triton.jit
 def _update_block(
     grad,
     rows,
@@ -172,6 +190,8 @@ def _update_block(
     scalars,
     mask,
     positions,
+    blocks,
+    inside,
     out_dtype: tl.constexpr,
     is_remainder: tl.constexpr,
     formula: tl.constexpr,
@@ -184,7 +204,12 @@ def _update_block(
         master = _joined(tl.load(out, mask=mask), master)
     values = (master,)
     for row in tl.static_range(1, len(rows)):
-        values = values + (_widen(tl.load(rows[row], mask=mask)),)
+        if len(blocks) > 0:
+            code = tl.load(rows[row], mask=mask).to(tl.int32)
+            scale = tl.load(blocks[row], mask=inside, other=0)
+            values = values + (tl.load(blocks[0] + 512 * (row - 1) + code, mask=inside, other=0) * scale,)
+        else:
+            values = values + (_widen(tl.load(rows[row], mask=mask)),)
     for factor in tl.static_range(1, factors - rounds):
         values = values + (tl.load(scalars + factor),)
     results = formula(g, *values)
@@ -193,6 +218,13 @@ def _update_block(
         noise = _scrambled((positions * _FACTOR) ^ _scrambled(seed.to(tl.uint32)))
         for row in tl.static_range(1, len(rows)):
             tl.store(rows[row], _round_moment(results[row], noise >> (16 * (row - 1)), seed), mask=mask)
+    elif len(blocks) > 0:
+        for row in tl.static_range(1, len(rows)):
+            moment = _canonical_nan(results[row])
+            scale, codes = _scale_and_codes(moment, inside, blocks[0] + (512 * (row - 1) + 256))
+            tl.store(rows[row], codes, mask=mask)
+            # All elements of the block have read the old one, which the new one depends on.
+            tl.store(blocks[row], scale, mask=inside & (positions % _SCALED == 0))
     else:
         for row in tl.static_range(1, len(rows)):
             tl.store(rows[row], _canonical_nan(results[row]), mask=mask)
@@ -215,13 +247,16 @@ def update(
     moments: tl.constexpr,
     factors: tl.constexpr,
     rounds: tl.constexpr,
+    scaled: tl.constexpr,
 ):
     """Update all tensors of a table, in blocks of `UPDATE_BLOCK`. Masters of uint16 are remainders.
 
     Columns of a row: length; addresses of gradient, parameter, master and moments; factors, two in each word; with
-    `rounds` the position of the first element, where moments are bfloat16."""
+    `rounds` the position of the first element, where moments are bfloat16; with `scaled`, where moments are codes (see
+    blocks.py), the addresses of numbers and middles of each moment, 256 each, and of the scales of each moment."""
     tensor = _find_tensor(table, count)
-    row = table + count + tensor.to(tl.int64) * (4 + moments + (factors + 1) // 2 + rounds)
+    columns: tl.constexpr = 4 + moments + (factors + 1) // 2
+    row = table + count + tensor.to(tl.int64) * (columns + rounds + scaled * (1 + moments))
     begin = (tl.program_id(0) - tl.load(table + tensor)) * _UPDATE_BLOCK
     offsets = tl.arange(0, _UPDATE_BLOCK)
     length, grad_address, out_address, master_address = (
@@ -236,7 +271,7 @@ def update(
     addresses = grad_address | out_address | master_address
     for moment in tl.static_range(moments):
         address = tl.load(row + 4 + moment)
-        rows = rows + (_pointer(address, tl.uint16 if rounds else tl.float32) + begin,)
+        rows = rows + (_pointer(address, tl.uint8 if scaled else tl.uint16 if rounds else tl.float32) + begin,)
         addresses |= address
     scalars = (row + 4 + moments).to(tl.pointer_type(tl.float32), bitcast=True)
     wide = ()
@@ -246,22 +281,42 @@ def update(
         narrow = narrow + (rows[number] + offsets,)
     is_remainder: tl.constexpr = master_dtype == tl.uint16
     positions = begin + offsets
+    inside = positions < length
+    blocks = ()
+    if scaled:
+        blocks = blocks + (_pointer(tl.load(row + columns), tl.float32),)
+        for moment in tl.static_range(moments):
+            scales = _pointer(tl.load(row + columns + 1 + moment), tl.float32)
+            blocks = blocks + (scales + positions // _SCALED,)
     if rounds:
-        positions = (tl.load(row + 4 + moments + (factors + 1) // 2) + positions).to(tl.uint32)
+        positions = (tl.load(row + columns) + positions).to(tl.uint32)
     if (addresses % _WIDE == 0) & (begin + _UPDATE_BLOCK <= length):
         wide_grad, wide_out = tl.multiple_of(grad, _WIDE) + offsets, tl.multiple_of(out, _WIDE) + offsets
         _update_block(
-            wide_grad, wide, wide_out, scalars, None, positions, out_dtype, is_remainder, formula, factors, rounds
+            wide_grad,
+            wide,
+            wide_out,
+            scalars,
+            None,
+            positions,
+            blocks,
+            inside,
+            out_dtype,
+            is_remainder,
+            formula,
+            factors,
+            rounds,
         )
     else:
-        mask = begin + offsets < length
         _update_block(
             grad + offsets,
             narrow,
             out + offsets,
             scalars,
-            mask,
+            inside,
             positions,
+            blocks,
+            inside,
             out_dtype,
             is_remainder,
             formula,

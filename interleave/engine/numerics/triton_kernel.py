@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 
@@ -105,6 +107,7 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
                 "moments": len(rule.moments),
                 "factors": len(group[0].scalars),
                 "rounds": rule.rounds,
+                "scaled": bool(rule.scales),
             }
             _launch(compiled.update, programs, table, len(group), **constants, num_warps=compiled.UPDATE_WARPS)
 
@@ -159,7 +162,7 @@ def warm_up(
     updates = []
     for grad_dtype, out_dtype in dtypes:
         grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
-        state = [torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in rule.dtypes(remainder)]
+        state = [row.to(device) for row in rule.zero_rows(_WARM_UP_PARAMS, remainder)]
         updates.append(TensorUpdate(grad, state, out, rule.scalars(rule.defaults, 1), rule))
     gpu_update(updates)
     gpu_sums_of_squares([item.grad for item in updates])()
@@ -205,13 +208,28 @@ def _on_device_of(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[obj
 
 def _load_updates(updates: Sequence[TensorUpdate]) -> tuple[int, torch.Tensor]:
     """Return the number of programs and the table of an update, which is in flight to the device."""
-    addresses = [[tensor.data_ptr() for tensor in (item.grad, item.out, *item.state)] for item in updates]
+    rows = 1 + len(updates[0].rule.moments)
+    addresses = [[tensor.data_ptr() for tensor in (item.grad, item.out, *item.state[:rows])] for item in updates]
     lengths = [item.out.numel() for item in updates]
     scalars = scalar_columns([item.scalars for item in updates])
     programs = [triton.cdiv(length, compiled.UPDATE_BLOCK) for length in lengths]
-    positions = [[item.position] if item.rule.rounds else [] for item in updates]
-    table = _host_table(programs, np.column_stack([lengths, addresses, scalars, np.array(positions, np.int64)]))
+    others = [_other_columns(item) for item in updates]
+    table = _host_table(programs, np.column_stack([lengths, addresses, scalars, np.array(others, np.int64)]))
     return sum(programs), _load_table(table)
+
+
+def _other_columns(item: TensorUpdate) -> list[int]:
+    if not item.rule.scales:
+        return [item.position] if item.rule.rounds else []
+    scales = item.state[1 + len(item.rule.moments) :]
+    return [tensor.data_ptr() for tensor in (_data_type(item.out.device), *scales)]
+
+
+@cache
+def _data_type(device: torch.device) -> torch.Tensor:
+    """Return the numbers and the middles between them of each moment, 256 each."""
+    rows = [row for pair in zip(VALUES, MIDDLES, strict=True) for row in (*pair, np.full(1, np.inf, np.float32))]
+    return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
 def _host_table(programs: Sequence[int], rows: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.rules.rule import Scalars
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTEGERS = {2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # gradient, master, exp_avg, exp_avg_sq, parameter
 State = list[torch.Tensor]
@@ -23,6 +23,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def any_bits(length: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Return random bit patterns; subnormals, NaN, powers of two, zero and infinity are frequent."""
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, (length,), generator=generator).to(dtype)
     size = 8 * dtype.itemsize
     patterns = torch.randint(-(2 ** (size - 1)), 2 ** (size - 1), (length,), generator=generator)
     exponent = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}[dtype]

@@ -22,6 +22,7 @@ from tests.interleave.engine.states import (
     any_state,
     arguments,
     assert_same,
+    bits,
     plausible_state,
     updated,
 )
@@ -105,6 +106,40 @@ def check_rounded_updates(lengths: list[int], begin: int, device: str) -> None:
         assert_same(state, after)
 
 
+def check_block_updates(lengths: list[int], begin: int, device: str) -> None:
+    """Run updates of 8-bit moments, with masters and with remainders, and compare all bits."""
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
+
+    rule, generator = find_rule("adamw-8bit"), torch.Generator().manual_seed(0)
+    updates, states, expected = [], [], []
+    for number, length in enumerate(lengths):
+        has_remainders = number % 3 == 1
+        state = [any_bits(begin + length, DTYPES[0], generator), *rule.zero_rows(length, has_remainders)]
+        state.append(torch.randn(begin + length, generator=generator).bfloat16())
+        for row in range(1, len(state) - 1):
+            # Every second case has plausible scales.
+            if row > 3 and number % 2:
+                state[row].uniform_(1e-9, 1e-6, generator=generator)
+            else:
+                dtype = torch.bfloat16 if state[row].dtype == torch.int16 else state[row].dtype
+                state[row].copy_(any_bits(len(state[row]), dtype, generator).view(state[row].dtype))
+        state[1:4] = [torch.cat([row[:0].new_zeros(begin), row]) for row in state[1:4]]
+
+        def parts(tensors: State, begin: int = begin) -> State:
+            return [tensor[begin:] if index in (0, 1, 2, 3, 6) else tensor for index, tensor in enumerate(tensors)]
+
+        scalars, after = rule.scalars(rule.defaults, number + 1, 0.7), [tensor.clone() for tensor in state]
+        (remainder if has_remainders else reference).update(*arguments(parts(after)), scalars, rule)
+        on_device = [tensor.to(device) for tensor in state]
+        updates.append(TensorUpdate(*arguments(parts(on_device)), scalars, rule))
+        states.append(on_device)
+        expected.append(after)
+    gpu_update(updates)
+    for state, after in zip(states, expected, strict=True):
+        for row, other in zip(state, after, strict=True):
+            assert torch.equal(bits(row), bits(other))
+
+
 def check_sums(
     lengths: list[int], begins: tuple[int, ...], device: str, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> None:
@@ -142,6 +177,7 @@ def check_all_in_the_interpreter() -> None:
         check_updates([0, 1, 1024, 1500], begin, "cpu")
         check_remainder_updates([0, 1, 1024, 1500], begin, "cpu")
         check_rounded_updates([1, 1024, 0, 1500], begin, "cpu")
+        check_block_updates([1, 1300, 0, 1024], begin, "cpu")
     # The interpreter takes long for a whole block: only one of them.
     for dtypes, length in ((DTYPES[:1], BLOCK + 700), (DTYPES, 777)):
         check_sums([length, 0, 777, 1], (0, 0, 1, 2), "cpu", dtypes)

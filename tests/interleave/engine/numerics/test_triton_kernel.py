@@ -21,6 +21,7 @@ from tests.cuda_mock.triton_cache import ENVIRONMENT
 from tests.interleave.engine.numerics import gpu_checks
 from tests.interleave.engine.numerics.gpu_checks import (
     BEGINS,
+    check_block_updates,
     check_fingerprints,
     check_remainder_updates,
     check_rounded_updates,
@@ -38,6 +39,7 @@ def test_gpu_update__gives_the_bits_of_the_reference() -> None:
         check_updates([0, 1, 1024, 2_000_003], begin, "cuda")
         check_remainder_updates([0, 1, 1024, 2_000_003], begin, "cuda")
         check_rounded_updates([1, 1024, 0, 2_000_003], begin, "cuda")
+        check_block_updates([1, 1024, 0, 2_000_003], begin, "cuda")
 
 
 @pytest.mark.gpu
@@ -119,6 +121,7 @@ def compile_update(
         "moments": len(rule.moments),
         "factors": len(rule.scalars(rule.defaults, 1)),
         "rounds": rule.rounds,
+        "scaled": bool(rule.scales),
     }
     return compile_kernel("update", capability, fusion=fusion, **dtypes, **constants)
 
@@ -171,6 +174,15 @@ def test_gpu_update__of_bfloat16_moments_rounds_every_operation_and_moves_20_byt
     # The seed of the random numbers is converted.
     assert {"div.rn.f32", "sqrt.rn.f32"} <= arithmetic(ptx) <= ALLOWED | PACKED | {"cvt.rzi.u32.f32"}
     counts = {"ld.global.v2.b32": 3, "ld.global.v4.b32": 1, "st.global.v2.b32": 3, "st.global.v4.b32": 1}
+    assert wide_accesses(ptx) == Counter(counts)
+
+
+def test_gpu_update__of_8_bit_moments_rounds_every_operation_and_moves_codes() -> None:
+    ptx = compile_update(90, "uint16", "uint16", rule=find_rule("adamw-8bit"))
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= arithmetic(ptx) <= ALLOWED | PACKED
+    assert not re.search(r"\.(ftz|approx|full)\b|\bfma\b|\bmad\.\w*\.?f", ptx)
+    # Four elements by each access: gradient, master and parameter; codes are four bytes.
+    counts = {"ld.global.v2.b32": 1, "ld.global.v4.b32": 1, "st.global.v2.b32": 1, "st.global.v4.b32": 1}
     assert wide_accesses(ptx) == Counter(counts)
 
 
