@@ -31,6 +31,7 @@ HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "weight_decay": (0.0, 0.1),
         "stochastic_rounding": (True, False),
     },
+    "adamw-8bit": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1)},
     "adam": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 0.0)},
     "lion": {"betas": ((0.9, 0.99), (0.5, 0.4)), "weight_decay": (0.0, 0.1)},
     "muon": {
@@ -58,7 +59,7 @@ class ReferenceParam:
         self.shape = tuple(self.param.shape) if self.rule.finish is not None else None
         self.param = self.param.detach().reshape(-1)
         self.steps = 0
-        self.state = [torch.zeros(len(self.param), dtype=dtype) for dtype in self.rule.dtypes(self.remainders)]
+        self.state = self.rule.zero_rows(len(self.param), self.remainders)
         if not self.remainders:
             self.state[0].copy_(self.param)
 
@@ -86,12 +87,14 @@ def choose_shapes(rule: UpdateRule, choose: random.Random) -> list[tuple[int, ..
     """Return the shapes of parameters of a rule."""
     count = choose.randint(1, 4)
     if rule.finish is None:
-        return [(choose.randint(1, 400),) for _ in range(count)]
+        return [(choose.randint(1, 1200 if rule.scales else 400),) for _ in range(count)]
     return [(choose.randint(1, 20), choose.randint(1, 20)) for _ in range(count)]
 
 
-def check(rule: UpdateRule, seed: int) -> str | None:
-    """Run one job, and return what is wrong with it; None if all bits are those of the reference."""
+def check(rule: UpdateRule, seed: int, mixed: bool | None = None) -> str | None:
+    """Run one job, and return what is wrong with it; None if all bits are those of the reference.
+
+    `mixed`: whether a second group has another rule; None: often."""
     choose = random.Random(f"{rule.name} {seed}")
     streamed, remainders = choose.random() < 0.5, choose.random() < 0.25
     dtype = torch.bfloat16 if remainders else choose.choice((torch.bfloat16, torch.float32, torch.float16))
@@ -106,7 +109,8 @@ def check(rule: UpdateRule, seed: int) -> str | None:
     expected: list[ReferenceParam] = []
     groups = []
     # Often there is a second group, with another rule.
-    others = [find_rule(choose.choice(sorted(RULES.keys() - {rule.name})))] if choose.random() < 0.4 else []
+    is_mixed = choose.random() < 0.4 if mixed is None else mixed
+    others = [find_rule(choose.choice(sorted(RULES.keys() - {rule.name})))] if is_mixed else []
     for group_rule, group in ((rule, hyperparameters), *((other, choose_group(other, choose)) for other in others)):
         values = [torch.randn(shape, generator=generator).to(dtype) for shape in choose_shapes(group_rule, choose)]
         whole = {**group_rule.defaults, **group}
@@ -151,7 +155,7 @@ def check(rule: UpdateRule, seed: int) -> str | None:
             for index, (param, other) in enumerate(zip(own, expected, strict=True)):
                 if not torch.equal(bits(param.detach().reshape(-1)), bits(other.param)):
                     return f"{words}: parameter {index}"
-                for name, row in zip(other.rule.moments, other.state[1:], strict=True):
+                for name, row in zip(other.rule.row_names[1:], other.state[1:], strict=True):
                     if not torch.equal(bits(state[index][name].reshape(-1)), bits(row)):
                         return f"{words}: {name} of parameter {index}"
         finally:
