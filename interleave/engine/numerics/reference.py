@@ -92,7 +92,7 @@ def update(
     master, *moments = map(canonical_nan, results)
     state[0].detach().numpy()[...] = master
     for number, (row, moment) in enumerate(zip(state[1:], moments, strict=False)):
-        if scales:
+        if rule.scales:
             row.numpy()[...], scales[number].numpy()[...] = quantize_moment(moment, number)
         elif rule.rounds:
             own_noise = None if noise is None else noise >> np.uint32(16 * number) & np.uint32(0xFFFF)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
@@ -223,8 +222,8 @@ def _with_codes(rule: UpdateRule, entry: Mapping[str, Any], source: str) -> dict
             codes, largest = quantize_moment(local_shard(moment).detach().float().cpu().reshape(-1).numpy(), number)
             whole |= {name: torch.from_numpy(codes).view(local_shard(moment).shape), scales: torch.from_numpy(largest)}
     for name, values in rule.constants.items():
-        own = whole.get(name, torch.from_numpy(values))
-        if not isinstance(own, torch.Tensor) or not np.allclose(own.float().cpu().numpy(), values, rtol=1e-5, atol=0):
+        own, expected = whole.get(name), torch.from_numpy(values)
+        if own is not None and (own.shape != expected.shape or not torch.allclose(own.cpu(), expected, 1e-5, 0)):
             raise EngineError(f"{source}: {name} is not the data type of {rule.title}, `dynamic`")
     return whole
 

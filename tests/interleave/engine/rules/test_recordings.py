@@ -14,6 +14,7 @@ from ebbtide.analysis.metrics.recorded_free_memory import state_bytes
 from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.engine.rules import RULES
+from ebbtide.interleave.engine.rules.rule import BLOCK
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler import Tracer, open_trace
@@ -73,7 +74,8 @@ def test_workload_of__has_the_state_of_a_rule(name: str, master: str, tmp_path: 
         measured = optimizer._runner.engine.store.states.host_bytes
         (info,) = trace.rank(0).optimizers
         workload = workload_of(trace)
-        assert info.state_names == dict.fromkeys(("master", *rule.moments), workload.params)
+        blocks = dict.fromkeys(rule.scales, workload.params // BLOCK)
+        assert info.state_names == {**dict.fromkeys(("master", *rule.moments), workload.params), **blocks}
         assert workload.state_bytes == rule.state_bytes(master == "remainder")
         schedule = simulate(make_plan(policy, workload, MACHINE), workload, MACHINE)
         buffers = (workload.param_bytes + workload.grad_bytes) * workload.params
