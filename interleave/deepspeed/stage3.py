@@ -10,7 +10,7 @@ from deepspeed.utils import log_dist
 
 from ebbtide.interleave.deepspeed import subgroup_slices
 from ebbtide.interleave.deepspeed.state_access import CpuAdamScalars, StateAccess
-from ebbtide.interleave.deepspeed.supported import check_optimizer, hyper_of
+from ebbtide.interleave.deepspeed.supported import check_group, rule_of
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.rules.rule import Scalars
@@ -25,7 +25,7 @@ class InterleavedStage3(StateAccess):
     `step`."""
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        check_optimizer(init_optimizer)
+        self._rule = rule_of(init_optimizer)
         # The policy decides where state is.
         kwargs["offload_ratio"] = 1.0
         accumulates, offload = kwargs["gradient_accumulation_steps"] > 1, kwargs["offload_optimizer_config"]
@@ -36,8 +36,8 @@ class InterleavedStage3(StateAccess):
             # See `partition_grads`. If the job accumulates after all, the pages come back as they are written.
             subgroup_slices.release_pages(self.grad_partitions_flat_buffer)
         self._scale = 1.0
-        # torch's AdamW, which DeepSpeed supports too, computes its scalars in double precision.
-        self._cpu_adam = CpuAdamScalars() if isinstance(init_optimizer, DeepSpeedCPUAdam) else None
+        # Others, such as torch's AdamW, compute their scalars in double precision.
+        self._cpu_adam = CpuAdamScalars(self._rule) if isinstance(init_optimizer, DeepSpeedCPUAdam) else None
         self._ready_params = 0
         settings, masters = self.settings, self._masters
         sizes = [values.numel() for values in self.fp16_partitioned_groups_flat]
@@ -53,11 +53,11 @@ class InterleavedStage3(StateAccess):
         device = self._runner.device
         try:
             if settings.storage is None:
-                self._views = subgroup_slices.HeldMasters(self.optimizer, masters, self._slices, device)
+                self._views = subgroup_slices.HeldMasters(self.optimizer, self._rule, masters, self._slices, device)
                 self._start_plan()
             else:
                 # The engine is opened when it is needed, since a commit that is loaded first names the files to use.
-                self._views = subgroup_slices.StoredMasters(self.optimizer, masters, sizes, self._slices)
+                self._views = subgroup_slices.StoredMasters(self.optimizer, self._rule, masters, sizes, self._slices)
                 self._runner.check(self._subgroups)
             self._gate_gathers(module.parameters())
         except BaseException:
@@ -184,11 +184,10 @@ class InterleavedStage3(StateAccess):
         runner.step(values, [scalars[part.group] for part in self._slices], self._end_step)
 
     def _scalars(self, group: int, master: torch.Tensor) -> Scalars:
-        hyper = hyper_of(self.optimizer, self.optimizer.param_groups[self.sub_group_to_group_id[group]])
+        own = self.optimizer.param_groups[self.sub_group_to_group_id[group]]
+        check_group(self._rule, own)
         step = int(self.optimizer.state[master]["step"]) + 1
-        if self._cpu_adam is None:
-            return hyper.scalars(step, self._scale)
-        return self._cpu_adam.scalars(hyper, step, self._scale)
+        return (self._cpu_adam or self._rule).scalars(own, step, self._scale)
 
     def _end_step(self) -> None:
         for master in self._masters:

@@ -13,8 +13,8 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.options import EngineOptions
 from ebbtide.interleave.engine.params.gates import MethodGate
-from ebbtide.interleave.engine.rules.adamw import Hyper
-from ebbtide.interleave.engine.rules.rule import Scalars
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import Group, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup
 
@@ -24,16 +24,17 @@ class CpuAdamScalars:
 
     DeepSpeed's CPU Adam computes its scalars in fp32 (so 1 - beta2 is off by 1.3e-5). It multiplies the powers of its
     betas up step by step, and computes them anew if the step is not the next one. As there, one object serves all
-    subgroups of an optimizer."""
+    subgroups of an optimizer. `rule` is AdamW or Adam."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: UpdateRule = ADAMW) -> None:
+        self._rule = rule
         self._step = 0
         self._betas: tuple[np.float32, np.float32] | None = None
         self._powers = (np.float32(1), np.float32(1))
 
-    def scalars(self, hyper: Hyper, step: int, scale: float) -> Scalars:
+    def scalars(self, group: Group, step: int, scale: float) -> Scalars:
         """Return the scalars of a step, counted from 1, whose gradients are multiplied with `scale`."""
-        beta1, beta2 = betas = np.float32(hyper.beta1), np.float32(hyper.beta2)
+        beta1, beta2 = betas = np.float32(group["betas"][0]), np.float32(group["betas"][1])
         if self._betas is None and step == 1:
             self._powers = betas
         elif betas == self._betas and step == self._step + 1:
@@ -41,12 +42,13 @@ class CpuAdamScalars:
         elif (betas, step) != (self._betas, self._step):
             self._powers = np.float32(float(beta1) ** step), np.float32(float(beta2) ** step)
         self._betas, self._step = betas, step
-        one, lr = np.float32(1), np.float32(hyper.lr)
+        one, lr, decay = np.float32(1), np.float32(group["lr"]), np.float32(group["weight_decay"])
         power1, power2 = self._powers
-        kept = one - lr * np.float32(hyper.weight_decay)
+        if self._rule is ADAMW:
+            decay = one - lr * decay
         rate, root = lr / (one - power1), np.float32(math.sqrt(one - power2))
-        # In the order of the formula of AdamW.
-        return (np.float32(scale), beta1, one - beta1, beta2, one - beta2, kept, rate, root, np.float32(hyper.eps))
+        # In the order of the formulas of AdamW and Adam.
+        return (np.float32(scale), beta1, one - beta1, beta2, one - beta2, decay, rate, root, np.float32(group["eps"]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes to go on with the same bits."""
@@ -80,6 +82,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     _masters: list[torch.Tensor]
     _slices: Sequence[subgroup_slices.SubgroupSlice]
     _views: subgroup_slices.HeldMasters | subgroup_slices.StoredMasters
+    _rule: UpdateRule
     _cpu_adam: CpuAdamScalars | None
     _is_open = False
 
@@ -98,14 +101,14 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._is_open = True
         if commit is None and self._runner.storage is not None:
             for number, value in enumerate(self._values()):
-                state = torch.zeros((3, value.numel()), dtype=torch.float32, device="cpu")
+                state = torch.zeros((len(self._rule.row_names), value.numel()), dtype=torch.float32, device="cpu")
                 state[MASTER] = value
                 engine.store.states.write(number, state)
 
     @property
     def _subgroups(self) -> list[Subgroup]:
         dtype = self.fp16_partitioned_groups_flat[0].dtype
-        return subgroup_slices.engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype)
+        return subgroup_slices.engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype, self._rule)
 
     def _values(self) -> list[torch.Tensor]:
         """Return the parameters of each slice, flat."""

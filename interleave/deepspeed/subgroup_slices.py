@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
-
-_MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,12 @@ def cut_subgroups(sizes: Sequence[int], max_params: int) -> list[SubgroupSlice]:
     ]
 
 
-def engine_subgroups(slices: Sequence[SubgroupSlice], dtype: torch.dtype, grad_dtype: torch.dtype) -> list[Subgroup]:
+def engine_subgroups(
+    slices: Sequence[SubgroupSlice], dtype: torch.dtype, grad_dtype: torch.dtype, rule: UpdateRule = ADAMW
+) -> list[Subgroup]:
     """Return the slices as subgroups of the engine: each has one flat parameter."""
     return [
-        Subgroup(part.params, dtype, (ParamSegment(number, 0, part.params, 0),), grad_dtype)
+        Subgroup(part.params, dtype, (ParamSegment(number, 0, part.params, 0),), grad_dtype, rule=rule)
         for number, part in enumerate(slices)
     ]
 
@@ -162,14 +164,19 @@ class HeldMasters:
     """Masters and moments that are views of host buffers, in which the engine keeps its state."""
 
     def __init__(
-        self, optimizer: Any, masters: Sequence[torch.Tensor], slices: Sequence[SubgroupSlice], device: Device
+        self,
+        optimizer: Any,
+        rule: UpdateRule,
+        masters: Sequence[torch.Tensor],
+        slices: Sequence[SubgroupSlice],
+        device: Device,
     ) -> None:
         self._optimizer = optimizer
+        self._rule = rule
         self._masters = masters
-        self._buffers = [
-            _use_host_buffer(optimizer, master, device.allocate_host((3, master.numel()), torch.float32))
-            for master in masters
-        ]
+        rows = len(rule.row_names)
+        self._buffers = [device.allocate_host((rows, master.numel()), torch.float32) for master in masters]
+        self.collect()
         # Host memory for the state of each slice.
         self.slice_buffers = [self._buffers[part.group][:, part.begin : part.end] for part in slices]
 
@@ -186,7 +193,7 @@ class HeldMasters:
     def collect(self) -> None:
         """Take moments by which torch has replaced those that were shown."""
         for master, buffer in zip(self._masters, self._buffers, strict=True):
-            _use_host_buffer(self._optimizer, master, buffer)
+            _use_host_buffer(self._optimizer, self._rule, master, buffer)
 
 
 class StoredMasters:
@@ -197,22 +204,29 @@ class StoredMasters:
     slice_buffers = None
 
     def __init__(
-        self, optimizer: Any, masters: Sequence[torch.Tensor], sizes: Sequence[int], slices: Sequence[SubgroupSlice]
+        self,
+        optimizer: Any,
+        rule: UpdateRule,
+        masters: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        slices: Sequence[SubgroupSlice],
     ) -> None:
         self._optimizer = optimizer
+        self._rule = rule
         self._masters = masters
         self._sizes = sizes
         self._slices = slices
         # Of the groups that are shown.
         self._buffers: dict[int, torch.Tensor] = {}
         for master in masters:
-            _bind(optimizer, master, _empty(0))
+            _bind(optimizer, rule, master, self._empty(0))
 
     def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:
         """Read the state of DeepSpeed's subgroups into new host memory, which the caller may change."""
         shown = set(groups) - self._buffers.keys()
         for group in shown:
-            self._buffers[group] = _bind(self._optimizer, self._masters[group], _empty(self._sizes[group]))
+            buffer = self._empty(self._sizes[group])
+            self._buffers[group] = _bind(self._optimizer, self._rule, self._masters[group], buffer)
         for number, part in enumerate(self._slices):
             if part.group in shown:
                 self._buffers[part.group][:, part.begin : part.end] = states.read(number)
@@ -231,17 +245,16 @@ class StoredMasters:
     def release(self) -> None:
         """Release the host memory, whatever was changed."""
         for group in self._buffers:
-            _bind(self._optimizer, self._masters[group], _empty(0))
+            _bind(self._optimizer, self._rule, self._masters[group], self._empty(0))
         self._buffers.clear()
 
     def collect(self) -> None:
         """Take moments by which torch has replaced those that were shown."""
         for group, buffer in self._buffers.items():
-            _use_host_buffer(self._optimizer, self._masters[group], buffer)
+            _use_host_buffer(self._optimizer, self._rule, self._masters[group], buffer)
 
-
-def _empty(elements: int) -> torch.Tensor:
-    return torch.empty((3, elements), dtype=torch.float32, device="cpu")
+    def _empty(self, elements: int) -> torch.Tensor:
+        return torch.empty((len(self._rule.row_names), elements), dtype=torch.float32, device="cpu")
 
 
 def release_pages(zeros: torch.Tensor) -> None:
@@ -255,27 +268,27 @@ def release_pages(zeros: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
-def _use_host_buffer(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+def _use_host_buffer(optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """Make a master and its moments views of a host buffer with their values, and return it. New moments are zero.
 
-    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is fp32, of shape (3, elements)."""
+    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is fp32, of shape (rows, elements)."""
     if master.data.data_ptr() != buffer[MASTER].data_ptr():
         buffer[MASTER].copy_(master.data)
     state = optimizer.state[master]
-    for name, row in _MOMENTS.items():
+    for row, name in enumerate(rule.moments, 1):
         if name not in state:
             buffer[row].zero_()
         elif state[name].data_ptr() != buffer[row].data_ptr():
             buffer[row].copy_(state[name])
-    return _bind(optimizer, master, buffer)
+    return _bind(optimizer, rule, master, buffer)
 
 
-def _bind(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+def _bind(optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """Make a master and its moments views of a host buffer, whose values they take, and return it."""
     master.data = buffer[MASTER]
     master.grad = None
     state = optimizer.state[master]
-    for name, row in _MOMENTS.items():
+    for row, name in enumerate(rule.moments, 1):
         state[name] = buffer[row]
     state.setdefault("step", 0)
     return buffer

@@ -4,10 +4,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
+from ebbtide.interleave.engine.rules import UpdateRule, find_rule
 from ebbtide.interleave.policies import parse
 
 _TESTED = "0.19.8"
+# By the class of the optimizer.
+_RULES = {"DeepSpeedCPUAdam": "adamw", "AdamW": "adamw", "Adam": "adam", "DeepSpeedCPULion": "lion"}
 
 
 def check_version() -> None:
@@ -62,29 +64,30 @@ def check_engine(engine: Any) -> None:
             raise EngineError(f"{feature} is not supported: turn it off, or do not call enable()")
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Check that the optimizer that DeepSpeed would use is AdamW with supported options. Raises EngineError."""
+def rule_of(optimizer: Any) -> UpdateRule:
+    """Return the rule of the optimizer that DeepSpeed would use. Raises EngineError if there is none.
+
+    Also for options that are not supported."""
     name = type(optimizer).__name__
-    if name not in ("DeepSpeedCPUAdam", "AdamW"):
-        raise EngineError(f"the optimizer is {name}: use DeepSpeedCPUAdam (type AdamW or Adam) or torch's AdamW")
+    if name not in _RULES:
+        raise EngineError(
+            f"the optimizer is {name}: use DeepSpeedCPUAdam (type AdamW or Adam), DeepSpeedCPULion (type Lion), or "
+            "torch's AdamW or Adam; for others, such as Muon, use InterleavedOptimizer without DeepSpeed"
+        )
     if not getattr(optimizer, "fp32_optimizer_states", True):
         raise EngineError("fp32_optimizer_states is off: moments of half precision are not supported")
+    # Of DeepSpeed's CPU Adam; without it the decay is a part of the gradient.
+    rule = find_rule(_RULES[name] if getattr(optimizer, "adam_w_mode", True) else "adam")
     for group in optimizer.param_groups:
-        hyper_of(optimizer, group)
+        check_group(rule, group)
+    return rule
 
 
-def hyper_of(optimizer: Any, group: dict[str, Any]) -> Hyper:
-    """Return the hyperparameters of a group. Raises EngineError for those that are not supported."""
-    ADAMW.check_group(group)
+def check_group(rule: UpdateRule, group: dict[str, Any]) -> None:
+    """Check the hyperparameters of a group. Raises EngineError for those that are not supported."""
+    rule.check_group(group)
     if not group.get("bias_correction", True):
         raise EngineError("bias_correction is off, which is not supported: turn it on")
-    decay = float(group["weight_decay"])
-    if decay and not getattr(optimizer, "adam_w_mode", True):
-        raise EngineError(
-            "Adam with weight_decay (L2) is not supported: set adam_w_mode to true (decoupled), or weight_decay to 0"
-        )
-    beta1, beta2 = group["betas"]
-    return Hyper(float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), decay)
 
 
 def _offload_target(offload: Any) -> str | None:

@@ -214,7 +214,10 @@ def _saved_names(
 
 def _with_codes(rule: UpdateRule, entry: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return an entry of 8-bit moments as `make_entry` does; those of bitsandbytes may be nested, or in fp32."""
-    whole = {**entry, **{name: row for part in entry.values() if isinstance(part, Mapping) for name, row in part.items()}}
+    whole = {
+        **entry,
+        **{name: row for part in entry.values() if isinstance(part, Mapping) for name, row in part.items()},
+    }
     for number, (name, scales) in enumerate(zip(rule.moments, rule.scales, strict=True)):
         moment = whole.get(name)
         if isinstance(moment, torch.Tensor) and moment.is_floating_point():

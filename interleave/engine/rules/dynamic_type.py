@@ -18,7 +18,9 @@ def _values(signed: bool) -> npt.NDArray[np.float32]:
         parts = 2 ** (decade if signed else decade + 1)
         width, numbers = np.float64((np.float32(1) - _FIRST) / np.float32(parts)), np.arange(parts + 1)
         # Counted from the nearer end, in double precision, and then rounded.
-        edges = np.where(2 * numbers < parts, _FIRST + width * numbers, 1 - width * (parts - numbers)).astype(np.float32)
+        edges = np.where(2 * numbers < parts, _FIRST + width * numbers, 1 - width * (parts - numbers)).astype(
+            np.float32
+        )
         middles = np.float32(10.0 ** (decade - _DECADES + 1)) * ((edges[1:] + edges[:-1]) / np.float32(2))
         values += [*middles, *-middles] if signed else [*middles]
     return np.sort(np.array(values)).astype(np.float32)

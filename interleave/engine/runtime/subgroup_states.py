@@ -101,9 +101,7 @@ class SubgroupStates:
         """Copy segments of all rows of a state to tensors in host memory, one for each row."""
         on_device, own = self.on_device.get(subgroup), self.subgroups[subgroup]
         rows = state_rows(self.read(subgroup) if on_device is None else on_device, own)
-        pairs = [
-            pair for part, targets in parts for pair in zip(segment_rows(rows, own, part), targets, strict=True)
-        ]
+        pairs = [pair for part, targets in parts for pair in zip(segment_rows(rows, own, part), targets, strict=True)]
         if on_device is not None:
             copy_now(self._device, "d2h", pairs)
             return

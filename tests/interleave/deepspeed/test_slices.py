@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ebbtide.interleave.deepspeed.state_access import CpuAdamScalars
 from ebbtide.interleave.deepspeed.subgroup_slices import SliceGradients, SubgroupSlice, cut_subgroups, engine_subgroups
-from ebbtide.interleave.engine.rules.adamw import Hyper
+from ebbtide.interleave.engine.rules.adamw import ADAMW
 
 CPU = torch.device("cpu")
 groups_of_params = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=4)
@@ -76,14 +76,14 @@ def test_cpu_adam_scalars__equals_those_of_deepspeed(deepspeed: object, tmp_path
 
     weight = torch.nn.Parameter(torch.zeros(1))
     theirs = DeepSpeedCPUAdam([weight], lr=1e-2, weight_decay=0.0)
-    ours, hyper = CpuAdamScalars(), Hyper(lr=1e-2, weight_decay=0.0)
+    ours, group = CpuAdamScalars(), {**ADAMW.defaults, "lr": 1e-2, "weight_decay": 0.0}
     for step in [*range(1, 40), 900, 901, 500]:
         weight.data.zero_()
         weight.grad = torch.ones(1)
         if theirs.state[weight]:
             theirs.state[weight].update(exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1), step=step - 1)
         theirs.step()
-        _, _, share1, _, share2, _, rate, root, eps = ours.scalars(hyper, step, 1.0)
+        _, _, share1, _, share2, _, rate, root, eps = ours.scalars(group, step, 1.0)
         assert theirs.state[weight]["exp_avg"].item() == share1
         assert theirs.state[weight]["exp_avg_sq"].item() == share2
         expected = -rate * share1 / (np.sqrt(share2) / root + eps)

@@ -77,7 +77,10 @@ def test_codes__of_the_table_are_those_of_the_next_numbers() -> None:
         moments[::BLOCK] = 1
         expected, scales = quantize_moment(moments, number)
         assert (scales == 1).all()
-        codes, tables = np.zeros(len(moments), np.uint8), (compiled_blocks._CODES[number], compiled_blocks._MIDDLES[number])
+        codes, tables = (
+            np.zeros(len(moments), np.uint8),
+            (compiled_blocks._CODES[number], compiled_blocks._MIDDLES[number]),
+        )
         from numba import njit
 
         quantize = njit(compiled_blocks._quantize)

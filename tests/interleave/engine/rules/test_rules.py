@@ -152,7 +152,10 @@ def test_rules__are_those_of_the_page() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "adagrad"}, "rule is 'adagrad': it must be one of adam, adamw, adamw-8bit, adamw-bf16, lion, muon, sgd"),
+        (
+            {"rule": "adagrad"},
+            "rule is 'adagrad': it must be one of adam, adamw, adamw-8bit, adamw-bf16, lion, muon, sgd",
+        ),
         ({"rule": "sgd", "betas": (0.9, 0.99)}, "betas is no hyperparameter of sgd: these are lr, momentum"),
         ({"rule": "sgd", "nesterov": True}, "nesterov needs a momentum, and no dampening"),
         ({"rule": "lion", "lr": -1.0}, "lr is -1.0: it must be at least 0"),
