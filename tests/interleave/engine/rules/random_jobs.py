@@ -1,8 +1,9 @@
 """Random jobs of an update rule, under a plan and by the reference.
 
-    python -m tests.interleave.engine.rules.random_jobs [FIRST_SEED [JOBS]]
+    python -m tests.interleave.engine.rules.random_jobs [FIRST_SEED [JOBS [RANKS]]]
 
-runs jobs of each rule and prints those whose bits differ."""
+runs jobs of each rule and prints those whose bits differ. With several ranks, parameters of element-wise rules are
+sharded (gloo, on the CPU)."""
 
 from __future__ import annotations
 
@@ -10,15 +11,19 @@ import math
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ebbtide.interleave.engine.numerics import reference, remainder
 from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
 from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
+from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules import RULES, UpdateRule, find_rule
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import MACHINE
@@ -70,8 +75,11 @@ class ReferenceParam:
         update(gradient.reshape(-1), self.state, self.param, scalars, self.rule, position, self.shape)
 
 
-def scale_of(gradients: list[torch.Tensor], max_norm: float | None) -> float:
-    norm = math.sqrt(total(map(sum_of_squares, gradients)))
+def scale_of(gradients: list[torch.Tensor], max_norm: float | None, shards: Sequence[list[torch.Tensor]] = ()) -> float:
+    """Return the factor of gradients; `shards` are those of each rank of the gradients that are sharded."""
+    sums = list(map(sum_of_squares, gradients))
+    sums += [total(total(map(sum_of_squares, own)) for own in shards)] if shards else []
+    norm = math.sqrt(total(sums))
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
@@ -91,17 +99,18 @@ def choose_shapes(rule: UpdateRule, choose: random.Random) -> list[tuple[int, ..
     return [(choose.randint(1, 20), choose.randint(1, 20)) for _ in range(count)]
 
 
-def check(rule: UpdateRule, seed: int, mixed: bool | None = None) -> str | None:
+def check(rule: UpdateRule, seed: int, mixed: bool | None = None, mesh: DeviceMesh | None = None) -> str | None:
     """Run one job, and return what is wrong with it; None if all bits are those of the reference.
 
-    `mixed`: whether a second group has another rule; None: often."""
+    `mixed`: whether a second group has another rule; None: often. `mesh`: the ranks that run it."""
     choose = random.Random(f"{rule.name} {seed}")
-    streamed, remainders = choose.random() < 0.5, choose.random() < 0.25
+    streamed, remainders = mesh is None and choose.random() < 0.5, choose.random() < 0.25
     dtype = torch.bfloat16 if remainders else choose.choice((torch.bfloat16, torch.float32, torch.float16))
     overlaps = ["none", "forward"] + (["backward", "both"] if streamed and not remainders else [])
     policy, overlap = choose.choice(POLICIES), choose.choice(overlaps)
     if policy not in ("pipelined", "interleaved:2", "adaptive"):
         overlap = "none"
+    overlap = overlap if mesh is None else "none"
     max_norm = choose.choice((None, 0.5, 50.0))
     generator = torch.Generator().manual_seed(seed)
     hyperparameters = choose_group(rule, choose)
@@ -115,11 +124,12 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None) -> str | None:
         values = [torch.randn(shape, generator=generator).to(dtype) for shape in choose_shapes(group_rule, choose)]
         whole = {**group_rule.defaults, **group}
         numbers = range(len(own), len(own) + len(values))
+        is_sharded = mesh is not None and group_rule.finish is None
+        params = [torch.nn.Parameter(sharded(value, mesh) if is_sharded else value.clone()) for value in values]
         expected += [
-            ReferenceParam(value.clone(), group_rule, whole, number, remainders)
-            for value, number in zip(values, numbers, strict=True)
+            ReferenceParam(local_shard(param.detach()).clone(), group_rule, whole, number, remainders)
+            for param, number in zip(params, numbers, strict=True)
         ]
-        params = [torch.nn.Parameter(value.clone()) for value in values]
         groups.append({"params": params} if not groups else {"params": params, "rule": group_rule.name, **group})
         own += params
     model = torch.nn.ParameterList(own)
@@ -143,31 +153,71 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None) -> str | None:
         )
         try:
             for _ in range(5):
-                factors = [torch.randn(param.shape, generator=generator).to(dtype) for param in own]
-                loss = sum((param * factor).float().sum() for param, factor in zip(own, factors, strict=True))
-                loss.backward()
+                whole = [torch.randn(param.shape, generator=generator).to(dtype) for param in own]
+                factors = [
+                    sharded(factor, mesh) if hasattr(param, "to_local") else factor
+                    for param, factor in zip(own, whole, strict=True)
+                ]
+                for param, factor in zip(own, factors, strict=True):
+                    (local_shard(param) * local_shard(factor)).float().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                scale = scale_of(factors, max_norm)
+                scale = scale_of(*of_ranks(own, whole, max_norm, mesh))
                 for other, factor in zip(expected, factors, strict=True):
-                    other.step(factor, scale)
+                    other.step(local_shard(factor), scale)
             state = optimizer.state_dict()["state"]
             for index, (param, other) in enumerate(zip(own, expected, strict=True)):
-                if not torch.equal(bits(param.detach().reshape(-1)), bits(other.param)):
+                if not torch.equal(bits(local_shard(param.detach()).reshape(-1)), bits(other.param)):
                     return f"{words}: parameter {index}"
                 for name, row in zip(other.rule.row_names[1:], other.state[1:], strict=True):
-                    if not torch.equal(bits(state[index][name].reshape(-1)), bits(row)):
+                    if not torch.equal(bits(local_shard(state[index][name]).reshape(-1))[: len(row)], bits(row)):
                         return f"{words}: {name} of parameter {index}"
         finally:
             optimizer.close()
     return None
 
 
-def main(first: int = 0, jobs: int = 500) -> None:
+def sharded(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Return a tensor of which each rank has a part."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(value.clone(), mesh, [Shard(0)])
+
+
+def of_ranks(
+    params: list[torch.nn.Parameter], gradients: list[torch.Tensor], max_norm: float | None, mesh: DeviceMesh | None
+) -> tuple[list[torch.Tensor], float | None, list[list[torch.Tensor]]]:
+    """Return the gradients that are not sharded, and the parts of each rank of the others."""
+    is_sharded = [hasattr(param, "to_local") for param in params]
+    whole = [gradient for gradient, is_part in zip(gradients, is_sharded, strict=True) if not is_part]
+    parts = [gradient for gradient, is_part in zip(gradients, is_sharded, strict=True) if is_part]
+    ranks = mesh.size() if mesh is not None else 0
+    chunks = [[*gradient.chunk(ranks), *[gradient[:0]] * ranks][:ranks] for gradient in parts]
+    return whole, max_norm, [[chunk[rank] for chunk in chunks] for rank in range(ranks)] if parts else []
+
+
+def main(first: int = 0, jobs: int = 500, ranks: int = 1) -> None:
+    if ranks > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(run_rank, (ranks, folder, first, jobs), nprocs=ranks)
+        return
     for name in sorted(RULES):
         wrong = [text for seed in range(first, first + jobs) if (text := check(find_rule(name), seed))]
         print(f"{name}: {len(wrong)} of {jobs} jobs differ", *wrong[:5], sep="\n  ", flush=True)
 
 
+def run_rank(rank: int, ranks: int, folder: str, first: int, jobs: int) -> None:
+    """Run jobs on a rank, which raises RuntimeError if bits differ."""
+    torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for name in sorted(RULES):
+        wrong = [text for seed in range(first, first + jobs) if (text := check(find_rule(name), seed, mesh=mesh))]
+        if wrong:
+            raise RuntimeError(f"{name}, rank {rank}: " + "\n".join(wrong[:5]))
+        if rank == 0:
+            print(f"{name}: none of {jobs} jobs on {ranks} ranks differ", flush=True)
+    torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main(*map(int, sys.argv[1:4]))
