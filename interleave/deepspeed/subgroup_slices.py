@@ -271,7 +271,7 @@ def release_pages(zeros: torch.Tensor) -> None:
 def _use_host_buffer(optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """Make a master and its moments views of a host buffer with their values, and return it. New moments are zero.
 
-    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is fp32, of shape (rows, elements)."""
+    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is fp32, (rows, elements)."""
     if master.data.data_ptr() != buffer[MASTER].data_ptr():
         buffer[MASTER].copy_(master.data)
     state = optimizer.state[master]

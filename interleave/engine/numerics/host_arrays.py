@@ -77,11 +77,10 @@ def check_update(
     check_tensors(device, stored, wide)
     if rule.scales:
         scales = state[1 + len(rule.moments) :]
-        same = [*moments, *scales]
-        lengths = [grad.numel()] * len(moments) + [scales[0].numel()] * len(scales)
-        is_flat = all(row.dim() == 1 and row.is_contiguous() and row.device == grad.device for row in same)
-        if not is_flat or [row.numel() for row in same] != lengths or any(row.dtype != torch.float32 for row in scales):
-            raise ValueError("moments and scales must be contiguous, with one dimension, on the device of the gradient")
+        check_tensors(device, (), scales)
+        is_flat = all(row.dim() == 1 and row.is_contiguous() and row.device == grad.device for row in moments)
+        if not is_flat or any(row.numel() != grad.numel() for row in moments):
+            raise ValueError("moments must be contiguous, with the length of the gradient, on its device")
 
 
 def is_remainder(master: torch.Tensor) -> bool:

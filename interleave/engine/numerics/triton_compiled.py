@@ -191,7 +191,6 @@ def _update_block(
     mask,
     positions,
     blocks,
-    inside,
     out_dtype: tl.constexpr,
     is_remainder: tl.constexpr,
     formula: tl.constexpr,
@@ -205,9 +204,8 @@ def _update_block(
     values = (master,)
     for row in tl.static_range(1, len(rows)):
         if len(blocks) > 0:
-            code = tl.load(rows[row], mask=mask).to(tl.int32)
-            scale = tl.load(blocks[row], mask=inside, other=0)
-            values = values + (tl.load(blocks[0] + 512 * (row - 1) + code, mask=inside, other=0) * scale,)
+            number = blocks[1] + 512 * (row - 1) + tl.load(rows[row], mask=mask).to(tl.int32)
+            values = values + (tl.load(number, mask=blocks[0]) * tl.load(blocks[1 + row], mask=blocks[0]),)
         else:
             values = values + (_widen(tl.load(rows[row], mask=mask)),)
     for factor in tl.static_range(1, factors - rounds):
@@ -221,10 +219,10 @@ def _update_block(
     elif len(blocks) > 0:
         for row in tl.static_range(1, len(rows)):
             moment = _canonical_nan(results[row])
-            scale, codes = _scale_and_codes(moment, inside, blocks[0] + (512 * (row - 1) + 256))
+            scale, codes = _scale_and_codes(moment, blocks[0], blocks[1] + (512 * (row - 1) + 256))
             tl.store(rows[row], codes, mask=mask)
             # All elements of the block have read the old one, which the new one depends on.
-            tl.store(blocks[row], scale, mask=inside & (positions % _SCALED == 0))
+            tl.store(blocks[1 + row], scale, mask=blocks[0] & (positions % _SCALED == 0))
     else:
         for row in tl.static_range(1, len(rows)):
             tl.store(rows[row], _canonical_nan(results[row]), mask=mask)
@@ -259,12 +257,8 @@ def update(
     row = table + count + tensor.to(tl.int64) * (columns + rounds + scaled * (1 + moments))
     begin = (tl.program_id(0) - tl.load(table + tensor)) * _UPDATE_BLOCK
     offsets = tl.arange(0, _UPDATE_BLOCK)
-    length, grad_address, out_address, master_address = (
-        tl.load(row),
-        tl.load(row + 1),
-        tl.load(row + 2),
-        tl.load(row + 3),
-    )
+    length, grad_address = tl.load(row), tl.load(row + 1)
+    out_address, master_address = tl.load(row + 2), tl.load(row + 3)
     grad = _pointer(grad_address, grad_dtype) + begin
     out = _pointer(out_address, out_dtype) + begin
     rows = (_pointer(master_address, master_dtype) + begin,)
@@ -284,7 +278,7 @@ def update(
     inside = positions < length
     blocks = ()
     if scaled:
-        blocks = blocks + (_pointer(tl.load(row + columns), tl.float32),)
+        blocks = (inside, _pointer(tl.load(row + columns), tl.float32))
         for moment in tl.static_range(moments):
             scales = _pointer(tl.load(row + columns + 1 + moment), tl.float32)
             blocks = blocks + (scales + positions // _SCALED,)
@@ -300,7 +294,6 @@ def update(
             None,
             positions,
             blocks,
-            inside,
             out_dtype,
             is_remainder,
             formula,
@@ -316,7 +309,6 @@ def update(
             inside,
             positions,
             blocks,
-            inside,
             out_dtype,
             is_remainder,
             formula,

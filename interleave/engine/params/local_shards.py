@@ -33,20 +33,26 @@ def wrap_shard(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def wrap_blocks(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the scales of this rank's part of a tensor, as `wrap_shard`, with zeros up to those of the longest part."""
+    """Return the scales of a tensor's local part, as `wrap_shard`, with zeros up to as many as the longest part has."""
     if not hasattr(param, "to_local"):
         return scales
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, sizes, parts = param.device_mesh, list(param.shape), 1
+    sizes = list(param.shape)
     for axis, placement in enumerate(param.placements):
         if placement.is_shard():
-            sizes[placement.dim] = -(-sizes[placement.dim] // mesh.size(axis))
-            parts *= mesh.size(axis)
+            sizes[placement.dim] = -(-sizes[placement.dim] // param.device_mesh.size(axis))
     padded = torch.zeros(-(-math.prod(sizes) // BLOCK), dtype=scales.dtype)
     padded[: len(scales)] = scales
     placements = [Shard(0) if placement.is_shard() else Replicate() for placement in param.placements]
-    return DTensor.from_local(padded, mesh, placements, run_check=False, shape=(parts * len(padded),), stride=(1,))
+    shape = (parts_of(param) * len(padded),)
+    return DTensor.from_local(padded, param.device_mesh, placements, run_check=False, shape=shape, stride=(1,))
+
+
+def parts_of(param: torch.Tensor) -> int:
+    """Return the number of parts that a parameter has on its ranks."""
+    shards = enumerate(getattr(param, "placements", ()))
+    return math.prod(param.device_mesh.size(axis) for axis, placement in shards if placement.is_shard())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -133,10 +139,10 @@ def check_matrices(params: Sequence[torch.Tensor]) -> None:
                 f"a parameter of shape {tuple(param.shape)} is no matrix in the order of its memory, which this rule "
                 "updates as a whole: put it into a group with another rule, such as {'params': ..., 'rule': 'adamw'}"
             )
-        if local_shard(param).shape != param.shape:
+        if parts_of(param) > 1:
             raise EngineError(
                 f"a matrix of shape {tuple(param.shape)} is sharded over ranks, and its rule updates it as a whole: "
-                "shard no such parameter, or use another rule"
+                "train with DistributedDataParallel, or put it into a group with another rule"
             )
 
 

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.engine.errors import EngineError
 from tests.interleave.engine.training import MACHINE, Net, batches, maker, net
 
@@ -148,6 +149,42 @@ def with_empty_shards(rank: int, folder: Path) -> Result:
     return results
 
 
+def sharded_matrices(rank: int, folder: Path) -> Result:
+    """Return the errors of a rule of whole matrices, whichever rows a rank has."""
+    errors = []
+    for rows in (4, 1):
+        model = nn.Linear(3, rows, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        try:
+            InterleavedOptimizer(model.parameters(), "muon")
+        except EngineError as error:
+            errors.append(str(error))
+    return {"errors": errors}
+
+
+def saved_in_8_bits(rank: int, folder: Path) -> Result:
+    """Return whether a job that loads a checkpoint of shards goes on with the same bits."""
+
+    def optimizer_of(model: nn.Module) -> InterleavedOptimizer:
+        return InterleavedOptimizer(model.parameters(), "adamw-8bit", policy="interleaved:2", machine=MACHINE)
+
+    model, resumed = sharded(), sharded()
+    optimizer, other = optimizer_of(model), optimizer_of(resumed)
+    train(model, optimizer, rank, 3)
+    optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder / "8-bit")
+    loaded = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, other)}
+    dcp.load(loaded, checkpoint_id=folder / "8-bit")
+    resumed.load_state_dict(loaded["model"])
+    set_optimizer_state_dict(resumed, other, loaded["optimizer"])
+    for own, its in ((model, optimizer), (resumed, other)):
+        train(own, its, rank, 3)
+        its.close()
+    expected, params = full_params(model), full_params(resumed)
+    return {"equal": all(torch.equal(params[name], value) for name, value in expected.items())}
+
+
 JOBS: tuple[Callable[[int, Path], Result], ...] = (
     every_policy,
     saved,
@@ -155,6 +192,8 @@ JOBS: tuple[Callable[[int, Path], Result], ...] = (
     replicated,
     replicated_and_streamed,
     with_empty_shards,
+    sharded_matrices,
+    saved_in_8_bits,
 )
 
 

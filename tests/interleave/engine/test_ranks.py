@@ -37,6 +37,10 @@ def test_ranks__two_ranks_give_the_results_of_one(ranks: tuple[Results, Path]) -
     assert "max_grad_norm" in results["clipped_by_torch"]["error"]
     assert "fully_shard" in results["replicated_and_streamed"]["error"]
     assert set(results["with_empty_shards"].values()) == {4}
+    (matrix, row) = results["sharded_matrices"]["errors"]
+    assert "a matrix of shape (4, 3) is sharded over ranks" in matrix
+    assert "a matrix of shape (1, 3) is sharded over ranks" in row
+    assert results["saved_in_8_bits"]["equal"]
 
 
 def test_late_updates__change_no_bits_of_sharded_and_replicated_models(ranks: tuple[Results, Path]) -> None:
