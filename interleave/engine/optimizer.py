@@ -34,8 +34,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Args:
         params: Parameters or parameter groups, as for optimizers of torch.
-        rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16` or `muon`. Further keyword arguments are its hyperparameters,
-            as in torch or in the paper. A group with a key `rule` has that rule, with its defaults.
+        rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16`, `adamw-8bit` or `muon`. Further keyword arguments are its
+            hyperparameters, as in torch or in the paper. A group with a key `rule` has that rule, with its defaults.
         policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
         machine: The first rates. By default, `adaptive` measures this machine for a fraction of a second.
         subgroup_params: Number of parameters whose state is moved and updated as one.

@@ -15,6 +15,7 @@ from ebbtide.interleave.engine.params.local_shards import (
     flat_like,
     flat_view,
     local_shard,
+    parts_of,
     unflatten,
     wrap_blocks,
     wrap_shard,
@@ -32,6 +33,9 @@ from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 # Explicit, so that the defaults of torch that a job sets have no effect.
 _HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+# The number of shards of a parameter whose moments have scales: each has blocks of its own.
+_PARTS = "parts"
 
 # The state of a parameter in host memory: its fp32 master and its moments, flat, in the order of its memory.
 ParamState = tuple[torch.Tensor, ...]
@@ -153,6 +157,8 @@ def make_entry(rule: UpdateRule, param: torch.Tensor, state: ParamState, step: i
     entry: dict[str, Any] = {"step": step if rule.scales else torch.tensor(float(step), **_HOST)}
     for name, row in zip(rule.row_names, state, strict=True):
         entry[name] = wrap_blocks(param, row) if name in rule.scales else wrap_shard(param, unflatten(row, param))
+    if rule.scales and parts_of(param) > 1:
+        entry[_PARTS] = parts_of(param)
     return entry | {name: torch.from_numpy(values.copy()) for name, values in rule.constants.items()}
 
 
@@ -212,7 +218,7 @@ def _saved_names(
     return dict(zip(own_params, saved_names, strict=True)), saved
 
 
-def _with_codes(rule: UpdateRule, entry: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _with_codes(rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return an entry of 8-bit moments as `make_entry` does; those of bitsandbytes may be nested, or in fp32."""
     whole = {
         **entry,
@@ -224,6 +230,9 @@ def _with_codes(rule: UpdateRule, entry: Mapping[str, Any], source: str) -> dict
             # bitsandbytes has fp32 moments for small parameters.
             codes, largest = quantize_moment(local_shard(moment).detach().float().cpu().reshape(-1).numpy(), number)
             whole |= {name: torch.from_numpy(codes).view(local_shard(moment).shape), scales: torch.from_numpy(largest)}
+    if (parts := whole.get(_PARTS, 1)) != parts_of(param):
+        text = f"{source} has the blocks of {parts} shards, the parameter has {parts_of(param)} shards"
+        raise EngineError(f"{text}: load it with as many ranks")
     for name, values in rule.constants.items():
         own, expected = whole.get(name), torch.from_numpy(values)
         if own is not None and (own.shape != expected.shape or not torch.allclose(own.cpu(), expected, 1e-5, 0)):
@@ -241,7 +250,7 @@ def _parse_entry(
     if "max_exp_avg_sq" in entry:
         raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
     if rule.scales:
-        entry = _with_codes(rule, entry, source)
+        entry = _with_codes(rule, param, entry, source)
     shard, rows = local_shard(param), []
     lengths = [part.stop for part in rule.row_slices(0, shard.numel(), 0)]
     for name, dtype, length in zip(rule.row_names, rule.dtypes(), lengths, strict=True):
