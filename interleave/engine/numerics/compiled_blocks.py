@@ -34,7 +34,7 @@ from ebbtide.interleave.engine.rules.rule import BLOCK
 _MAGNITUDE, _INFINITE = U(0x7FFFFFFF), U(0x7F800000)
 # Magnitudes from 2**-24 on, below which there is no middle, by exponent and 7 bits of the fraction; up to 1.
 _SHIFT, _FIRST, _LAST = U(16), (127 - 24) << 7, 127 << 7
-_COUNT = _LAST - _FIRST + 1
+_COUNT, _MOMENTS = _LAST - _FIRST + 1, 2 * BLOCK
 
 
 def _least_codes(number):
@@ -92,14 +92,7 @@ _quantize_each = over_rows(
     least_codes=_CODES,
     middles=_MIDDLES,
 )
-_stacks = over_rows(
-    "rows",
-    "carray(stack_memory(np.float32, BLOCK), BLOCK)",
-    carray=carray,
-    stack_memory=stack_memory,
-    np=np,
-    BLOCK=BLOCK,
-)
+_stacks = over_rows("rows, memory", "memory[K * BLOCK : (K + 1) * BLOCK]", BLOCK=BLOCK)
 
 
 def _load_master(masters, out, i):
@@ -111,7 +104,7 @@ def _save_master(masters, out, i, value):
 
 
 def _slice(out, begin, end):
-    """Return elements of the parameter, or None if there is none. The body is chosen by type, below."""
+    """Return elements of the parameter, None if there is none. The body is chosen by type, below."""
 
 
 @overload(_slice)
@@ -146,7 +139,10 @@ def _choose_save_master(masters, out, i, value):
 
 
 def _update(grad, masters, codes, scales, out, scalars):
-    new_masters, moments = carray(stack_memory(np.float32, BLOCK), BLOCK), _stacks(codes)
+    new_masters, moments = (
+        carray(stack_memory(np.float32, BLOCK), BLOCK),
+        _stacks(codes, carray(stack_memory(np.float32, _MOMENTS), _MOMENTS)),
+    )
     for block in range(scales[0].size):
         begin = block * BLOCK
         end = min(begin + BLOCK, grad.size)

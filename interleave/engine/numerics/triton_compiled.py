@@ -169,17 +169,16 @@ def formula_of(rule):
 
 @triton.jit
 def _scale_and_codes(moment, inside, middles):
-    # The bits of magnitudes have their order, and NaN comes last.
     bits = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     largest = tl.max(tl.reshape(bits, (_UPDATE_BLOCK // _SCALED, _SCALED)), 1)
     largest = tl.broadcast_to(largest[:, None], (_UPDATE_BLOCK // _SCALED, _SCALED)).reshape((_UPDATE_BLOCK,))
-    scale = largest.to(tl.float32, bitcast=True)
-    quotient = _quotient(moment, scale)
+    quotient = _quotient(moment, largest.to(tl.float32, bitcast=True))
     code = tl.zeros((_UPDATE_BLOCK,), tl.int32)
     for halving in tl.static_range(8):
         middle = tl.load(middles + code + ((128 >> halving) - 1))
         code += tl.where(quotient > middle, 128 >> halving, 0)
-    return scale, tl.where((largest > 0) & (largest < 0x7F800000), code, 0).to(tl.uint8)
+    is_valid = (largest > 0) & (largest < 0x7F800000)
+    return largest.to(tl.float32, bitcast=True), tl.where(is_valid, code, 0).to(tl.uint8)
 
 
 @triton.jit

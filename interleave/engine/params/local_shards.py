@@ -45,8 +45,8 @@ def wrap_blocks(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(-(-math.prod(sizes) // BLOCK), dtype=scales.dtype)
     padded[: len(scales)] = scales
     placements = [Shard(0) if placement.is_shard() else Replicate() for placement in param.placements]
-    shape = (parts_of(param) * len(padded),)
-    return DTensor.from_local(padded, param.device_mesh, placements, run_check=False, shape=shape, stride=(1,))
+    shape, mesh = (parts_of(param) * len(padded),), param.device_mesh
+    return DTensor.from_local(padded, mesh, placements, run_check=False, shape=shape, stride=(1,))
 
 
 def parts_of(param: torch.Tensor) -> int:

@@ -231,8 +231,7 @@ def _with_codes(rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any],
             codes, largest = quantize_moment(local_shard(moment).detach().float().cpu().reshape(-1).numpy(), number)
             whole |= {name: torch.from_numpy(codes).view(local_shard(moment).shape), scales: torch.from_numpy(largest)}
     if (parts := whole.get(_PARTS, 1)) != parts_of(param):
-        text = f"{source} has the blocks of {parts} shards, the parameter has {parts_of(param)} shards"
-        raise EngineError(f"{text}: load it with as many ranks")
+        raise EngineError(f"{source} has {parts} shards, the parameter {parts_of(param)}: load it with as many ranks")
     for name, values in rule.constants.items():
         own, expected = whole.get(name), torch.from_numpy(values)
         if own is not None and (own.shape != expected.shape or not torch.allclose(own.cpu(), expected, 1e-5, 0)):

@@ -113,11 +113,10 @@ def _blocks(segments: Sequence[ParamSegment], params: int) -> int:
 
 
 def _row_bytes(subgroup: Subgroup) -> list[tuple[torch.dtype, int]]:
-    rule = subgroup.rule
-    blocks = _blocks(subgroup.segments, subgroup.params)
+    rule, blocks = subgroup.rule, _blocks(subgroup.segments, subgroup.params)
     lengths = [subgroup.params] * (1 + len(rule.moments)) + [blocks] * len(rule.scales)
-    dtypes = rule.dtypes(subgroup.has_remainders)
-    return [(dtype, length * dtype.itemsize) for dtype, length in zip(dtypes, lengths, strict=True)]
+    pairs = zip(rule.dtypes(subgroup.has_remainders), lengths, strict=True)
+    return [(dtype, length * dtype.itemsize) for dtype, length in pairs]
 
 
 def state_elements(subgroup: Subgroup) -> int:

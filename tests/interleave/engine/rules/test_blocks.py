@@ -204,7 +204,7 @@ def test_load_state_dict__takes_those_of_bitsandbytes() -> None:
         ({"qmap1": torch.linspace(-1, 1, 256)}, "qmap1 is not the data type of AdamW8bit, `dynamic`"),
         ({"qmap2": torch.zeros(16)}, "qmap2 is not the data type of AdamW8bit, `dynamic`"),
         ({"absmax1": torch.zeros(3)}, r"absmax1 is \(3,\)"),
-        ({"parts": 2}, "has the blocks of 2 shards, the parameter has 1 shards: load it with as many ranks"),
+        ({"parts": 2}, "has 2 shards, the parameter 1: load it with as many ranks"),
         ({"state2": None}, "has no state2 that is a tensor: this is not a state dict of AdamW8bit"),
     ],
 )
