@@ -112,7 +112,7 @@ class UpdateRule:
     def state_bytes(self, has_remainders: bool = False) -> float:
         """Return the bytes of state per parameter, with the master or with its remainder."""
         nbytes = sum(dtype.itemsize for dtype in self.dtypes(has_remainders)[: 1 + len(self.moments)])
-        return nbytes + torch.float32.itemsize * len(self.scales) / BLOCK
+        return float(nbytes + torch.float32.itemsize * len(self.scales) / BLOCK)
 
     @property
     def row_names(self) -> tuple[str, ...]:

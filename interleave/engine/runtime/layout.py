@@ -121,7 +121,7 @@ def _row_bytes(subgroup: Subgroup) -> list[tuple[torch.dtype, int]]:
 
 def state_elements(subgroup: Subgroup) -> int:
     """Return the number of fp32 elements of memory for a subgroup's state."""
-    return -(-sum(nbytes for _, nbytes in _row_bytes(subgroup)) // torch.float32.itemsize)
+    return int(-(-sum(nbytes for _, nbytes in _row_bytes(subgroup)) // torch.float32.itemsize))
 
 
 def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
