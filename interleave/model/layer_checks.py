@@ -23,7 +23,14 @@ def check_layers(policy: str, ops: Sequence[Op], plan: LayerPlan | None, workloa
     weights = [(one, one.layer) for one in stretches if one.layer in plan.streamed]
     # Later ones are for an update on the GPU, which frees them again.
     arrivals = [op for op in on_layers if op.kind == "weights up" and op.point < UPDATE]
-    at_start, at_end = streamed[: plan.weight_slots], frozenset(streamed[: plan.weight_slots])
+    at_end = frozenset(streamed[: plan.weight_slots])
+    at_start = streamed[: plan.weight_slots]
+    if workload.host_gradient_bytes is not None:
+        at_start = []
+        resident = [(one, one.layer) for one in stretches if one.layer not in plan.streamed]
+        others = [op for op in arrivals if op.subgroup not in plan.streamed]
+        arrivals = [op for op in arrivals if op.subgroup in plan.streamed]
+        _walk(policy, "weights of layer", resident, others, [], len(resident))
     if _walk(policy, "weights of layer", weights, arrivals, at_start, plan.weight_slots) != at_end:
         raise PlanError(f"policy {policy}: weights of the first layers are not on the device when the iteration ends")
     _check_activations(policy, ops, plan, stretches)

@@ -199,7 +199,11 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     weights = stays + min(plan.weight_slots, len(plan.streamed)) * largest
     gradients = [workload.grad_bytes * one.params for one in layers]
     until_step = workload.gradients_held_until_step
-    in_slots = 0.0 if until_step else sum(sorted(gradients, reverse=True)[: plan.gradient_slots])
+    in_slots = (
+        0.0
+        if until_step or workload.host_gradient_bytes is not None
+        else sum(sorted(gradients, reverse=True)[: plan.gradient_slots])
+    )
     offloaded = sorted((one.nbytes for one in saved if one.offloaded), reverse=True)
     # A chunk that is computed, and computed again, has all of its activations.
     full = (one.forms[0].nbytes * share for one in layers for share in shares)

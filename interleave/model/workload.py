@@ -108,6 +108,8 @@ class Workload:
             what is free beside everything but their parameters, gradients and activations.
         chunk_shares: The share of a layer's work that each chunk of an iteration has (the key of the file is `chunks`).
         layer_memory: Device memory of the layers over the iteration, if a plan for them is chosen (`layers.place`).
+        host_gradient_bytes: Where weights of all layers come from the host before each forward (`stream_weights`):
+            bytes per parameter of gradients, which go there while compute waits. None: weights are on the device.
     """
 
     name: str
@@ -138,6 +140,7 @@ class Workload:
     layers: tuple[Layer, ...] = ()
     chunk_shares: tuple[float, ...] = (1.0,)
     layer_memory: tuple[LayerMemory, ...] = ()
+    host_gradient_bytes: float | None = None
 
     @cached_property
     def subgroups(self) -> tuple[int, ...]:
@@ -213,6 +216,7 @@ class Workload:
         values["collective_bytes"] = {phase: {"h2d": h2d, "d2h": d2h} for phase, h2d, d2h in self.collective_bytes}
         values["gradients_stay"] = values.pop("gradients_held_until_step")
         values.pop("layer_memory")
+        values.pop("host_gradient_bytes")
         shares, layers = values.pop("chunk_shares"), values.pop("layers")
         if layers:
             values["layers"] = [
@@ -327,6 +331,7 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         "layers": None,
         "chunk_shares": None,
         "layer_memory": None,
+        "host_gradient_bytes": None,
     }
     workload = convert_object(values | converted, Workload, where, WorkloadError)
     if workload.sizes is not None and sum(workload.sizes) != params:

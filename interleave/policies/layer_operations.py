@@ -1,10 +1,11 @@
 """The operations of a plan on layers: their weights and activations, beside those of the optimizer's state."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 
 from ebbtide.interleave.model.layers import LayerPlan, Stretch, stretches_of
-from ebbtide.interleave.model.operations import UPDATE, Op, OpKind, Resource
+from ebbtide.interleave.model.operations import FORWARD, UPDATE, Op, OpKind, Resource
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 
@@ -37,6 +38,8 @@ class LayerOperations:
         self._offloaded = plan.offloaded
         self._position = {index: position for position, index in enumerate(self._offloaded)}
         self._downs: dict[int, int] = {}
+        # Copies to the device wait for these.
+        self._first: set[int] = set()
         self.ops: list[Op] = []
 
     def add(
@@ -51,7 +54,7 @@ class LayerOperations:
         activation: int = -1,
     ) -> int:
         """Append an operation and return its index."""
-        inputs = set(after)
+        inputs = {*after, *self._first} if resource == "h2d" else set(after)
         if self._last is not None:
             inputs |= {self._last[resource]} if resource in self._last else set()
             self._last[resource] = len(self.ops)
@@ -102,6 +105,36 @@ class LayerOperations:
             self.add("weights up", "h2d", layer, self._weight_bytes[layer], stretch.end, use)
 
 
+class HostWeightOperations(LayerOperations):
+    """Weights of all layers come from the host before each forward, and gradients go there while compute waits, as with
+    `stream_weights`. Resident layers then have their weights until the backward."""
+
+    def run(self) -> list[Op]:
+        for before in range(self._plan.weight_slots):
+            self._fetch_for_forward(before, FORWARD)
+        return super().run()
+
+    def move_activation(self, stretch: Stretch) -> None:
+        layer, each = stretch.layer, self._workload.host_gradient_bytes
+        if stretch.is_backward and each:
+            nbytes = each * self._workload.layers[layer].params
+            # What comes next is issued when compute goes on.
+            self._first = {self.add("layer gradient down", "d2h", layer, nbytes, stretch.end, stretch.end)}
+        super().move_activation(stretch)
+
+    def fetch_weights(self, stretch: Stretch) -> None:
+        if stretch.is_backward:
+            super().fetch_weights(stretch)
+        elif stretch.layer in self._plan.streamed:
+            self._fetch_for_forward(self._streamed.index(stretch.layer) + self._plan.weight_slots, stretch.end)
+
+    def _fetch_for_forward(self, before: int, point: float) -> None:
+        """Copy the weights of the layers that have so many streamed layers before them."""
+        for layer, nbytes in enumerate(self._weight_bytes):
+            if bisect_left(self._streamed, layer) == before:
+                self.add("weights up", "h2d", layer, nbytes, point, self.use_of_layer(layer, False, 0))
+
+
 def with_layer_operations(
     plan: Plan, placed: Workload, layers: LayerPlan, operations: LayerOperations | None = None
 ) -> Plan:
@@ -109,7 +142,8 @@ def with_layer_operations(
 
     Parameters of streamed layers stay on the host when the CPU has updated them, and are copied there when the GPU has,
     unless they stay on the device for the next forward. Compute waits for the slots of gradients that leave early."""
-    ops = (operations or LayerOperations(placed, layers)).run()
+    from_host = placed.host_gradient_bytes is not None
+    ops = (operations or (HostWeightOperations if from_host else LayerOperations)(placed, layers)).run()
     first = len(ops)
     layer_of = placed.layers_of_subgroups
     streamed = sorted(layers.streamed)
@@ -125,7 +159,7 @@ def with_layer_operations(
         taker = layer - layers.gradient_slots
         if op.kind == "gradient down" and not op.blocking and taker >= 0 and op.point < UPDATE:
             needed = max(backward_starts[taker], op.point)
-        if op.kind == "update" and op.resource == "gpu" and layer in layers.streamed:
+        if op.kind == "update" and op.resource == "gpu" and layer in layers.streamed and not from_host:
             written[len(ops)] = op
         if op.kind == "flush" and (update := next((index for index in after if index in written), None)) is not None:
             nbytes += placed.param_bytes * written.pop(update).params

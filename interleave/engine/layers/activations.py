@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers.layer_pass import LayerPass
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.memory import LayerMemoryCount
@@ -24,14 +24,17 @@ from ebbtide.interleave.engine.layers.model_layers import (
     storages_of,
     tensors_in,
 )
-from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, plan_orders
+from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOptions, LayerOrders, plan_orders
 from ebbtide.interleave.engine.layers.transfers import StorageTransfers
-from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.engine.layers.weights import MEASURED_PASSES, StreamedWeights
+from ebbtide.interleave.policies.layer_choice import ACTIVATIONS
 
 log = logging.getLogger("ebbtide")
 
-# Passes with inputs of a kind before there is a plan for them: the first one has not warmed up yet.
-_MEASURED_PASSES = 2
+# Without a limit of memory nothing moves.
+_NOTHING_TO_CHOOSE = {
+    LayerOptions(activations, weights) for activations in ("auto", "keep") for weights in (None, "auto", "resident")
+}
 # What passes with the same orders have in common: modes, types and dimensions of their inputs, and their sizes.
 PassKey = tuple[Hashable, tuple[int, ...]]
 
@@ -39,8 +42,17 @@ PassKey = tuple[Hashable, tuple[int, ...]]
 class OffloadedActivations(MovedLayers):
     """The activations of a model's layers under a plan; `offload_activations` returns it."""
 
-    def __init__(self, model: torch.nn.Module, memory_budget: float | None, device: Device | None) -> None:
-        super().__init__(model, self._run, "activations", memory_budget)
+    what = "activations"
+    choices_of = ACTIVATIONS
+
+    def __init__(
+        self, model: torch.nn.Module, memory_budget: float | None, device: Device | None, activations: str
+    ) -> None:
+        super().__init__(model, memory_budget, activations)
+        inner = self._layers[0].original
+        self._weights = inner.owner if isinstance(inner, LayerForward) else None
+        if self._weights is not None:
+            self._join(self._weights, device)
         self._model = model
         self._given_device = device
         self._torch_device = torch.device("cpu")
@@ -50,19 +62,21 @@ class OffloadedActivations(MovedLayers):
         self._names: list[str] = []
         self._is_idle = False
 
+    def _join(self, weights: StreamedWeights, device: Device | None) -> None:
+        """Share the memory, the copies and the plan of streamed weights."""
+        if device is not None and device is not weights.transfers.device:
+            raise EngineError("give stream_weights and offload_activations the same device")
+        self._transfers = weights.transfers
+        memory, limits = self._transfers.memory, [self._transfers.memory.limit_bytes, self._budget_bytes]
+        memory.limit_bytes = sum(given) if (given := [one for one in limits if one is not None]) else None
+        memory.what = "activations and weights of layers"
+
     @property
     def choices(self) -> dict[str, str]:
         """`keep`, `recompute` or `offload` by layer, in the order of the forward, of the last pass."""
-        # While all is kept, layers do not count themselves.
-        numbers = {layer.name: len(self._layers) if layer.number is None else layer.number for layer in self._layers}
-        return {name: self._kind.orders.kind(numbers[name]) for name in sorted(numbers, key=numbers.__getitem__)}
+        return self._choices(self.orders.kind)
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the last pass; None of the first passes, and where all is kept."""
-        return self._kind.orders.plan
-
-    def _run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward as the orders say."""
         if not torch.is_grad_enabled():
             return layer.original(*args, **kwargs)
@@ -91,7 +105,7 @@ class OffloadedActivations(MovedLayers):
         # Parameters may be streamed from the host.
         self._torch_device = next((one.device for one in tensors), self._torch_device)
         # The device is opened at the first pass: until then the model may move to it.
-        transfers = self._transfers or self._open(self._given_device, self._torch_device, "activations")
+        transfers = self._transfers or self._open(self._given_device, self._torch_device)
         device_type = self._torch_device.type
         flags = (
             layer.module.training,
@@ -102,26 +116,36 @@ class OffloadedActivations(MovedLayers):
         kind = self._kinds_of_pass.get(key) or self._larger_kind(key)
         if kind is None:
             kind = self._kinds_of_pass[key] = _KindOfPass()
-            if _budget(transfers) is None:
+            if self._limit_bytes() is None and self._options() in _NOTHING_TO_CHOOSE:
                 kind.orders = KEEP_ALL
         self._kind = kind
         if kind.measured is not None:
             self._plan(kind, kind.measured, transfers)
-        orders = kind.orders
-        if orders is KEEP_ALL:
+        self.orders = orders = kind.orders
+        if orders.keeps_all:
             try:
                 claim = _KeptClaim(transfers.memory, kind.saved_bytes) if kind.saved_bytes else None
                 self._pass = None
                 self._set_idle(True)
+                self._let_weights_follow(orders, None)
                 return claim
             except DeviceMemoryError:
                 # Another pass has its memory.
                 orders = ONE_AT_A_TIME
         self._set_idle(False)
+        self.orders = orders
         measurement = PassMeasurement(transfers.device) if orders is ONE_AT_A_TIME else None
+        self._let_weights_follow(orders, measurement)
         own = storages_of(self._model)
         self._pass = LayerPass(transfers, orders, device_type, self._names, kind.end_pass, own, measurement)
         return None
+
+    def _options(self) -> LayerOptions:
+        return LayerOptions(self.option, None if self._weights is None else self._weights.option)
+
+    def _let_weights_follow(self, orders: LayerOrders, measurement: PassMeasurement | None) -> None:
+        if self._weights is not None:
+            self._weights.follow(orders, measurement)
 
     def _larger_kind(self, key: "PassKey") -> "_KindOfPass | None":
         """Return a kind of passes with orders whose inputs are larger in each dimension, the smallest one of them.
@@ -165,23 +189,15 @@ class OffloadedActivations(MovedLayers):
         return output
 
     def _plan(self, kind: "_KindOfPass", measured: PassMeasurement, transfers: StorageTransfers) -> None:
-        layers, budget, rates = measured.layers(self._names), _budget(transfers), transfers.rates()
+        sizes = [] if self._weights is None else self._weights.sizes
+        layers, budget, rates = measured.layers(self._names, sizes), self._limit_bytes(), transfers.rates()
         transfers.measures = False
-        orders = plan_orders(layers, None if budget is None else max(0.0, budget - measured.left_bytes), rates)
-        kind.orders = orders if orders.plan is None else replace(orders, left=frozenset(measured.left))
+        budget = None if budget is None else max(0.0, budget - measured.left_bytes)
+        orders = plan_orders(layers, budget, rates, self._options(), measured.outside())
+        kind.orders = self.orders = orders if orders.plan is None else replace(orders, left=frozenset(measured.left))
         kind.saved_bytes = sum(layer.saved_bytes for layer in layers) + measured.left_bytes
         kind.measured = None
         log.info("ebbtide: activations of layers: %s", ", ".join(map(" ".join, self.choices.items())))
-
-
-def _budget(transfers: StorageTransfers) -> float | None:
-    """Return the device memory that activations may use; None: no limit."""
-    device, memory = transfers.device, transfers.memory
-    free = device.free_bytes()
-    if free is not None:
-        # The job's own peak, which is not free, has these activations at their peak.
-        free = max(0.0, free + memory.peak_bytes - device.used_bytes)
-    return min((limit for limit in (memory.limit_bytes, free) if limit is not None), default=None)
 
 
 class _KindOfPass:
@@ -202,7 +218,7 @@ class _KindOfPass:
         """Take a pass whose backward has ended as a measurement."""
         if self.orders is ONE_AT_A_TIME and one.measurement is not None:
             self._passes += 1
-            if self._passes == _MEASURED_PASSES:
+            if self._passes == MEASURED_PASSES:
                 self.measured = one.measurement
 
 
@@ -233,7 +249,11 @@ class _KeptClaim:
 
 
 def offload_activations(
-    model: torch.nn.Module, *, memory_budget: float | None = None, device: Device | None = None
+    model: torch.nn.Module,
+    *,
+    memory_budget: float | None = None,
+    device: Device | None = None,
+    activations: str = "auto",
 ) -> OffloadedActivations:
     """Keep, recompute or offload the activations of each layer of a model, with the same bits as without.
 
@@ -244,8 +264,9 @@ def offload_activations(
     Args:
         model: The model, on its device.
         memory_budget: Bytes of device memory that tensors saved by the layers for their backward may use. By default,
-            what the device has free.
+            what the device has free. After `stream_weights` the sum of both is for activations and weights.
         device: By default the device of the parameters; for parameters on the CPU an emulated one.
+        activations: `auto`, or `keep`, `recompute` or `offload` for all layers.
 
     Returns:
         An object that is in effect at once: until its `close`, or the end of its `with` block.
@@ -255,4 +276,4 @@ def offload_activations(
             backward: a tensor was modified in place after it was saved, or the budget does not suffice for one layer
             (DeviceMemoryError).
     """
-    return OffloadedActivations(model, memory_budget, device)
+    return OffloadedActivations(model, memory_budget, device, activations)

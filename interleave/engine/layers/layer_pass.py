@@ -141,6 +141,7 @@ class LayerPass:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self._outputs.clear()
         if self.measurement is not None:
+            self.measurement.turn()
             self.measurement.end()
             self._transfers.wait("d2h", lambda _: True)
             self.measurement.end_forward(self._of_layer)

@@ -6,12 +6,9 @@ from contextlib import contextmanager
 import torch
 
 from ebbtide.interleave.engine.devices.device import Mark, Streams
-from ebbtide.interleave.engine.layers.orders import MeasuredLayer
+from ebbtide.interleave.engine.layers.orders import LEAST_S, MeasuredLayer, PassTimes
 from ebbtide.interleave.engine.layers.saved_tensors import TensorVersion
 from ebbtide.interleave.engine.layers.transfers import SavedStorage
-
-# No time is 0, so that plans are of this job.
-_LEAST_S = 1e-9
 
 
 class PassMeasurement:
@@ -27,6 +24,9 @@ class PassMeasurement:
         self._device = device
         self._marks: dict[tuple[bool, int], list[Mark]] = {}
         self._open: list[Mark] = []
+        # Behind the last compute of a layer, and before the first backward.
+        self._ended: Mark | None = None
+        self._turned: Mark | None = None
         self._inputs: dict[int, tuple[int, list[TensorVersion]]] = {}
         self._with_effects: set[int] = set()
         self.saved_bytes: dict[int, int] = {}
@@ -37,8 +37,23 @@ class PassMeasurement:
         self._open = self._marks[is_backward, layer] = [self._device.record("job")]
 
     def end(self) -> None:
-        self._open.append(self._device.record("job"))
+        self._ended = self._device.record("job")
+        self._open.append(self._ended)
         self._open = []
+
+    def turn(self) -> None:
+        """Mark the begin of the backward."""
+        self._turned = self._turned or self._device.record("job")
+
+    def outside(self) -> PassTimes:
+        """Return the times outside of layers, of a pass before the one that begins now."""
+        now = self._device.record("job")
+        last = max(layer for is_backward, layer in self._marks if not is_backward)
+        forward = self._marks[False, last]
+        if self._turned is None or self._ended is None or len(forward) < 2:
+            return PassTimes()
+        now.synchronize()
+        return PassTimes(max(0.0, self._turned.time_s - forward[1].time_s), max(0.0, now.time_s - self._ended.time_s))
 
     @contextmanager
     def inputs(self, layer: int, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -69,7 +84,8 @@ class PassMeasurement:
             layer for layer, (_, tensors) in self._inputs.items() if any(one.is_changed for one in tensors)
         }
 
-    def layers(self, names: Sequence[str]) -> list[MeasuredLayer]:
+    def layers(self, names: Sequence[str], weights: Sequence[tuple[int, int]] = ()) -> list[MeasuredLayer]:
+        """Return the layers; `weights`: the bytes of the streamed weights of each, and of their gradients."""
         return [
             MeasuredLayer(
                 name,
@@ -78,6 +94,7 @@ class PassMeasurement:
                 self.saved_bytes.get(layer, 0),
                 self._inputs.get(layer, (0, []))[0],
                 layer not in self._with_effects,
+                *(weights[layer] if layer < len(weights) else (0, 0)),
             )
             for layer, name in enumerate(names)
         ]
@@ -85,6 +102,6 @@ class PassMeasurement:
     def _seconds(self, is_backward: bool, layer: int) -> float:
         marks = self._marks.get((is_backward, layer), [])
         if len(marks) < 2:
-            return _LEAST_S
+            return LEAST_S
         marks[1].synchronize()
-        return max(_LEAST_S, marks[1].time_s - marks[0].time_s)
+        return max(LEAST_S, marks[1].time_s - marks[0].time_s)

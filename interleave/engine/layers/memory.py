@@ -24,7 +24,7 @@ class LayerMemoryCount:
 
     def __init__(self, device: Device, limit_bytes: float | None, what: str) -> None:
         self._device = device
-        self._what = what
+        self.what = what
         self.limit_bytes = limit_bytes
         self.used_bytes = self.peak_bytes = 0
         self._counted: dict[int, _Counted] = {}
@@ -36,7 +36,7 @@ class LayerMemoryCount:
         with self._lock:
             if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
                 raise DeviceMemoryError(
-                    f"{self._what} need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)}, "
+                    f"{self.what} need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)}, "
                     f"and their memory_budget is {bytes_text(self.limit_bytes)}: raise it, or use smaller batches"
                 )
             self._device.claim(nbytes)

@@ -1,6 +1,6 @@
 """The layers of a model, and forwards that stand in for theirs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Self
 
@@ -11,11 +11,11 @@ from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.layers.memory import HostArena, LayerMemoryCount
+from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME
 from ebbtide.interleave.engine.layers.transfers import StorageTransfers
 from ebbtide.interleave.model.layer_names import layer_names
-
-# Runs a forward with its positional and named arguments.
-Run = Callable[["LayerForward", tuple[Any, ...], dict[str, Any]], Any]
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.schedule import Schedule
 
 
 class LayerForward:
@@ -26,9 +26,9 @@ class LayerForward:
         is_idle: Whether there is nothing to do but its own forward.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module, run: Run, purpose: str) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, owner: "MovedLayers") -> None:
         self.name = name
-        self.purpose = purpose
+        self.owner = owner
         self.module = module
         # A compiled layer is called in another way.
         self._attribute = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
@@ -36,7 +36,6 @@ class LayerForward:
         self.number: int | None = None
         self._is_own_attribute = self._attribute in vars(module)
         self.is_idle = False
-        self._run = run
         setattr(module, self._attribute, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,12 +44,13 @@ class LayerForward:
     # torch.compile of the whole model has a graph break here.
     @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run(self, args, kwargs)
+        return self.owner.run(self, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.original,)
 
     def remove(self) -> None:
+        self.is_idle = True
         if vars(self.module).get(self._attribute) is not self:
             return
         if self._is_own_attribute:
@@ -63,10 +63,10 @@ def _same(value: Any) -> Any:
     return value
 
 
-def replace_forwards(model: torch.nn.Module, run: Run, purpose: str) -> list[LayerForward]:
-    """Let a function run the forwards of a model's layers. Raises EngineError if it has no list of layers.
+def replace_forwards(model: torch.nn.Module, owner: "MovedLayers") -> list[LayerForward]:
+    """Let an owner run the forwards of a model's layers. Raises EngineError if it has no list of layers.
 
-    The purpose is what it does with them: `activations`, or inside of that `weights`; each may be done once."""
+    Activations are moved around weights; each may be done once."""
     sizes = (
         (name, param.numel() * param.element_size())
         for name, module in model.named_modules()
@@ -81,12 +81,12 @@ def replace_forwards(model: torch.nn.Module, run: Run, purpose: str) -> list[Lay
         )
     for name in names:
         outer = next((one for one in vars(modules[name]).values() if isinstance(one, LayerForward)), None)
-        if outer is not None and (outer.purpose, purpose) != ("weights", "activations"):
+        if outer is not None and (outer.owner.what, owner.what) != ("weights", "activations"):
             raise EngineError(
-                f"the {outer.purpose} of layer {name} are moved already: close that first, and stream weights before "
-                "activations are offloaded"
+                f"the {outer.owner.what} of layer {name} are moved already: close that first, and stream "
+                "weights before activations are offloaded"
             )
-    return [LayerForward(name, modules[name], run, purpose) for name in names]
+    return [LayerForward(name, modules[name], owner) for name in names]
 
 
 def is_within_backward() -> bool:
@@ -99,20 +99,62 @@ def other_hooks() -> Any:
 
 
 class MovedLayers:
-    """The layers of a model whose forwards are replaced, until `close` or the end of a `with` block."""
+    """The layers of a model whose forwards are replaced, until `close` or the end of a `with` block.
 
-    def __init__(self, model: torch.nn.Module, run: Run, purpose: str, memory_budget: float | None) -> None:
+    Attributes:
+        what: `weights` or `activations`.
+        choices_of: The values of the argument that chooses for all layers.
+    """
+
+    what: str
+    choices_of: Sequence[str]
+
+    def __init__(self, model: torch.nn.Module, memory_budget: float | None, choice: str) -> None:
+        if choice not in self.choices_of:
+            raise EngineError(f"{self.what}={choice!r}: choose from {', '.join(self.choices_of)}")
         if memory_budget is not None and not (isinstance(memory_budget, int | float) and memory_budget >= 0):
             raise EngineError(f"memory_budget is {memory_budget!r}: it must be bytes, at least 0, or None")
         self._budget_bytes = memory_budget
-        self._layers = replace_forwards(model, run, purpose)
+        self.option = choice
+        self._layers = replace_forwards(model, self)
         self._transfers: StorageTransfers | None = None
+        self.orders = ONE_AT_A_TIME
 
-    def _open(self, device: Device | None, torch_device: torch.device, what: str) -> StorageTransfers:
+    def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a layer's forward as the orders say."""
+        raise NotImplementedError
+
+    def _open(self, device: Device | None, torch_device: torch.device) -> StorageTransfers:
         device = open_device(torch_device) if device is None else device
-        memory = LayerMemoryCount(device, self._budget_bytes, what)
+        memory = LayerMemoryCount(device, self._budget_bytes, self.what)
         self._transfers = StorageTransfers(device, memory, HostArena(device))
         return self._transfers
+
+    def _limit_bytes(self) -> float | None:
+        """Return the device memory that they may use; None: no limit."""
+        assert self._transfers is not None
+        device, memory = self._transfers.device, self._transfers.memory
+        free = device.free_bytes()
+        if free is not None:
+            # The job's own peak, which is not free, has this memory at its peak.
+            free = max(0.0, free + memory.peak_bytes - device.used_bytes)
+        return min((limit for limit in (memory.limit_bytes, free) if limit is not None), default=None)
+
+    def _choices(self, kind: Callable[[int], str]) -> dict[str, str]:
+        """Return the kind of each layer, in the order of the forward."""
+        # While all is kept, layers do not count themselves.
+        numbers = {layer.name: len(self._layers) if layer.number is None else layer.number for layer in self._layers}
+        return {name: kind(numbers[name]) for name in sorted(numbers, key=numbers.__getitem__)}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last pass; None of the first passes, and where nothing limits the memory."""
+        return self.orders.plan
+
+    @property
+    def predicted(self) -> Schedule | None:
+        """The simulated iteration of the plan: from one pass to the next, one forward and backward."""
+        return self.orders.predicted
 
     @property
     def peak_bytes(self) -> int:

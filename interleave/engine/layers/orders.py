@@ -1,19 +1,21 @@
 """The plan for the activations of layers as orders for each layer, from what its first passes have shown."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ebbtide.interleave.engine.devices.device import Direction
-from ebbtide.interleave.model.layers import LayerPlan, place, stretches_of
+from ebbtide.interleave.model.layers import SLOTS, LayerPlan, place, stretches_of
 from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
 from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
-# Weights and state of these layers stay, and count as one parameter for each layer: what they use is in the budget.
-_PARAM_BYTES = 16 + 2 + 2
 _FAST = 1e13
+# No time is 0, so that plans are of this job.
+LEAST_S = 1e-9
 
 
 class MeasuredLayer(NamedTuple):
@@ -26,11 +28,42 @@ class MeasuredLayer(NamedTuple):
     input_bytes: int
     is_recomputable: bool
 
-    def in_workload(self) -> Layer:
+    weight_bytes: int = 0  # Of streamed weights, and of their gradients.
+    gradient_bytes: int = 0
+
+    def in_workload(self, d2h_bytes_per_s: float) -> Layer:
         # Tensors that two layers save count for one of them.
         forms = [ActivationForm("all", float(max(self.saved_bytes, self.input_bytes)), 0.0)]
         again = ActivationForm("input", float(self.input_bytes), self.forward_s) if self.is_recomputable else forms[0]
-        return Layer(self.name, 1, self.forward_s, self.backward_s, (*forms, again))
+        # Gradients are copied in the measured time. A parameter of a plan is a byte.
+        backward_s = max(LEAST_S, self.backward_s - self.gradient_bytes / d2h_bytes_per_s)
+        return Layer(self.name, max(1, self.weight_bytes), self.forward_s, backward_s, (*forms, again))
+
+
+class LayerOptions(NamedTuple):
+    """What a plan may choose: `activations` and `weights` as of policies; without weights None."""
+
+    activations: str = "auto"
+    weights: str | None = None
+
+    def policy(self, fits: bool) -> str:
+        """Return the policy; `fits`: whether all layers fit, so that there is nothing to choose."""
+        activations = "keep" if fits and self.activations == "auto" else self.activations
+        weights = "resident" if fits and self.weights == "auto" else self.weights
+        return f"gpu-only,activations={activations}" + (f",weights={weights}" if weights else "")
+
+
+_ACTIVATIONS = LayerOptions()
+
+
+class PassTimes(NamedTuple):
+    """Seconds of a pass outside of layers: between forward and backward, and from there to the next pass."""
+
+    turn_s: float = 0.0
+    other_s: float = 0.0
+
+
+_NO_TIME = PassTimes()
 
 
 @dataclass(frozen=True)
@@ -44,6 +77,9 @@ class LayerOrders:
         awaited: By layer: those whose copies to the host must have ended before its forward.
         returned: (layer, other): the activations of the other layer come back when the layer's backward has ended.
         left: Saved tensors (layer, number) that are not copied, since the job holds their memory itself.
+        streamed: Layers whose weights come for the forward and for the backward; None for all. Others stay in between.
+        weight_slots: Streamed layers whose weights are on the device at a time.
+        predicted: The simulated iteration.
     """
 
     plan: Plan | None = None
@@ -52,6 +88,17 @@ class LayerOrders:
     awaited: Mapping[int, frozenset[int]] = field(default_factory=dict)
     returned: Sequence[tuple[int, int]] = ()
     left: frozenset[tuple[int, int]] = frozenset()
+    streamed: frozenset[int] | None = frozenset()
+    weight_slots: int = SLOTS
+    predicted: Schedule | None = None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all activations are kept."""
+        return not self.recomputed and self.copied is not None and not self.copied
+
+    def is_streamed(self, layer: int) -> bool:
+        return self.streamed is None or layer in self.streamed
 
     def is_copied(self, layer: int) -> bool:
         return self.copied is None or layer in self.copied
@@ -63,24 +110,30 @@ class LayerOrders:
 
 KEEP_ALL = LayerOrders()
 # Of the first passes: it needs the least memory, and shows the bytes of all layers and the rates of the link.
-ONE_AT_A_TIME = LayerOrders(copied=None)
+ONE_AT_A_TIME = LayerOrders(copied=None, streamed=None)
 
 
 def plan_orders(
-    layers: Sequence[MeasuredLayer], budget_bytes: float | None, rates: Mapping[Direction, float | None]
+    layers: Sequence[MeasuredLayer],
+    budget_bytes: float | None,
+    rates: Mapping[Direction, float | None],
+    options: LayerOptions = _ACTIVATIONS,
+    outside: PassTimes = _NO_TIME,
 ) -> LayerOrders:
     """Return the orders of the best plan for layers within a budget of device memory.
 
-    Where all of them fit, nothing is offloaded. Where no plan fits, they go through the device one at a time."""
-    if budget_bytes is None or sum(layer.saved_bytes for layer in layers) <= budget_bytes:
-        return KEEP_ALL
-    workload = workload_of_layers(layers, budget_bytes)
-    kinds = "auto" if any(layer.is_recomputable for layer in layers) else "offload"
-    plan = make_plan(f"gpu-only,activations={kinds}", workload, machine_of_rates(rates))
+    Where all of them fit, nothing moves. Where no plan fits, they go through the device one at a time."""
+    machine = machine_of_rates(rates)
+    workload = workload_of_layers(layers, budget_bytes, machine, options, outside)
+    fits = budget_bytes is None or sum(layer.saved_bytes + layer.weight_bytes for layer in layers) <= budget_bytes
+    if options.activations in ("auto", "recompute") and not any(layer.is_recomputable for layer in layers):
+        options = options._replace(activations="offload" if options.activations == "auto" else "keep")
+    plan = make_plan(options.policy(fits), workload, machine)
     assert plan.layers is not None
     placed = place(workload, plan.layers)
-    fits = max(memory.activations for memory in placed.layer_memory) <= budget_bytes
-    return orders_of_plan(plan, plan.layers, placed) if fits else ONE_AT_A_TIME
+    if placed.missing_bytes:
+        return ONE_AT_A_TIME
+    return replace(orders_of_plan(plan, plan.layers, placed), predicted=simulate(plan, placed, machine))
 
 
 def machine_of_rates(rates: Mapping[Direction, float | None]) -> Machine:
@@ -93,17 +146,35 @@ def machine_of_rates(rates: Mapping[Direction, float | None]) -> Machine:
     )
 
 
-def workload_of_layers(layers: Sequence[MeasuredLayer], budget_bytes: float) -> Workload:
+def workload_of_layers(
+    layers: Sequence[MeasuredLayer],
+    budget_bytes: float | None,
+    machine: Machine,
+    options: LayerOptions = _ACTIVATIONS,
+    outside: PassTimes = _NO_TIME,
+) -> Workload:
+    """Return a job of these layers alone: its optimizer has no state on the device, and takes no time there.
+
+    Weights count as one byte of each layer where they are not streamed."""
+    in_workload = [layer.in_workload(machine.d2h_bytes_per_s or _FAST) for layer in layers]
+    extra_bytes = sum(not layer.weight_bytes for layer in layers)
+    weight_bytes = sum(layer.params for layer in in_workload)
+    gradient_bytes = sum(layer.gradient_bytes for layer in layers) / weight_bytes
     total = Workload(
         name="this job",
-        params=len(layers),
-        subgroup_params=1,
-        forward_s=sum(layer.forward_s for layer in layers),
-        backward_s=sum(layer.backward_s for layer in layers),
-        gpu_free=((0.0, budget_bytes + _PARAM_BYTES * len(layers)),),
+        params=weight_bytes,
+        subgroup_params=weight_bytes,
+        forward_s=sum(layer.forward_s for layer in in_workload) + outside.turn_s,
+        backward_s=sum(layer.backward_s for layer in in_workload),
+        other_s=outside.other_s,
+        param_bytes=1.0,
+        grad_bytes=0.0,
+        state_bytes=0.0,
+        gpu_free=None if budget_bytes is None else ((0.0, budget_bytes + extra_bytes),),
         clipping=False,
+        host_gradient_bytes=gradient_bytes if options.weights else None,
     )
-    return with_layers(total, [layer.in_workload() for layer in layers], 1, "this job")
+    return with_layers(total, in_workload, 1, "this job")
 
 
 def orders_of_plan(plan: Plan, layers: LayerPlan, placed: Workload) -> LayerOrders:
@@ -120,4 +191,12 @@ def orders_of_plan(plan: Plan, layers: LayerPlan, placed: Workload) -> LayerOrde
         elif op.kind == "activation up":
             returned.append((ends[op.point], op.subgroup))
     recomputed = (layer for layer, saved in enumerate(layers.activations) if saved.recompute_s and not saved.offloaded)
-    return LayerOrders(plan, frozenset(recomputed), frozenset(layers.copied), awaited, returned)
+    return LayerOrders(
+        plan,
+        frozenset(recomputed),
+        frozenset(layers.copied),
+        awaited,
+        returned,
+        streamed=layers.streamed,
+        weight_slots=layers.weight_slots,
+    )

@@ -187,6 +187,17 @@ class StorageTransfers:
         memory = [tensor for pair in pairs for tensor in pair]
         self._flights.append(_Flight(direction, start, end, sum(one.nbytes for one in storages), storages, memory))
 
+    def copy_now(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a tensor, and return when that is done."""
+        device = self.device
+        device.wait(direction, [device.record("job")])
+        start = device.record(direction)
+        device.copy(direction, [(source, target)])
+        end = device.record(direction)
+        end.synchronize()
+        if self.measures:
+            self._ended.append(_Flight(direction, start, end, source.nbytes, (), ()))
+
     def wait(self, direction: Direction, is_awaited: Callable[[SavedStorage], bool]) -> None:
         """Let the job wait for all copies in a direction of storages that a function selects."""
         for flight in [one for one in self._flights if one.direction == direction]:

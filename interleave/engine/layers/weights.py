@@ -2,25 +2,28 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Collection, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 
-from ebbtide.interleave.engine.devices.device import Device, copy_now
-from ebbtide.interleave.engine.layers.model_layers import (
-    LayerForward,
-    MovedLayers,
-    is_within_backward,
-    other_hooks,
-)
+from ebbtide.interleave.engine.devices.device import Device, Direction
+from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.layers.measurement import PassMeasurement
+from ebbtide.interleave.engine.layers.model_layers import LayerForward, MovedLayers, is_within_backward, other_hooks
+from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders, plan_orders
 from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, is_plain
-from ebbtide.interleave.engine.layers.transfers import SavedStorage, bytes_of
+from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers, bytes_of
+from ebbtide.interleave.policies.layer_choice import WEIGHTS
 
 log = logging.getLogger("ebbtide")
+
+
+# Passes before there is a plan: the first one has not warmed up yet.
+MEASURED_PASSES = 2
 
 
 class _Weight:
@@ -33,13 +36,15 @@ class _Weight:
         host = device.allocate_host(tuple(param.shape), param.dtype)
         host.copy_(param.detach())
         param.data = host
-        self.storage = SavedStorage(host.untyped_storage(), (0, 0))
+        # Of no layer whose activations move.
+        self.storage = SavedStorage(host.untyped_storage(), (-1, 0))
         self.forget()
 
     def forget(self) -> None:
         """Release the device's copy, which the optimizer may be about to make an old one."""
         self.storage.host = bytes_of(self.param.detach().untyped_storage())
         self.storage.forget()
+        self.version = self.param._version
 
     def on_device(self) -> torch.Tensor:
         storage = self.storage.hold()
@@ -52,15 +57,34 @@ class _Arrival(torch.autograd.Function):  # type: ignore[misc]
     """The parameter on the device; its gradient goes to the host as it comes."""
 
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor, weight: _Weight, device: Device) -> torch.Tensor:
-        ctx.device, ctx.weight = device, weight
+    def forward(ctx: Any, param: torch.Tensor, weight: _Weight, transfers: StorageTransfers) -> torch.Tensor:
+        ctx.transfers = transfers
         return weight.on_device()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        host = torch.empty_strided(gradient.size(), gradient.stride(), dtype=gradient.dtype, device="cpu")
-        copy_now(ctx.device, "d2h", [(gradient, host)])
-        return host, None, None
+        return _Departure.apply(gradient, ctx.transfers), None, None
+
+
+class _Departure(torch.autograd.Function):  # type: ignore[misc]
+    """A gradient on the host; its own gradient, of a second backward, goes to the device."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, transfers: StorageTransfers) -> torch.Tensor:
+        ctx.transfers, ctx.device = transfers, gradient.device
+        return _copied(transfers, "d2h", gradient, torch.device("cpu"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _copied(ctx.transfers, "h2d", gradient, ctx.device), None
+
+
+def _copied(
+    transfers: StorageTransfers, direction: Direction, source: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    target = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=device)
+    transfers.copy_now(direction, source, target)
+    return target
 
 
 class _SavedWeight:
@@ -79,13 +103,26 @@ class StreamedWeights(MovedLayers):
         kept: Names of parameters of layers that stay on the device: shared ones, and those that are no plain tensors.
     """
 
-    def __init__(self, model: torch.nn.Module, memory_budget: float | None, device: Device | None) -> None:
-        super().__init__(model, self._run, "weights", memory_budget)
+    what = "weights"
+    choices_of = WEIGHTS
+
+    def __init__(
+        self, model: torch.nn.Module, memory_budget: float | None, device: Device | None, weights: str
+    ) -> None:
+        super().__init__(model, memory_budget, weights)
         first = next(self._layers[0].module.parameters(), torch.empty(0))
-        self._moves = self._open(device, first.device, "weights of layers")
-        self._moves.measures = False
+        self.transfers = self._open(device, first.device)
+        # Layers in the order of the forward, by number those that are streamed, and how many of these are before each.
         self._order: list[LayerForward] = []
+        self._streamed: list[int] = []
+        self._before: list[int] = [0]
+        self._last_forward = -1
         self._backward_of: LayerForward | None = None
+        # Layers with weights on the device, or on the way there.
+        self._there: set[LayerForward] = set()
+        self._plans = True
+        self._passes = 0
+        self._measurement: PassMeasurement | None = None
         uses = Counter(
             param for module in model.modules() for param in module._parameters.values() if param is not None
         )
@@ -97,69 +134,162 @@ class StreamedWeights(MovedLayers):
                 if uses[param] > 1 or not is_plain(param.data) or not param.is_contiguous():
                     self.kept.append(f"{layer.name}.{name}")
                 else:
-                    self._weights[layer].append(_Weight(name, param, self._moves.device))
+                    self._weights[layer].append(_Weight(name, param, self.transfers.device))
         if self.kept:
             log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """`resident` or `streamed` by layer, in the order of the forward, of the last pass."""
+        return self._choices(lambda number: "streamed" if self.orders.is_streamed(number) else "resident")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The bytes of the weights of each layer, in the order of the forward, and of their gradients."""
+        return [
+            (
+                sum(one.storage.nbytes for one in self._weights[layer]),
+                sum(one.storage.nbytes for one in self._weights[layer] if one.param.requires_grad),
+            )
+            for layer in self._order
+        ]
+
+    def follow(self, orders: LayerOrders, measurement: PassMeasurement | None) -> None:
+        """Take the orders of a pass that begins now from a plan that has activations, too."""
+        self._plans = False
+        self.orders, self._measurement = orders, measurement
+        self._last_forward = len(self._order)
 
     def close(self) -> None:
         """Put the weights back on their device, and give the layers their own forwards back."""
         super().close()
+        self._release(self._there)
         for weight in chain.from_iterable(self._weights.values()):
             weight.param.data = weight.param.data.to(weight.torch_device)
         self._weights.clear()
 
-    def _run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward with its weights on the device."""
-        weights, in_backward = self._weights[layer], is_within_backward()
+        weights, in_backward, has_grad = self._weights[layer], is_within_backward(), torch.is_grad_enabled()
         if layer.number is None:
             layer.number = len(self._order)
             self._order.append(layer)
-        if not in_backward and layer.number == 0:
-            # The optimizer may have stepped.
-            self._release_others(None)
-        self._fetch(layer, layer.number + 1 if not in_backward else layer.number - 1)
-        if torch.is_grad_enabled():
-            params = {one.name: _Arrival.apply(one.param, one, self._moves.device) for one in weights}
+            self._number_streamed()
+        if not in_backward:
+            if layer.number <= self._last_forward or not layer.number:
+                self._begin_pass(has_grad)
+            self._last_forward = layer.number
+        self._fetch(layer, layer.number, in_backward)
+        measurement = None if in_backward else self._measurement
+        if measurement is not None:
+            measurement.begin(False, layer.number)
+        if has_grad:
+            params = {one.name: _Arrival.apply(one.param, one, self.transfers) for one in weights}
         else:
             params = {one.name: one.on_device() for one in weights}
         hooks = _WeightHooks(self, layer, weights, other_hooks())
-        try:
-            with _reparametrize_module(layer.module, params), saved_tensors_hooks(hooks.save, hooks.load):
-                return layer.original(*args, **kwargs)
-        finally:
-            if not in_backward:
-                for weight in weights:
-                    weight.forget()
+        with _reparametrize_module(layer.module, params), saved_tensors_hooks(hooks.save, hooks.load):
+            output = layer.original(*args, **kwargs)
+        if measurement is not None:
+            measurement.end()
+        if not (has_grad or in_backward):
+            # No backward follows.
+            self._release([layer])
+        return output
+
+    def _begin_pass(self, has_grad: bool) -> None:
+        # The optimizer may have stepped.
+        self._release(self._there)
+        self._backward_of = None
+        if not (self._plans and has_grad):
+            return
+        measured, self._measurement = self._measurement, None
+        if self._passes == MEASURED_PASSES and measured is not None:
+            layers = measured.layers([layer.name for layer in self._order], self.sizes)
+            options = LayerOptions("keep", self.option)
+            limit, rates = self._limit_bytes(), self.transfers.rates()
+            self.transfers.measures = False
+            self.orders = plan_orders(layers, limit, rates, options, measured.outside())
+            self._number_streamed()
+            log.info("ebbtide: weights of layers: %s", ", ".join(map(" ".join, self.choices.items())))
+        elif self._passes < MEASURED_PASSES:
+            self._measurement = PassMeasurement(self.transfers.device)
+
+    def _number_streamed(self) -> None:
+        is_streamed = [self.orders.is_streamed(number) for number in range(len(self._order))]
+        self._streamed = [number for number, streamed in enumerate(is_streamed) if streamed]
+        self._before = [*accumulate(is_streamed, initial=0)]
 
     def load(self, saved: _SavedWeight) -> torch.Tensor:
         """Return a weight for the backward. Raises EngineError if it was updated since the forward."""
-        saved.version.check(saved.layer.name)
-        if self._backward_of is not saved.layer:
-            if self._backward_of is None:
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            self._backward_of = saved.layer
-            self._release_others(saved.layer)
-        self._fetch(saved.layer, (saved.layer.number or 0) - 1)
+        layer, measurement = saved.layer, self._measurement
+        saved.version.check(layer.name)
+        number = layer.number or 0
+        if self._backward_of is layer:
+            self._fetch(layer, number, True)
+            return saved.tensor.get()
+        if self._backward_of is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._backward_of = layer
+        if measurement is not None:
+            measurement.turn()
+            measurement.end()
+        self._fetch(layer, number, True)
+        if measurement is not None:
+            measurement.begin(True, number)
         return saved.tensor.get()
 
-    def _fetch(self, layer: LayerForward, ahead: int) -> None:
-        """Bring the weights of a layer to the device, and issue the copies of the one that is needed next."""
-        self._moves.bring_back([weight.storage for weight in self._weights[layer]], f"layer {layer.name}")
-        if 0 <= ahead < len(self._order):
-            self._moves.prefetch([weight.storage for weight in self._weights[self._order[ahead]]])
+    def _fetch(self, layer: LayerForward, number: int, is_backward: bool) -> None:
+        """Bring the weights of a layer to the device, and issue the copies of those that are needed next.
 
-    def _release_others(self, layer: LayerForward | None) -> None:
-        """Release the weights of all layers but one and the one before it, which comes next in the backward."""
-        before = self._order[layer.number - 1] if layer is not None and layer.number else None
-        for other, weights in self._weights.items():
-            if other is not layer and other is not before:
-                self._moves.wait_for("h2d", [weight.storage for weight in weights])
-                for weight in weights:
-                    weight.forget()
+        Streamed layers beyond the slots are released first. Resident ones are copied before a streamed one behind
+        them, so that copies are issued in the order of need."""
+        streamed, slots = self._streamed, self.orders.weight_slots
+        if is_backward:
+            position = self._before[number + 1]
+            end = max(position, min(slots, len(streamed)))
+            window = streamed[max(0, end - slots) : end]
+            ahead = [one for one in reversed(window) if one < number]
+        else:
+            position = self._before[number]
+            start = max(0, min(position, len(streamed) - slots))
+            window = streamed[start : start + slots]
+            behind = streamed[position + slots] if position + slots < len(streamed) else len(self._order)
+            ahead = [*range(number + 1, behind)]
+        used = {number, *window}
+        self._release([one for one in self._there if one.number not in used and self.orders.is_streamed(one.number)])
+        self._there.add(layer)
+        try:
+            self.transfers.bring_back(self._storages(layer), f"layer {layer.name}")
+        except DeviceMemoryError:
+            self._release(self._there - {layer})
+            self.transfers.bring_back(self._storages(layer), f"layer {layer.name}")
+        for one in ahead:
+            if not self.transfers.prefetch(self._storages(self._order[one])):
+                break
+            self._there.add(self._order[one])
+
+    def _storages(self, layer: LayerForward) -> list[SavedStorage]:
+        """Return the storages of a layer's weights, without old values on the device."""
+        weights = self._weights[layer]
+        if any(weight.version != weight.param._version for weight in weights):
+            self._release([layer])
+        return [weight.storage for weight in weights]
+
+    def _release(self, layers: Collection[LayerForward]) -> None:
+        """Release the weights of layers on the device."""
+        for layer in [*layers]:
+            self.transfers.wait_for("h2d", [weight.storage for weight in self._weights[layer]])
+            for weight in self._weights[layer]:
+                weight.forget()
+            self._there.discard(layer)
 
     def _end_backward(self) -> None:
+        if self._measurement is not None:
+            self._measurement.end()
+        self._passes += 1
         self._backward_of = None
-        self._release_others(None)
+        self._release(self._there)
 
 
 class _WeightHooks:
@@ -187,19 +317,26 @@ class _WeightHooks:
 
 
 def stream_weights(
-    model: torch.nn.Module, *, memory_budget: float | None = None, device: Device | None = None
+    model: torch.nn.Module,
+    *,
+    memory_budget: float | None = None,
+    device: Device | None = None,
+    weights: str = "auto",
 ) -> StreamedWeights:
     """Keep the weights of a model's layers in host memory, with the same bits as on the device.
 
-    They come to the device before the layer's forward and before its backward, those of the next layer while it
-    computes, and are released after it. Gradients go to the host as they come. Optimizers and state dicts see the
-    parameters on the host. The layers are those of `offload_activations`, which may be called after this.
+    They come to the device before the layer's forward. Those of resident layers stay until the backward has ended;
+    those of streamed ones are released, and come again before the layer's backward. Gradients go to the host as they
+    come. Optimizers and state dicts see the parameters on the host. The first two iterations stream all layers; what
+    they show makes the plan. The layers are those of `offload_activations`, which may be called after this: then one
+    plan has both.
 
     Args:
         model: The model, on its device.
-        memory_budget: Bytes of device memory that streamed weights may use: at least those of one layer. By default,
-            what the device has.
+        memory_budget: Bytes of device memory that weights of layers may use: at least those of one layer. By default,
+            what the device has free. Together with `offload_activations` the sum of both is for both.
         device: By default the device of the parameters; for parameters on the CPU an emulated one.
+        weights: `auto`, or `resident` or `streamed` for all layers.
 
     Returns:
         An object that is in effect at once: until its `close`, or the end of its `with` block.
@@ -208,4 +345,4 @@ def stream_weights(
         EngineError: The model has no list of layers. Later: weights have changed between forward and backward, or the
             budget does not suffice for a layer (DeviceMemoryError).
     """
-    return StreamedWeights(model, memory_budget, device)
+    return StreamedWeights(model, memory_budget, device, weights)
