@@ -57,13 +57,14 @@ class _Arrival(torch.autograd.Function):  # type: ignore[misc]
     """The parameter on the device; its gradient goes to the host as it comes."""
 
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor, weight: _Weight, transfers: StorageTransfers) -> torch.Tensor:
-        ctx.transfers = transfers
+    def forward(ctx: Any, param: torch.Tensor, weight: _Weight, owner: "StreamedWeights") -> torch.Tensor:
+        ctx.owner = owner
         return weight.on_device()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Departure.apply(gradient, ctx.transfers), None, None
+        ctx.owner.begin_backward()
+        return _Departure.apply(gradient, ctx.owner.transfers), None, None
 
 
 class _Departure(torch.autograd.Function):  # type: ignore[misc]
@@ -118,6 +119,7 @@ class StreamedWeights(MovedLayers):
         self._before: list[int] = [0]
         self._last_forward = -1
         self._backward_of: LayerForward | None = None
+        self._is_end_awaited = False
         # Layers with weights on the device, or on the way there.
         self._there: set[LayerForward] = set()
         self._plans = True
@@ -159,6 +161,7 @@ class StreamedWeights(MovedLayers):
         self._plans = False
         self.orders, self._measurement = orders, measurement
         self._last_forward = len(self._order)
+        self._number_streamed()
 
     def close(self) -> None:
         """Put the weights back on their device, and give the layers their own forwards back."""
@@ -184,7 +187,7 @@ class StreamedWeights(MovedLayers):
         if measurement is not None:
             measurement.begin(False, layer.number)
         if has_grad:
-            params = {one.name: _Arrival.apply(one.param, one, self.transfers) for one in weights}
+            params = {one.name: _Arrival.apply(one.param, one, self) for one in weights}
         else:
             params = {one.name: one.on_device() for one in weights}
         hooks = _WeightHooks(self, layer, weights, other_hooks())
@@ -200,7 +203,7 @@ class StreamedWeights(MovedLayers):
     def _begin_pass(self, has_grad: bool) -> None:
         # The optimizer may have stepped.
         self._release(self._there)
-        self._backward_of = None
+        self._backward_of, self._is_end_awaited = None, False
         if not (self._plans and has_grad):
             return
         measured, self._measurement = self._measurement, None
@@ -220,6 +223,12 @@ class StreamedWeights(MovedLayers):
         self._streamed = [number for number, streamed in enumerate(is_streamed) if streamed]
         self._before = [*accumulate(is_streamed, initial=0)]
 
+    def begin_backward(self) -> None:
+        """Release the weights when the backward that runs has ended."""
+        if not self._is_end_awaited:
+            self._is_end_awaited = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
     def load(self, saved: _SavedWeight) -> torch.Tensor:
         """Return a weight for the backward. Raises EngineError if it was updated since the forward."""
         layer, measurement = saved.layer, self._measurement
@@ -228,8 +237,7 @@ class StreamedWeights(MovedLayers):
         if self._backward_of is layer:
             self._fetch(layer, number, True)
             return saved.tensor.get()
-        if self._backward_of is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.begin_backward()
         self._backward_of = layer
         if measurement is not None:
             measurement.turn()
@@ -258,12 +266,13 @@ class StreamedWeights(MovedLayers):
             ahead = [*range(number + 1, behind)]
         used = {number, *window}
         self._release([one for one in self._there if one.number not in used and self.orders.is_streamed(one.number)])
-        self._there.add(layer)
+        storages, where = self._storages(layer), f"layer {layer.name}"
         try:
-            self.transfers.bring_back(self._storages(layer), f"layer {layer.name}")
+            self.transfers.bring_back(storages, where)
         except DeviceMemoryError:
             self._release(self._there - {layer})
-            self.transfers.bring_back(self._storages(layer), f"layer {layer.name}")
+            self.transfers.bring_back(storages, where)
+        self._there.add(layer)
         for one in ahead:
             if not self.transfers.prefetch(self._storages(self._order[one])):
                 break
@@ -272,6 +281,9 @@ class StreamedWeights(MovedLayers):
     def _storages(self, layer: LayerForward) -> list[SavedStorage]:
         """Return the storages of a layer's weights, without old values on the device."""
         weights = self._weights[layer]
+        for weight in weights:
+            # A use of the parameter, which waits for an update that is late.
+            weight.param.detach()
         if any(weight.version != weight.param._version for weight in weights):
             self._release([layer])
         return [weight.storage for weight in weights]
@@ -288,7 +300,7 @@ class StreamedWeights(MovedLayers):
         if self._measurement is not None:
             self._measurement.end()
         self._passes += 1
-        self._backward_of = None
+        self._backward_of, self._is_end_awaited = None, False
         self._release(self._there)
 
 

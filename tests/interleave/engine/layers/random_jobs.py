@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -121,6 +123,66 @@ class Model(nn.Module):  # type: ignore[misc]
         return self.head(x * start if self.skips else x)
 
 
+class Broken(Exception):
+    """The error of a fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An attempt that fails before a step: an error in the forward or backward of a layer, or no memory on the host; or
+    a fork, which does not fail."""
+
+    kind: str
+    step: int
+    layer: int
+    error: type[BaseException]
+
+    def attempt(self, model: Model, optimizer: torch.optim.Optimizer, device: EmulatedDevice | None) -> None:
+        """Fail, and leave everything as it was. In evaluation mode neither buffers nor random numbers change."""
+        layer = model.layers[self.layer % len(model.layers)]
+        child = [*layer.children()][-1]
+
+        def fail(*_: Any) -> None:
+            raise self.error("fault")
+
+        def fail_in_backward(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(fail)
+
+        hook = None
+        if self.kind == "forward":
+            hook = child.register_forward_pre_hook(fail)
+        elif self.kind == "backward":
+            hook = child.register_forward_hook(fail_in_backward)
+        full = patch.object(device, "allocate_host", fail) if self.kind == "full" and device is not None else None
+        model.eval()
+        try:
+            with full or nullcontext():
+                loss = model(torch.arange(9) % 8).sum()
+                if self.kind == "fork":
+                    run_in_fork(model)
+                loss.backward()
+        except self.error:
+            pass
+        finally:
+            model.train()
+            if hook is not None:
+                hook.remove()
+        optimizer.zero_grad()
+
+
+def run_in_fork(model: Model) -> None:
+    """Fork, end the child at once, and wait for it."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+FAULTS = ("forward", "backward", "full", "fork")
+OVERLAPS = ("none", "none", "forward", "backward", "both", "auto")
+
+
 @dataclass(frozen=True)
 class Job:
     """A random job. `steps` have the number of tokens of each micro-step."""
@@ -135,6 +197,8 @@ class Job:
     evaluates: bool
     interleaved: bool
     steps: tuple[tuple[int, ...], ...]
+    overlap: str
+    fault: Fault | None
 
     def model(self) -> Model:
         torch.manual_seed(self.seed)
@@ -148,7 +212,15 @@ class Job:
         if not self.interleaved:
             return torch.optim.SGD(params, lr=0.05, momentum=0.9)
         return InterleavedAdamW(
-            params, lr=1e-2, policy="pipelined", machine=MACHINE, subgroup_params=500, device=device
+            params,
+            lr=1e-2,
+            policy="pipelined",
+            machine=MACHINE,
+            subgroup_params=500,
+            device=device,
+            overlap=self.overlap,
+            gradients="streamed" if self.overlap in ("backward", "both") else "kept",
+            model=model,
         )
 
     def train(self, model: Model, device: EmulatedDevice | None = None) -> list[torch.Tensor]:
@@ -157,8 +229,10 @@ class Job:
         torch.manual_seed(self.seed + 1)
         results: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
-        for step in self.steps:
+        for number, step in enumerate(self.steps):
             optimizer.zero_grad()
+            if self.fault is not None and self.fault.step == number:
+                self.fault.attempt(model, optimizer, device)
             for length in step:
                 tokens = torch.randint(0, 8, (length + 1,))
                 with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
@@ -172,8 +246,10 @@ class Job:
                 if self.twice:
                     loss.backward()
                 results.append(loss.detach())
-            gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+            if self.overlap not in ("backward", "both") or not self.interleaved:
+                gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
             optimizer.step()
+        optimizer.zero_grad()
         if isinstance(optimizer, InterleavedAdamW):
             optimizer.close()
         return [*results, *gradients, *(value.detach().clone() for value in model.state_dict().values())]
@@ -185,9 +261,15 @@ def random_job(seed: int, same_length: bool) -> Job:
     return Job(
         seed,
         tuple(draw.choice(KINDS) for _ in range(draw.randint(2, 5))),
-        *(draw.random() < share for share in (0.4, 0.3, 0.2, 0.25, 0.25, 0.25, 0.25)),
+        *(draw.random() < share for share in (0.4, 0.3, 0.2, 0.25, 0.25, 0.25, 0.4)),
         tuple(tuple(draw.choice(lengths) for _ in range(draw.choice((1, 1, 2)))) for _ in range(4)),
+        draw.choice(OVERLAPS),
+        None if draw.random() < 0.6 else random_fault(draw),
     )
+
+
+def random_fault(draw: random.Random) -> Fault:
+    return Fault(draw.choice(FAULTS), draw.randrange(4), draw.randrange(5), draw.choice((Broken, KeyboardInterrupt)))
 
 
 class CountingDevice(EmulatedDevice):

@@ -12,10 +12,10 @@ import torch
 
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers import activations, orders
-from ebbtide.interleave.engine.layers.orders import LayerOrders, MeasuredLayer
+from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders, MeasuredLayer, PassTimes
 from ebbtide.interleave.engine.layers.weights import stream_weights
 from ebbtide.interleave.model.layers import place
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import layer_choice, make_plan
 from ebbtide.interleave.policies.layer_choice import LayerChoice, plan_of_choice
 from tests.conftest import examples
 from tests.interleave.engine.layers.random_jobs import CountingDevice, random_job, watched
@@ -33,21 +33,29 @@ class RandomPlanner:
         self.kinds: list[str] = []
 
     def plan(
-        self, layers: Sequence[MeasuredLayer], budget_bytes: float | None, rates: Mapping[str, float | None]
+        self,
+        layers: Sequence[MeasuredLayer],
+        budget_bytes: float | None,
+        rates: Mapping[str, float | None],
+        options: LayerOptions,
+        outside: PassTimes,
     ) -> LayerOrders:
         draw = self._draw
-        workload = orders.workload_of_layers(layers, 1e9)
-        forms = tuple(draw.choice((0, 1, _OFFLOAD, _OFFLOAD)) for _ in layers)
-        choice = LayerChoice((False,) * len(layers), forms, 2, draw.randint(1, 3))
         machine = orders.machine_of_rates(rates)
+        workload = orders.workload_of_layers(layers, 1e9, machine, options, outside)
+        forms = tuple(draw.choice((0, 1, _OFFLOAD, _OFFLOAD)) for _ in layers)
+        streamed = tuple(options.weights is not None and draw.random() < 0.6 for _ in layers)
+        choice = LayerChoice(streamed, forms, draw.randint(1, 3), draw.randint(1, 3))
         plan = plan_of_choice(choice, workload, machine, lambda placed, _: make_plan("gpu-only", placed, machine)).plan
         assert plan.layers is not None
         placed = place(workload, plan.layers)
         assert self.activations is not None
-        need = max(memory.total for memory in placed.layer_memory) + 1e9 - (budget_bytes or 0.0)
+        memory = self.activations._transfers.memory
+        left_bytes = memory.limit_bytes - (budget_bytes or 0.0)
+        need = max(one.total for one in placed.layer_memory) + left_bytes
         # Peaks before were in the memory of one layer at a time.
-        self.activations._transfers.memory.peak_bytes = 0
-        self.activations._transfers.memory.limit_bytes = need
+        memory.peak_bytes = 0
+        memory.limit_bytes = need
         result = orders.orders_of_plan(plan, plan.layers, placed)
         self.kinds = [*map(result.kind, range(len(layers)))]
         return result
@@ -65,6 +73,8 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
     planner = RandomPlanner(draw)
     budget = 1e9 if forced else draw.choice((2e3, 8e3, 2e4, 4e4))
     with monkeypatch.context() as patched:
+        # Of choices, the search compares few.
+        patched.setattr(layer_choice, "_SEARCHED_OPS", 3000)
         if forced:
             patched.setattr(activations, "plan_orders", planner.plan)
         with (
@@ -86,18 +96,18 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
             except DeviceMemoryError:
                 # What a plan does not count: graphs that are kept for a second backward, and casts of weights that
                 # recomputation makes again under autocast.
-                assert not forced or job.twice or job.autocast
+                assert not forced or job.twice or job.autocast, (seed, planner.kinds)
                 return "error"
             finally:
                 assert offloaded._transfers.memory.limit_bytes is not None
                 assert offloaded.peak_bytes <= offloaded._transfers.memory.limit_bytes
             assert [*map(torch.equal, actual, expected)] == [True] * len(expected), (seed, planner.kinds)
             kinds = set(offloaded.choices.values())
-            assert offloaded.used_bytes == 0
+            assert offloaded.used_bytes == 0, (seed, planner.kinds)
         return "-".join(sorted(kinds))
 
 
-@pytest.mark.parametrize("cases", [pytest.param(2000, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("cases", [pytest.param(2000, marks=pytest.mark.slow), 10])
 def test_offload_activations__random_choices_have_the_bits_of_the_plain_job(
     cases: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
