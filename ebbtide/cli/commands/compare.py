@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,8 +27,14 @@ def compare(
     steps: Annotated[int, options.STEPS] = 12,
     iterations: options.FormerSteps = None,
     params: Annotated[
-        int, options.valued("N", "Approximate number of parameters of the model, e.g. 5e8.", parser=options.count)
-    ] = 20_000_000,
+        int | None,
+        options.valued(
+            "N",
+            "Approximate number of parameters of the model, e.g. 5e8.",
+            "20e6, with --layers 4e5",
+            parser=options.count,
+        ),
+    ] = None,
     subgroup_params: Annotated[
         int | None,
         options.valued("N", "Parameters per subgroup, e.g. 1e8.", "a tenth of the model", parser=options.count),
@@ -79,6 +86,9 @@ def compare(
     against: Annotated[
         str | None, options.valued("NAME,...", "Other optimizers to measure: torch, deepspeed, torchao.", "none")
     ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Compare choices for weights and activations of layers, not policies.")
+    ] = False,
     seed: Annotated[int, options.valued("N", "Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
     plot: options.Plot = None,
     save: options.Save = None,
@@ -101,6 +111,22 @@ def compare(
     # the second one, waiting threads of torch leave the cores to the updates.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    waits = _phase_waits(forward_ms, backward_ms)
+    if layers:
+        given = (policy, subgroup_params, machine, storage, host_free_bytes, against, save)
+        _refuse(given, "--policy, --subgroup-params, --machine, --storage, --host-free-bytes, --against, --save")
+        _compare_layers(
+            params or 400_000,
+            iterations if iterations is not None else steps,
+            memory_budget_bytes,
+            link_bytes_per_s,
+            waits,
+            seed,
+            outputs=(plot, force),
+            verbose=verbose,
+            as_json=as_json,
+        )
+        return
 
     from ebbtide.cli.printing import progress_bar
     from ebbtide.interleave.experiments.compare.compare import CompareConfig
@@ -110,13 +136,12 @@ def compare(
     from ebbtide.interleave.experiments.compare.tables import comparison_view
     from ebbtide.machines.catalog import find_machine
 
-    waits = _phase_waits(forward_ms, backward_ms)
     # All outputs are complete before anything is printed.
     with new_outputs(plot, save, force) as (picture_file, folder):
         config = CompareConfig(
             policies=policy,
             iterations=iterations if iterations is not None else steps,
-            params=params,
+            params=params or 20_000_000,
             subgroup_params=subgroup_params,
             memory_budget=memory_budget_bytes,
             link_bytes_per_s=link_bytes_per_s,
@@ -145,6 +170,33 @@ def compare(
         differing = ", ".join(result.policy for result in comparison.results if not result.losses_equal)
         first = comparison.results[0].policy
         echo_error(f"the losses of {differing} differ from those of {first}: this is a bug, please report it")
+        raise typer.Exit(1)
+
+
+def _refuse(given: Sequence[object], names: str) -> None:
+    if any(given):
+        raise typer.BadParameter(f"--layers has none of {names}")
+
+
+def _compare_layers(*settings: Any, outputs: tuple[Path | None, bool], verbose: bool, as_json: bool) -> None:
+    from ebbtide.cli.printing import progress_bar
+    from ebbtide.interleave.experiments.compare.layer_tables import draw_layer_comparison, layer_comparison_view
+    from ebbtide.interleave.experiments.compare.layers import compare_layers
+
+    plot, force = outputs
+    with new_outputs(plot, None, force) as (picture_file, _):
+        with progress_bar() as update:
+            comparison = compare_layers(*settings, progress=update)
+        if picture_file is not None:
+            save_picture(draw_layer_comparison(comparison), picture_file, plot)
+    if as_json:
+        echo(json.dumps(comparison.as_json()))
+    else:
+        print_view(layer_comparison_view(comparison, verbose))
+        echo_line("next: ebbtide replay RUN.ebb --policy adaptive,weights=auto,activations=auto (for a job of yours)")
+    print_outputs(plot, None)
+    if not comparison.losses_equal:
+        echo_error("losses differ from those of the plain job: this is a bug, please report it")
         raise typer.Exit(1)
 
 

@@ -134,7 +134,7 @@ class OffloadedActivations(MovedLayers):
                 orders = ONE_AT_A_TIME
         self._set_idle(False)
         self.orders = orders
-        measurement = PassMeasurement(transfers.device) if orders is ONE_AT_A_TIME else None
+        measurement = PassMeasurement(transfers.device, kind.before) if orders is ONE_AT_A_TIME else None
         self._let_weights_follow(orders, measurement)
         own = storages_of(self._model)
         self._pass = LayerPass(transfers, orders, device_type, self._names, kind.end_pass, own, measurement)
@@ -208,6 +208,7 @@ class _KindOfPass:
         # Of all layers, while they are kept.
         self.saved_bytes = 0
         self.measured: PassMeasurement | None = None
+        self.before: PassMeasurement | None = None
         self._passes = 0
 
     @property
@@ -218,6 +219,7 @@ class _KindOfPass:
         """Take a pass whose backward has ended as a measurement."""
         if self.orders is ONE_AT_A_TIME and one.measurement is not None:
             self._passes += 1
+            self.before = one.measurement
             if self._passes == MEASURED_PASSES:
                 self.measured = one.measurement
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import median
 
 import torch
 
@@ -20,8 +21,11 @@ class PassMeasurement:
         left_bytes: Bytes of that.
     """
 
-    def __init__(self, device: Streams) -> None:
+    def __init__(self, device: Streams, before: "PassMeasurement | None") -> None:
+        """Initialize; `before`: the pass before, since times are medians of all."""
         self._device = device
+        self._began = device.record("job")
+        self._before = before
         self._marks: dict[tuple[bool, int], list[Mark]] = {}
         self._open: list[Mark] = []
         # Behind the last compute of a layer, and before the first backward.
@@ -45,15 +49,21 @@ class PassMeasurement:
         """Mark the begin of the backward."""
         self._turned = self._turned or self._device.record("job")
 
+    def _passes(self) -> "list[PassMeasurement]":
+        """Return this pass and those before it, the last one first."""
+        return [self, *([] if self._before is None else self._before._passes())]
+
     def outside(self) -> PassTimes:
-        """Return the times outside of layers, of a pass before the one that begins now."""
-        now = self._device.record("job")
+        """Return the medians of the times outside of layers, of passes before the one that begins now."""
+        passes = self._passes()
+        following = [self._device.record("job"), *(one._began for one in passes)]
+        turns = [one._turn_s() for one in passes]
+        others = [_seconds_between([one._ended, mark]) for one, mark in zip(passes, following, strict=False)]
+        return PassTimes(median(turns), median(others))
+
+    def _turn_s(self) -> float:
         last = max(layer for is_backward, layer in self._marks if not is_backward)
-        forward = self._marks[False, last]
-        if self._turned is None or self._ended is None or len(forward) < 2:
-            return PassTimes()
-        now.synchronize()
-        return PassTimes(max(0.0, self._turned.time_s - forward[1].time_s), max(0.0, now.time_s - self._ended.time_s))
+        return _seconds_between([*self._marks[False, last][1:], self._turned])
 
     @contextmanager
     def inputs(self, layer: int, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -100,8 +110,15 @@ class PassMeasurement:
         ]
 
     def _seconds(self, is_backward: bool, layer: int) -> float:
-        marks = self._marks.get((is_backward, layer), [])
-        if len(marks) < 2:
-            return LEAST_S
-        marks[1].synchronize()
-        return max(LEAST_S, marks[1].time_s - marks[0].time_s)
+        marks = [one._marks.get((is_backward, layer), []) for one in self._passes()]
+        return max(LEAST_S, median(map(_seconds_between, marks)))
+
+
+def _seconds_between(marks: Sequence[Mark | None]) -> float:
+    """Return the seconds between two marks; 0 where one is missing."""
+    if len(marks) < 2 or marks[0] is None or marks[1] is None:
+        return 0.0
+    for mark in marks:
+        if mark is not None:
+            mark.synchronize()
+    return max(0.0, marks[1].time_s - marks[0].time_s)

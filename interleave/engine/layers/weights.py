@@ -22,8 +22,8 @@ from ebbtide.interleave.policies.layer_choice import WEIGHTS
 log = logging.getLogger("ebbtide")
 
 
-# Passes before there is a plan: the first one has not warmed up yet.
-MEASURED_PASSES = 2
+# Passes before there is a plan, whose median times count: the first one has not warmed up yet.
+MEASURED_PASSES = 3
 
 
 class _Weight:
@@ -216,7 +216,7 @@ class StreamedWeights(MovedLayers):
             self._number_streamed()
             log.info("ebbtide: weights of layers: %s", ", ".join(map(" ".join, self.choices.items())))
         elif self._passes < MEASURED_PASSES:
-            self._measurement = PassMeasurement(self.transfers.device)
+            self._measurement = PassMeasurement(self.transfers.device, measured)
 
     def _number_streamed(self) -> None:
         is_streamed = [self.orders.is_streamed(number) for number in range(len(self._order))]
@@ -339,7 +339,7 @@ def stream_weights(
 
     They come to the device before the layer's forward. Those of resident layers stay until the backward has ended;
     those of streamed ones are released, and come again before the layer's backward. Gradients go to the host as they
-    come. Optimizers and state dicts see the parameters on the host. The first two iterations stream all layers; what
+    come. Optimizers and state dicts see the parameters on the host. The first three iterations stream all layers; what
     they show makes the plan. The layers are those of `offload_activations`, which may be called after this: then one
     plan has both.
 

@@ -71,6 +71,24 @@ class _Wait(torch.autograd.Function):  # type: ignore[misc]
         return gradient, None
 
 
+def _waited(x: torch.Tensor, waits: PhaseWaits, share: float) -> torch.Tensor:
+    """Wait for a share of the phases."""
+    return _Wait.apply(x, PhaseWaits(*(share * seconds for seconds in waits))) if any(waits) else x
+
+
+class _Layer(nn.TransformerEncoderLayer):  # type: ignore[misc]
+    """A layer that waits in proportion to its parameters."""
+
+    def __init__(self, shape: Shape, waits: PhaseWaits) -> None:
+        width = shape.width
+        super().__init__(width, width // _HEAD, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self._waits = waits
+        self._share = sum(param.numel() for param in self.parameters()) / shape.params
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return _waited(super().forward(x, mask, is_causal=True), self._waits, self._share)
+
+
 class GPT(nn.Module):  # type: ignore[misc]
     """Maps tokens (batch, length) to the logits of the next ones; each layer waits in proportion to its parameters."""
 
@@ -80,12 +98,7 @@ class GPT(nn.Module):  # type: ignore[misc]
         self._params = shape.params
         self.token = nn.Embedding(_VOCABULARY, shape.width)
         self.position = nn.Embedding(_CONTEXT, shape.width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                shape.width, shape.width // _HEAD, 4 * shape.width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(shape.layers)
-        )
+        self.layers = nn.ModuleList(_Layer(shape, self._waits) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, _VOCABULARY, bias=False)
 
@@ -94,28 +107,34 @@ class GPT(nn.Module):  # type: ignore[misc]
         x = self._waited(self.token(tokens) + self.position.weight[:length], self.token, self.position)
         mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device, x.dtype)
         for layer in self.layers:
-            x = self._waited(layer(x, mask, is_causal=True), layer)
+            x = layer(x, mask)
         return self._waited(self.head(self.norm(x)), self.norm, self.head)
 
     def _waited(self, x: torch.Tensor, *modules: nn.Module) -> torch.Tensor:
         """Wait for the part of modules that have returned x."""
-        if not any(self._waits):
-            return x
         share = sum(param.numel() for module in modules for param in module.parameters()) / self._params
-        return _Wait.apply(x, PhaseWaits(*(share * seconds for seconds in self._waits)))
+        return _waited(x, self._waits, share)
 
 
 class Job:
     """A model and its tokens, equal bit for bit for the same shape and seed; with waits of few tokens."""
 
-    def __init__(self, shape: Shape, seed: int, device: torch.device, waits: PhaseWaits | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        seed: int,
+        device: torch.device,
+        waits: PhaseWaits | None = None,
+        is_small: bool | None = None,
+    ) -> None:
+        """Make the model; `is_small`: whether there are few tokens, None: as there are with waits."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model = GPT(shape, waits).to(device, _DTYPE)
         self.device = device
-        is_waiting = any(waits or ())
-        self._context = _CONTEXT_WITH_WAITS if is_waiting else _CONTEXT
-        self._batch = _BATCH_WITH_WAITS if is_waiting else _BATCH
+        is_small = any(waits or ()) if is_small is None else is_small
+        self._context = _CONTEXT_WITH_WAITS if is_small else _CONTEXT
+        self._batch = _BATCH_WITH_WAITS if is_small else _BATCH
         self._random = torch.Generator().manual_seed(seed)
 
     @property
@@ -247,17 +266,17 @@ def train(
     """Train a job, call `on_times` with the times of each iteration, and return the losses."""
     losses = []
     with _deterministic_algorithms():
-        _synchronize(job)
+        synchronize(job)
         begin = time.perf_counter()
         for _ in range(training.iterations):
             loss = job.forward()
-            _synchronize(job)
+            synchronize(job)
             forward_end = time.perf_counter()
             loss.backward()
-            _synchronize(job)
+            synchronize(job)
             backward_end = time.perf_counter()
             optimizer.step()
-            _synchronize(job)
+            synchronize(job)
             update_end = time.perf_counter()
             on_times(StepTimes(forward_end - begin, backward_end - forward_end, update_end - backward_end))
             losses.append(loss.item())
@@ -283,7 +302,8 @@ def _with_phases(schedule: Schedule, times: StepTimes) -> Schedule:
     )
 
 
-def _synchronize(job: Job) -> None:
+def synchronize(job: Job) -> None:
+    """Wait until a GPU has done the work of a job."""
     if job.device.type == "cuda":
         torch.cuda.synchronize()
 

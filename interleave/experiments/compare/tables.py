@@ -48,7 +48,7 @@ def _title(comparison: Comparison) -> str:
     return f"Measured and predicted: {device} (medians of {counted} iterations)"
 
 
-def _pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, ...]:
+def pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, ...]:
     """Return the columns of a measured time with a label, its prediction and their ratio."""
     return (
         ms(label, lambda row: pair_of(row).measured),
@@ -60,15 +60,16 @@ def _pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, .
 def _times_table(comparison: Comparison) -> Table:
     columns = (
         text("policy", "policy"),
-        *_pair_columns("iteration", lambda result: result.times["iteration"]),
-        *_pair_columns("exposed", lambda result: result.times["exposed"]),
-        _losses_column(),
+        *pair_columns("iteration", lambda result: result.times["iteration"]),
+        *pair_columns("exposed", lambda result: result.times["exposed"]),
+        losses_column(),
     )
     note = "Exposed: what the optimizer adds to forward and backward. Ratio: measured over predicted."
     return Table("times", _title(comparison), columns, comparison.results, note, max_rows=None)
 
 
-def _losses_column() -> Column:
+def losses_column() -> Column:
+    """Return the column on whether losses are equal."""
     return text("losses", lambda result: "equal" if result.losses_equal else "DIFFER")
 
 
@@ -83,7 +84,7 @@ def _detailed_tables(comparison: Comparison) -> View:
     columns: list[Column] = [
         text("policy", lambda row: row[0] or " "),
         text("phase", lambda row: row[1]),
-        *_pair_columns("measured", lambda row: row[2]),
+        *pair_columns("measured", lambda row: row[2]),
     ]
     yield Table("times", _title(comparison), columns, times, max_rows=None)
     columns = [
@@ -94,7 +95,7 @@ def _detailed_tables(comparison: Comparison) -> View:
         text("storage written", lambda result: _bytes_text(result.memory.storage_written)),
         text("exact", lambda result: "yes" if result.is_exact else "no"),
         text("final loss", lambda result: _loss_text(result.losses[-1])),
-        _losses_column(),
+        losses_column(),
     ]
     title = "Memory, storage read and written in an iteration, measured / predicted, and results"
     yield Table("memory", title, columns, results)

@@ -262,14 +262,14 @@ def random_job(seed: int, same_length: bool) -> Job:
         seed,
         tuple(draw.choice(KINDS) for _ in range(draw.randint(2, 5))),
         *(draw.random() < share for share in (0.4, 0.3, 0.2, 0.25, 0.25, 0.25, 0.4)),
-        tuple(tuple(draw.choice(lengths) for _ in range(draw.choice((1, 1, 2)))) for _ in range(4)),
+        tuple(tuple(draw.choice(lengths) for _ in range(draw.choice((1, 1, 2)))) for _ in range(5)),
         draw.choice(OVERLAPS),
         None if draw.random() < 0.6 else random_fault(draw),
     )
 
 
 def random_fault(draw: random.Random) -> Fault:
-    return Fault(draw.choice(FAULTS), draw.randrange(4), draw.randrange(5), draw.choice((Broken, KeyboardInterrupt)))
+    return Fault(draw.choice(FAULTS), draw.randrange(5), draw.randrange(5), draw.choice((Broken, KeyboardInterrupt)))
 
 
 class CountingDevice(EmulatedDevice):
