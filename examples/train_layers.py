@@ -8,6 +8,8 @@ weights: by default a quarter, so that the model is four times as large as the m
 emulated one, whose memory is a hard limit.
 """
 
+import statistics
+import time
 from contextlib import ExitStack
 
 import torch
@@ -35,33 +37,37 @@ def main() -> None:
     optimizer_params = [*model.parameters()]
     weight_bytes = sum(param.nbytes for param in model.blocks.parameters())
     memory_bytes = args.share * weight_bytes
-    # Weights of two layers: one computes, and the next one arrives.
-    streamed_bytes = 2.01 * weight_bytes / args.layers
     device = EmulatedDevice(memory_bytes) if args.device == "cpu" else None
     with ExitStack() as stack:
-        activations = None
+        activations = weights = None
+        times = []
         if not args.plain:
-            stack.enter_context(stream_weights(model, memory_budget=streamed_bytes, device=device))
-            activations = stack.enter_context(
-                offload_activations(model, memory_budget=memory_bytes - streamed_bytes, device=device)
-            )
+            # One budget, and one plan, for both.
+            weights = stack.enter_context(stream_weights(model, memory_budget=memory_bytes, device=device))
+            activations = stack.enter_context(offload_activations(model))
         optimizer = torch.optim.AdamW(optimizer_params, lr=3e-4)
         batches = iter(loader)
         for step in range(args.steps):
+            begin = time.perf_counter()
             for _ in range(args.accumulate):
                 tokens, targets = (part.to(args.device) for part in next(batches))
                 loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
                 (loss / args.accumulate).backward()
             optimizer.step()
             optimizer.zero_grad()
+            times.append(time.perf_counter() - begin)
             print(f"step {step:3d}  loss {loss.item():.4f}", flush=True)
         print(
             f"weights of layers {bytes_text(weight_bytes)}, memory for them and activations {bytes_text(memory_bytes)}"
         )
-        if activations is not None:
-            kinds = [*activations.choices.values()]
-            print(", ".join(f"{kinds.count(kind)} {kind}" for kind in ("keep", "recompute", "offload")))
-        if activations is not None and device is not None:
+        if activations is not None and weights is not None:
+            kinds = [*weights.choices.values(), *activations.choices.values()]
+            print("layers: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
+            # The first steps are measured for the plan, and one makes it.
+            if activations.predicted is not None and len(times) > 4 and args.accumulate == 1:
+                simulated_ms = 1e3 * activations.predicted.iteration_s
+                print(f"iteration: {1e3 * statistics.median(times[4:]):.1f} ms, simulated {simulated_ms:.1f} ms")
+        if not args.plain and device is not None:
             print(f"peak of the device: {bytes_text(device.peak_bytes)}")
 
 

@@ -11,6 +11,7 @@ process starts with 8 s of imports and CUDA). State is 12 bytes per parameter:
 - suite: five recorded jobs of 15 s, a calibration of 20 s: 110 s.
 - predictions: one process per policy: 8 s, 15 s for the model (made on the host by one thread), 18 GB pinned in 6 s,
   8 iterations of 1 to 2 s: 42 s; five of them 210 s.
+- layers: ten runs in one process, each 4 s for the model and 10 iterations of 0.5 s: 100 s.
 - cost: 9 runs of 8 s and 32 iterations of 0.2 s: 135 s.
 - larger: as the table: 8 s, 48 GB pinned in 16 s, 8 steps of 3 to 4 s: 55 s; four of them 220 s.
 
@@ -100,4 +101,5 @@ ALL = (
         ("--params", "1.5e9", "--iterations", "8"),
         reads=MACHINE,
     ),
+    BenchmarkStep("layers", "weights and activations of layers that move", "layers.py", 100, 240),
 )

@@ -189,6 +189,16 @@ def print_windows(figures: Figures) -> None:
         print(f"{name} failed: {reason}\n")
 
 
+def print_layers(figures: Figures) -> None:
+    print("Choices for weights and activations of layers, measured and predicted:\n")
+    rows = []
+    for name, one in figures["results"].items():
+        times, sizes = one["iteration_ms"], one["device_bytes"]
+        times_text = [number_text(times[key]) for key in ("measured", "predicted")]
+        rows.append([name, *times_text, *(number_text(sizes[key], 1e9, 2) for key in ("measured", "predicted"))])
+    table(["activations, weights", "iteration, ms", "predicted, ms", "memory of layers, GB", "predicted, GB"], rows)
+
+
 TABLES: dict[str, Callable[[Figures], None]] = {
     "calibrate": print_calibration,
     "profile": print_recording,
@@ -198,6 +208,7 @@ TABLES: dict[str, Callable[[Figures], None]] = {
     "larger": print_table,
     "windows": print_windows,
     "predictions": print_policies,
+    "layers": print_layers,
 }
 
 

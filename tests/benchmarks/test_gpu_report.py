@@ -52,6 +52,10 @@ FIGURES: dict[str, dict[str, Any]] = {
         "bound": {"exposed_ms": 400.0},
         "failed": {"pipelined": "exit status 1"},
     },
+    "layers": {
+        "results": {"keep, resident": {"iteration_ms": _pair(90.0, 100.0), "device_bytes": _pair(2e9, 2e9)}},
+        "budget_bytes": 1e9,
+    },
     "cost": {"step_ms": [{"bare": 100.0, "ebbtide": 100.5, "torch.profiler": 120.0}]},
     "table": {
         "about": {

@@ -90,7 +90,7 @@ def main() -> None:
     # Without a GPU the link is slow, to suit so small a model.
     link = None if torch.cuda.is_available() else TINY_LINK
     file = step.out / "machine.json"
-    testbed = find_testbed(shape.params, budget, link, find_machine(str(file)))
+    testbed = find_testbed(shape.params, subgroup, budget, link, find_machine(str(file)))
     step.add(params=shape.params, subgroup_params=subgroup, budget_bytes=budget, device=testbed.name)
     words = ["--params", str(params), "--subgroup-params", str(subgroup), "--memory-budget", str(round(budget))]
     words += ["--steps", str(args.iterations), "--machine", str(file)]

@@ -168,17 +168,25 @@ class OffloadedActivations(MovedLayers):
     def _run_layer(
         self, one: LayerPass, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        recomputes = number in one.orders.recomputed
+        versions = [(param, param._version) for param in layer.module.parameters()] if recomputes else []
+
         def compute(*args: Any) -> Any:
             """Compute the layer; in the backward, what it saves is counted, too."""
             if not is_within_backward():
                 return layer.original(*args, **kwargs)
+            if any(param._version != version for param, version in versions):
+                raise EngineError(
+                    f"layer {layer.name}: a parameter was modified in place between its forward and its backward, "
+                    "which computes it again. No gradient was computed from it"
+                )
             save, load = other_hooks()
             with saved_tensors_hooks(lambda tensor: save(one.counted(tensor)), load):
                 return layer.original(*args, **kwargs)
 
         one.begin_layer(number, storages_of(layer.module))
         with saved_tensors_hooks(one.save, one.load):
-            if number in one.orders.recomputed:
+            if recomputes:
                 output = checkpoint(compute, *args, use_reentrant=False)
             elif one.measurement is not None:
                 with one.measurement.inputs(number, layer.module, tensors_in(args, kwargs)):

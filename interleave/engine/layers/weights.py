@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ebbtide.interleave.engine.devices.device import Device, Direction
-from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.model_layers import LayerForward, MovedLayers, is_within_backward, other_hooks
 from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders, plan_orders
@@ -267,11 +266,10 @@ class StreamedWeights(MovedLayers):
         used = {number, *window}
         self._release([one for one in self._there if one.number not in used and self.orders.is_streamed(one.number)])
         storages, where = self._storages(layer), f"layer {layer.name}"
-        try:
-            self.transfers.bring_back(storages, where)
-        except DeviceMemoryError:
+        if not self.transfers.prefetch(storages):
+            # One layer is to fit, whatever the slots are.
             self._release(self._there - {layer})
-            self.transfers.bring_back(storages, where)
+        self.transfers.bring_back(storages, where)
         self._there.add(layer)
         for one in ahead:
             if not self.transfers.prefetch(self._storages(self._order[one])):

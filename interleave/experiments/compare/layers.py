@@ -22,8 +22,10 @@ from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.state_bytes import PARAM_BYTES
 
 # Choices for all layers, and those by plan, for which the memory is limited.
-_FIXED = tuple(product(("keep", "recompute", "offload"), ("resident", "streamed")))
-_PLANNED = (("auto", "resident"), ("auto", "streamed"), ("auto", "auto"))
+CHOICES = (
+    *product(("keep", "recompute", "offload"), ("resident", "streamed")),
+    *(("auto", "resident"), ("auto", "streamed"), ("auto", "auto")),
+)
 # Iterations that are measured for the plan, and the one that makes it.
 WARMUP = 4
 _HEAD = 64
@@ -32,6 +34,8 @@ _LAYERS, _BUDGET_SHARE, _WAITS = 6, 0.6, PhaseWaits(0.3, 0.6)
 # The link moves the weights of a layer in this share of its forward.
 _WEIGHTS_OF_FORWARD = 0.5
 _UNLIMITED = 1e15
+# Sequences of 64 tokens.
+_BATCH, _GPU_BATCH = 2, 64
 
 
 class LoggedCopy(NamedTuple):
@@ -155,8 +159,9 @@ class LayerTraining:
     link_bytes_per_s: float | None
 
     def job(self) -> Job:
-        device = torch.device("cuda" if self.link_bytes_per_s is None else "cpu")
-        return Job(self.shape, self.seed, device, self.waits, is_small=False)
+        on_gpu = self.link_bytes_per_s is None
+        device = torch.device("cuda" if on_gpu else "cpu")
+        return Job(self.shape, self.seed, device, self.waits, _GPU_BATCH if on_gpu else _BATCH)
 
     def train(self, activations: str, weights: str, budget_bytes: float, plain_losses: list[float]) -> LayerRun:
         """Train under a choice. Raises UserError where it has no plan within the budget."""
@@ -250,9 +255,12 @@ def compare_layers(
     waits: PhaseWaits | None,
     seed: int,
     progress: Callable[[str, int, int], object] = lambda *_: None,
+    choices: Sequence[tuple[str, str]] = CHOICES,
 ) -> LayerComparison:
     """Train under each choice, one after the other, on an emulated device, or on a GPU if there is one and no rate of a
-    link is given. Raises UserError where a setting is invalid, or no plan fits the budget."""
+    link is given. The first choice keeps all.
+
+    Raises UserError where a setting is invalid, or no plan fits the budget."""
     if iterations < WARMUP + 2:
         raise UserError(f"--steps must be at least {WARMUP + 2} with --layers: the first {WARMUP} make the plan")
     shape = Shape(_LAYERS, max(1, round((params / (12 * _LAYERS)) ** 0.5 / _HEAD)) * _HEAD)
@@ -265,7 +273,6 @@ def compare_layers(
     training = LayerTraining(shape, waits, iterations, seed, link_bytes_per_s)
     plain_losses, _ = train(training.job(), iterations)
     runs: list[LayerRun] = []
-    choices = [*_FIXED, *_PLANNED]
     for number, (activations, weights) in enumerate(choices):
         progress(f"{activations}, {weights}", number, len(choices))
         limit = _UNLIMITED

@@ -125,16 +125,16 @@ class Job:
         seed: int,
         device: torch.device,
         waits: PhaseWaits | None = None,
-        is_small: bool | None = None,
+        batch: int | None = None,
     ) -> None:
-        """Make the model; `is_small`: whether there are few tokens, None: as there are with waits."""
+        """Make the model; `batch`: its sequences of full length, None: two of them, or few tokens where phases wait."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model = GPT(shape, waits).to(device, _DTYPE)
         self.device = device
-        is_small = any(waits or ()) if is_small is None else is_small
+        is_small = batch is None and any(waits or ())
         self._context = _CONTEXT_WITH_WAITS if is_small else _CONTEXT
-        self._batch = _BATCH_WITH_WAITS if is_small else _BATCH
+        self._batch = _BATCH_WITH_WAITS if is_small else batch or _BATCH
         self._random = torch.Generator().manual_seed(seed)
 
     @property

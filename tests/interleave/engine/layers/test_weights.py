@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +13,9 @@ import torch
 from ebbtide.interleave import InterleavedAdamW, offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from tests.interleave.engine.layers.test_activations import LAYER_BYTES, LENGTH, WIDTH, same, stack
+from ebbtide.interleave.engine.layers import transfers
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from tests.interleave.engine.layers.test_activations import LAYER_BYTES, LENGTH, WIDTH, same, stack, train
 from tests.interleave.engine.training import MACHINE
 
 # Weights and bias of one layer.
@@ -114,6 +119,160 @@ def test_stream_weights__goes_on_after_an_error() -> None:
         model.layers[2].after = torch.is_tensor
         assert same(trained(model), expected)
         assert streamed.used_bytes == 0
+
+
+def test_stream_weights__plan_keeps_as_many_layers_as_fit() -> None:
+    expected, model = trained(stack(), steps=7), stack()
+    device = EmulatedDevice(h2d_bytes_per_s=2e6, d2h_bytes_per_s=2e6)
+    with stream_weights(model, memory_budget=4.1 * WEIGHT_BYTES, device=device) as streamed:
+        assert same(trained(model, steps=7), expected)
+        kinds = [*streamed.choices.values()]
+        # Three stay, and one at a time passes through the rest, or two stay and two pass through it.
+        assert 2 <= kinds.count("resident") <= 3
+        assert streamed.peak_bytes <= 4.1 * WEIGHT_BYTES
+        assert streamed.used_bytes == 0
+        assert streamed.plan is not None
+        assert streamed.predicted is not None
+
+
+@pytest.mark.parametrize(("weights", "ups"), [("resident", 5), ("streamed", 8)])
+def test_stream_weights__resident_layers_cross_the_link_once(weights: str, ups: int) -> None:
+    model, copied = stack(), []
+    device = EmulatedDevice()
+    copy_pairs = device.copy
+
+    def recorded(direction: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        copied.append((direction, sum(source.nbytes for source, _ in pairs)))
+        copy_pairs(direction, pairs)
+
+    with stream_weights(model, memory_budget=9 * WEIGHT_BYTES, device=device, weights=weights) as streamed:
+        train(model, 4)
+        device.copy = recorded  # type: ignore[method-assign]
+        train(model)
+        assert set(streamed.choices.values()) == {weights}
+        # Of streamed ones, the last two are there when the backward begins.
+        assert sum(size for direction, size in copied if direction == "h2d") == ups * WEIGHT_BYTES
+        assert sum(size for direction, size in copied if direction == "d2h") == 5 * WEIGHT_BYTES
+
+
+def test_stream_weights__one_budget_and_one_plan_with_activations() -> None:
+    expected, model = train(stack(), 6), stack()
+    with (
+        stream_weights(model, memory_budget=3 * WEIGHT_BYTES, device=EmulatedDevice()) as streamed,
+        offload_activations(model, memory_budget=3 * LAYER_BYTES) as activations,
+    ):
+        assert same(train(model, 6), expected)
+        assert activations.plan is streamed.plan is not None
+        assert activations.peak_bytes == streamed.peak_bytes <= 3 * (WEIGHT_BYTES + LAYER_BYTES)
+    model = stack()
+    with stream_weights(model, device=EmulatedDevice()), pytest.raises(EngineError, match="the same device"):
+        offload_activations(model, device=EmulatedDevice())
+
+
+def test_stream_weights__gradients_of_gradients() -> None:
+    def second(model: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        x = torch.randn(LENGTH, WIDTH, requires_grad=True)
+        loss = model(x).square().mean()
+        firsts = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
+        (loss + sum(first.square().sum() for first in firsts)).backward()
+        return [x.grad, *(param.grad for param in model.parameters())]
+
+    expected, model = second(stack()), stack()
+    with stream_weights(model, device=EmulatedDevice()):
+        assert same(second(model), expected)
+
+
+def test_stream_weights__copies_ahead_collect_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, collections = stack(), []
+    monkeypatch.setattr(transfers.gc, "collect", lambda: collections.append(1))
+    # There is room for one layer, and none for copies ahead.
+    with stream_weights(model, memory_budget=1.1 * WEIGHT_BYTES, device=EmulatedDevice()):
+        train(model, 2)
+    assert not collections
+
+
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_stream_weights__late_updates_are_waited_for(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: Any, device: EmulatedDevice) -> list[torch.Tensor]:
+        optimizer = InterleavedAdamW(
+            model.parameters(),
+            lr=0.1,
+            policy="pipelined",
+            machine=MACHINE,
+            subgroup_params=500,
+            device=device,
+            overlap=overlap,  # type: ignore[arg-type]
+            gradients="streamed",
+            model=model,
+        )
+        losses = []
+        for step in range(6):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            loss = model(torch.randn(LENGTH, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        optimizer.close()
+        return [*losses, *(param.detach().clone() for param in model.parameters())]
+
+    def slow(kernel: CpuKernel, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.002)
+        update(kernel, *args, **kwargs)
+
+    update = CpuKernel.update
+    monkeypatch.setattr(CpuKernel, "update", slow)
+    expected, model = run(stack(), EmulatedDevice()), stack()
+    device = EmulatedDevice()
+    with stream_weights(model, memory_budget=2.1 * WEIGHT_BYTES, device=device):
+        assert same(run(model, device), expected)
+
+
+def test_offload_activations__recomputes_no_layer_with_other_weights() -> None:
+    model = stack()
+    with offload_activations(model, memory_budget=9 * LAYER_BYTES, device=EmulatedDevice(), activations="recompute"):
+        train(model, 3)
+        loss = model(torch.randn(LENGTH, WIDTH)).sum()
+        model.zero_grad()
+        with torch.no_grad():
+            model.layers[1].linear.bias.mul_(2)
+        with pytest.raises(EngineError, match=r"layer layers\.1: a parameter was modified"):
+            loss.backward()
+        assert all(param.grad is None for param in model.layers[0].parameters())
+
+
+@pytest.mark.parametrize("steps", [pytest.param(500, marks=pytest.mark.slow), 20])
+def test_stream_weights__leaks_nothing_over_steps_and_errors(steps: int) -> None:
+    model = stack()
+    errors: tuple[type[BaseException], ...] = (ValueError, KeyboardInterrupt)
+    gc.disable()
+    try:
+        with (
+            stream_weights(model, memory_budget=3.1 * WEIGHT_BYTES, device=EmulatedDevice()) as streamed,
+            offload_activations(model, memory_budget=2.2 * LAYER_BYTES) as activations,
+        ):
+            train(model, 5)
+            host_bytes, objects, threads = activations.host_bytes, len(gc.get_objects()), threading.active_count()
+            for step in range(steps):
+
+                def fail(*_: Any, error: type[BaseException] = errors[step % 2]) -> None:
+                    raise error("broken")
+
+                if step % 5 == 0:
+                    model.layers[2].after = fail if step % 2 else lambda value: value.register_hook(fail)
+                    with pytest.raises(errors, match="broken"):
+                        train(model)
+                    model.layers[2].after = torch.is_tensor
+                    # Tracebacks and frames are cycles.
+                    gc.collect()
+                train(model)
+                assert streamed.used_bytes == 0
+            assert activations.host_bytes <= 2 * host_bytes
+            assert len(gc.get_objects()) < objects + 200 + steps
+            assert threading.active_count() == threads
+    finally:
+        gc.enable()
 
 
 def test_stream_weights__comes_before_activations() -> None:

@@ -1,0 +1,52 @@
+"""`compare --layers`: the same job under each choice for its layers, measured beside predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbtide.errors import UserError
+from ebbtide.interleave.experiments.compare.layer_tables import draw_layer_comparison, layer_comparison_view
+from ebbtide.interleave.experiments.compare.layers import CHOICES, WARMUP, LayerComparison, compare_layers
+from ebbtide.interleave.experiments.compare.runs import PhaseWaits
+from ebbtide.interleave.policies import layer_choice
+
+FEW = (("keep", "resident"), ("offload", "streamed"), ("auto", "auto"))
+
+
+@pytest.fixture(scope="module", params=[FEW, pytest.param(CHOICES, marks=pytest.mark.slow)], ids=["few", "all"])
+def layer_comparison(request: pytest.FixtureRequest) -> LayerComparison:
+    with pytest.MonkeyPatch.context() as patched:
+        # Of choices, the search compares few.
+        patched.setattr(layer_choice, "_SEARCHED_OPS", 1000)
+        return compare_layers(200_000, WARMUP + 2, None, 4e7, PhaseWaits(0.01, 0.02), 0, choices=request.param)
+
+
+def test_compare_layers__moves_the_bytes_of_the_plan_within_its_memory(layer_comparison: LayerComparison) -> None:
+    assert layer_comparison.losses_equal
+    for run in layer_comparison.runs:
+        # Saved tensors that the job holds itself do not move; recomputation saves some of a layer at a time.
+        assert run.device_bytes.ratio == pytest.approx(1, abs=0.1), run.name
+        ratios = [pair.ratio for pair in (run.h2d_bytes, run.d2h_bytes) if pair is not None]
+        assert ratios == pytest.approx([1, 1], abs=0.02), run.name
+        if "auto" in run.name:
+            assert run.device_bytes.measured <= layer_comparison.memory_budget
+    bytes_of = {run.name: run.device_bytes.measured for run in layer_comparison.runs}
+    assert bytes_of["offload, streamed"] < 0.5 * bytes_of["keep, resident"]
+
+
+def test_compare_layers__is_a_table_and_a_picture(layer_comparison: LayerComparison) -> None:
+    *_, table, _ = layer_comparison_view(layer_comparison, verbose=False)
+    count = len(layer_comparison.runs)
+    assert len(table.all_rows) == count
+    axes = draw_layer_comparison(layer_comparison).axes
+    assert len(axes) == 2 * count
+    assert all(len(one.lines) == 2 for one in axes[::2])
+    assert axes[-2].get_title(loc="left").startswith("auto, auto: iteration measured")
+
+
+@pytest.mark.parametrize(
+    ("steps", "budget", "message"), [(4, None, "--steps must be at least 6"), (6, 1e3, "budget is 1000")]
+)
+def test_compare_layers__bad_input(steps: int, budget: float | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compare_layers(100_000, steps, budget, 4e8, PhaseWaits(0.001, 0.001), 0, choices=(("auto", "auto"),))
