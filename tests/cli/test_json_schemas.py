@@ -45,6 +45,7 @@ OTHERS = {
     "plan --params 1e9 --machine rtx4090": "plan",
     "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json": "calibrate",
     "compare --params 2e5 --steps 3 --emulate-link 500MB --machine {folder}/m.json --policy pipelined": "compare",
+    "compare --layers --params 2e5 --steps 6 --forward-ms 5 --emulate-link 40MB": "compare-layers",
 }
 
 
@@ -85,7 +86,11 @@ def test_schemas__fit_what_commands_print_of_a_trace(trace: str) -> None:
         check([*command.split(), f"traces/{trace}.ebb"], name)
 
 
-@pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.split()[0])
+@pytest.mark.parametrize(
+    "command",
+    slow(OTHERS, but=[one for one in OTHERS if "--layers" not in one]),
+    ids=lambda command: command.split()[0],
+)
 def test_schemas__fit_what_other_commands_print(command: str, tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(json.dumps(MACHINE))
     check(command.format(folder=tmp_path).split(), OTHERS[command])

@@ -86,7 +86,8 @@ class _Layer(nn.TransformerEncoderLayer):  # type: ignore[misc]
         self._share = sum(param.numel() for param in self.parameters()) / shape.params
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return _waited(super().forward(x, mask, is_causal=True), self._waits, self._share)
+        # A layer that is computed again ends with the last tensor that it saves, so that this comes first.
+        return super().forward(_waited(x, self._waits, self._share), mask, is_causal=True)
 
 
 class GPT(nn.Module):  # type: ignore[misc]

@@ -270,7 +270,7 @@ def test_stream_weights__leaks_nothing_over_steps_and_errors(steps: int) -> None
                 assert streamed.used_bytes == 0
             assert activations.host_bytes <= 2 * host_bytes
             assert len(gc.get_objects()) < objects + 200 + steps
-            assert threading.active_count() == threads
+            assert threading.active_count() <= threads
     finally:
         gc.enable()
 

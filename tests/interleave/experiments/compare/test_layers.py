@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from jsonschema import Draft202012Validator
 
 from ebbtide.errors import UserError
 from ebbtide.interleave.experiments.compare.layer_tables import draw_layer_comparison, layer_comparison_view
 from ebbtide.interleave.experiments.compare.layers import CHOICES, WARMUP, LayerComparison, compare_layers
 from ebbtide.interleave.experiments.compare.runs import PhaseWaits
 from ebbtide.interleave.policies import layer_choice
+from tests.cli.test_json_schemas import schema, strict
 
 FEW = (("keep", "resident"), ("offload", "streamed"), ("auto", "auto"))
 
@@ -32,6 +36,11 @@ def test_compare_layers__moves_the_bytes_of_the_plan_within_its_memory(layer_com
             assert run.device_bytes.measured <= layer_comparison.memory_budget
     bytes_of = {run.name: run.device_bytes.measured for run in layer_comparison.runs}
     assert bytes_of["offload, streamed"] < 0.5 * bytes_of["keep, resident"]
+
+
+def test_compare_layers__has_a_schema(layer_comparison: LayerComparison) -> None:
+    printed = json.loads(json.dumps(layer_comparison.as_json()))
+    assert [*Draft202012Validator(strict(schema("compare-layers"))).iter_errors(printed)] == []
 
 
 def test_compare_layers__is_a_table_and_a_picture(layer_comparison: LayerComparison) -> None:
