@@ -145,6 +145,17 @@ class StreamedWeights(MovedLayers):
         return self._choices(lambda number: "streamed" if self.orders.is_streamed(number) else "resident")
 
     @property
+    def device_weight_bytes(self) -> int:
+        """Bytes of the weights that are on the device now."""
+        storages = (one.storage for weights in self._weights.values() for one in weights)
+        return sum(one.nbytes for one in storages if one.hold() is not None)
+
+    @property
+    def host_addresses(self) -> set[int]:
+        """The addresses of the weights on the host."""
+        return {one.param.data_ptr() for weights in self._weights.values() for one in weights}
+
+    @property
     def sizes(self) -> list[tuple[int, int]]:
         """The bytes of the weights of each layer, in the order of the forward, and of their gradients."""
         return [
@@ -279,9 +290,6 @@ class StreamedWeights(MovedLayers):
     def _storages(self, layer: LayerForward) -> list[SavedStorage]:
         """Return the storages of a layer's weights, without old values on the device."""
         weights = self._weights[layer]
-        for weight in weights:
-            # A use of the parameter, which waits for an update that is late.
-            weight.param.detach()
         if any(weight.version != weight.param._version for weight in weights):
             self._release([layer])
         return [weight.storage for weight in weights]

@@ -4,24 +4,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.engine.devices.device import Device, Direction
+from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.layers.activations import offload_activations
-from ebbtide.interleave.engine.layers.weights import stream_weights
+from ebbtide.interleave.engine.layers.weights import StreamedWeights, stream_weights
 from ebbtide.interleave.experiments.compare.results import Pair, finite_losses
 from ebbtide.interleave.experiments.compare.runs import LR, Job, PhaseWaits, Shape, synchronize
+from ebbtide.interleave.model.operations import FORWARD, Op, OpKind
 from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import LayerMemory
 from ebbtide.state_bytes import PARAM_BYTES
 
-# Choices for all layers, and those by plan, for which the memory is limited.
 CHOICES = (
     *product(("keep", "recompute", "offload"), ("resident", "streamed")),
     *(("auto", "resident"), ("auto", "streamed"), ("auto", "auto")),
@@ -38,88 +39,93 @@ _UNLIMITED = 1e15
 _BATCH, _GPU_BATCH = 2, 64
 
 
-class LoggedCopy(NamedTuple):
-    """A copy over the link: kind of its operation in a plan, and when it ran, s."""
-
-    kind: str
-    start_s: float
-    end_s: float
-    nbytes: int
-
-
 class LoggingDevice(EmulatedDevice):
-    """An emulated device that logs its copies, and the memory of layers over time."""
+    """An emulated device that logs its copies, with times, and the memory of layers over time."""
 
-    def __init__(self, link_bytes_per_s: float | None = None) -> None:
+    def __init__(self, link_bytes_per_s: float) -> None:
         super().__init__(None, link_bytes_per_s, link_bytes_per_s)
-        self.copies: list[LoggedCopy] = []
-        self.memory: list[tuple[float, int]] = []
-        # Addresses of weights on the host.
-        self.weights: set[int] = set()
+        self.copies: list[tuple[Op, float, float]] = []
+        self.memory: list[LayerMemory] = []
+        self.weights: StreamedWeights | None = None
 
     def claim(self, nbytes: int) -> None:
         super().claim(nbytes)
-        self.memory.append((time.perf_counter(), self._claimed))
+        self._log_memory()
 
     def unclaim(self, nbytes: int) -> None:
         super().unclaim(nbytes)
-        self.memory.append((time.perf_counter(), self._claimed))
+        self._log_memory()
+
+    def _log_memory(self) -> None:
+        weights = 0 if self.weights is None else self.weights.device_weight_bytes
+        self.memory.append(LayerMemory(time.perf_counter(), weights, 0.0, self._claimed - weights))
+
+    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().copy(direction, pairs)
+        # What is claimed is known by now.
+        self._log_memory()
 
     def run_copies(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         start_s = time.perf_counter()
         super().run_copies(direction, pairs)
         source = pairs[0][0]
-        if direction == "h2d":
-            kind = "weights up" if source.data_ptr() in self.weights else "activation up"
-        else:
+        kind: OpKind = "activation up"
+        if direction == "d2h":
             # Activations are bytes.
             kind = "activation down" if source.dtype == torch.uint8 else "layer gradient down"
-        nbytes = sum(one.nbytes for one, _ in pairs)
-        self.copies.append(LoggedCopy(kind, start_s, time.perf_counter(), nbytes))
+        elif self.weights is not None and source.data_ptr() in self.weights.host_addresses:
+            kind = "weights up"
+        op = Op(kind, direction, -1, 0, sum(one.nbytes for one, _ in pairs), FORWARD)
+        self.copies.append((op, start_s, time.perf_counter()))
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """The figures of one choice; bytes are those of an iteration. What only an emulated device counts is else None.
+    """The figures of one choice.
 
     Attributes:
-        copies: Of the median iteration, with times from its start.
-        memory: The same of the device memory of layers: (s, bytes from there on).
         kinds: Number of layers of each kind, as the plan chooses.
+        measured: The iteration of median length; without operations and memory on a GPU, which does not log them.
     """
 
     activations: str
     weights: str
     iteration_ms: Pair
     device_bytes: Pair
-    h2d_bytes: Pair | None
-    d2h_bytes: Pair | None
     kinds: dict[str, int]
     losses: list[float]
     losses_equal: bool
-    copies: Sequence[LoggedCopy]
-    memory: Sequence[tuple[float, int]]
+    measured: Schedule
     predicted: Schedule
 
     @property
     def name(self) -> str:
         return f"{self.activations}, {self.weights}"
 
+    def moved_bytes(self, direction: Direction) -> Pair | None:
+        """Return the bytes of an iteration; None: not known."""
+        moved = [schedule.moved_bytes(direction) for schedule in (self.measured, self.predicted)]
+        return Pair(*moved) if self.measured.plan.ops else None
+
     def as_json(self) -> dict[str, Any]:
-        pairs = {
-            key: None if (pair := getattr(self, key)) is None else pair.as_json()
-            for key in ("iteration_ms", "device_bytes", "h2d_bytes", "d2h_bytes")
+        moved = {f"{name}_bytes": self.moved_bytes(name) for name in ("h2d", "d2h")}
+        pairs = {"iteration_ms": self.iteration_ms, "device_bytes": self.device_bytes, **moved}
+        return {
+            "activations": self.activations,
+            "weights": self.weights,
+            **{key: None if pair is None else pair.as_json() for key, pair in pairs.items()},
+            "layers": self.kinds,
+            "losses_equal": self.losses_equal,
+            "losses": finite_losses(self.losses),
         }
-        losses = {"losses_equal": self.losses_equal, "losses": finite_losses(self.losses)}
-        return {"activations": self.activations, "weights": self.weights, **pairs, "layers": self.kinds, **losses}
 
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """The runs of all choices. `memory_budget` limits those by plan."""
+    """The runs of all choices. `memory_budget` limits those by plan; without `link_bytes_per_s` they are on a GPU."""
 
     device: str
-    link_bytes_per_s: float | None  # None: a GPU.
+    link_bytes_per_s: float | None
     shape: Shape
     iterations: int
     memory_budget: float
@@ -136,11 +142,10 @@ class LayerComparison:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide compare --layers --json` prints."""
-        emulated, link = self.link_bytes_per_s is not None, self.link_bytes_per_s
-        device = {"name": self.device, "emulated": emulated, "link_bytes_per_s": link}
+        link = {"emulated": self.link_bytes_per_s is not None, "link_bytes_per_s": self.link_bytes_per_s}
         return {
-            "device": {**device, "memory_budget": self.memory_budget},
-            "job": {"params": self.shape.params, "layers": self.shape.layers, "width": self.shape.width},
+            "device": {"name": self.device, **link, "memory_budget": self.memory_budget},
+            "job": {"params": self.shape.params, **asdict(self.shape)},
             "iterations": self.iterations,
             "warmup_iterations": WARMUP,
             "losses_equal": self.losses_equal,
@@ -166,18 +171,15 @@ class LayerTraining:
     def train(self, activations: str, weights: str, budget_bytes: float, plain_losses: list[float]) -> LayerRun:
         """Train under a choice. Raises UserError where it has no plan within the budget."""
         job = self.job()
-        log = None if self.link_bytes_per_s is None else LoggingDevice(self.link_bytes_per_s)
-        device: Device | None = log
+        device = None if self.link_bytes_per_s is None else LoggingDevice(self.link_bytes_per_s)
         with ExitStack() as stack:
             streamed = stack.enter_context(
                 stream_weights(job.model, memory_budget=budget_bytes, device=device, weights=weights)
             )
-            moved = stack.enter_context(
-                offload_activations(job.model, memory_budget=0, device=device, activations=activations)
-            )
-            if log is not None:
-                log.weights = {param.data_ptr() for param in job.model.layers.parameters()}
-            losses, begins = train(job, self.iterations)
+            moved = stack.enter_context(offload_activations(job.model, activations=activations))
+            if device is not None:
+                device.weights = streamed
+            losses, times = train(job, self.iterations)
             predicted = moved.predicted
             if predicted is None:
                 raise UserError(
@@ -185,66 +187,66 @@ class LayerTraining:
                     "of device memory: raise --memory-budget"
                 )
             kinds = dict(Counter(moved.choices.values()) + Counter(streamed.choices.values()))
-            peak = _peak_bytes(log, begins) if log is not None else moved.peak_bytes
-        lengths = [end - begin for begin, end in pairwise(begins)]
+            peak = moved.peak_bytes
+        lengths = [end[0] - begin[0] for begin, end in pairwise(times)]
         middle = sorted(range(WARMUP, len(lengths)), key=lengths.__getitem__)[(len(lengths) - WARMUP - 1) // 2]
-        begin_s, end_s = begins[middle : middle + 2]
-        copies = [] if log is None else _within(log.copies, begin_s, end_s)
-        moves: dict[Direction, Pair | None] = {
-            direction: None if log is None else Pair(_bytes(copies, direction), predicted.moved_bytes(direction))
-            for direction in ("h2d", "d2h")
-        }
-        line = [one.total for one in predicted.layer_memory_line()[1]]
+        if device is not None:
+            # Under the plan.
+            peak = max((round(one.total) for one in device.memory if one.at_s >= times[WARMUP][0]), default=0)
         return LayerRun(
             activations,
             weights,
             Pair(1e3 * median(lengths[WARMUP:]), 1e3 * predicted.iteration_s),
-            Pair(peak, max(line)),
-            moves["h2d"],
-            moves["d2h"],
+            Pair(peak, max(one.total for one in predicted.workload.layer_memory)),
             kinds,
             losses,
             losses == plain_losses,
-            copies,
-            [] if log is None else _memory_within(log.memory, begin_s, end_s),
+            _measured(predicted, times[middle], times[middle + 1][0], device),
             predicted,
         )
 
 
-def train(job: Job, iterations: int) -> tuple[list[float], list[float]]:
-    """Train, and return the losses and the start of each iteration, with the end of the last one."""
+def _measured(
+    predicted: Schedule, marks: tuple[float, float, float], end_s: float, device: LoggingDevice | None
+) -> Schedule:
+    """Return a measured iteration, from its start and the ends of its forward and backward."""
+    begin_s, forward_s, backward_s = marks
+    copies = [] if device is None else [one for one in device.copies if begin_s <= one[1] < end_s]
+    log = [] if device is None else [one for one in device.memory if begin_s <= one.at_s < end_s]
+    phases = {
+        "other_s": 0.0,
+        "forward_s": forward_s - begin_s,
+        "backward_s": backward_s - forward_s,
+    }
+    memory = [LayerMemory(0.0, 0.0, 0.0, 0.0), *(one._replace(at_s=one.at_s - begin_s) for one in log)]
+    workload = replace(predicted.workload, **phases, layer_memory=tuple(memory) if log else ())
+    return Schedule(
+        replace(predicted.plan, ops=tuple(op for op, _, _ in copies)),
+        workload,
+        [start - begin_s for _, start, _ in copies],
+        [end - begin_s for _, _, end in copies],
+        **phases,
+        update_s=end_s - backward_s,
+    )
+
+
+def train(job: Job, iterations: int) -> tuple[list[float], list[tuple[float, float, float]]]:
+    """Train, and return the losses, and for each iteration its start and the ends of its forward and backward; and at
+    the end that of the last one."""
     optimizer = torch.optim.AdamW(job.params, lr=LR)
-    losses, begins = [], []
+    losses, times = [], []
     for _ in range(iterations):
-        begins.append(time.perf_counter())
+        begin_s = time.perf_counter()
         loss = job.forward()
-        loss.backward()
-        optimizer.step()
         synchronize(job)
+        forward_s = time.perf_counter()
+        loss.backward()
+        synchronize(job)
+        times.append((begin_s, forward_s, time.perf_counter()))
+        optimizer.step()
         losses.append(loss.item())
-    return losses, [*begins, time.perf_counter()]
-
-
-def _within(copies: Sequence[LoggedCopy], begin_s: float, end_s: float) -> list[LoggedCopy]:
-    return [
-        one._replace(start_s=one.start_s - begin_s, end_s=one.end_s - begin_s)
-        for one in copies
-        if begin_s <= one.start_s < end_s
-    ]
-
-
-def _memory_within(log: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> list[tuple[float, int]]:
-    before = [size for at_s, size in log if at_s < begin_s]
-    return [(0.0, before[-1] if before else 0), *((at - begin_s, size) for at, size in log if begin_s <= at < end_s)]
-
-
-def _peak_bytes(log: LoggingDevice, begins: Sequence[float]) -> int:
-    """Return the peak of the iterations under the plan."""
-    return max((size for at_s, size in log.memory if at_s >= begins[WARMUP]), default=0)
-
-
-def _bytes(copies: Sequence[LoggedCopy], direction: Direction) -> int:
-    return sum(one.nbytes for one in copies if one.kind.endswith("up") == (direction == "h2d"))
+    now_s = time.perf_counter()
+    return losses, [*times, (now_s, now_s, now_s)]
 
 
 def compare_layers(
@@ -281,5 +283,4 @@ def compare_layers(
             memory_budget = limit = memory_budget or _BUDGET_SHARE * runs[0].device_bytes.predicted
         runs.append(training.train(activations, weights, limit, plain_losses))
     name = torch.cuda.get_device_name() if on_gpu else "emulated device"
-    assert memory_budget is not None
-    return LayerComparison(name, link_bytes_per_s, shape, iterations, memory_budget, runs)
+    return LayerComparison(name, link_bytes_per_s, shape, iterations, memory_budget or _UNLIMITED, runs)

@@ -193,7 +193,9 @@ def test_stream_weights__copies_ahead_collect_no_garbage(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("overlap", ["forward", "both"])
-def test_stream_weights__late_updates_are_waited_for(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_weights__has_the_same_bits_with_late_and_speculative_updates(
+    overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(model: Any, device: EmulatedDevice) -> list[torch.Tensor]:
         optimizer = InterleavedAdamW(
             model.parameters(),
