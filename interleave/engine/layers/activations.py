@@ -197,7 +197,7 @@ class OffloadedActivations(MovedLayers):
         return output
 
     def _plan(self, kind: "_KindOfPass", measured: PassMeasurement, transfers: StorageTransfers) -> None:
-        sizes = [] if self._weights is None else self._weights.sizes
+        sizes = [] if self._weights is None else self._weights.sizes()
         layers, budget, rates = measured.layers(self._names, sizes), self._limit_bytes(), transfers.rates()
         transfers.measures = False
         budget = None if budget is None else max(0.0, budget - measured.left_bytes)

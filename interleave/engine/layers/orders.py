@@ -27,7 +27,6 @@ class MeasuredLayer(NamedTuple):
     saved_bytes: int
     input_bytes: int
     is_recomputable: bool
-
     weight_bytes: int = 0  # Of streamed weights, and of their gradients.
     gradient_bytes: int = 0
 
@@ -53,17 +52,11 @@ class LayerOptions(NamedTuple):
         return f"gpu-only,activations={activations}" + (f",weights={weights}" if weights else "")
 
 
-_ACTIVATIONS = LayerOptions()
-
-
 class PassTimes(NamedTuple):
     """Seconds of a pass outside of layers: between forward and backward, and from there to the next pass."""
 
     turn_s: float = 0.0
     other_s: float = 0.0
-
-
-_NO_TIME = PassTimes()
 
 
 @dataclass(frozen=True)
@@ -110,22 +103,22 @@ class LayerOrders:
 
 KEEP_ALL = LayerOrders()
 # Of the first passes: it needs the least memory, and shows the bytes of all layers and the rates of the link.
-ONE_AT_A_TIME = LayerOrders(copied=None, streamed=None)
+ONE_AT_A_TIME = LayerOrders(copied=None, streamed=None, weight_slots=1)
 
 
 def plan_orders(
     layers: Sequence[MeasuredLayer],
     budget_bytes: float | None,
     rates: Mapping[Direction, float | None],
-    options: LayerOptions = _ACTIVATIONS,
-    outside: PassTimes = _NO_TIME,
+    options: LayerOptions,
+    outside: PassTimes,
 ) -> LayerOrders:
     """Return the orders of the best plan for layers within a budget of device memory.
 
     Where all of them fit, nothing moves. Where no plan fits, they go through the device one at a time."""
     machine = machine_of_rates(rates)
-    workload = workload_of_layers(layers, budget_bytes, machine, options, outside)
     fits = budget_bytes is None or sum(layer.saved_bytes + layer.weight_bytes for layer in layers) <= budget_bytes
+    workload = workload_of_layers(layers, None if fits else budget_bytes, machine, options, outside)
     if options.activations in ("auto", "recompute") and not any(layer.is_recomputable for layer in layers):
         options = options._replace(activations="offload" if options.activations == "auto" else "keep")
     plan = make_plan(options.policy(fits), workload, machine)
@@ -150,8 +143,8 @@ def workload_of_layers(
     layers: Sequence[MeasuredLayer],
     budget_bytes: float | None,
     machine: Machine,
-    options: LayerOptions = _ACTIVATIONS,
-    outside: PassTimes = _NO_TIME,
+    options: LayerOptions,
+    outside: PassTimes,
 ) -> Workload:
     """Return a job of these layers alone: its optimizer has no state on the device, and takes no time there.
 

@@ -145,25 +145,16 @@ class StreamedWeights(MovedLayers):
         return self._choices(lambda number: "streamed" if self.orders.is_streamed(number) else "resident")
 
     @property
-    def device_weight_bytes(self) -> int:
-        """Bytes of the weights that are on the device now."""
-        storages = (one.storage for weights in self._weights.values() for one in weights)
-        return sum(one.nbytes for one in storages if one.hold() is not None)
+    def storages(self) -> list[SavedStorage]:
+        """The storages of all weights."""
+        return [one.storage for one in chain.from_iterable(self._weights.values())]
 
-    @property
-    def host_addresses(self) -> set[int]:
-        """The addresses of the weights on the host."""
-        return {one.param.data_ptr() for weights in self._weights.values() for one in weights}
-
-    @property
     def sizes(self) -> list[tuple[int, int]]:
-        """The bytes of the weights of each layer, in the order of the forward, and of their gradients."""
+        """Return the bytes of the weights of each layer, in the order of the forward, and of their gradients."""
+        layers = [self._weights[layer] for layer in self._order]
+        trained = [sum(one.storage.nbytes for one in weights if one.param.requires_grad) for weights in layers]
         return [
-            (
-                sum(one.storage.nbytes for one in self._weights[layer]),
-                sum(one.storage.nbytes for one in self._weights[layer] if one.param.requires_grad),
-            )
-            for layer in self._order
+            (sum(one.storage.nbytes for one in weights), size) for weights, size in zip(layers, trained, strict=True)
         ]
 
     def follow(self, orders: LayerOrders, measurement: PassMeasurement | None) -> None:
@@ -193,9 +184,8 @@ class StreamedWeights(MovedLayers):
                 self._begin_pass(has_grad)
             self._last_forward = layer.number
         self._fetch(layer, layer.number, in_backward)
-        measurement = None if in_backward else self._measurement
-        if measurement is not None:
-            measurement.begin(False, layer.number)
+        if self._measurement is not None and not in_backward:
+            self._measurement.begin(False, layer.number)
         if has_grad:
             params = {one.name: _Arrival.apply(one.param, one, self) for one in weights}
         else:
@@ -203,8 +193,8 @@ class StreamedWeights(MovedLayers):
         hooks = _WeightHooks(self, layer, weights, other_hooks())
         with _reparametrize_module(layer.module, params), saved_tensors_hooks(hooks.save, hooks.load):
             output = layer.original(*args, **kwargs)
-        if measurement is not None:
-            measurement.end()
+        if self._measurement is not None and not in_backward:
+            self._measurement.end()
         if not (has_grad or in_backward):
             # No backward follows.
             self._release([layer])
@@ -218,7 +208,7 @@ class StreamedWeights(MovedLayers):
             return
         measured, self._measurement = self._measurement, None
         if self._passes == MEASURED_PASSES and measured is not None:
-            layers = measured.layers([layer.name for layer in self._order], self.sizes)
+            layers = measured.layers([layer.name for layer in self._order], self.sizes())
             options = LayerOptions("keep", self.option)
             limit, rates = self._limit_bytes(), self.transfers.rates()
             self.transfers.measures = False
@@ -244,17 +234,14 @@ class StreamedWeights(MovedLayers):
         layer, measurement = saved.layer, self._measurement
         saved.version.check(layer.name)
         number = layer.number or 0
-        if self._backward_of is layer:
-            self._fetch(layer, number, True)
-            return saved.tensor.get()
         self.begin_backward()
-        self._backward_of = layer
-        if measurement is not None:
+        if measurement is not None and self._backward_of is not layer:
             measurement.turn()
             measurement.end()
         self._fetch(layer, number, True)
-        if measurement is not None:
+        if measurement is not None and self._backward_of is not layer:
             measurement.begin(True, number)
+        self._backward_of = layer
         return saved.tensor.get()
 
     def _fetch(self, layer: LayerForward, number: int, is_backward: bool) -> None:

@@ -47,6 +47,8 @@ class LoggingDevice(EmulatedDevice):
         self.copies: list[tuple[Op, float, float]] = []
         self.memory: list[LayerMemory] = []
         self.weights: StreamedWeights | None = None
+        # Of weights on the host.
+        self.addresses: set[int] = set()
 
     def claim(self, nbytes: int) -> None:
         super().claim(nbytes)
@@ -57,7 +59,8 @@ class LoggingDevice(EmulatedDevice):
         self._log_memory()
 
     def _log_memory(self) -> None:
-        weights = 0 if self.weights is None else self.weights.device_weight_bytes
+        storages = [] if self.weights is None else self.weights.storages
+        weights = sum(one.nbytes for one in storages if one.hold() is not None)
         self.memory.append(LayerMemory(time.perf_counter(), weights, 0.0, self._claimed - weights))
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -73,7 +76,7 @@ class LoggingDevice(EmulatedDevice):
         if direction == "d2h":
             # Activations are bytes.
             kind = "activation down" if source.dtype == torch.uint8 else "layer gradient down"
-        elif self.weights is not None and source.data_ptr() in self.weights.host_addresses:
+        elif source.data_ptr() in self.addresses:
             kind = "weights up"
         op = Op(kind, direction, -1, 0, sum(one.nbytes for one, _ in pairs), FORWARD)
         self.copies.append((op, start_s, time.perf_counter()))
@@ -179,6 +182,7 @@ class LayerTraining:
             moved = stack.enter_context(offload_activations(job.model, activations=activations))
             if device is not None:
                 device.weights = streamed
+                device.addresses = {param.data_ptr() for param in job.model.layers.parameters()}
             losses, times = train(job, self.iterations)
             predicted = moved.predicted
             if predicted is None:
@@ -213,11 +217,7 @@ def _measured(
     begin_s, forward_s, backward_s = marks
     copies = [] if device is None else [one for one in device.copies if begin_s <= one[1] < end_s]
     log = [] if device is None else [one for one in device.memory if begin_s <= one.at_s < end_s]
-    phases = {
-        "other_s": 0.0,
-        "forward_s": forward_s - begin_s,
-        "backward_s": backward_s - forward_s,
-    }
+    phases = {"other_s": 0.0, "forward_s": forward_s - begin_s, "backward_s": backward_s - forward_s}
     memory = [LayerMemory(0.0, 0.0, 0.0, 0.0), *(one._replace(at_s=one.at_s - begin_s) for one in log)]
     workload = replace(predicted.workload, **phases, layer_memory=tuple(memory) if log else ())
     return Schedule(

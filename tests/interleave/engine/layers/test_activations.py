@@ -318,15 +318,18 @@ def test_offload_activations__not_twice() -> None:
         train(model)
 
 
+FREE = orders.LayerOptions(), orders.PassTimes()
+
+
 def test_plan_orders__prefers_nothing_to_do_and_falls_back_to_one_at_a_time() -> None:
     layers = [orders.MeasuredLayer(f"{number}", 0.01, 0.02, 1000, 100, True) for number in range(6)]
     rates = {"h2d": 1e6, "d2h": 1e6}
-    assert orders.plan_orders(layers, 6000, rates).keeps_all
-    assert orders.plan_orders(layers, 900, rates) is ONE_AT_A_TIME
+    assert orders.plan_orders(layers, 6000, rates, *FREE).keeps_all
+    assert orders.plan_orders(layers, 900, rates, *FREE) is ONE_AT_A_TIME
     # Of plans that are as fast, the one that moves least: the copies of two layers are in slots.
-    hidden = orders.plan_orders(layers, 5000, {"h2d": 1e9, "d2h": 1e9})
+    hidden = orders.plan_orders(layers, 5000, {"h2d": 1e9, "d2h": 1e9}, *FREE)
     assert [*map(hidden.kind, range(6))].count("offload") == 1
-    some = orders.plan_orders(layers, 4000, rates)
+    some = orders.plan_orders(layers, 4000, rates, *FREE)
     assert some.copied
     assert all(other < layer for layer, other in some.returned)
 
