@@ -108,7 +108,10 @@ class StorageTransfers:
             try:
                 return self.memory.claim(nbytes)
             except DeviceMemoryError:
-                down = next((one for one in self._flights if one.direction == "d2h"), None)
+                # Compute does not wait for what is copied ahead.
+                down = next(
+                    (one for one in self._flights if one.direction == "d2h" and (is_needed or one.end.is_passed)), None
+                )
                 if down is None:
                     if not is_needed:
                         raise

@@ -63,7 +63,9 @@ def draw_layer_comparison(comparison: LayerComparison) -> Figure:
     for half, part in zip(("measured", "predicted"), figure.subfigures(1, 2), strict=True):
         schedules: list[Schedule] = [getattr(run, half) for run in runs]
         titles = [f"{run.name}: {half} {getattr(run.iteration_ms, half):,.0f} ms" for run in runs]
-        draw_lanes(part, schedules, titles).set_xlabel("time of an iteration (s)")
+        axes = draw_lanes(part, schedules, titles)
+        axes.set_xlabel("time of an iteration (s)")
+        axes.set_xlim(0.0, 1.01 * max(max(run.measured.iteration_s, run.predicted.iteration_s) for run in runs))
     device = "an emulated device: these times say nothing about a GPU"
     place = device if comparison.link_bytes_per_s is not None else comparison.device
     figure.suptitle(f"Memory and link of layers on {place}", x=0.01, ha="left", fontsize=10.5)
