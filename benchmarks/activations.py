@@ -89,6 +89,41 @@ def overhead(repeats: int) -> None:
         print(f"{name:12} median {statistics.median(values):6.2f} ms, {100 * (ratio - 1):+.2f} % in pairs")
 
 
+class _Scale(torch.nn.Module):
+    """A layer without any work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def hook_cost(steps: int) -> None:
+    """Print what a step takes longer, in us of CPU time, of layers without work."""
+    model = torch.nn.Sequential(*(_Scale() for _ in range(LAYERS)))
+
+    def run(count: int) -> float:
+        start = time.thread_time()
+        for _ in range(count):
+            model(torch.ones(2, 4)).sum().backward()
+        return 1e6 * (time.thread_time() - start) / count
+
+    offload_activations(model, memory_budget=1e10, device=EmulatedDevice())
+    run(10)
+    forwards = [vars(layer).pop("forward") for layer in model]
+    differences = []
+    for _ in range(5):
+        plain = run(steps)
+        for layer, forward in zip(model, forwards, strict=True):
+            layer.forward = forward
+        differences.append(run(steps) - plain)
+        for layer in model:
+            vars(layer).pop("forward")
+    print(f"hooks of {LAYERS} layers: {min(differences):.0f} to {max(differences):.0f} us of CPU time a step")
+
+
 def memory_without() -> list[tuple[float, int]]:
     """Return what autograd holds over a step of the plain job."""
     model, device = make_model(), LoggingDevice()
@@ -163,7 +198,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200, help="pairs of steps; default 200")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    overhead(args.repeats) if args.what == "overhead" else picture(args.output)
+    if args.what == "picture":
+        picture(args.output)
+    else:
+        overhead(args.repeats)
+        hook_cost(300)
 
 
 if __name__ == "__main__":
