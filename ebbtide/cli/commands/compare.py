@@ -180,7 +180,7 @@ def _compare_layers(*settings: Any, outputs: tuple[Path | None, bool], verbose: 
     plot, force = outputs
     with new_outputs(plot, None, force) as (picture_file, _):
         with progress_bar() as update:
-            comparison = compare_layers(*settings, progress=update)
+            comparison = compare_layers(*settings, update)
         if picture_file is not None:
             save_picture(draw_layer_comparison(comparison), picture_file, plot)
     if as_json:

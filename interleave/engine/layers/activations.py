@@ -50,9 +50,10 @@ class OffloadedActivations(MovedLayers):
     ) -> None:
         super().__init__(model, memory_budget, activations)
         inner = self._layers[0].original
-        self._weights = inner.owner if isinstance(inner, LayerForward) else None
-        if self._weights is not None:
-            self._join(self._weights, device)
+        self._weights: StreamedWeights | None = None
+        if isinstance(inner, LayerForward) and isinstance(inner.owner, StreamedWeights):
+            self._weights = inner.owner
+            self._join(inner.owner, device)
         self._model = model
         self._given_device = device
         self._torch_device = torch.device("cpu")

@@ -262,7 +262,8 @@ class StreamedWeights(MovedLayers):
             behind = streamed[position + slots] if position + slots < len(streamed) else len(self._order)
             ahead = [*range(number + 1, behind)]
         used = {number, *window}
-        self._release([one for one in self._there if one.number not in used and self.orders.is_streamed(one.number)])
+        passed = set(streamed) - used
+        self._release([one for one in self._there if one.number in passed])
         storages, where = self._storages(layer), f"layer {layer.name}"
         if not self.transfers.prefetch(storages):
             # One layer is to fit, whatever the slots are.

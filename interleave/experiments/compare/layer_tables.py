@@ -60,7 +60,8 @@ def draw_layer_comparison(comparison: LayerComparison) -> Figure:
     runs = comparison.runs
     figure = Figure(figsize=(15.0, schedules_height([run.predicted for run in runs])), layout="constrained", dpi=110)
     figure.set_label("ebbtide: layers, measured and predicted")
-    for half, part in zip(("measured", "predicted"), figure.subfigures(1, 2), strict=True):
+    parts = figure.subfigures(1, 2, squeeze=False)[0]
+    for half, part in zip(("measured", "predicted"), parts, strict=True):
         schedules: list[Schedule] = [getattr(run, half) for run in runs]
         titles = [f"{run.name}: {half} {getattr(run.iteration_ms, half):,.0f} ms" for run in runs]
         axes = draw_lanes(part, schedules, titles)

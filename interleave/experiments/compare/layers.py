@@ -217,16 +217,19 @@ def _measured(
     begin_s, forward_s, backward_s = marks
     copies = [] if device is None else [one for one in device.copies if begin_s <= one[1] < end_s]
     log = [] if device is None else [one for one in device.memory if begin_s <= one.at_s < end_s]
-    phases = {"other_s": 0.0, "forward_s": forward_s - begin_s, "backward_s": backward_s - forward_s}
+    forward_s, backward_s, update_s = forward_s - begin_s, backward_s - forward_s, end_s - backward_s
     memory = [LayerMemory(0.0, 0.0, 0.0, 0.0), *(one._replace(at_s=one.at_s - begin_s) for one in log)]
-    workload = replace(predicted.workload, **phases, layer_memory=tuple(memory) if log else ())
+    layers = tuple(memory) if log else ()
+    workload = replace(predicted.workload, other_s=0.0, forward_s=forward_s, backward_s=backward_s, layer_memory=layers)
     return Schedule(
         replace(predicted.plan, ops=tuple(op for op, _, _ in copies)),
         workload,
         [start - begin_s for _, start, _ in copies],
         [end - begin_s for _, _, end in copies],
-        **phases,
-        update_s=end_s - backward_s,
+        0.0,
+        forward_s,
+        backward_s,
+        update_s,
     )
 
 
