@@ -114,17 +114,15 @@ def compare(
     if layers:
         if policy or subgroup_params or machine or storage or host_free_bytes or against or save:
             raise typer.BadParameter("--layers goes with the options of job, link and memory alone")
-        _compare_layers(
-            params or 400_000,
-            iterations if iterations is not None else steps,
-            memory_budget_bytes,
-            link_bytes_per_s,
-            waits,
-            seed,
-            outputs=(plot, force),
-            verbose=verbose,
-            as_json=as_json,
-        )
+        settings = {
+            "params": params or 400_000,
+            "iterations": iterations if iterations is not None else steps,
+            "memory_budget": memory_budget_bytes,
+            "link_bytes_per_s": link_bytes_per_s,
+            "waits": waits,
+            "seed": seed,
+        }
+        _compare_layers(settings, plot, force, verbose, as_json)
         return
 
     from ebbtide.cli.printing import progress_bar
@@ -172,15 +170,14 @@ def compare(
         raise typer.Exit(1)
 
 
-def _compare_layers(*settings: Any, outputs: tuple[Path | None, bool], verbose: bool, as_json: bool) -> None:
+def _compare_layers(settings: dict[str, Any], plot: Path | None, force: bool, verbose: bool, as_json: bool) -> None:
     from ebbtide.cli.printing import progress_bar
     from ebbtide.interleave.experiments.compare.layer_tables import draw_layer_comparison, layer_comparison_view
     from ebbtide.interleave.experiments.compare.layers import compare_layers
 
-    plot, force = outputs
     with new_outputs(plot, None, force) as (picture_file, _):
         with progress_bar() as update:
-            comparison = compare_layers(*settings, update)
+            comparison = compare_layers(**settings, progress=update)
         if picture_file is not None:
             save_picture(draw_layer_comparison(comparison), picture_file, plot)
     if as_json:

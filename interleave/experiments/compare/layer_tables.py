@@ -58,7 +58,7 @@ def _bytes_text(pair: Pair | None) -> str | None:
 def draw_layer_comparison(comparison: LayerComparison) -> Figure:
     """Draw memory of layers and the link over an iteration of each choice: left measured, right predicted."""
     runs = comparison.runs
-    figure = Figure(figsize=(15.0, schedules_height([run.predicted for run in runs])), layout="constrained", dpi=110)
+    figure = Figure(figsize=(18.0, schedules_height([run.predicted for run in runs])), layout="constrained", dpi=100)
     figure.set_label("ebbtide: layers, measured and predicted")
     parts = figure.subfigures(1, 2, squeeze=False)[0]
     for half, part in zip(("measured", "predicted"), parts, strict=True):
