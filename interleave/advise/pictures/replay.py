@@ -163,18 +163,21 @@ def resource_lanes(schedule: Schedule) -> list[str]:
 
 
 def _draw_memory(axes: Axes, schedule: Schedule) -> None:
-    """Draw the device memory of layers and of the plan over an iteration, stacked, in GiB."""
+    """Draw the device memory of layers and of the plan over an iteration, stacked."""
     times, memory = schedule.layer_memory_line()
     state_times, state = schedule.device_memory_line()
     instants = np.unique([*times, *state_times, schedule.iteration_s])
     of_layers = np.array([one[1:] for one in memory])[np.searchsorted(times, instants, "right") - 1]
     of_state = state[np.searchsorted(state_times, instants, "right") - 1]
+    sizes = [*of_layers.T, of_state]
+    peak = float(np.sum(sizes, axis=0).max())
+    unit, unit_bytes = ("GiB", 2**30) if peak >= 2**27 else ("MiB", 2**20)
     base = np.zeros(len(instants))
-    for size, looks in zip([*of_layers.T, of_state], _MEMORY_LOOKS.values(), strict=True):
-        axes.fill_between(instants, base, base + size / 2**30, step="post", lw=0, **looks)
-        base = base + size / 2**30
-    axes.set_ylim(0.0, 1.08 * float(base.max()))
-    axes.set_ylabel("GiB", fontsize=_FONT - 1)
+    for size, looks in zip(sizes, _MEMORY_LOOKS.values(), strict=True):
+        axes.fill_between(instants, base, base + size / unit_bytes, step="post", lw=0, **looks)
+        base = base + size / unit_bytes
+    axes.set_ylim(0.0, 1.08 * peak / unit_bytes)
+    axes.set_ylabel(unit, fontsize=_FONT - 1)
     axes.tick_params(axis="y", labelsize=_FONT - 1)
     axes.spines[["top", "right"]].set_visible(False)
 
