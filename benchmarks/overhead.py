@@ -151,7 +151,7 @@ def waiting_costs(folder: str) -> str:
     from ebbtide.profiler.agent.on_demand import DetailedSlices
     from ebbtide.profiler.agent.options import read_request
 
-    slices = DetailedSlices(None, None, folder)  # type: ignore[arg-type]  # neither is used before a slice
+    slices = DetailedSlices(None, None)  # type: ignore[arg-type]  # neither is used before a slice
     look, boundary = (
         min(timeit.repeat(call, number=1000, repeat=50)) / 1000 * 1e6
         for call in (lambda: read_request(folder), lambda: slices.enter_iteration(7))

@@ -6,7 +6,6 @@ import _thread
 import atexit
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import pickle
@@ -17,6 +16,7 @@ from typing import Any, Callable
 
 from .inventory import list_blocks
 from .options import Options
+from .patches import Patches, wrapper
 from .recorder import Recorder
 from .threads import NOT_READ_NOTE
 
@@ -52,11 +52,9 @@ class GuardedProfiler:
         self._on_job_profiler = on_job_profiler
         self._thread = 0
         # A profiler begins in one or the other of these.
-        self._profile = torch.autograd.profiler.profile
-        methods = {name: self._profile.__dict__.get(name) for name in ("_prepare_trace", "__enter__")}
-        self._originals = {name: method for name, method in methods.items() if method is not None}
-        for name, method in self._originals.items():
-            setattr(self._profile, name, self._yield_to_job(method))
+        self._patches = Patches()
+        for name in ("_prepare_trace", "__enter__"):
+            self._patches.wrap(torch.autograd.profiler.profile, name, self._yield_to_job)
 
     def start(self, **options: Any) -> bool:
         """Start a profiler with options of `torch.profiler.profile`; return False if the job has one of its own."""
@@ -82,20 +80,15 @@ class GuardedProfiler:
 
     def restore(self) -> None:
         """Restore torch's profiler."""
-        for name, method in self._originals.items():
-            setattr(self._profile, name, method)
+        self._patches.undo()
 
-    def _yield_to_job(self, original: Any) -> Any:
+    @wrapper
+    def _yield_to_job(self, original: Callable[..., Any], profiler: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap a method in which a profiler begins."""
-
-        @functools.wraps(original)
-        def begin(profiler: Any, *args: Any, **kwargs: Any) -> Any:
-            ours = self.running
-            if ours is not None and getattr(ours, "profiler", None) not in (None, profiler):
-                self._on_job_profiler()
-            return original(profiler, *args, **kwargs)
-
-        return begin
+        ours = self.running
+        if ours is not None and getattr(ours, "profiler", None) not in (None, profiler):
+            self._on_job_profiler()
+        return original(profiler, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -204,7 +197,7 @@ class AllocationCapture:
         for hook in self._hooks:
             hook.remove()
         name = f"allocations.{source.suffix}"
-        path = self._recorder.files.path(name)
+        path = self._recorder.job_info.path(name)
         if not source.write(path + ".new"):
             return
         description = {
@@ -215,18 +208,18 @@ class AllocationCapture:
             "calls": self._calls,
         }
         os.replace(path + ".new", path)
-        target = self._recorder.files.path("allocations-description.json")
+        target = self._recorder.job_info.path("allocations-description.json")
         with open(target + ".new", "w", encoding="utf-8") as file:
             json.dump(description, file)
         os.replace(target + ".new", target)
         self._owners, self._calls = [], []
         if source.full:
-            self._recorder.files.job_info.note(f"the allocator history holds only its last {_MAX_ENTRIES} events")
+            self._recorder.job_info.note(f"the allocator history holds only its last {_MAX_ENTRIES} events")
 
     def _yield_to_job(self) -> None:
         """End the capture before the job begins a profiler of its own."""
         self.stop()
-        self._recorder.files.job_info.note(_OWN_CAPTURE)
+        self._recorder.job_info.note(_OWN_CAPTURE)
 
 
 def _on_main_thread() -> bool:
@@ -354,7 +347,7 @@ class CopyCapture:
         profiler = self._profiler.stop()
         # The profiler waits for the device, which runs behind the host: all that it ran until now is in the slice.
         end_ns = time.monotonic_ns()
-        path = self._recorder.files.path(f"copies-{self._begin_ns}-{end_ns}.json")
+        path = self._recorder.job_info.path(f"copies-{self._begin_ns}-{end_ns}.json")
         profiler.export_chrome_trace(path + ".new")
         os.replace(path + ".new", path)
         self._length_ns = min(_SLICE_NS, (stop_ns - self._begin_ns) * _SLICE_BYTES // os.path.getsize(path))
@@ -370,7 +363,7 @@ class CopyCapture:
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
-        self._recorder.files.job_info.note(f"copies were not recorded to the end: {reason}")
+        self._recorder.job_info.note(f"copies were not recorded to the end: {reason}")
 
     def _yield_to_job(self) -> None:
         """End the capture before the job begins a profiler of its own."""

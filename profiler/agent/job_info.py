@@ -32,7 +32,7 @@ class JobInfo:
 
     def __init__(self, torch: Any, directory: str) -> None:
         self._torch = torch
-        self._directory = directory
+        self.directory = directory
         self._name: str | None = None
         self._data: dict[str, Any] = {"notes": []}
         self.host = socket.gethostname()
@@ -104,6 +104,10 @@ class JobInfo:
         self._data[key] = value
         self.write()
 
+    def path(self, name: str) -> str:
+        """Return the path of a further file of this process, after `begin`."""
+        return os.path.join(self.directory, f"{self._name}-{name}")
+
     def note(self, text: str) -> None:
         self._data["notes"].append(text)
         self.write()
@@ -119,7 +123,7 @@ class JobInfo:
                 self._writing.release()
 
     def _replace_file(self) -> None:
-        path = os.path.join(self._directory, f"facts-{self._name}.json")
+        path = os.path.join(self.directory, f"facts-{self._name}.json")
         try:
             text = json.dumps(self._data)
             if not within_limit(len(text)):

@@ -11,13 +11,13 @@ from .recorder import Recorder
 from .spool import DETAIL_MARKS, DETAILS
 
 
-def attach_on_demand(recorder: Recorder, torch: Any, directory: str, options: Options) -> None:
+def attach_on_demand(recorder: Recorder, torch: Any, options: Options) -> None:
     """Let `recorder` look for requests, if `options` ask for that."""
     if not options.on_demand:
         return
 
     def attach() -> None:
-        slices = DetailedSlices(recorder, torch, directory)
+        slices = DetailedSlices(recorder, torch)
         recorder.on_flush.append(slices.look)
         recorder.on_iteration.append(slices.enter_iteration)
         recorder.on_close.append(slices.close)
@@ -33,10 +33,9 @@ class DetailedSlices:
     iteration. A process that learns of a request after its first iteration begins at its next one, and one that learns
     of it after its last iteration records nothing."""
 
-    def __init__(self, recorder: Recorder, torch: Any, directory: str) -> None:
+    def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder
         self._torch = torch
-        self._directory = directory
         self._inventories = Inventories(recorder, Options())
         # Requests from before this process began to record were made of others.
         self._last_request = 0
@@ -49,11 +48,11 @@ class DetailedSlices:
         """Read the request, if there is a new one. Called by the background thread."""
         if self._next is not None or self._running is not None:
             return
-        request = read_request(self._directory)
+        request = read_request(self._recorder.directory)
         if request is None or request.number == self._last_request:
             return
         self._last_request = request.number
-        if request.number > self._recorder.files.opened_ns:
+        if request.number > self._recorder.opened_ns:
             self._next = request
 
     def enter_iteration(self, iteration: int) -> None:

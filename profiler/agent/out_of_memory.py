@@ -65,7 +65,7 @@ class Inventories:
             if not self._take(self._others, _in_update(recorder.iteration)) and recorder.threads.several:
                 # What was read before is that of one thread, and lacks what the others hold.
                 self._at_first, self._others = [], []
-                recorder.files.job_info.set("inventories", [])
+                recorder.job_info.set("inventories", [])
 
     def add_out_of_memory(self, record: dict[str, Any]) -> bool:
         """Take an inventory at an out-of-memory error; return whether tensors could be read."""
@@ -77,7 +77,7 @@ class Inventories:
         holders = self._recorder.read_tensors(functools.partial(list_holders, failed_on=failed_on))
         if holders is not None:
             inventories.append({**moment, "holders": holders})
-            self._recorder.files.job_info.set("inventories", self._at_first + self._others)
+            self._recorder.job_info.set("inventories", self._at_first + self._others)
         return holders is not None
 
 
@@ -169,5 +169,5 @@ class OutOfMemoryWatch:
         return record
 
     def _write(self) -> None:
-        self._recorder.files.job_info.set("out_of_memory", self._records)
+        self._recorder.job_info.set("out_of_memory", self._records)
         self._recorder.flush()

@@ -14,6 +14,21 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 Wrappers = Mapping[str, Mapping[str, Wrapper]]
 
 
+def wrapper(hook: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
+    """Turn a hook into a wrapper of functions: a call of the wrapped function calls the hook, with the function first.
+
+    The wrapper may be bound to a method's object and to settings; both come before the function."""
+
+    def wrap(*arguments: Any) -> Callable[..., Any]:
+        @functools.wraps(arguments[-1])
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return hook(*arguments, *args, **kwargs)
+
+        return call
+
+    return wrap
+
+
 def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], None]:
     """Call `callback` with a module once it is imported, without its exceptions; return a function to cancel it."""
     module = sys.modules.get(name)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from .closures import UpdateParts
 from .iteration_figures import BACKWARD, FORWARD, UPDATE
 from .job_info import first_dimension
-from .patches import Patches
+from .patches import Patches, wrapper
 from .recorder import Recorder
 
 _CALL_ATTRIBUTE = "_compiled_call_impl"
@@ -180,8 +180,7 @@ class TorchHooks:
         scaler = torch.amp.GradScaler
         self._patches.set(scaler, "step", self._wrap_update(scaler.step, optimizer_index=1))
         optimizer = torch.optim.Optimizer
-        patch_step_function = self._wrap_patch_step_function(optimizer._patch_step_function)
-        self._patches.set(optimizer, "_patch_step_function", patch_step_function)
+        self._patches.wrap(optimizer, "_patch_step_function", self._wrap_patch_step_function)
         for existing in _subclasses(optimizer):
             if getattr(existing.__dict__.get("step"), "hooked", False):
                 self._watch_steps(existing)
@@ -226,16 +225,12 @@ class TorchHooks:
         step._ebbtide_update = True  # type: ignore[attr-defined]
         return step
 
-    def _wrap_patch_step_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def _wrap_patch_step_function(self, original: Callable[..., Any], optimizer: Any) -> None:
         """Wrap torch's own hooking of `step`, which runs when an optimizer is created."""
-
-        @functools.wraps(original)
-        def patch_step_function(optimizer: Any) -> None:
-            original(optimizer)
-            self._recorder.optimizers[optimizer] = True
-            self._watch_steps(type(optimizer))
-
-        return patch_step_function
+        original(optimizer)
+        self._recorder.optimizers[optimizer] = True
+        self._watch_steps(type(optimizer))
 
     def _watch_steps(self, kind: Any) -> None:
         """Wrap `step` of an optimizer class once, in the class where torch itself hooks it."""
@@ -265,9 +260,8 @@ class PipelineHooks:
         self._recorder = recorder
         self._patches = patches
         self._stages: WeakKeyDictionary[Any, _Stage] = WeakKeyDictionary()
-        backward = functools.partial(self._wrap, begins=False)
-        chunks = {"backward_one_chunk": backward, "backward_weight_one_chunk": backward}
-        chunks["forward_one_chunk"] = functools.partial(self._wrap, begins=True)
+        begin, end = (functools.partial(self._wrap, begins) for begins in (True, False))
+        chunks = {"forward_one_chunk": begin, "backward_one_chunk": end, "backward_weight_one_chunk": end}
         patches.wrap_when_imported("torch.distributed.pipelining.stage", {"_PipelineStageBase": chunks})
         patches.when_imported("deepspeed.runtime.pipe.engine", self._patch_deepspeed)
 
@@ -276,24 +270,19 @@ class PipelineHooks:
         instructions = dict(engine._INSTRUCTION_MAP)
         for instruction, method in engine._INSTRUCTION_MAP.items():
             if method.__name__ in ("_exec_forward_pass", "_exec_backward_pass"):
-                instructions[instruction] = self._wrap(method, begins=method.__name__ == "_exec_forward_pass")
+                instructions[instruction] = self._wrap(method.__name__ == "_exec_forward_pass", method)
         self._patches.set(engine, "_INSTRUCTION_MAP", instructions)
 
-    def _wrap(self, original: Callable[..., Any], begins: bool) -> Callable[..., Any]:
+    @wrapper
+    def _wrap(self, begins: bool, original: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap a method of a stage whose first argument names a micro-batch; the name may return after its backward."""
-        recorder, stages = self._recorder, self._stages
-
-        @functools.wraps(original)
-        def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            name = args[0] if args else next(iter(kwargs.values()), None)
-            stage = stages.setdefault(owner, _Stage())
-            if begins:
-                stage.count += 1
-                stage.numbers[name] = stage.count
-            recorder.micro_batch = stage.numbers.get(name, 0)
-            try:
-                return original(owner, *args, **kwargs)
-            finally:
-                recorder.micro_batch = 0
-
-        return run
+        name = args[0] if args else next(iter(kwargs.values()), None)
+        stage = self._stages.setdefault(owner, _Stage())
+        if begins:
+            stage.count += 1
+            stage.numbers[name] = stage.count
+        self._recorder.micro_batch = stage.numbers.get(name, 0)
+        try:
+            return original(owner, *args, **kwargs)
+        finally:
+            self._recorder.micro_batch = 0

@@ -60,8 +60,8 @@ class ProcessRecorder:
         self.on_close: list[Callable[[], None]] = []
         self.on_flush: list[Callable[[], None]] = []  # called by the background thread a few times a second
         self.on_restart: list[Callable[[], None]] = []  # called in a forked child, which has no other function
+        self.directory = directory
         self._torch = torch
-        self._directory = directory
         self._options = options
         self._memory = MemoryReader(torch, options.memory)
         self._reset()
@@ -69,7 +69,8 @@ class ProcessRecorder:
 
     def _reset(self) -> None:
         """Set the state that is this process's own, which a forked child begins anew."""
-        self.files = ProcessFiles(self._torch, self._directory, self._options)
+        self.job_info = JobInfo(self._torch, self.directory)
+        self.opened_ns = 0  # when the spool was created, in ns of CLOCK_MONOTONIC; 0 before
         self.gpu = GpuClock(self._torch.cuda)
         self.figures = IterationFigures()
         self._spool: Spool | None = None
@@ -106,12 +107,18 @@ class ProcessRecorder:
                 self.fail(error)
 
     def _open_files(self, iteration: int) -> None:
-        """Begin to write, at the beginning of an iteration."""
-        self._spool = self.files.open()
+        """Begin to write, at the beginning of an iteration. Raises OSError if the spool cannot be created."""
+        self.opened_ns = time.monotonic_ns()
+        ranks, name = self.job_info.read_ranks(), process_name(self.job_info.host)
+        spool = Spool(os.path.join(self.directory, f"agent-{name}.spool"), self._options.max_bytes)
+        spool.put_header(*ranks)
+        spool.flush()
+        self._spool = spool
+        self.job_info.begin(name)
         for listener in self.on_iteration:
             listener(iteration)
         # Not a thread of `threading`: the job neither lists it nor waits for it.
-        _thread.start_new_thread(_run, (self, self._spool, self._memory))
+        _thread.start_new_thread(_run, (self, spool, self._memory))
 
     def mark_time(self) -> EventMark | None:
         """Mark the current time of the device. Never raises."""
@@ -159,7 +166,7 @@ class ProcessRecorder:
         """Add a note for the reader of the trace, once."""
         if text not in self._notes:
             self._notes.add(text)
-            self.files.job_info.note(text)
+            self.job_info.note(text)
 
     def close(self, reason: str = "closed") -> None:
         """Stop recording; the job goes on. Safe to call twice."""
@@ -170,27 +177,35 @@ class ProcessRecorder:
                 listener()
             self._put_gpu_times(self.gpu.drain(1.0))
         except Exception as error:
-            self.files.job_info.note(f"the recorder failed while closing: {error!r}")
+            self.job_info.note(f"the recorder failed while closing: {error!r}")
+        self._close_spool(reason)
+
+    def _close_spool(self, reason: str) -> None:
+        """Write why the recording ends, one of `spool.STOP_REASONS`, and close the spool."""
         self.live = False
-        self.files.close(reason)
+        if self._spool is not None:
+            self._spool.put(STOPPED, STOP_REASONS.index(reason), x=time.monotonic_ns())
+            self._spool.close()
+            self.job_info.write()
 
     def fail(self, error: BaseException) -> None:
         """Stop recording after a fault of the recorder, with a note in the trace; the job goes on. An exception of the
         job's own signal handler, which ran meanwhile, is raised again."""
         if self.live:
             self.live = False
-            self.files.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
+            self.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
             # A profiler that runs on would crash the process at its end.
             for listener in self.on_close:
                 with contextlib.suppress(Exception):
                     listener()
-            self.files.close("fault")
+            self._close_spool("fault")
         if _is_of_signal_handler(error):
             raise error
 
     def _restart_in_child(self) -> None:
         """Record a forked child as a process of its own, from its first phase on; the files are the parent's."""
-        self.files.detach()
+        if self._spool is not None:
+            self._spool.detach()
         # The captures have begun in the parent, and a hook that is left in place does nothing once `live` is False.
         for listeners in (self.on_iteration, self.on_update, self.on_error, self.on_flush, self.on_close):
             listeners.clear()
@@ -208,46 +223,6 @@ def _is_of_signal_handler(error: BaseException) -> bool:
     return entry is not None
 
 
-class ProcessFiles:
-    """The spool of this process image, the description of its job, and further files. A program that this process
-    executes, and a forked child, have files of their own."""
-
-    def __init__(self, torch: Any, directory: str, options: Options) -> None:
-        self.job_info = JobInfo(torch, directory)
-        self.spool: Spool | None = None  # The spool; None before `open`.
-        self.directory = directory
-        self.opened_ns = 0  # The time of `open`, in ns of CLOCK_MONOTONIC; 0 before.
-        self._max_bytes = options.max_bytes
-        self._name = ""
-
-    def open(self) -> Spool:
-        """Create the spool, and describe the process. Raises OSError if the spool cannot be created."""
-        self.opened_ns = time.monotonic_ns()
-        rank, world_size, local_rank = self.job_info.read_ranks()
-        self._name = process_name(self.job_info.host)
-        self.spool = Spool(os.path.join(self.directory, f"agent-{self._name}.spool"), self._max_bytes)
-        self.spool.put_header(rank, world_size, local_rank)
-        self.spool.flush()
-        self.job_info.begin(self._name)
-        return self.spool
-
-    def path(self, name: str) -> str:
-        """Return the path of a further file of this process."""
-        return os.path.join(self.directory, f"{self._name}-{name}")
-
-    def close(self, reason: str) -> None:
-        """Write why the recording ends, one of `spool.STOP_REASONS`, and close the spool."""
-        if self.spool is not None:
-            self.spool.put(STOPPED, STOP_REASONS.index(reason), x=time.monotonic_ns())
-            self.spool.close()
-            self.job_info.write()
-
-    def detach(self) -> None:
-        """Leave the files to the parent, in a forked child."""
-        if self.spool is not None:
-            self.spool.detach()
-
-
 # As in `profiler/trace/schema.py`, which the agent does not import.
 SPOOL = "spool"
 FORMAT = {"format": "ebbtide-trace", "schema": 1}
@@ -263,23 +238,35 @@ def spool_folder(path: str) -> str:
     raise AssertionError
 
 
-def write_first_files(spools: str) -> None:
-    """Create a trace and its folder of spools, unless another rank has."""
-    os.makedirs(spools, exist_ok=True)
+def first_meta(command: list[str], host: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a trace that has just begun; its clock is CLOCK_MONOTONIC of this host."""
     wall_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
-    host = socket.gethostname()
-    meta = {
-        **FORMAT,
+    return {
         "state": "recording",
         "source": "recorded",
-        "command": list(getattr(sys, "orig_argv", sys.argv)),
+        "command": command,
         "cwd": os.getcwd(),
         "started_wall_ns": wall_ns,
         "started_ns": monotonic_ns,
-        "clock": {"name": "monotonic", "host": host, "wall_offset_ns": wall_ns - monotonic_ns},
-        "host": {"name": host, "kernel": platform.release(), "cpu": {"name": None, "cores": os.cpu_count()}},
-        "options": {"allocator_iterations": 0, "transfers": False, "memory": True},
+        "clock": {"name": "monotonic", "host": host["name"], "wall_offset_ns": wall_ns - monotonic_ns},
+        "host": host,
         "ranks": [],
+        "notes": [],
+    }
+
+
+def write_first_files(spools: str) -> None:
+    """Create a trace and its folder of spools, unless another rank has."""
+    os.makedirs(spools, exist_ok=True)
+    host = {
+        "name": socket.gethostname(),
+        "kernel": platform.release(),
+        "cpu": {"name": None, "cores": os.cpu_count()},
+    }
+    meta = {
+        **FORMAT,
+        **first_meta(list(getattr(sys, "orig_argv", sys.argv)), host),
+        "options": {"allocator_iterations": 0, "transfers": False, "memory": True},
         "notes": ["only out-of-memory errors were recorded"],
     }
     with contextlib.suppress(FileExistsError), open(os.path.join(os.path.dirname(spools), "meta.json"), "x") as file:

@@ -81,7 +81,7 @@ class Recorder(ProcessRecorder):
         if not self.errors_only:
             return self.begin()
         if self.live and self._spool is None:
-            write_first_files(self._directory)
+            write_first_files(self.directory)
             self._open_files(self.iteration)
         return self.live
 
@@ -266,7 +266,7 @@ class Recorder(ProcessRecorder):
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
             self._spool.flush_if_cheap()
             self.figures.end_iteration(iteration)
-            self.files.job_info.add_training(live_keys(self.modules), self.stepped, self.recomputes, self.batch)
+            self.job_info.add_training(live_keys(self.modules), self.stepped, self.recomputes, self.batch)
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")
                 return

@@ -52,7 +52,7 @@ def start(torch: Any, directory: str, options: Options) -> Any:
         recorder.on_close.append(DeepSpeedHooks(recorder, torch).remove)
         attach_captures(recorder, torch, options)
         attach_memory_records(recorder, torch, options)
-        attach_on_demand(recorder, torch, directory, options)
+        attach_on_demand(recorder, torch, options)
     except Exception as error:
         _write_marker(directory, "failed", f"torch {getattr(torch, '__version__', '?')}: {error!r}")
         return None

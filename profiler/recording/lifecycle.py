@@ -14,6 +14,7 @@ from typing import Any
 
 import ebbtide
 from ebbtide.errors import TraceError
+from ebbtide.profiler.agent import process_recorder
 from ebbtide.profiler.agent.options import SPOOL_DIRECTORY, Options
 from ebbtide.profiler.recording.lock import lock_recording
 from ebbtide.profiler.recording.spools.recovery import recovered_traces
@@ -82,19 +83,11 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a trace that has just begun; its clock is CLOCK_MONOTONIC of this host."""
-    wall_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
+    """Return the metadata of a trace that has just begun, with its options."""
     limited = options.first or options.last is not None
     return {
-        "state": "recording",
-        "source": "recorded",
+        **process_recorder.first_meta(command, host),
         "ebbtide": ebbtide.__version__,
-        "command": command,
-        "cwd": os.getcwd(),
-        "started_wall_ns": wall_ns,
-        "started_ns": monotonic_ns,
-        "clock": {"name": "monotonic", "host": host["name"], "wall_offset_ns": wall_ns - monotonic_ns},
-        "host": host,
         "options": {
             "iterations": [options.first, options.last] if limited else None,
             "max_bytes": options.max_bytes,
@@ -105,8 +98,6 @@ def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> di
             "on_demand": options.on_demand,
         },
         **({"warmup_iterations": 0} if options.first >= 2 else {}),
-        "ranks": [],
-        "notes": [],
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any, Callable
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..iteration_figures import UPDATE
-from ..patches import Patches, Wrapper, Wrappers
+from ..patches import Patches, Wrapper, Wrappers, wrapper
 from ..phase_hooks import wrap_backward
 from ..recorder import Recorder
 from ..zero_optimizer import describe_engine, has_lost_moments, swaps_to_disk
@@ -51,34 +51,32 @@ class DeepSpeedHooks:
 
     def _wrappers(self) -> dict[str, Wrappers]:
         """Return the wrappers by module, class ("": functions of the module) and name."""
-        partial, update, reduction = functools.partial, self._wrap_update, self._reduction
+        partial, reduction = functools.partial, self._reduction
+        update = partial(self._wrap_update, False, False)
         storage = StorageRecorder(self._recorder, self._substeps, reduction, self._patches)
         worker, zenflow = SuperOffloadWorker(self._recorder), ZenFlowRecorder(self._recorder, self._substeps, reduction)
         final_copy = "async_inplace_copy_grad_to_fp32_buffer_from_gpu"
         partition = {"partition_grads": reduction.stage_3["partition_grads"]}
         swaps = {
-            "swap_in_tensors": partial(storage.wrap_submit, resource="storage_read"),
-            "swap_out_tensors": partial(storage.wrap_submit, resource="storage_write"),
+            "swap_in_tensors": partial(storage.wrap_submit, "storage_read"),
+            "swap_out_tensors": partial(storage.wrap_submit, "storage_write"),
         }
+        of_engine = operator.attrgetter("selective_optimizer")
         selection = {
-            "update_selected_channels": partial(zenflow.wrap, name="select columns"),
-            "sync_fp32_param_from_gpu": partial(zenflow.wrap, name="parameters down"),
-            "selective_optimizer_step": partial(
-                zenflow.wrap, name="selective update", find_optimizer=operator.attrgetter("selective_optimizer")
-            ),
+            "update_selected_channels": partial(zenflow.wrap, "select columns", None),
+            "sync_fp32_param_from_gpu": partial(zenflow.wrap, "parameters down", None),
+            "selective_optimizer_step": partial(zenflow.wrap, "selective update", of_engine),
         }
-        process = {"start_optimizer_process": partial(zenflow.wrap_process_start, patches=self._patches)}
-        selective_update = {
-            "group_step": partial(zenflow.wrap, name="selective update", find_optimizer=lambda optimizer: optimizer)
-        }
+        process = {"start_optimizer_process": partial(zenflow.wrap_process_start, self._patches)}
+        selective_update = {"group_step": partial(zenflow.wrap, "selective update", lambda optimizer: optimizer)}
         return {
             "runtime.engine": {
                 "DeepSpeedEngine": {
                     "backward": partial(wrap_backward, self._recorder, self._compiling),
-                    "_take_model_step": partial(update, of_engine=True, optimizer_steps=True),
+                    "_take_model_step": partial(self._wrap_update, True, True),
                     "step": self._wrap_step,
                     # Without managed accumulation, gradients are reduced and copied when the update begins.
-                    "allreduce_gradients": partial(update, of_engine=True),
+                    "allreduce_gradients": partial(self._wrap_update, True, False),
                     "load_checkpoint": self._wrap_load,
                 }
             },
@@ -124,40 +122,39 @@ class DeepSpeedHooks:
         }
 
     def _substep_wrappers(self, methods: dict[str, SubstepMethod]) -> dict[str, Wrapper]:
-        return {name: functools.partial(self._wrap_substep, method=method) for name, method in methods.items()}
+        return {name: functools.partial(self._wrap_substep, method) for name, method in methods.items()}
 
-    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def _wrap_step(self, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap the engine's step: with ZenFlow it updates the selected columns after its optimizer has stepped."""
-        with_zenflow = self._wrap_update(original, of_engine=True)
+        step = self._wrap_update(True, False, original) if _ends_zenflow_interval(engine) else original
+        return step(engine, *args, **kwargs)
 
-        @functools.wraps(original)
-        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            return (with_zenflow if _ends_zenflow_interval(engine) else original)(engine, *args, **kwargs)
-
-        return step
-
+    @wrapper
     def _wrap_update(
-        self, original: Callable[..., Any], of_engine: bool = False, optimizer_steps: bool = False
-    ) -> Callable[..., Any]:
+        self,
+        of_engine: bool,
+        optimizer_steps: bool,
+        original: Callable[..., Any],
+        owner: Any,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Wrap a method of an optimizer or an engine as an update, in which the engine's optimizer may step."""
         recorder = self._recorder
-
-        @functools.wraps(original)
-        def update(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            outermost = recorder.enter(UPDATE)
-            # ebbtide's own engine records its operations itself.
-            if outermost and not hasattr(owner.optimizer if of_engine else owner, "ebbtide_policy"):
-                self._substeps.begin()
-            try:
-                return original(owner, *args, **kwargs)
-            finally:
-                end_ns = self._substeps.end() if outermost else None
-                if optimizer_steps and recorder.in_phase:
-                    self._record_step(owner, outermost)
-                if outermost:
-                    recorder.leave(end_ns=end_ns)
-
-        return update
+        outermost = recorder.enter(UPDATE)
+        # ebbtide's own engine records its operations itself.
+        if outermost and not hasattr(owner.optimizer if of_engine else owner, "ebbtide_policy"):
+            self._substeps.begin()
+        try:
+            return original(owner, *args, **kwargs)
+        finally:
+            end_ns = self._substeps.end() if outermost else None
+            if optimizer_steps and recorder.in_phase:
+                self._record_step(owner, outermost)
+            if outermost:
+                recorder.leave(end_ns=end_ns)
 
     def _record_step(self, engine: Any, outermost: bool) -> None:
         """Note a step of the engine's optimizer, for those in it, which step once per subgroup or not at all."""
@@ -169,41 +166,32 @@ class DeepSpeedHooks:
             return
         self._described_engines.add(engine)
         try:
-            recorder.files.job_info.set(
+            recorder.job_info.set(
                 "deepspeed", describe_engine(engine, recorder.recomputes, self._lost_moments.get(engine))
             )
         except Exception as error:
-            recorder.files.job_info.note(f"DeepSpeed's settings could not be read: {error!r}")
+            recorder.job_info.note(f"DeepSpeed's settings could not be read: {error!r}")
 
-    def _wrap_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def _wrap_load(self, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap the engine's method that loads a checkpoint, after which moments on storage may be lost."""
+        result = original(engine, *args, **kwargs)
+        try:
+            if swaps_to_disk(engine.optimizer):
+                self._lost_moments[engine] = has_lost_moments(engine)
+        except Exception as error:
+            self._recorder.job_info.note(f"DeepSpeed's loaded state could not be checked: {error!r}")
+        return result
 
-        @functools.wraps(original)
-        def load(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(engine, *args, **kwargs)
-            try:
-                if swaps_to_disk(engine.optimizer):
-                    self._lost_moments[engine] = has_lost_moments(engine)
-            except Exception as error:
-                self._recorder.files.job_info.note(f"DeepSpeed's loaded state could not be checked: {error!r}")
-            return result
-
-        return load
-
-    def _wrap_substep(self, original: Callable[..., Any], method: SubstepMethod) -> Callable[..., Any]:
-        substeps = self._substeps
-
-        @functools.wraps(original)
-        def substep(*args: Any, **kwargs: Any) -> Any:
-            if not substeps.running:
-                return original(*args, **kwargs)
-            subgroup = method.enter(substeps, args)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                method.leave(substeps, args, subgroup)
-
-        return substep
+    @wrapper
+    def _wrap_substep(self, method: SubstepMethod, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not self._substeps.running:
+            return original(*args, **kwargs)
+        subgroup = method.enter(self._substeps, args)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            method.leave(self._substeps, args, subgroup)
 
 
 def _ends_zenflow_interval(engine: Any) -> bool:
@@ -223,54 +211,42 @@ class SuperOffloadWorker:
         # The submission times of the tasks in flight, the oldest first: the worker does one after the other.
         self._submitted_ns: WeakKeyDictionary[Any, deque[int]] = WeakKeyDictionary()
 
-    def wrap_worker(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def wrap_worker(self, original: Callable[..., Any], tasks: Any, results: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap the main function of the worker process, which stays importable under its own name."""
+        get_task, put_result, received_ns = tasks.get, results.put, 0
 
-        @functools.wraps(original)
-        def worker(tasks: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-            get_task, put_result, received_ns = tasks.get, results.put, 0
+        def get(*options: Any) -> Any:
+            nonlocal received_ns
+            task = get_task(*options)
+            received_ns = time.monotonic_ns()
+            return task
 
-            def get(*options: Any) -> Any:
-                nonlocal received_ns
-                task = get_task(*options)
-                received_ns = time.monotonic_ns()
-                return task
+        def put(result: Any, *options: Any) -> None:
+            if isinstance(result, dict) and "error" not in result:
+                result[_TIMES] = received_ns, time.monotonic_ns()
+            put_result(result, *options)
 
-            def put(result: Any, *options: Any) -> None:
-                if isinstance(result, dict) and "error" not in result:
-                    result[_TIMES] = received_ns, time.monotonic_ns()
-                put_result(result, *options)
+        tasks.get, results.put = get, put
+        return original(tasks, results, *args, **kwargs)
 
-            tasks.get, results.put = get, put
-            return original(tasks, results, *args, **kwargs)
-
-        return worker
-
-    def wrap_submit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def wrap_submit(self, original: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap the method that sends a task to the worker."""
+        self._submitted_ns.setdefault(owner, deque()).append(time.monotonic_ns())
+        return original(owner, *args, **kwargs)
 
-        @functools.wraps(original)
-        def submit(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._submitted_ns.setdefault(owner, deque()).append(time.monotonic_ns())
-            return original(owner, *args, **kwargs)
-
-        return submit
-
-    def wrap_receive(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def wrap_receive(self, original: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap the method that returns the next result of the worker, or None."""
-
-        @functools.wraps(original)
-        def receive(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(owner, *args, **kwargs)
-            if isinstance(result, dict):
-                times = result.pop(_TIMES, None)
-                in_flight = self._submitted_ns.get(owner)
-                submitted_ns = in_flight.popleft() if in_flight else None
-                if self._recorder.recording:
-                    self._record(result, times, submitted_ns)
-            return result
-
-        return receive
+        result = original(owner, *args, **kwargs)
+        if isinstance(result, dict):
+            times = result.pop(_TIMES, None)
+            in_flight = self._submitted_ns.get(owner)
+            submitted_ns = in_flight.popleft() if in_flight else None
+            if self._recorder.recording:
+                self._record(result, times, submitted_ns)
+        return result
 
     def _record(self, result: Any, times: tuple[int, int] | None, submitted_ns: int | None) -> None:
         recorder = self._recorder

@@ -7,13 +7,15 @@ import re
 import time
 from typing import Any, Callable, NamedTuple
 
-from ..patches import Patches, Wrapper
+from ..patches import Patches, Wrapper, wrapper
 from ..recorder import Recorder
 from ..zero_optimizer import offloads_state
 from .zero_substeps import SubstepRecorder
 
 # The reduction of an empty bucket takes less.
 _SHORT_NS = 10_000
+
+_CountBytes = Callable[..., "int | None"]
 
 
 class GradientReduction:
@@ -27,75 +29,64 @@ class GradientReduction:
         self._compiling = torch.compiler.is_compiling  # a compiled backward
         self.sequence: int | None = None  # the sequence number of the reduction that runs; None outside of one
         self.stage_3: dict[str, Wrapper] = {
-            "partition_grads": functools.partial(self._wrap_copy, count_bytes=_stage_3_bytes),
-            "_offload_grad_partition_at_boundary": functools.partial(
-                self._wrap_copy, count_bytes=_stage_3_boundary_bytes
-            ),
+            "partition_grads": functools.partial(self._wrap_copy, _stage_3_bytes),
+            "_offload_grad_partition_at_boundary": functools.partial(self._wrap_copy, _stage_3_boundary_bytes),
         }
         self.stage_1_and_2: dict[str, Wrapper] = {
-            "async_accumulate_grad_in_cpu_via_gpu": functools.partial(self._wrap_copy, count_bytes=_accumulated_bytes),
-            "async_inplace_copy_grad_to_fp32_buffer_from_gpu": functools.partial(
-                self._wrap_copy, count_bytes=_final_bytes
-            ),
-            "copy_grads_in_partition": functools.partial(self._wrap_copy, count_bytes=_compact_bytes),
+            "async_accumulate_grad_in_cpu_via_gpu": functools.partial(self._wrap_copy, _accumulated_bytes),
+            "async_inplace_copy_grad_to_fp32_buffer_from_gpu": functools.partial(self._wrap_copy, _final_bytes),
+            "copy_grads_in_partition": functools.partial(self._wrap_copy, _compact_bytes),
         }
         self._copying = False
 
-    def wrap_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def wrap_reduce(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Wrap the method that reduces a bucket of gradients."""
         recorder, substeps = self._recorder, self._substeps
-
-        @functools.wraps(original)
-        def reduce(*args: Any, **kwargs: Any) -> Any:
-            if self._compiling() or not recorder.recording or self.sequence is not None:
-                return original(*args, **kwargs)
+        if self._compiling() or not recorder.recording or self.sequence is not None:
+            return original(*args, **kwargs)
+        if substeps.running:
+            substeps.switch("reduce")
+        self.sequence = sequence = substeps.sequence or recorder.next_sequence()
+        start_ns = time.monotonic_ns()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            end_ns = time.monotonic_ns()
+            self.sequence = None
             if substeps.running:
-                substeps.switch("reduce")
-            self.sequence = sequence = substeps.sequence or recorder.next_sequence()
-            start_ns = time.monotonic_ns()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                end_ns = time.monotonic_ns()
-                self.sequence = None
-                if substeps.running:
-                    substeps.switch("rest")
-                elif end_ns - start_ns > _SHORT_NS:
-                    recorder.put_op(sequence, "reduce", "host", start_ns, end_ns)
+                substeps.switch("rest")
+            elif end_ns - start_ns > _SHORT_NS:
+                recorder.put_op(sequence, "reduce", "host", start_ns, end_ns)
 
-        return reduce
-
-    def _wrap_copy(self, original: Callable[..., Any], count_bytes: Callable[..., int | None]) -> Callable[..., Any]:
+    @wrapper
+    def _wrap_copy(
+        self, count_bytes: _CountBytes, original: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Wrap a copy of gradients to the host; `count_bytes` returns its bytes (None: none) before it."""
         recorder, substeps = self._recorder, self._substeps
-
-        @functools.wraps(original)
-        def copy(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            nbytes = None
-            if not self._compiling() and recorder.recording and not self._copying:
-                nbytes = _copied_bytes(count_bytes, optimizer, args)
-            if nbytes is None:
-                return original(optimizer, *args, **kwargs)
-            is_substep = substeps.running and self.sequence is None
+        nbytes = None
+        if not self._compiling() and recorder.recording and not self._copying:
+            nbytes = _copied_bytes(count_bytes, optimizer, args)
+        if nbytes is None:
+            return original(optimizer, *args, **kwargs)
+        is_substep = substeps.running and self.sequence is None
+        if is_substep:
+            substeps.switch("gradient down", nbytes=nbytes)
+        self._copying = True
+        start_ns = time.monotonic_ns()
+        try:
+            return original(optimizer, *args, **kwargs)
+        finally:
+            self._copying = False
             if is_substep:
-                substeps.switch("gradient down", nbytes=nbytes)
-            self._copying = True
-            start_ns = time.monotonic_ns()
-            try:
-                return original(optimizer, *args, **kwargs)
-            finally:
-                self._copying = False
-                if is_substep:
-                    substeps.switch("rest")
-                else:
-                    end_ns = time.monotonic_ns()
-                    sequence, parent = recorder.next_sequence(), self.sequence
-                    recorder.put_op(sequence, "gradient down", "host", start_ns, end_ns, None, nbytes, parent=parent)
-
-        return copy
+                substeps.switch("rest")
+            else:
+                fields = {"nbytes": nbytes, "parent": self.sequence}
+                recorder.record_op("gradient down", "host", start_ns, time.monotonic_ns(), **fields)
 
 
-def _copied_bytes(count_bytes: Callable[..., int | None], optimizer: Any, args: Any) -> int | None:
+def _copied_bytes(count_bytes: _CountBytes, optimizer: Any, args: Any) -> int | None:
     """Return the bytes that a call copies to host memory; None if none, or if this DeepSpeed version hides them."""
     if not offloads_state(optimizer):
         return None
@@ -185,45 +176,33 @@ class StorageRecorder:
         self._handle_classes: set[type] = set()
         self._subgroups: dict[str, int] = {}  # of the optimizer that swaps now, by the key in the names of its files
 
-    def wrap_swap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def wrap_swap(self, original: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap a method of the optimizer that submits requests, to learn the names of its subgroups."""
+        if self._recorder.recording:
+            masters = getattr(optimizer, "fp32_partitioned_groups_flat", ())
+            self._subgroups = {str(getattr(master, "ds_id", "")): i for i, master in enumerate(masters)}
+        return original(optimizer, *args, **kwargs)
 
-        @functools.wraps(original)
-        def swap(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._recorder.recording:
-                masters = getattr(optimizer, "fp32_partitioned_groups_flat", ())
-                self._subgroups = {str(getattr(master, "ds_id", "")): i for i, master in enumerate(masters)}
-            return original(optimizer, *args, **kwargs)
-
-        return swap
-
-    def wrap_submit(self, original: Callable[..., Any], resource: str) -> Callable[..., Any]:
+    @wrapper
+    def wrap_submit(self, resource: str, original: Callable[..., Any], handle: Any, buffers: Any, paths: Any) -> Any:
         """Wrap the function that submits reads or writes: `resource` is `storage_read` or `storage_write`."""
+        start_ns = time.monotonic_ns()
+        result = original(handle, buffers, paths)
+        if self._recorder.recording:
+            try:
+                self._add(handle, buffers, paths, resource, start_ns)
+            except Exception as error:
+                self._recorder.fail(error)
+        return result
 
-        @functools.wraps(original)
-        def submit(handle: Any, buffers: Any, paths: Any) -> Any:
-            start_ns = time.monotonic_ns()
-            result = original(handle, buffers, paths)
-            if self._recorder.recording:
-                try:
-                    self._add(handle, buffers, paths, resource, start_ns)
-                except Exception as error:
-                    self._recorder.fail(error)
-            return result
-
-        return submit
-
-    def wrap_allocate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def wrap_allocate(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Wrap the method that reserves buffers, which returns None if there are too few: DeepSpeed then fails."""
-
-        @functools.wraps(original)
-        def allocate(*args: Any, **kwargs: Any) -> Any:
-            buffers = original(*args, **kwargs)
-            if buffers is None:
-                self._recorder.note_once(_NO_BUFFERS_NOTE)
-            return buffers
-
-        return allocate
+        buffers = original(*args, **kwargs)
+        if buffers is None:
+            self._recorder.note_once(_NO_BUFFERS_NOTE)
+        return buffers
 
     def _add(self, handle: Any, buffers: Any, paths: Any, resource: str, start_ns: int) -> None:
         kind = resource.partition("_")[2]
@@ -243,29 +222,24 @@ class StorageRecorder:
             self._handle_classes.add(type(handle))
             self._patches.wrap(type(handle), "wait", self._wrap_wait)
 
-    def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def _wrap_wait(self, original: Callable[..., Any], handle: Any, /, *args: Any, **kwargs: Any) -> Any:
         recorder, substeps = self._recorder, self._substeps
-
-        @functools.wraps(original)
-        def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
-            requests = self._in_flight.pop(id(handle), None)
-            if not requests:
-                return original(handle, *args, **kwargs)
-            subgroups = {request.subgroup for request in requests}
-            subgroup = subgroups.pop() if len(subgroups) == 1 else None
-            interrupted = substeps.current
-            substeps.switch("wait", "host", subgroup)
-            start_ns = time.monotonic_ns()
-            try:
-                return original(handle, *args, **kwargs)
-            finally:
-                end_ns = time.monotonic_ns()
-                for name, resource, own, submitted_ns, nbytes in requests:
-                    recorder.record_op(name, resource, submitted_ns, end_ns, own, nbytes)
-                if interrupted is not None:
-                    substeps.switch(*interrupted)
-                else:
-                    sequence, parent = recorder.next_sequence(), self._reduction.sequence
-                    recorder.put_op(sequence, "wait", "host", start_ns, end_ns, subgroup, parent=parent)
-
-        return wait
+        requests = self._in_flight.pop(id(handle), None)
+        if not requests:
+            return original(handle, *args, **kwargs)
+        subgroups = {request.subgroup for request in requests}
+        subgroup = subgroups.pop() if len(subgroups) == 1 else None
+        interrupted = substeps.current
+        substeps.switch("wait", "host", subgroup)
+        start_ns = time.monotonic_ns()
+        try:
+            return original(handle, *args, **kwargs)
+        finally:
+            end_ns = time.monotonic_ns()
+            for name, resource, own, submitted_ns, nbytes in requests:
+                recorder.record_op(name, resource, submitted_ns, end_ns, own, nbytes)
+            if interrupted is not None:
+                substeps.switch(*interrupted)
+            else:
+                recorder.record_op("wait", "host", start_ns, end_ns, subgroup, parent=self._reduction.sequence)

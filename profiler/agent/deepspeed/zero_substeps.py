@@ -119,35 +119,27 @@ class SubstepRecorder:
         self._recorder.put_op(row.sequence, name, resource, row.start_ns, row.end_ns, subgroup, nbytes, device=device)
 
 
-class SubstepMethod:
+class SubstepMethod(NamedTuple):
     """A method that is one row of `ops`; `find_subgroup` gets the sub-steps so far and the method's arguments.
 
     `then`: the sub-step that begins when it has returned; None: its own goes on in the lines that follow the call.
     `leaves_out`: whether the method, by its arguments, does nothing that is recorded."""
 
-    def __init__(
-        self,
-        name: str,
-        find_subgroup: Callable[[SubstepRecorder, Any], int | None] = lambda substeps, args: None,
-        find_resource: Callable[[Any, int], str] = lambda optimizer, subgroup: "host",
-        then: str | None = "rest",
-        leaves_out: Callable[[Any], bool] = lambda args: False,
-    ) -> None:
-        self.name = name
-        self._find_subgroup = find_subgroup
-        self._find_resource = find_resource
-        self._then = then
-        self._leaves_out = leaves_out
+    name: str
+    find_subgroup: Callable[[SubstepRecorder, Any], int | None] = lambda substeps, args: None
+    find_resource: Callable[[Any, int], str] = lambda optimizer, subgroup: "host"
+    then: str | None = "rest"
+    leaves_out: Callable[[Any], bool] = lambda args: False
 
     def enter(self, substeps: SubstepRecorder, args: Any) -> int | None:
         """Begin the row, and return its subgroup (None: none, or not known). Never raises."""
-        if self._leaves_out(args):
+        if self.leaves_out(args):
             return None
         subgroup, resource, nbytes = None, "host", None
         try:
-            subgroup = self._find_subgroup(substeps, args)
+            subgroup = self.find_subgroup(substeps, args)
             if subgroup is not None:
-                resource = self._find_resource(args[0], subgroup)
+                resource = self.find_resource(args[0], subgroup)
                 nbytes = _upload_bytes(args[0], subgroup) if self.name == "parameters" else None
         except Exception:
             pass
@@ -156,10 +148,10 @@ class SubstepMethod:
 
     def leave(self, substeps: SubstepRecorder, args: Any, subgroup: int | None) -> None:
         """End the row, as the method has returned."""
-        if self._then == "parameters":
+        if self.then == "parameters":
             SubstepMethod("parameters", lambda *_: subgroup).enter(substeps, args)
-        elif self._then is not None:
-            substeps.switch(self._then)
+        elif self.then is not None:
+            substeps.switch(self.then)
 
 
 def _is_on_cpu(args: Any) -> bool:
@@ -173,11 +165,6 @@ def _is_on_cpu(args: Any) -> bool:
 def _argument(substeps: SubstepRecorder, args: Any) -> int:
     """Return the subgroup from the method's first argument."""
     return int(args[1])
-
-
-def _second_argument(substeps: SubstepRecorder, args: Any) -> int:
-    """Return the subgroup from the method's second argument; the first one is the parameter group."""
-    return int(args[2])
 
 
 def _next_in_order(substeps: SubstepRecorder, args: Any) -> int:
@@ -237,7 +224,8 @@ SUPER_OFFLOAD = {
     "_optimizer_step": SubstepMethod("update", _argument, _master_resource, leaves_out=_is_on_cpu),
     "_reassign_or_swap_out_partitioned_parameters": STAGE_3["_reassign_or_swap_out_partitioned_parameters"],
     "_wait_for_async_operations": SubstepMethod("wait"),
-    "_sync_cpu_optimizer_step": SubstepMethod("wait", _second_argument),
+    # Its first argument is the parameter group.
+    "_sync_cpu_optimizer_step": SubstepMethod("wait", lambda substeps, args: int(args[2])),
 }
 
 # What ZenFlow's functions for stage 3 replace and add; ZenFlow's update in another process is in zenflow.py.

@@ -66,13 +66,13 @@ _lock = threading.Lock()
 
 
 @lru_cache(maxsize=1)
-def _device(files: Any) -> tuple[int | None, SampledFigures | None]:
+def _device(job_info: Any) -> tuple[int | None, SampledFigures | None]:
     """Return the capacity of the device of a recorded process, and its samples; None where it is not sampled.
 
-    A forked child has other `files`."""
-    spools = Path(files.directory)
+    A forked child has another `job_info`."""
+    spools = Path(job_info.directory)
     host = json.loads((spools.parent / "meta.json").read_text(encoding="utf-8"))["host"]
-    device = next(iter(files.job_info.devices), host["cpu"])
+    device = next(iter(job_info.devices), host["cpu"])
     if not (device.get("uuid") and host.get("gpus")):
         return device.get("capacity_bytes"), None
     from ebbtide.profiler.recording.live.sampled_figures import open_samples
@@ -84,7 +84,7 @@ def _of_device(recorder: Any, own_peaks: dict[str, int]) -> dict[str, float]:
     """Return capacity, free memory and the figures of a sampled GPU, as far as they are known."""
     try:
         with _lock:
-            capacity_bytes, samples = _device(recorder.files)
+            capacity_bytes, samples = _device(recorder.job_info)
             sampled = samples.read(recorder.figures.times()) if samples is not None else None
     except (OSError, ValueError, LookupError, AttributeError):
         # The trace's folder was removed, or the recorder is of another version.

@@ -191,11 +191,11 @@ def event(action: str, size: int, time_us: int, addr: int = 4096) -> dict[str, A
     return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": time_us, "device": 0}
 
 
-def recorder_of(files: Any) -> Any:
+def recorder_of(job_info: Any) -> Any:
     """Return a recorder without a model."""
     return SimpleNamespace(
-        files=files,
-        note_once=files.job_info.note,
+        job_info=job_info,
+        note_once=job_info.note,
         threads=SimpleNamespace(several=False),
         model_and_optimizers=lambda: ([], []),
         read_tensors=lambda read: read([], []),
@@ -215,8 +215,8 @@ def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypat
     cuda = SimpleNamespace(current_device=lambda: 0, is_initialized=lambda: True, memory=memory)
     torch: Any = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: False))
     notes: list[str] = []
-    files = SimpleNamespace(path=lambda name: str(tmp_path / name), job_info=SimpleNamespace(note=notes.append))
-    recorder = recorder_of(files)
+    job_info = SimpleNamespace(path=lambda name: str(tmp_path / name), note=notes.append)
+    recorder = recorder_of(job_info)
     owners = [(4096, 700, "gradient", "layer")]
     monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture.list_blocks", lambda *_: owners)
     capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
@@ -250,8 +250,8 @@ def test_allocation_capture__leaves_a_history_of_the_job_alone(tmp_path: Path) -
     cuda = SimpleNamespace(current_device=lambda: 0, is_initialized=lambda: True, memory=None)
     torch: Any = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: True))
     notes: list[str] = []
-    files = SimpleNamespace(job_info=SimpleNamespace(note=notes.append))
-    recorder = recorder_of(files)
+    job_info = SimpleNamespace(note=notes.append)
+    recorder = recorder_of(job_info)
     capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
     for iteration in (2, 3):
         capture.enter_iteration(iteration)

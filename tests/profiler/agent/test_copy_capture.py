@@ -26,9 +26,7 @@ class FakeRecorder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.notes: list[str] = []
-        self.files = SimpleNamespace(
-            job_info=SimpleNamespace(note=self.notes.append), path=lambda name: str(folder / name)
-        )
+        self.job_info = SimpleNamespace(note=self.notes.append, path=lambda name: str(folder / name))
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ class FakeRecorder:
         self.live = self.in_phase = True
         self.phase, self.iteration = 1, 7
         self.values: dict[str, Any] = {}
-        self.files = SimpleNamespace(job_info=SimpleNamespace(set=self.values.__setitem__))
+        self.job_info = SimpleNamespace(set=self.values.__setitem__)
         self.faults: list[Exception] = []
         self.fail = self.faults.append
 
