@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -44,19 +44,10 @@ def kind_of(category: str, name: str) -> int:
     return COMMUNICATION if _COLLECTIVE.search(name) else KINDS.index("compute")
 
 
-class TransferKind(NamedTuple):
-    """Direction of a copy (`h2d`, `d2h`), and host memory: `pinned`, `pageable`, None where the name does not say."""
-
-    direction: str
-    host_memory: str | None
-
-
-def transfer_kind(name: str) -> TransferKind:
-    """Return the kind of a copy whose `kind_of` is TRANSFER."""
+def _transfer_kind(name: str) -> tuple[str, str | None]:
+    """Return direction and host memory (None where the name does not say) of a copy whose `kind_of` is TRANSFER."""
     kind, source, target = _TRANSFER_NAME.match(name).groups()  # type: ignore[union-attr]
-    if kind == "HtoD":
-        return TransferKind("h2d", _HOST_MEMORY.get(source))
-    return TransferKind("d2h", _HOST_MEMORY.get(target))
+    return ("h2d", _HOST_MEMORY.get(source)) if kind == "HtoD" else ("d2h", _HOST_MEMORY.get(target))
 
 
 def kernel_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
@@ -76,13 +67,13 @@ def kernel_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[s
 def transfer_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
     """Return the columns of the table `transfers`. Arguments as for `kernel_columns`; `work` also has bytes."""
     rows = work[work["kind"] == TRANSFER]
-    kinds = {number: transfer_kind(names[number]) for number in rows["name"].unique()}
+    kinds = {number: _transfer_kind(names[number]) for number in rows["name"].unique()}
     return {
         **_times(rows, base_ns),
         "device": "cuda:" + rows["device"].clip(lower=0).astype(str).array,
-        "direction": [kinds[name].direction for name in rows["name"]],
+        "direction": [kinds[name][0] for name in rows["name"]],
         "bytes": rows["bytes"].astype("Int64").mask(rows["bytes"] == MISSING).array,
-        "host_memory": [kinds[name].host_memory for name in rows["name"]],
+        "host_memory": [kinds[name][1] for name in rows["name"]],
         "name": [names[name] for name in rows["name"]],
     }
 

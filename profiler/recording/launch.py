@@ -104,7 +104,9 @@ class BackgroundJob:
                 break
             self._text += part
             self._is_finished = not part
-        return self._is_finished and self._has_ended()
+        # The process is not reaped yet: the collector reads from it how it has ended.
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return self._is_finished and os.waitid(os.P_PID, self.pid, flags) is not None
 
     def interrupt(self) -> None:
         """Send SIGINT to all processes of the job's group, as Ctrl-C in its terminal would."""
@@ -124,11 +126,6 @@ class BackgroundJob:
     def messages(self) -> str:
         """The lines of the collector: warnings, and where the trace is."""
         return self._text.decode(errors="replace")
-
-    def _has_ended(self) -> bool:
-        # The process is not reaped yet: the collector reads from it how it has ended.
-        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return os.waitid(os.P_PID, self.pid, flags) is not None
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -11,7 +11,15 @@ import numpy.typing as npt
 
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.recording.spools.records import RECORD, Records, is_header, is_valid, iteration_ends, stop_reason
+from ebbtide.profiler.recording.spools.records import (
+    RECORD,
+    Records,
+    first_start_ns,
+    is_header,
+    is_valid,
+    iteration_ends,
+    stop_reason,
+)
 from ebbtide.profiler.trace.untrusted import open_regular
 
 _SEQUENCED = (kinds.PHASE, kinds.GPU_TIMES, kinds.OP)
@@ -128,8 +136,7 @@ class ProcessTail:
     @property
     def window_start_ns(self) -> int | None:
         """Start of the first iteration that is kept; None before the first phase."""
-        starts = self._records[self._records["kind"] == kinds.START]
-        return int(starts[-1]["x"]) if len(starts) else self._begin_ns
+        return first_start_ns(self._records)
 
     @property
     def stop_reason(self) -> str | None:
@@ -149,7 +156,8 @@ class ProcessTail:
         late = sequenced(records) & (records["a"].astype(np.int64) <= self._dropped_sequence)
         self._records = np.concatenate([self._records, records[~late]])
         self._counts = None
-        self._note_begin()
+        if self._begin_ns is None:
+            self._begin_ns = first_start_ns(self._records)
         self._trim()
         return len(records)
 
@@ -184,15 +192,6 @@ class ProcessTail:
         last = int(timed.max())
         ends = np.array(list(iteration_ends(self._records).values()), np.int64)
         return None if int((ends > last).sum()) > _MAX_PENDING_ITERATIONS else last
-
-    def _note_begin(self) -> None:
-        if self._begin_ns is None:
-            starts = self._records[self._records["kind"] == kinds.START]
-            phases = self._records[self._records["kind"] == kinds.PHASE]
-            if len(starts):
-                self._begin_ns = int(starts[-1]["x"])
-            elif len(phases):
-                self._begin_ns = int(phases["x"].min())
 
     def _trim(self) -> None:
         """Drop old iterations, half a window at a time, and old samples of a job that finishes none."""

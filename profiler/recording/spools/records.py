@@ -65,6 +65,13 @@ def stop_reason(records: Records) -> str | None:
     return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else None
 
 
+def first_start_ns(records: Records) -> int | None:
+    """Return the start of the first recorded iteration, else of the first phase; None before both."""
+    starts = records[records["kind"] == kinds.START]["x"]
+    phases = records[records["kind"] == kinds.PHASE]["x"]
+    return int(starts[-1]) if len(starts) else int(phases.min()) if len(phases) else None
+
+
 def is_valid(records: Records) -> npt.NDArray[np.bool_]:
     """Return which records have codes that exist: a full disk or a power cut may leave others behind."""
     valid = np.ones(len(records), bool)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from ebbtide.profiler.recording.spools.records import (
     RECORD,
     Records,
     detailed_slices,
+    first_start_ns,
     note_on_iterations,
     read_records,
     stop_reason,
@@ -50,14 +51,12 @@ from ebbtide.profiler.trace.untrusted import MAX_META_BYTES, open_regular, read_
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|TiB)"
 _PATTERNS = {
-    "requested_bytes": (rf"[Tt]ried to allocate {_SIZE}",),
-    "capacity_bytes": (rf"total capacity of {_SIZE}", rf"{_SIZE} total capacity"),
-    "free_bytes": (rf"of which {_SIZE} is free", rf"{_SIZE} free"),
-    "allocated_bytes": (rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated"),
-    "_unused_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
-    "reserved_bytes": (rf"{_SIZE} reserved in total by PyTorch",),
+    "requested_bytes": rf"[Tt]ried to allocate {_SIZE}",
+    "capacity_bytes": rf"total capacity of {_SIZE}",
+    "free_bytes": rf"of which {_SIZE} is free",
+    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
+    "reserved_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
-_FIGURES = tuple(name for name in _PATTERNS if not name.startswith("_"))
 # The name of a slice, which the agent gives it.
 _SLICE = re.compile(r"copies-(\d+)-(\d+)\.json$")
 
@@ -96,11 +95,8 @@ def read_process(
     notes = list(job_info.get("notes", []))
     notes += [note for note in [note_on_iterations(records)] if note]
     phases = phases_table(records)
-    starts = records[records["kind"] == kinds.START]
-    if len(starts):
-        entry["first_iteration_start_ns"] = int(starts[-1]["x"])
-    elif len(phases):
-        entry["first_iteration_start_ns"] = int(phases["start_ns"].min())
+    if (start_ns := first_start_ns(records)) is not None:
+        entry["first_iteration_start_ns"] = start_ns
     entry["detailed_slices"] = detailed_slices(records)
     data = RankData(entry, {table: empty_frame(table) for table in TABLES}, notes)
     data.stepped = bool((records["kind"] == kinds.ITERATION).any())
@@ -127,9 +123,9 @@ def _add_files(data: RankData, path: Path, header: Any, expects_copies: bool) ->
     notes = data.notes
     slice_paths = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
     if slice_paths:
-        recorded = read_slices(slice_paths, int(header["x"]) - int(header["y"]))
-        data.tables |= recorded.tables
-        notes += recorded.problems
+        tables, problems = read_slices(slice_paths, int(header["x"]) - int(header["y"]))
+        data.tables |= tables
+        notes += problems
         data.meta["transfers_recorded"] = True
         data.meta["transfers_spans_ns"] = slice_spans(slice_paths, data.tables["phases"])
     elif expects_copies:
@@ -219,42 +215,27 @@ def _with_values_at(memory: pd.DataFrame, begin_ns: int) -> pd.DataFrame:
 def with_stated_figures(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the entry of a rank whose out-of-memory errors have the figures that only their messages state.
 
-    The texts are those of torch from version 1.13 on, and of its CPU allocator. They round to hundredths of a unit. A
-    figure that is not stated either is None."""
+    The texts are those of torch 2 and of its CPU allocator. They round to hundredths of a unit. A figure that is not
+    stated either is None."""
     errors = entry.get("out_of_memory")
     return {**entry, "out_of_memory": [_complete(error) for error in errors]} if errors else entry
 
 
 def _complete(record: dict[str, Any]) -> dict[str, Any]:
-    stated = _figures(record.get("message") or "")
-    return {**record, **{name: record.get(name) if record.get(name) is not None else stated[name] for name in _FIGURES}}
+    text = record.get("message") or ""
+    stated: dict[str, int | None] = dict.fromkeys(_PATTERNS)
+    for name, pattern in _PATTERNS.items():
+        if match := re.search(pattern, text):
+            stated[name] = round(float(match[1]) * _UNITS[match[2]])
+    allocated, unused = stated["allocated_bytes"], stated["reserved_bytes"]
+    stated["reserved_bytes"] = None if allocated is None or unused is None else allocated + unused
+    return {**record, **{name: figure for name, figure in stated.items() if record.get(name) is None}}
 
 
-def _figures(text: str) -> dict[str, int | None]:
-    figures = {name: _first_size(text, patterns) for name, patterns in _PATTERNS.items()}
-    allocated, unused = figures["allocated_bytes"], figures.pop("_unused_bytes")
-    if allocated is not None and unused is not None:
-        figures["reserved_bytes"] = allocated + unused
-    return figures
+def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> tuple[dict[str, pd.DataFrame], list[str]]:
+    """Return the tables of the slices of a process, and a line for each file that could not be read to its end.
 
-
-def _first_size(text: str, patterns: tuple[str, ...]) -> int | None:
-    for pattern in patterns:
-        match = re.search(pattern, text)
-        if match:
-            return round(float(match[1]) * _UNITS[match[2]])
-    return None
-
-
-class SliceTables(NamedTuple):
-    """Contents of the slices of a process; `problems`: a line for each file that could not be read to its end."""
-
-    tables: dict[str, pd.DataFrame]
-    problems: list[str]
-
-
-def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> SliceTables:
-    """Read the slices of a process. `wall_to_monotonic_ns`: added to their times, which are Unix times."""
+    `wall_to_monotonic_ns`: added to their times, which are Unix times."""
     parts = {table: [frame(table)] for table in ("transfers", "kernels", "calls")}
     problems = []
     for path in paths:
@@ -275,7 +256,7 @@ def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> SliceTables
             problems.append(
                 f"the copies in {path.name} could not all be read ({trace.stop_reason or 'some are damaged'})"
             )
-    return SliceTables({table: frame(table, pd.concat(frames)) for table, frames in parts.items()}, problems)
+    return {table: frame(table, pd.concat(frames)) for table, frames in parts.items()}, problems
 
 
 def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:

@@ -34,11 +34,6 @@ TEXTS = {
         "by PyTorch but unallocated. " + ADVICE,
         (2 * GIB, 79 * GIB, 60 * GIB, 19 * GIB, 20 * GIB),
     ),
-    "torch 1.13": (
-        "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 24.00 GiB total capacity; 5.00 GiB already allocated; "
-        "1.50 GiB free; 6.00 GiB reserved in total by PyTorch)",
-        (2 * GIB, 24 * GIB, 1.5 * GIB, 5 * GIB, 6 * GIB),
-    ),
     "the driver": ("CUDA error: out of memory", (None,) * 5),
 }
 KEYS = ("requested_bytes", "capacity_bytes", "free_bytes", "allocated_bytes", "reserved_bytes")

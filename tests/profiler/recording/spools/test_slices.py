@@ -27,8 +27,8 @@ def write(path: Path, *events: Any, base: int | None = BASE) -> Path:
 
 
 def read(paths: list[Path], shift_ns: int) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
-    slices = read_slices(paths, shift_ns)
-    return slices.tables["transfers"], slices.tables["kernels"], slices.problems
+    tables, problems = read_slices(paths, shift_ns)
+    return tables["transfers"], tables["kernels"], problems
 
 
 def test_read__returns_only_copies_between_host_and_device(tmp_path: Path) -> None:
