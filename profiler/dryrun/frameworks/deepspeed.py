@@ -8,7 +8,7 @@ import torch
 
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.iteration_figures import UPDATE
-from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.agent.phase_hooks import wrap_backward
 from ebbtide.profiler.agent.zero_optimizer import describe_engine
 from ebbtide.profiler.dryrun.errors import CannotFakeError
@@ -139,42 +139,30 @@ class DeepSpeedPatches:
         clock, rate = self._clock, self._cpu_rate
         self._patches.set(module.OpBuilder, "load", lambda builder, **_options: extension(builder.name, clock, rate))
 
-    def _wrap_module_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._clock.run_host(_MODULE_HOOK_NS)
-            return original(*args, **kwargs)
+    @wrapper
+    def _wrap_module_hook(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self._clock.run_host(_MODULE_HOOK_NS)
+        return original(*args, **kwargs)
 
-        return run
+    @wrapper
+    def _wrap_step(self, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
+        step = self._tracker.wrap_update(lambda engine, *_: engine.optimizer, original)
+        try:
+            return step(engine, *args, **kwargs)
+        finally:
+            # Its gradients exist after a step only, which may end the job.
+            if self.description is None and engine.optimizer is not None:
+                self.description = describe_engine(engine, self._tracker.recomputes)
 
-    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        step = self._tracker.wrap_update(original, lambda engine, *_: engine.optimizer)
-
-        @functools.wraps(original)
-        def take_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return step(engine, *args, **kwargs)
-            finally:
-                # Its gradients exist after a step only, which may end the job.
-                if self.description is None and engine.optimizer is not None:
-                    self.description = describe_engine(engine, self._tracker.recomputes)
-
-        return take_step
-
-    def _wrap_part_of_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def _wrap_part_of_update(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Wrap a method that runs in an update, or by itself before one."""
-        tracker = self._tracker
-
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            outermost = tracker.enter(UPDATE)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                if outermost:
-                    tracker.leave()
-
-        return run
+        outermost = self._tracker.enter(UPDATE)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if outermost:
+                self._tracker.leave()
 
 
 def _set_all(patches: Patches, values: dict[str, Any], module: Any) -> None:
@@ -182,15 +170,11 @@ def _set_all(patches: Patches, values: dict[str, Any], module: Any) -> None:
         patches.set(module, name, value)
 
 
-def _wrap_overflow_check(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_overflow_check(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
     """Wrap a check for gradients that are not finite: it runs, and finds none."""
-
-    @functools.wraps(original)
-    def find_no_overflow(*args: Any, **kwargs: Any) -> bool:
-        original(*args, **kwargs)
-        return False
-
-    return find_no_overflow
+    original(*args, **kwargs)
+    return False
 
 
 def _cpu_update_params_per_s(machine: Machine | None, ranks: int) -> float | None:

@@ -1,6 +1,5 @@
 """Lets libraries work in a dry run: data loaders, torch.compile, transformers, bitsandbytes, extensions and NVML."""
 
-import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 
@@ -45,13 +44,10 @@ class LibraryPatches:
         )
         patch_extensions(patches, mode)
 
-    def _note_calls(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(compiled)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.compiles = True
-            return compiled(*args, **kwargs)
-
-        return run
+    @wrapper
+    def _note_calls(self, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.compiles = True
+        return compiled(*args, **kwargs)
 
 
 def _iterate_here(loader: Any) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.dryrun.device.collectives import Collectives
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode, HostlessFakeMode
 
@@ -33,15 +33,12 @@ def patch_data_parallel(patches: Patches, collectives: Collectives) -> None:
     reductions: weakref.WeakKeyDictionary[Any, _Reduction] = weakref.WeakKeyDictionary()
     register = dist._register_comm_hook
 
-    def wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def init(model: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(model, *args, **kwargs)
-            reductions[model.reducer] = reduction = _Reduction(model.process_group, collectives)
-            register(model.reducer, reduction, _reduce)
-            return result
-
-        return init
+    @wrapper
+    def wrap_init(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        reductions[model.reducer] = reduction = _Reduction(model.process_group, collectives)
+        register(model.reducer, reduction, _reduce)
+        return result
 
     def register_hook(reducer: Any, state: Any, hook: _Hook) -> None:
         reductions[reducer].hook, reductions[reducer].state = hook, state
@@ -79,16 +76,13 @@ def patch_model_parallel(patches: Patches, mode: FakeDeviceMode) -> None:
 def _patch_propagation(patches: Patches, mode: FakeDeviceMode, module: Any) -> None:
     """Let DTensor find the layouts of results on tensors of its own, of full size, which are not of the job."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def propagate(*args: Any, **kwargs: Any) -> Any:
-            before, mode.enabled = mode.enabled, False
-            try:
-                return original(*args, **kwargs)
-            finally:
-                mode.enabled = before
-
-        return propagate
+    @wrapper
+    def wrap(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, mode.enabled = mode.enabled, False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            mode.enabled = before
 
     patches.set(module, "FakeTensorMode", HostlessFakeMode)
     patches.wrap(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", wrap)
@@ -109,15 +103,12 @@ def _patch_stages(patches: Patches, module: Any) -> None:
 
     votes: list[Any] = []
 
-    def wrap_vote(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def vote(stage: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(stage, *args, **kwargs)
-            if stage.is_first:
-                votes[:] = [result]
-            return result
-
-        return vote
+    @wrapper
+    def wrap_vote(original: Callable[..., Any], stage: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(stage, *args, **kwargs)
+        if stage.is_first:
+            votes[:] = [result]
+        return result
 
     patches.wrap(module.PipelineStage, "_warmup_forward_vote", wrap_vote)
     # Whether shapes are stated or must be inferred: all stages agree with the first one.

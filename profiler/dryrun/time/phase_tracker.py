@@ -1,6 +1,5 @@
 """Phases and iterations of a dry run, on its clock."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch.optim import optimizer as torch_optimizers
 
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule
-from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.agent.phase_hooks import OutermostCall, hook_megatron, wrap_backward
 from ebbtide.profiler.agent.threads import TrainingThreads
 from ebbtide.profiler.dryrun.time.clock import Times, VirtualClock
@@ -117,7 +116,7 @@ class PhaseTracker:
             original = torch.autograd.graph._engine_run_backward
             patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))  # type: ignore[arg-type]
         hook_megatron(self, torch.compiler.is_compiling, patches)  # type: ignore[arg-type]
-        scaler_step = self.wrap_update(torch.amp.GradScaler.step, lambda _scaler, optimizer, *_: optimizer)
+        scaler_step = self.wrap_update(lambda _scaler, optimizer, *_: optimizer, torch.amp.GradScaler.step)
         patches.set(torch.amp.GradScaler, "step", scaler_step)
         for handle in (
             torch_optimizers.register_optimizer_step_pre_hook(self._before_step),
@@ -197,20 +196,18 @@ class PhaseTracker:
             self._numbered = len(self.phases)
             self._on_iteration(iteration + 1)
 
-    def wrap_update(self, original: Callable[..., Any], optimizer_of: Callable[..., Any]) -> Callable[..., Any]:
+    @wrapper
+    def wrap_update(
+        self, optimizer_of: Callable[..., Any], original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Make each call of a method one update, whatever optimizers step in it.
 
         A call of `GradScaler.step` unscales the gradients before, and DeepSpeed's optimizers contain others."""
-
-        @functools.wraps(original)
-        def update(*args: Any, **kwargs: Any) -> Any:
-            optimizer = optimizer_of(*args)
-            self._before_step(optimizer, (), {})
-            result = original(*args, **kwargs)
-            self._after_step(optimizer, (), {})
-            return result
-
-        return update
+        optimizer = optimizer_of(*args)
+        self._before_step(optimizer, (), {})
+        result = original(*args, **kwargs)
+        self._after_step(optimizer, (), {})
+        return result
 
     def _enter_module(self, module: Any, _args: Any) -> None:
         name = self._names.get(module)
