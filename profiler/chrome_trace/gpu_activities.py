@@ -118,15 +118,17 @@ class GpuActivities:
 
     def add(self, events: list[Event]) -> None:
         """Add the events of DEVICE_CATEGORIES among events that have times."""
-        self.add_activities([event for event in events if event.cat in ACTIVITY_CATEGORIES])
-        self.add_calls([event for event in events if event.cat in CALL_CATEGORIES])
+        if activities := [event for event in events if event.cat in ACTIVITY_CATEGORIES]:
+            self._add_activities(activities)
+        if calls := [event for event in events if event.cat in CALL_CATEGORIES]:
+            self._calls.add(calls)
+            # Some ROCm versions state the sizes of copies only there.
+            sizes = [(event.args.correlation, event.args.bytes) for event in calls if event.args.bytes != MISSING]
+            self._sizes.add(*np.array(sizes, np.int64).reshape(-1, 2).T)
         if waits := [event for event in events if event.cat == SYNC_CATEGORY]:
             self._calls.add_waits(waits)
 
-    def add_activities(self, events: list[Event]) -> None:
-        """Add events of ACTIVITY_CATEGORIES."""
-        if not events:
-            return
+    def _add_activities(self, events: list[Event]) -> None:
         names = self._names
         rows = []
         for event in events:
@@ -137,15 +139,6 @@ class GpuActivities:
                 group = self._groups.setdefault(process_group(args), len(self._groups) - 1)
             rows.append((args.correlation, args.device, args.stream, kind, name, args.bytes, group))
         self._activities.add(*spans(events), *np.array(rows, np.int64).T)
-
-    def add_calls(self, events: list[Event]) -> None:
-        """Add events of CALL_CATEGORIES: launches, and sizes of copies, which some ROCm versions state only there."""
-        if not events:
-            return
-        self._calls.add(events)
-        sizes = [(event.args.correlation, event.args.bytes) for event in events if event.args.bytes != MISSING]
-        if sizes:
-            self._sizes.add(*np.array(sizes, np.int64).T)
 
     @cached_property
     def work(self) -> pd.DataFrame:

@@ -234,11 +234,7 @@ def _bare(uuid: str) -> str:
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
 
-class _Reading(NamedTuple):
-    """Quantities that one call reads, and the calls that do so, the best one first."""
-
-    quantities: tuple[str, ...]
-    calls: tuple[Callable[[Gpu], tuple[int, ...]], ...]
+_Call = Callable[[Gpu], tuple[int, ...]]
 
 
 def _read_utilization(gpu: Gpu) -> tuple[int, ...]:
@@ -250,24 +246,25 @@ def _read_instant_power(gpu: Gpu) -> tuple[int, ...]:
     return tuple(gpu.read_fields("NVML_FI_DEV_POWER_INSTANT"))
 
 
-def _number(function: str, *constants: str) -> Callable[[Gpu], tuple[int, ...]]:
+def _number(function: str, *constants: str) -> _Call:
     """Return a call of an NVML function that gives one number; `constants` are names of its further arguments."""
     return lambda gpu: (int(gpu.call(function, *map(gpu.constant, constants))),)
 
 
+# Quantities that are read together, and the calls that do so, the best one first.
 # From Ampere on (except GA100) nvmlDeviceGetPowerUsage is a mean over 1 s, so the instantaneous value comes first.
 # Drivers before 535 have the second name of the reasons only.
-_READINGS = (
-    _Reading(("utilization", "memory_utilization"), (_read_utilization,)),
-    _Reading(("power",), (_read_instant_power, _number("nvmlDeviceGetPowerUsage"))),
-    _Reading(("sm_clock",), (_number("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),)),
-    _Reading(("memory_clock",), (_number("nvmlDeviceGetClockInfo", "NVML_CLOCK_MEM"),)),
-    _Reading(("temperature",), (_number("nvmlDeviceGetTemperature", "NVML_TEMPERATURE_GPU"),)),
-    _Reading(
-        ("throttle_reasons",),
-        (_number("nvmlDeviceGetCurrentClocksEventReasons"), _number("nvmlDeviceGetCurrentClocksThrottleReasons")),
+_READINGS: dict[tuple[str, ...], tuple[_Call, ...]] = {
+    ("utilization", "memory_utilization"): (_read_utilization,),
+    ("power",): (_read_instant_power, _number("nvmlDeviceGetPowerUsage")),
+    ("sm_clock",): (_number("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),),
+    ("memory_clock",): (_number("nvmlDeviceGetClockInfo", "NVML_CLOCK_MEM"),),
+    ("temperature",): (_number("nvmlDeviceGetTemperature", "NVML_TEMPERATURE_GPU"),),
+    ("throttle_reasons",): (
+        _number("nvmlDeviceGetCurrentClocksEventReasons"),
+        _number("nvmlDeviceGetCurrentClocksThrottleReasons"),
     ),
-)
+}
 
 
 class GpuStateReader:
@@ -276,23 +273,21 @@ class GpuStateReader:
     def __init__(self, gpu: Gpu) -> None:
         self.refused: dict[str, str] = {}
         self._gpu = gpu
-        self._readings = list(_READINGS)
+        self._calls = dict(_READINGS)  # Those that are left for quantities.
         self._failures: Counter[tuple[str, ...]] = Counter()
 
     def read(self) -> dict[str, int]:
         """Read every quantity that the card gives now. Raises Unsupported if it gives none, and never will."""
         values: dict[str, int] = {}
-        for number, reading in enumerate(self._readings):
-            remaining = self._read_one(reading, values)
-            self._readings[number] = _Reading(reading.quantities, remaining)
-        self._readings = [reading for reading in self._readings if reading.calls]
-        if not self._readings:
+        for quantities in list(self._calls):
+            self._read_together(quantities, values)
+        if not self._calls:
             raise Unsupported(self._reasons())
         return values
 
     def refusals(self) -> str | None:
         """Return the quantities that the card refuses, with reasons; None if none, or if `read` has raised them."""
-        return self._reasons() if self.refused and self._readings else None
+        return self._reasons() if self.refused and self._calls else None
 
     def _reasons(self) -> str:
         """Return the refused quantities, each reason once."""
@@ -301,23 +296,26 @@ class GpuStateReader:
             by_reason.setdefault(reason, []).append(quantity.replace("_", " "))
         return "; ".join(f"{', '.join(quantities)} ({reason})" for reason, quantities in by_reason.items())
 
-    def _read_one(self, reading: _Reading, values: dict[str, int]) -> tuple[Callable[[Gpu], tuple[int, ...]], ...]:
-        """Add the values of one reading to `values`, and return the calls that are left for it."""
-        calls, reason = reading.calls, ""
+    def _read_together(self, quantities: tuple[str, ...], values: dict[str, int]) -> None:
+        """Add the values of some quantities to `values`, and drop the calls that the card refuses."""
+        calls, reason = self._calls[quantities], ""
         while calls:
             try:
-                values.update(zip(reading.quantities, calls[0](self._gpu), strict=True))
-                self._failures[reading.quantities] = 0
-                return calls
+                values.update(zip(quantities, calls[0](self._gpu), strict=True))
+                self._failures[quantities] = 0
+                break
             except GpuLost:
                 raise
             except Unsupported as error:
                 calls, reason = calls[1:], str(error)
             except NvmlError as error:
                 # A failure that may pass: only the value is missing.
-                self._failures[reading.quantities] += 1
-                if self._failures[reading.quantities] < _MAX_FAILURES:
-                    return calls
+                self._failures[quantities] += 1
+                if self._failures[quantities] < _MAX_FAILURES:
+                    break
                 calls, reason = (), str(error)
-        self.refused.update(dict.fromkeys(reading.quantities, reason))
-        return ()
+        if calls:
+            self._calls[quantities] = calls
+        else:
+            del self._calls[quantities]
+            self.refused.update(dict.fromkeys(quantities, reason))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections import deque
 from typing import Any, Callable
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,10 +24,7 @@ from .zero_substeps import STAGE_1_AND_2, STAGE_3, SUPER_OFFLOAD, ZENFLOW_STAGE_
 
 # The key that the worker adds to its results: start and end of the task in ns.
 _TIMES = "ebbtide_times_ns"
-_UNOBSERVED_NOTE = (
-    "SuperOffload's worker process is not recorded: its updates last from their submission to the receipt of their "
-    "result, which includes waiting; `ebbtide profile` records the worker's own times"
-)
+_UNOBSERVED_NOTE = "the updates of SuperOffload's worker process are missing: `ebbtide profile` records them"
 
 
 class DeepSpeedHooks:
@@ -54,7 +50,7 @@ class DeepSpeedHooks:
         partial, reduction = functools.partial, self._reduction
         update = partial(self._wrap_update, False, False)
         storage = StorageRecorder(self._recorder, self._substeps, reduction, self._patches)
-        worker, zenflow = SuperOffloadWorker(self._recorder), ZenFlowRecorder(self._recorder, self._substeps, reduction)
+        zenflow = ZenFlowRecorder(self._recorder, self._substeps, reduction)
         final_copy = "async_inplace_copy_grad_to_fp32_buffer_from_gpu"
         partition = {"partition_grads": reduction.stage_3["partition_grads"]}
         swaps = {
@@ -102,8 +98,8 @@ class DeepSpeedHooks:
                 "SuperOffloadOptimizer_Stage3": {**self._substep_wrappers(SUPER_OFFLOAD), **partition}
             },
             "runtime.superoffload.superoffload_utils": {
-                "": {"superoffload_optimizer_worker": worker.wrap_worker},
-                "SuperOffloadCPUOptimizer": {"async_step": worker.wrap_submit, "get_result": worker.wrap_receive},
+                "": {"superoffload_optimizer_worker": wrap_worker},
+                "SuperOffloadCPUOptimizer": {"get_result": partial(wrap_receive, self._recorder)},
             },
             "runtime.zenflow.engine_stage3": {
                 "": {**self._substep_wrappers(ZENFLOW_STAGE_3), **partition, **selection, **process}
@@ -202,58 +198,36 @@ def _ends_zenflow_interval(engine: Any) -> bool:
         return False
 
 
-class SuperOffloadWorker:
-    """Records each update and rollback of the worker process as a row on the resource `worker`. The agent in the worker
-    adds the time of each task to its result. The job records it when it receives the result."""
+@wrapper
+def wrap_worker(original: Callable[..., Any], tasks: Any, results: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Wrap the main function of SuperOffload's worker process, which stays importable under its own name: the agent in
+    the worker adds the time of each task to its result."""
+    get_task, put_result, received_ns = tasks.get, results.put, 0
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        # The submission times of the tasks in flight, the oldest first: the worker does one after the other.
-        self._submitted_ns: WeakKeyDictionary[Any, deque[int]] = WeakKeyDictionary()
+    def get(*options: Any) -> Any:
+        nonlocal received_ns
+        task = get_task(*options)
+        received_ns = time.monotonic_ns()
+        return task
 
-    @wrapper
-    def wrap_worker(self, original: Callable[..., Any], tasks: Any, results: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the main function of the worker process, which stays importable under its own name."""
-        get_task, put_result, received_ns = tasks.get, results.put, 0
+    def put(result: Any, *options: Any) -> None:
+        if isinstance(result, dict) and "error" not in result:
+            result[_TIMES] = received_ns, time.monotonic_ns()
+        put_result(result, *options)
 
-        def get(*options: Any) -> Any:
-            nonlocal received_ns
-            task = get_task(*options)
-            received_ns = time.monotonic_ns()
-            return task
+    tasks.get, results.put = get, put
+    return original(tasks, results, *args, **kwargs)
 
-        def put(result: Any, *options: Any) -> None:
-            if isinstance(result, dict) and "error" not in result:
-                result[_TIMES] = received_ns, time.monotonic_ns()
-            put_result(result, *options)
 
-        tasks.get, results.put = get, put
-        return original(tasks, results, *args, **kwargs)
-
-    @wrapper
-    def wrap_submit(self, original: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the method that sends a task to the worker."""
-        self._submitted_ns.setdefault(owner, deque()).append(time.monotonic_ns())
-        return original(owner, *args, **kwargs)
-
-    @wrapper
-    def wrap_receive(self, original: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the method that returns the next result of the worker, or None."""
-        result = original(owner, *args, **kwargs)
-        if isinstance(result, dict):
-            times = result.pop(_TIMES, None)
-            in_flight = self._submitted_ns.get(owner)
-            submitted_ns = in_flight.popleft() if in_flight else None
-            if self._recorder.recording:
-                self._record(result, times, submitted_ns)
-        return result
-
-    def _record(self, result: Any, times: tuple[int, int] | None, submitted_ns: int | None) -> None:
-        recorder = self._recorder
-        if times is None:
-            if submitted_ns is None:
-                return  # submitted before the recording began
-            times = submitted_ns, time.monotonic_ns()
+@wrapper
+def wrap_receive(recorder: Recorder, original: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Wrap the method that returns the next result of the worker, or None: an update or a rollback is recorded then."""
+    result = original(owner, *args, **kwargs)
+    if isinstance(result, dict):
+        times = result.pop(_TIMES, None)
+        if times is not None:
+            name = "rollback" if result.get("event_type") == "rollback" else "update"
+            recorder.record_op(name, "worker", *times, subgroup=result.get("sub_group_id"))
+        elif recorder.recording:
             recorder.note_once(_UNOBSERVED_NOTE)
-        name = "rollback" if result.get("event_type") == "rollback" else "update"
-        recorder.record_op(name, "worker", *times, subgroup=result.get("sub_group_id"))
+    return result
