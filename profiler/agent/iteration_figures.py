@@ -92,11 +92,6 @@ class _Iteration(NamedTuple):
     phases: tuple[_Phase, ...]
     peaks: dict[tuple[int, int], int]  # The largest readings in bytes, by pool and device.
 
-    @property
-    def was_read(self) -> bool:
-        """Whether memory was read at the ends of all phases; of very short steps only some are."""
-        return all(read for _, read in self.phases)
-
 
 class IterationTimes(NamedTuple):
     """Times of an iteration in ns of CLOCK_MONOTONIC: those of the device where it ran there, else of the host."""
@@ -172,8 +167,9 @@ class IterationFigures:
     def peaks(self, number: int) -> dict[tuple[int, int], int]:
         """Return peaks in bytes by pool and device: of the last iteration up to `number` that was wholly read."""
         iterations = [iteration for iteration in list(self._finished) if iteration.number <= number]
-        read = [iteration for iteration in iterations if iteration.was_read]
-        return next((iteration.peaks for iteration in reversed(read or iterations)), {})
+        # Of very short steps memory is read at the ends of some phases only.
+        wholly_read = [iteration for iteration in iterations if all(read for _, read in iteration.phases)]
+        return next((iteration.peaks for iteration in reversed(wholly_read or iterations)), {})
 
 
 def _bounds(phases: Sequence[_Phase], spans: dict[int, tuple[int, int]]) -> list[tuple[int, int]] | None:

@@ -173,7 +173,9 @@ def _collect(command: RecordedCommand, job: int, job_end: int, status: int, fail
     recording.sampler.start()
     if service is not None:
         service.start(output)
-    _wait(job_end)
+    ended = select.poll()
+    ended.register(job_end, select.POLLIN)
+    ended.poll()
     exit_info = exit_meta(wait_status(job, job_end))
     while job_continues(spool_folder(output)):
         time.sleep(_CHILDREN_PERIOD_S)
@@ -182,12 +184,6 @@ def _collect(command: RecordedCommand, job: int, job_end: int, status: int, fail
     for line in [*result.warnings, *chain.from_iterable(map(closing_lines, result.traces))]:
         if line not in warned:
             _say(line)
-
-
-def _wait(pidfd: int) -> None:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll()
 
 
 def _say(line: str) -> None:

@@ -9,8 +9,6 @@ from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.sampler.gpu import Gpu
 from ebbtide.profiler.sampler.nvml import GpuLost, NvmlError
 
-Clock = Callable[[], int]
-
 _IMPOSSIBLE_BYTES_PER_S = 1e12
 _MAY_WRAP_NS = 35_000_000  # 2**32 bytes pass in 35.5 ms over PCIe 6 x16
 _MIN_GPM_WINDOW_NS = 100_000_000
@@ -26,23 +24,30 @@ class LinkSample:
     d2h_bytes_per_s: float
 
 
-# The sources that link throughput is read from have a `name`, a pause between two readings (`period_s`, in s), and
-# `read`, which returns the next sample; None if one more reading is needed first.
+class LinkSource:
+    """A source of link throughput. `period_s`: pause between two readings, in s."""
+
+    name: str
+    period_s: float
+
+    def __init__(self, gpu: Gpu, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._gpu = gpu
+        self._clock = clock
+        self._last: tuple[Any, ...] | None = None  # time in ns and values of the last reading
+
+    def read(self) -> LinkSample | None:
+        """Return the next sample; None if one more reading is needed first. Raises NvmlError."""
+        raise NotImplementedError
 
 
-class CounterSource:
+class CounterSource(LinkSource):
     """Byte counters of the card: exact over any window. They wrap."""
 
     name = LINK_SOURCES[0]
     period_s = 0.01
 
-    def __init__(self, gpu: Gpu, clock: Clock = time.monotonic_ns) -> None:
-        self._gpu = gpu
-        self._clock = clock
-        self._last: tuple[int, int, int] | None = None  # time in ns, bytes received and sent
-
     def read(self) -> LinkSample | None:
-        """Return the mean since the reading before; None for the first one. Raises NvmlError."""
+        """Return the mean since the reading before."""
         received, sent = self._gpu.read_pcie_counters()
         now_ns = self._clock()
         last, self._last = self._last, (now_ns, received, sent)
@@ -60,19 +65,14 @@ class CounterSource:
         return LinkSample(now_ns, window_ns, *rates) if max(rates) < _IMPOSSIBLE_BYTES_PER_S else None
 
 
-class GpmSource:
+class GpmSource(LinkSource):
     """The performance monitor of Hopper and newer: means between two samples, at least 100 ms apart."""
 
     name = LINK_SOURCES[1]
     period_s = 0.12
 
-    def __init__(self, gpu: Gpu, clock: Clock = time.monotonic_ns) -> None:
-        self._gpu = gpu
-        self._clock = clock
-        self._last: tuple[int, Any] | None = None  # time in ns, sample
-
     def read(self) -> LinkSample | None:
-        """Return the mean since the sample before; None for the first one or too early. Raises NvmlError."""
+        """Return the mean since the sample before; None also where it is too early for another one."""
         if self._last is not None and self._clock() - self._last[0] < _MIN_GPM_WINDOW_NS:
             return None
         sample = self._gpu.take_gpm_sample()
@@ -88,23 +88,16 @@ class GpmSource:
         return LinkSample(now_ns, now_ns - last_ns, *rates)
 
 
-class ThroughputSource:
+class ThroughputSource(LinkSource):
     """`nvmlDeviceGetPcieThroughput`: a window of 20 ms per direction, one after the other."""
 
     name = LINK_SOURCES[2]
     period_s = 0.0  # it blocks long enough by itself
 
-    def __init__(self, gpu: Gpu, clock: Clock = time.monotonic_ns) -> None:
-        self._gpu = gpu
-        self._clock = clock
-
     def read(self) -> LinkSample | None:
-        """Return a sample; blocks for about 42 ms. Raises NvmlError."""
+        """Return a sample; blocks for about 42 ms."""
         rates = self._gpu.read_pcie_throughput()
         return LinkSample(self._clock(), 20_000_000, *rates)
-
-
-LinkSource = CounterSource | GpmSource | ThroughputSource
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
