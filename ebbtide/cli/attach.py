@@ -23,10 +23,10 @@ def attach_to(
     path: Path, iterations: str | None, poll_ms: float, allocator_iterations: int, transfers: bool, wait: bool
 ) -> None:
     """Ask a running job for a detailed slice of some iterations (a number, or `FROM:TO`), and wait for its end."""
-    from ebbtide.profiler.recording.attach import SliceOptions, attach
+    from ebbtide.profiler.recording.attach import attach
 
     first, number = _range(iterations)
-    attached = attach(path, SliceOptions(number, first, poll_ms, allocator_iterations, transfers))
+    attached = attach(path, number, first, poll_ms, allocator_iterations, transfers)
     if wait:
         _wait(attached)
         _print_result(attached)

@@ -92,17 +92,6 @@ def training_processes(spools: Path) -> list[ProcessProgress]:
 
 
 @dataclass(frozen=True)
-class SliceOptions:
-    """The options of a slice."""
-
-    count: int
-    first: int | None = None  # The first of them; None: soon, the same on all ranks.
-    poll_ms: float = 25.0  # Interval of memory readings between phase boundaries, in ms; 0: none.
-    allocator_iterations: int = 0
-    transfers: bool = False
-
-
-@dataclass(frozen=True)
 class AttachedSlice:
     """A slice that was asked for."""
 
@@ -131,15 +120,23 @@ class AttachedSlice:
         return None if begin is None or end is None or end <= begin else (begin, end)
 
 
-def attach(path: Path, options: SliceOptions) -> AttachedSlice:
-    """Ask the job that is recorded into a trace for a detailed slice."""
+def attach(
+    path: Path,
+    count: int,
+    first: int | None = None,
+    poll_ms: float = 25.0,
+    allocator_iterations: int = 0,
+    transfers: bool = False,
+) -> AttachedSlice:
+    """Ask the job that is recorded into a trace for details of `count` iterations.
+
+    `first`: the first of them; None: soon, the same on all ranks. `poll_ms`: interval of memory readings between phase
+    boundaries, in ms; 0: none."""
     require_linux()
-    if not 1 <= options.count <= MAX_ITERATIONS:
-        raise TraceError(f"a slice has 1 to {MAX_ITERATIONS:,} iterations, not {options.count:,}")
-    if options.allocator_iterations > options.count:
-        raise TraceError(
-            f"--allocator-iterations {options.allocator_iterations:,} is more than --iterations {options.count:,}"
-        )
+    if not 1 <= count <= MAX_ITERATIONS:
+        raise TraceError(f"a slice has 1 to {MAX_ITERATIONS:,} iterations, not {count:,}")
+    if allocator_iterations > count:
+        raise TraceError(f"--allocator-iterations {allocator_iterations:,} is more than --iterations {count:,}")
     _check_recording(path)
     spools = spool_folder(path)
     try:
@@ -148,7 +145,10 @@ def attach(path: Path, options: SliceOptions) -> AttachedSlice:
             if not processes:
                 raise TraceError((_NO_ITERATION if job_runs(path) else _ENDED).format(path=path))
             _refuse_second(spools / REQUEST, processes)
-            request = _request(options, processes)
+            now_ns = time.monotonic_ns()
+            first = _possible_first(first, max(_first_iteration(process, now_ns) for process in processes))
+            poll_us = round(poll_ms * 1e3)
+            request = SliceRequest(now_ns, first, first + count, poll_us, allocator_iterations, transfers)
             _replace(spools / REQUEST, request.text())
     except OSError as error:
         if not is_locked(path):
@@ -204,22 +204,12 @@ def _is_over(process: ProcessProgress, request: SliceRequest) -> bool:
     return ended or (passed and not begun and time.monotonic_ns() - request.number > _LEAD_NS)
 
 
-def _request(options: SliceOptions, processes: list[ProcessProgress]) -> SliceRequest:
-    now_ns = time.monotonic_ns()
-    earliest = max(_first_iteration(process, now_ns) for process in processes)
-    first = earliest if options.first is None else options.first
-    if first < earliest:
+def _possible_first(first: int | None, earliest: int) -> int:
+    if first is not None and first < earliest:
         raise TraceError(
             f"iteration {first} is too close or over: the first one that all ranks can begin at is {earliest}"
         )
-    return SliceRequest(
-        now_ns,
-        first,
-        first + options.count,
-        round(options.poll_ms * 1e3),
-        options.allocator_iterations,
-        options.transfers,
-    )
+    return earliest if first is None else first
 
 
 def _first_iteration(process: ProcessProgress, now_ns: int) -> int:

@@ -23,7 +23,7 @@ from ebbtide.analysis.timeline.memory import device_memory_panel
 from ebbtide.errors import TraceError
 from ebbtide.profiler import Trace, Tracer, open_trace
 from ebbtide.profiler.agent.options import REQUEST, SliceRequest
-from ebbtide.profiler.recording.attach import AttachedSlice, SliceOptions, attach
+from ebbtide.profiler.recording.attach import AttachedSlice, attach
 from ebbtide.profiler.trace.merge import merge
 from tests.conftest import ebbtide_in_process, torch_on_one_thread
 
@@ -102,19 +102,19 @@ class Slices(NamedTuple):
 def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
     path = tmp_path_factory.mktemp("slices") / "run.ebb"
     with recorded(path) as job:
-        attached = attach(path, SliceOptions(12))
+        attached = attach(path, 12)
         with pytest.raises(TraceError) as second:
-            attach(path, SliceOptions(3))
+            attach(path, 3)
         job.train_until(attached.update)
         with pytest.raises(TraceError) as early:
-            attach(path, SliceOptions(3, first=5))
+            attach(path, 3, first=5)
         (process,) = attached.processes
         reached = process.iteration or 0
         late = put_request(path, reached - 3, reached + 250)
         job.train_until(lambda: process.update() or process.mark(late, "begin") is not None)
         unfinished = open_trace(path)
         job.train_until(lambda: process.update() or process.mark(late, "end") is not None)
-        allocations = attach(path, SliceOptions(4, poll_ms=0, allocator_iterations=2))
+        allocations = attach(path, 4, poll_ms=0, allocator_iterations=2)
         job.train_until(allocations.update)
         over = put_request(path, 2, reached)
         job.train_until(lambda: process.update() or process.mark(over, "missed") is not None)

@@ -12,7 +12,7 @@ import pytest
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler import open_trace
-from ebbtide.profiler.recording.attach import AttachedSlice, SliceOptions, attach
+from ebbtide.profiler.recording.attach import AttachedSlice, attach
 from ebbtide.profiler.trace.files import is_locked
 from tests.conftest import running_process
 from tests.profiler.agent.jobs import PRELUDE
@@ -57,12 +57,12 @@ def wait_until_trains(process: subprocess.Popen[str], path: Path, ranks: int) ->
         time.sleep(0.05)
 
 
-def attach_after_the_first(path: Path, options: SliceOptions) -> AttachedSlice:
+def attach_after_the_first(path: Path, count: int) -> AttachedSlice:
     """Attach as soon as another slice has ended."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         try:
-            return attach(path, options)
+            return attach(path, count)
         except TraceError as error:
             if "has not ended yet" not in str(error) or time.monotonic() > deadline_s:
                 raise
@@ -87,7 +87,7 @@ def test_attach__begins_at_the_same_iteration_on_all_ranks(tmp_path: Path) -> No
             assert attaching.stderr is not None
             stderr = attaching.stderr.read()
         assert attaching.returncode == 130, stderr
-        second = attach_after_the_first(path, SliceOptions(5))
+        second = attach_after_the_first(path, 5)
         deadline_s = time.monotonic() + TIMEOUT_S
         while not second.update():
             assert time.monotonic() < deadline_s

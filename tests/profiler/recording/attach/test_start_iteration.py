@@ -12,7 +12,7 @@ import pytest
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import MAX_ITERATIONS, REQUEST, Options, read_request
 from ebbtide.profiler.agent.spool import DETAIL_MARKS, DETAILS, ITERATION, STOPPED, Spool
-from ebbtide.profiler.recording.attach import SliceOptions, attach
+from ebbtide.profiler.recording.attach import attach
 from ebbtide.profiler.recording.lifecycle import first_meta
 from ebbtide.profiler.recording.lock import lock_recording
 from ebbtide.profiler.trace.files import write_meta
@@ -54,7 +54,7 @@ def spool_of(recording: Path, rank: int, last: int, length_ns: int, age_ns: int 
 
 def test_attach__begins_a_second_ahead_of_the_rank_that_is_furthest(recording: Path) -> None:
     spools = [spool_of(recording, rank, last, SECOND_NS // 10) for rank, last in ((0, 97), (1, 100))]
-    attached = attach(recording, SliceOptions(20, poll_ms=2.5, allocator_iterations=3, transfers=True))
+    attached = attach(recording, 20, poll_ms=2.5, allocator_iterations=3, transfers=True)
     # Iteration 101 has begun just now; the tenth after it begins in a second.
     assert attached.request.first in (111, 112)
     assert read_request(str(recording / "spool")) == attached.request
@@ -70,7 +70,7 @@ def test_attach__begins_a_second_ahead_of_the_rank_that_is_furthest(recording: P
         spool.flush()
     assert attached.update()
     assert [attached.recorded(process) for process in attached.processes] == [(first, end), (first + 5, end)]
-    assert attach(recording, SliceOptions(1)).request.number > number
+    assert attach(recording, 1).request.number > number
 
 
 @pytest.mark.parametrize(("age_ns", "first"), [(0, 12), (8 * SECOND_NS, 12), (95 * SECOND_NS // 10, 13), (10**13, 13)])
@@ -79,7 +79,7 @@ def test_attach__begins_at_the_next_boundary_that_every_rank_can_see_in_time(
 ) -> None:
     # Iteration 11 runs for so long, of ten seconds; the last one pauses, for an evaluation.
     spool_of(recording, 0, 10, 10 * SECOND_NS, age_ns)
-    assert attach(recording, SliceOptions(1)).request.first == first
+    assert attach(recording, 1).request.first == first
 
 
 def test_attach__waits_for_running_ranks_only(recording: Path) -> None:
@@ -88,7 +88,7 @@ def test_attach__waits_for_running_ranks_only(recording: Path) -> None:
     stopped.put(STOPPED)
     stopped.flush()
     spool_of(recording, 2, 10_000, SECOND_NS // 100, pid=2**22 + 1)  # beyond the largest process id of Linux
-    attached = attach(recording, SliceOptions(2))
+    attached = attach(recording, 2)
     assert [process.rank for process in attached.processes] == [0]
     assert 100 < attached.request.first < 200
 
@@ -96,15 +96,15 @@ def test_attach__waits_for_running_ranks_only(recording: Path) -> None:
 def test_attach__takes_iterations_that_are_named_if_they_are_ahead(recording: Path) -> None:
     spool_of(recording, 0, 5, SECOND_NS // 100)
     with pytest.raises(TraceError, match="iteration 100 is too close"):
-        attach(recording, SliceOptions(2, first=100))
+        attach(recording, 2, first=100)
     with pytest.raises(TraceError, match="1 to 1,000,000 iterations"):
-        attach(recording, SliceOptions(MAX_ITERATIONS + 1))
+        attach(recording, MAX_ITERATIONS + 1)
     assert not os.path.lexists(recording / "spool" / REQUEST)
-    assert attach(recording, SliceOptions(2, first=200)).request.first == 200
+    assert attach(recording, 2, first=200).request.first == 200
 
 
 def test_attach__says_that_no_iteration_has_ended(recording: Path) -> None:
     Spool(str(recording / "spool" / f"agent-host-{os.getpid()}.0.spool")).put_header(0, 1, 0)
     (recording / "spool" / f"agent-host-{os.getppid()}.0.spool").write_bytes(b"EBB")
     with pytest.raises(TraceError, match="attach again after its first iteration"):
-        attach(recording, SliceOptions(2))
+        attach(recording, 2)
