@@ -136,24 +136,20 @@ def _requires_grad(value: Any, tensor: type, depth: int = 3) -> bool | None:
     return False if False in answers else None
 
 
+@wrapper
 def wrap_backward(
-    recorder: Recorder, compiling: Callable[[], bool], original: Callable[..., Any]
-) -> Callable[..., Any]:
+    recorder: Recorder, compiling: Callable[[], bool], original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     """Wrap a function so that its calls are recorded as backwards, except while dynamo traces (`compiling`)."""
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
-            return original(*args, **kwargs)
-        recorder.threads.enter_backward()
-        if not recorder.enter(BACKWARD):
-            return original(*args, **kwargs)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            recorder.leave()
-
-    return backward
+    if compiling():
+        return original(*args, **kwargs)
+    recorder.threads.enter_backward()
+    if not recorder.enter(BACKWARD):
+        return original(*args, **kwargs)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        recorder.leave()
 
 
 def hook_megatron(recorder: Recorder, compiling: Callable[[], bool], patches: Patches) -> None:

@@ -115,7 +115,7 @@ class DeepSpeedPatches:
         patches.when_imported("deepspeed.ops.op_builder.builder", self._patch_extensions)
         part, overflow, hook = self._wrap_part_of_update, _wrap_overflow_check, self._wrap_module_hook
         optimizer = {"finalize_gradient_accumulation_boundary": part, "has_overflow": overflow}
-        backward = functools.partial(wrap_backward, tracker, torch.compiler.is_compiling)  # type: ignore[arg-type]
+        backward = functools.partial(wrap_backward, tracker, torch.compiler.is_compiling)
         wrappers: dict[str, dict[str, dict[str, Any]]] = {
             "runtime.engine": {
                 "DeepSpeedEngine": {

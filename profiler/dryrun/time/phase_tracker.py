@@ -114,7 +114,7 @@ class PhaseTracker:
         patches.set(torch.nn.Module, "_compiled_call_impl", OutermostCall(self, torch))  # type: ignore[arg-type]
         for owner in (torch.autograd, torch.autograd.graph):
             original = torch.autograd.graph._engine_run_backward
-            patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))  # type: ignore[arg-type]
+            patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))
         hook_megatron(self, torch.compiler.is_compiling, patches)  # type: ignore[arg-type]
         scaler_step = self.wrap_update(lambda _scaler, optimizer, *_: optimizer, torch.amp.GradScaler.step)
         patches.set(torch.amp.GradScaler, "step", scaler_step)
