@@ -6,7 +6,7 @@ import ctypes
 import math
 import os
 import time
-from typing import Any, Callable
+from typing import Any
 
 from .spool import HOST, POOLS
 
@@ -17,7 +17,6 @@ PINNED = POOLS.index("pinned")
 
 # A reading: (pool, device or HOST, bytes).
 Reading = tuple[int, int, int]
-ReadFunction = Callable[[], "list[Reading]"]
 
 # Memory readings at the ends of phases may take one part in so many of the time, and those at their starts.
 _END_SHARE, _START_SHARE = 100, 1000
@@ -32,8 +31,8 @@ class _MallInfo2(ctypes.Structure):
     ]  # fmt: skip
 
 
-def heap_reader() -> ReadFunction | None:
-    """Return a function that reads what malloc has handed out (glibc's `mallinfo2`); None for another malloc."""
+def _find_mallinfo2() -> Any:
+    """Return glibc's function that reads what malloc has handed out; None for another malloc."""
     if any(other in os.environ.get("LD_PRELOAD", "") for other in ("jemalloc", "tcmalloc", "mimalloc")):
         return None
     try:
@@ -43,31 +42,7 @@ def heap_reader() -> ReadFunction | None:
         return None
     mallinfo2.restype = _MallInfo2
     mallinfo2.argtypes = []
-
-    def read() -> list[Reading]:
-        info = mallinfo2()
-        return [(HEAP, HOST, info.uordblks + info.hblkhd)]
-
-    return read
-
-
-def cuda_reader(torch: Any) -> Callable[[int], list[Reading]]:
-    """Return a function that reads torch's caching allocator on a device, and pinned memory if torch counts it."""
-    host_stats = getattr(torch._C, "_cuda_hostMemoryStats", None)
-
-    def read(device: int) -> list[Reading]:
-        stats = torch._C._cuda_memoryStats(device)
-        readings = [
-            (ALLOCATED, device, stats["allocated_bytes"]["all"]["current"]),
-            (RESERVED, device, stats["reserved_bytes"]["all"]["current"]),
-        ]
-        if host_stats is not None:
-            pinned = host_stats().get("allocated_bytes", {})
-            if "current" in pinned:
-                readings.append((PINNED, HOST, pinned["current"]))
-        return readings
-
-    return read
+    return mallinfo2
 
 
 class MemoryReader:
@@ -76,8 +51,9 @@ class MemoryReader:
     def __init__(self, torch: Any, enabled: bool = True) -> None:
         self.enabled = enabled
         self._cuda = torch.cuda
-        self._read_cuda = cuda_reader(torch)
-        self._read_heap = heap_reader()
+        self._bindings = torch._C
+        self._host_stats = getattr(torch._C, "_cuda_hostMemoryStats", None)
+        self._mallinfo2 = _find_mallinfo2()
         self._device: int | None = None
         # Duration of a reading: the least one of late, since a single one may contain the time of other processes. A
         # heap of many fragments makes mallinfo2 slow; a caller that reads on a timer chooses its interval by this.
@@ -98,9 +74,22 @@ class MemoryReader:
                 self._device = self._cuda.current_device()
             readings = self._read_cuda(self._device if device is None else device)
         else:
-            readings = self._read_heap() if self._read_heap is not None else []
+            info = self._mallinfo2() if self._mallinfo2 is not None else None
+            readings = [] if info is None else [(HEAP, HOST, info.uordblks + info.hblkhd)]
         spent_ns = time.monotonic_ns() - begun_ns
         self.cost_ns = min(spent_ns, 2 * self.cost_ns or spent_ns)
+        return readings
+
+    def _read_cuda(self, device: int) -> list[Reading]:
+        """Read torch's caching allocator on a device, and pinned memory if torch counts it."""
+        stats = self._bindings._cuda_memoryStats(device)
+        readings = [
+            (ALLOCATED, device, stats["allocated_bytes"]["all"]["current"]),
+            (RESERVED, device, stats["reserved_bytes"]["all"]["current"]),
+        ]
+        pinned = self._host_stats().get("allocated_bytes", {}) if self._host_stats is not None else {}
+        if "current" in pinned:
+            readings.append((PINNED, HOST, pinned["current"]))
         return readings
 
 

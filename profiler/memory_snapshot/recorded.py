@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,17 +26,11 @@ _FRAME = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 _NODE = "autograd::engine::evaluate_function: "
 
 
-class RecordedAllocations(NamedTuple):
-    """Allocations of a process.
+def read_recorded(description_file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read the two files of a capture (profiler/agent/detailed_capture.py), in times of the monotonic clock.
 
-    `memory`: rows of the table `memory`: pools `requested` and `reserved` on CUDA, `tensors` on the CPU."""
-
-    allocations: pd.DataFrame
-    memory: pd.DataFrame
-
-
-def read_recorded(description_file: Path) -> RecordedAllocations:
-    """Read the two files of a capture (profiler/agent/detailed_capture.py), in times of the monotonic clock."""
+    Returns rows of the tables `allocations` and `memory`: pools `requested` and `reserved` on CUDA, `tensors` on the
+    CPU."""
     description: dict[str, Any] = json.loads(description_file.read_bytes())
     path = description_file.with_name(Path(description["file"]).name)
     shift_ns, device = int(description["wall_to_monotonic_ns"]), str(description["device"])
@@ -57,7 +51,7 @@ def read_recorded(description_file: Path) -> RecordedAllocations:
                 table[column] += shift_ns
     rows = _with_owners(rows, owners)
     rows["module"] = rows["module"].where(rows["module"].notna(), _modules(rows, description["calls"]))
-    return RecordedAllocations(rows.drop(columns="address").assign(device=device), memory.assign(device=device))
+    return rows.drop(columns="address").assign(device=device), memory.assign(device=device)
 
 
 def _profiled_rows(path: Path, shift_ns: int, owners: list[tuple[int, pd.DataFrame]]) -> pd.DataFrame:

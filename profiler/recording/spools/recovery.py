@@ -132,21 +132,15 @@ def _add_files(data: RankData, path: Path, header: Any, expects_copies: bool) ->
         on_gpu = data.meta["devices"][0].get("kind") == "cuda"
         reason = "the profiler for them gave nothing" if on_gpu else "the job did not use a GPU"
         notes.append(f"no copies were recorded: {reason}")
-    notes += _add_allocations(data, path)
-
-
-def _add_allocations(data: RankData, path: Path) -> list[str]:
-    """Add the allocations that a process captured, if it did; return notes."""
     description = path.with_name(path.stem.replace("agent-", "") + "-allocations-description.json")
-    if not description.exists():
-        return []
-    try:
-        recorded = read_recorded(description)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        return [f"the recorded allocations could not be read ({error})"]
-    data.tables["allocations"] = frame("allocations", recorded.allocations)
-    data.tables["memory"] = frame("memory", pd.concat([data.tables["memory"], recorded.memory], ignore_index=True))
-    return []
+    if description.exists():
+        try:
+            allocations, memory = read_recorded(description)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            notes.append(f"the recorded allocations could not be read ({error})")
+            return
+        data.tables["allocations"] = frame("allocations", allocations)
+        data.tables["memory"] = frame("memory", pd.concat([data.tables["memory"], memory], ignore_index=True))
 
 
 def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str, Any]:

@@ -84,11 +84,9 @@ def link_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
 
 
 def _devices(numbers: npt.NDArray[Any], names: dict[int, str] | None) -> pd.Series[Any]:
-    table: dict[int, str | None] = {}
-    for number in np.unique(numbers).tolist():
-        name = f"cuda:{number}" if names is None else names.get(number)
-        table[number] = "cpu" if number == HOST else name
-    return pd.Series(numbers.astype(int)).map(table)
+    if names is None:
+        names = {number: f"cuda:{number}" for number in np.unique(numbers).tolist()}
+    return pd.Series(numbers.astype(int)).map({**names, HOST: "cpu"})
 
 
 def gpu_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:

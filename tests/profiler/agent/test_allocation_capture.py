@@ -231,15 +231,15 @@ def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypat
     entries["wall_to_monotonic_ns"] = 5
     entries["owners"] = [[2_500, owners]]
     description.write_text(json.dumps(entries))
-    tables = read_recorded(description)
-    requested = tables.memory[tables.memory["pool"] == "requested"]
+    allocations, memory = read_recorded(description)
+    requested = memory[memory["pool"] == "requested"]
     assert list(zip(requested["t_ns"], requested["bytes"], strict=True)) == [
         (1_005, 1000),
         (1_005, 1700),
         (2_005, 700),
         (3_005, 700),
     ]
-    assert tables.allocations[["bytes", "category", "module", "device"]].astype(object).to_numpy().tolist() == [
+    assert allocations[["bytes", "category", "module", "device"]].astype(object).to_numpy().tolist() == [
         [1000, None, None, "cuda:0"],
         [700, "gradient", "layer", "cuda:0"],
     ]
