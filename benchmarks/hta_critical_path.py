@@ -4,8 +4,8 @@
 
 PATH is the Python of an environment with HTA. Each window is a torch.profiler trace, an annotation (`ProfilerStep`;
 empty for the whole file) and its number. HTA gives some edges of its graph no weight. The script goes along HTA's own
-path and sums the time of those edges: between outermost operators (DEPENDENCY), within calls that wait, and from work to
-a call that waits for it (SYNC_DEPENDENCY). Prints Markdown, in ms.
+path and sums the time of those edges: between outermost operators (DEPENDENCY), within calls that wait, and from work
+to a call that waits for it (SYNC_DEPENDENCY). Prints Markdown, in ms.
 """
 
 from __future__ import annotations
