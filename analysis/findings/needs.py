@@ -45,6 +45,9 @@ KERNELS = Need(
     lambda metrics: any(rank.busy_time is not None for rank in metrics.by_rank),
 )
 CHECKPOINTING = Need("forwards that are computed again in the backward", lambda metrics: bool(metrics.checkpointing))
+NO_CHECKPOINTING = Need(
+    "forwards that are not computed again in the backward", lambda metrics: metrics.checkpointing is False
+)
 LAYERS = Need(
     "a dry run of one rank (`ebbtide dry-run`), which has layers",
     lambda metrics: metrics.trace.meta.source == "predicted" and metrics.world_size == 1,

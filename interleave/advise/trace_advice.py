@@ -65,7 +65,8 @@ class TraceAdviser:
         return _setting("deepspeed", {"offload_optimizer": offload}, text, steps, recorded_ms)
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations for a job that recomputes those of all layers; None: not known."""
+        """Return the best choice of activations, with its gain over computing those of all layers again; None: not
+        known, or no choice fits."""
         if self._job is None:
             return None
         workload, machine = with_trace_layers(self._job.workload, self._trace), self._job.context.machine
@@ -81,6 +82,8 @@ class TraceAdviser:
             return None
         counts = layers.counts(len(workload.chunk_shares))[1]
         text = ", ".join(f"{kind} those of {count} layers" for kind, count in counts.items() if count)
+        if copied := layers.host_bytes(workload):
+            text += f": {bytes_text(copied)} to the host in the forward, and back in the backward"
         return _setting("activations", counts, f"activations: {text}", best, again.iteration_s * 1e3)
 
     @cached_property

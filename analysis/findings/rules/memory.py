@@ -9,6 +9,7 @@ from ebbtide.analysis.findings.needs import (
     GPU,
     ITERATIONS,
     LAYERS,
+    NO_CHECKPOINTING,
     record_memory,
     scope_text,
 )
@@ -125,6 +126,29 @@ def recomputation(metrics: JobMetrics) -> Finding | Unknown | None:
         "Activations are computed again that memory or the link would have room for",
         setting.gain_ms,
         ("simulated, with every layer computed again and with the best choice for each",),
+        setting.text,
+        setting,
+    )
+
+
+@rule("activation-offload", LAYERS, ITERATIONS, NO_CHECKPOINTING)
+def activation_offload(metrics: JobMetrics) -> Finding | None:
+    """Compare the best choice for each layer with computing all again, of a job that does not fit with all kept."""
+    free = metrics.always_free_bytes
+    if free is None or free >= 0 or metrics.adviser is None:
+        return None
+    setting = metrics.adviser.activations_setting()
+    if setting is None or setting.gain_ms is None or setting.iteration_ms is None or not setting.settings["offload"]:
+        return None
+    if setting.gain_ms < _MIN_LAYER_GAIN * setting.iteration_ms:
+        return None
+    return activation_offload.finding(
+        "Activations do not fit, and offloading some of them costs less than computing all of them again",
+        setting.gain_ms,
+        (
+            f"{bytes_text(-free)} of device memory are missing while all activations are kept",
+            "simulated, with every layer computed again and with the best choice for each",
+        ),
         setting.text,
         setting,
     )

@@ -16,7 +16,7 @@ from ebbtide.analysis.export.chrome_trace import write_chrome_trace
 from ebbtide.errors import TraceError
 from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.trace import Trace, TraceBuilder
-from tests.analysis.export.trace_event_file import export_and_read, flows, rows, slices, values_of
+from tests.analysis.export.trace_event_file import counter, export_and_read, flows, rows, slices, values_of
 
 # An odd number of nanoseconds that a double of microseconds since 1970 cannot hold.
 START = 1_700_000_000_123_456_789
@@ -109,6 +109,38 @@ def test_write_chrome_trace__leads_flows_from_launches_to_kernels(tmp_path: Path
         (501, 601, "gemm"),  # up to the next launch
         (601, 1601, "relu"),
     ]
+
+
+def test_write_chrome_trace__counts_what_was_launched_and_has_not_begun(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[GPU])
+    rank.kernel(START + 200, START + 400, name="gemm", launch_ns=START + 100, stream=7)
+    rank.kernel(START + 400, START + 500, name="relu", launch_ns=START + 150, stream=7)
+    rank.kernel(START + 300, START + 350, name="without a launch", stream=8)
+    rank.transfer("h2d", START + 450, START + 460, 64, stream=9, launch_ns=START + 160, name="Memcpy HtoD")
+    queue = counter(export_and_read(builder.build(), tmp_path / "x.json"), "queue")
+    assert [(at - START, value) for at, value in queue] == [(100, 1), (150, 2), (160, 3), (200, 2), (400, 1), (450, 0)]
+
+
+def test_write_chrome_trace__has_the_critical_path_of_the_first_rank_as_a_track(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    for number, gemm_end in ((0, 100), (1, 600)):  # The second rank comes last to the collective, and has the path.
+        rank = builder.rank(number, devices=[GPU], first_iteration_start_ns=START)
+        for iteration in range(3):
+            at = START + 1000 * iteration
+            rank.phase("forward", at, at + 500, iteration, 0).phase("update", at + 500, at + 1000, iteration, 0)
+            rank.kernel(at + 10, at + gemm_end, "compute", "gemm", launch_ns=at + 5, stream=7)
+            rank.kernel(at + gemm_end, at + 990, "communication", "nccl", launch_ns=at + 8, stream=7)
+    file = export_and_read(builder.build(), tmp_path / "x.json")
+    path = {pid: slices(file, "critical_path", pid) for pid in (1, 2)}
+    assert {event["track"] for pid in path for event in path[pid]} == {"critical path"}
+    at = START + 1000  # The iteration with the median time is the second one.
+    assert {
+        pid: [(e["name"], e["args"]["kind"], e["start_ns"] - at, e["end_ns"] - at) for e in path[pid]] for pid in path
+    } == {
+        1: [("nccl", "collective", 600, 990), ("not explained", "wait", 990, 1000)],
+        2: [("forward", "host", 0, 5), ("launch", "launch", 5, 10), ("gemm", "kernel", 10, 600)],
+    }
 
 
 def test_write_chrome_trace__states_the_unix_time_of_its_base(tmp_path: Path) -> None:

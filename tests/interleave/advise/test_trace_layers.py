@@ -27,6 +27,7 @@ from ebbtide.interleave.policies.layer_choice import LayerChoice
 from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler import DryRun, DryRunOptions, trace_of_run
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text
 
 LAYERS, WIDTH, SAMPLES = 4, 512, 4096
 
@@ -46,9 +47,9 @@ class WideNorm(nn.Module):
 class Layer(nn.Module):
     """A feed-forward layer with a residual connection."""
 
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module], width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = norm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Any) -> Any:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -57,11 +58,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A stack of layers, each recomputed in the backward or not, a norm and a head."""
 
-    def __init__(self, recomputes: bool, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, recomputes: bool, norm: Callable[[int], nn.Module], width: int) -> None:
         super().__init__()
-        self.token = nn.Embedding(1000, WIDTH)
-        self.layers = nn.ModuleList(Layer(norm) for _ in range(LAYERS))
-        self.norm, self.head = norm(WIDTH), nn.Linear(WIDTH, 1000)
+        self.token = nn.Embedding(1000, width)
+        self.layers = nn.ModuleList(Layer(norm, width) for _ in range(LAYERS))
+        self.norm, self.head = norm(width), nn.Linear(width, 1000)
         self.recomputes = recomputes
 
     def forward(self, tokens: Any) -> Any:
@@ -72,14 +73,21 @@ class Model(nn.Module):
 
 
 @cache
-def _dry_run(recomputes: bool, micro_steps: int = 1, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> Trace:
-    options = DryRunOptions(iterations=2, capacity_bytes=8 * 2**30, machine=find_machine("h100-80gb"))
+def _dry_run(
+    recomputes: bool,
+    micro_steps: int = 1,
+    norm: Callable[[int], nn.Module] = nn.LayerNorm,
+    width: int = WIDTH,
+    samples: int = SAMPLES,
+    gib: int = 8,
+) -> Trace:
+    options = DryRunOptions(iterations=2, capacity_bytes=gib * 2**30, machine=find_machine("h100-80gb"))
     with DryRun(options) as run:
-        model = Model(recomputes, norm).to("cuda", torch.bfloat16)
+        model = Model(recomputes, norm, width).to("cuda", torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters())
         while True:
             for _ in range(micro_steps):
-                tokens = torch.zeros(SAMPLES, dtype=torch.long, device="cuda")
+                tokens = torch.zeros(samples, dtype=torch.long, device="cuda")
                 torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -145,19 +153,44 @@ def test_with_trace_layers__leaves_traces_of_several_ranks_and_without_kernels()
         assert with_trace_layers(workload, trace) is workload
 
 
-def _recomputation(trace: Trace) -> object:
+def _finding(trace: Trace, rule: str) -> Finding | None:
     results = find(trace, TraceAdviser(trace))
-    return next(iter(one for one in results.findings if one.rule == "recomputation"), None)
+    return next(iter(one for one in results.findings if one.rule == rule), None)
 
 
 def test_recomputation__is_reported_where_activations_could_be_kept() -> None:
-    finding = _recomputation(_dry_run(True))
+    finding = _finding(_dry_run(True), "recomputation")
     assert isinstance(finding, Finding)
     assert finding.action is not None
     assert finding.action.settings == {"keep": LAYERS, "recompute": 0, "offload": 0}
     # The four layers' forwards are less than a quarter of the iteration.
     assert 0.06 < (finding.potential_gain_ms or 0.0) / (JobMetrics(_dry_run(True)).iteration_ms or 1.0) < 0.25
-    assert _recomputation(_dry_run(False)) is None
+    assert _finding(_dry_run(False), "recomputation") is None
+
+
+# Each of the four layers has 20 GiB of activations.
+WIDE = {"width": 4096, "samples": 2**18}
+
+
+def test_activation_offload__is_reported_where_it_is_faster_than_recomputation_and_fits() -> None:
+    trace = _dry_run(False, gib=88, **WIDE)
+    finding = _finding(trace, "activation-offload")
+    assert finding is not None
+    assert finding.action is not None
+    assert finding.action.settings == {"keep": 2, "recompute": 0, "offload": 2}
+    # The last offloaded layer stays in its slot on the device.
+    assert f"{bytes_text(_workload(trace).layers[0].forms[0].nbytes)} to the host in the forward" in finding.advice
+    assert finding.potential_gain_ms == finding.action.gain_ms
+    assert (finding.potential_gain_ms or 0.0) > 0.06 * (finding.action.iteration_ms or 0.0)
+    # The layers' forwards, which the alternative repeats, bound the gain.
+    assert (finding.potential_gain_ms or 0.0) < 1e3 * _workload(trace).forward_s
+
+
+@pytest.mark.parametrize("gib", [pytest.param(128, id="fits"), pytest.param(84, id="too short for offload")])
+def test_activation_offload__is_silent_where_activations_fit_or_recomputation_is_needed(gib: int) -> None:
+    trace = _dry_run(False, gib=gib, **WIDE)
+    assert (JobMetrics(trace).always_free_bytes or 0) * (gib - 100) > 0
+    assert _finding(trace, "activation-offload") is None
 
 
 def test_with_trace_layers__leaves_jobs_without_lists_of_modules() -> None:
