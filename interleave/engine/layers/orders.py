@@ -40,7 +40,7 @@ class MeasuredLayer(NamedTuple):
 
 
 class LayerOptions(NamedTuple):
-    """What a plan may choose: `activations` and `weights` as of policies; without weights None."""
+    """The choices that a plan has: `activations` and `weights` as of policies; without weights None."""
 
     activations: str = "auto"
     weights: str | None = None
