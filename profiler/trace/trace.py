@@ -213,7 +213,9 @@ def closing_lines(trace: Trace) -> list[str]:
     """Return the last lines of a command that writes a trace: its path, what it has, and the command to run next."""
     path = shlex.quote(str(trace.path))
     first = trace.ranks[:1]
-    iterations = sum(trace.phases(rank)["iteration"].nunique() for rank in first)
+    iterations = sum(
+        len({*trace.phases(rank)["iteration"]} or {*trace.iteration_marks(rank)["iteration"]}) for rank in first
+    )
     recorded = [
         name for table, (column, name) in _CONTENTS.items() if any(trace.labels(r, table, column) for r in first)
     ]

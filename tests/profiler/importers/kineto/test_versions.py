@@ -8,6 +8,7 @@ import pytest
 
 from ebbtide.analysis import TraceAnalysis
 from ebbtide.profiler.importers.source import SourceError
+from ebbtide.profiler.trace.trace import closing_lines
 from tests.profiler.importers.kineto.made_kineto import import_files, span, write_trace
 from tests.profiler.importers.kineto.test_phases import rows
 
@@ -19,6 +20,7 @@ def test_find_phases__steps_without_phases_are_iterations(tmp_path: Path) -> Non
     summary = TraceAnalysis(trace).summary()
     assert (summary.iterations, summary.iteration_ms) == (3, pytest.approx(0.01, abs=0.002))
     assert [phase.median_ms for phase in summary.phases] == [None] * 4
+    assert ", 3 iterations on 1 rank" in closing_lines(trace)[0]
     (note,) = [note for note in trace.notes if "does not mark phases" in note]
     assert "record the CPU" not in note
 
