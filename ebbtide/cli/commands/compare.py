@@ -15,6 +15,11 @@ from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_
 from ebbtide.cli.printing import echo, echo_error, echo_line, print_view
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.figure import Figure
+
+    from ebbtide.analysis.tables.table import View
     from ebbtide.interleave.experiments.compare.runs import PhaseWaits
 
 
@@ -110,40 +115,31 @@ def compare(
     # the second one, waiting threads of torch leave the cores to the updates.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    waits = _phase_waits(forward_ms, backward_ms)
-    if layers:
-        if policy or subgroup_params or machine or storage or host_free_bytes or against or save:
-            raise typer.BadParameter("--layers goes with the options of job, link and memory alone")
-        settings = {
-            "params": params or 400_000,
-            "iterations": iterations if iterations is not None else steps,
-            "memory_budget": memory_budget_bytes,
-            "link_bytes_per_s": link_bytes_per_s,
-            "waits": waits,
-            "seed": seed,
-        }
-        _compare_layers(settings, plot, force, verbose, as_json)
-        return
+    if layers and (policy or subgroup_params or machine or storage or host_free_bytes or against or save):
+        raise typer.BadParameter("--layers goes with the options of job, link and memory alone")
 
     from ebbtide.cli.printing import progress_bar
-    from ebbtide.interleave.experiments.compare.compare import CompareConfig
-    from ebbtide.interleave.experiments.compare.compare import compare as run
-    from ebbtide.interleave.experiments.compare.picture import draw_comparison
+    from ebbtide.interleave.experiments.compare import compare as policies
+    from ebbtide.interleave.experiments.compare.layers import compare_layers
+    from ebbtide.interleave.experiments.compare.picture import draw_comparison, draw_layer_comparison
     from ebbtide.interleave.experiments.compare.results import save_traces
-    from ebbtide.interleave.experiments.compare.tables import comparison_view
+    from ebbtide.interleave.experiments.compare.tables import comparison_view, layer_comparison_view
     from ebbtide.machines.catalog import find_machine
 
+    run: Callable[..., Any] = compare_layers if layers else policies.compare
+    draw: Callable[..., Figure] = draw_layer_comparison if layers else draw_comparison
+    view_of: Callable[..., View] = layer_comparison_view if layers else comparison_view
     # All outputs are complete before anything is printed.
     with new_outputs(plot, save, force) as (picture_file, folder):
-        config = CompareConfig(
+        config = policies.CompareConfig(
             policies=policy,
             iterations=iterations if iterations is not None else steps,
-            params=params or 20_000_000,
+            params=params or (400_000 if layers else 20_000_000),
             subgroup_params=subgroup_params,
             memory_budget=memory_budget_bytes,
             link_bytes_per_s=link_bytes_per_s,
             machine=find_machine(machine) if machine is not None else None,
-            waits=waits,
+            waits=_phase_waits(forward_ms, backward_ms),
             baselines=[name.strip() for name in against.split(",")] if against is not None else [],
             seed=seed,
             storage=storage or [],
@@ -154,40 +150,19 @@ def compare(
                 config, lambda name, done, total: update(f"{name} (iteration {done} of {total})", done, total)
             )
         if picture_file is not None:
-            save_picture(draw_comparison(comparison), picture_file, plot)
+            save_picture(draw(comparison), picture_file, plot)
         if folder is not None:
             save_traces(comparison, folder)
     if as_json:
         echo(json.dumps(comparison.as_json()))
     else:
-        print_view(comparison_view(comparison, verbose))
-        echo_line("next: ebbtide replay RUN.ebb --recommend (which policy for a job of yours)")
+        print_view(view_of(comparison, verbose))
+        auto = "--policy adaptive,weights=auto,activations=auto (for a job of yours)"
+        following = auto if layers else "--recommend (which policy for a job of yours)"
+        echo_line(f"next: ebbtide replay RUN.ebb {following}")
     print_outputs(plot, save)
     if not comparison.losses_equal:
-        differing = ", ".join(result.policy for result in comparison.results if not result.losses_equal)
-        first = comparison.results[0].policy
-        echo_error(f"the losses of {differing} differ from those of {first}: this is a bug, please report it")
-        raise typer.Exit(1)
-
-
-def _compare_layers(settings: dict[str, Any], plot: Path | None, force: bool, verbose: bool, as_json: bool) -> None:
-    from ebbtide.cli.printing import progress_bar
-    from ebbtide.interleave.experiments.compare.layer_tables import draw_layer_comparison, layer_comparison_view
-    from ebbtide.interleave.experiments.compare.layers import compare_layers
-
-    with new_outputs(plot, None, force) as (picture_file, _):
-        with progress_bar() as update:
-            comparison = compare_layers(**settings, progress=update)
-        if picture_file is not None:
-            save_picture(draw_layer_comparison(comparison), picture_file, plot)
-    if as_json:
-        echo(json.dumps(comparison.as_json()))
-    else:
-        print_view(layer_comparison_view(comparison, verbose))
-        echo_line("next: ebbtide replay RUN.ebb --policy adaptive,weights=auto,activations=auto (for a job of yours)")
-    print_outputs(plot, None)
-    if not comparison.losses_equal:
-        echo_error("losses differ from those of the plain job: this is a bug, please report it")
+        echo_error(f"{comparison.difference}: this is a bug, please report it")
         raise typer.Exit(1)
 
 
@@ -197,6 +172,5 @@ def _phase_waits(forward_ms: float | None, backward_ms: float | None) -> PhaseWa
 
     if forward_ms is None and backward_ms is None:
         return None
-    if backward_ms is None:
-        backward_ms = 2 * (forward_ms or 0.0)
-    return PhaseWaits((forward_ms or 0.0) / 1e3, backward_ms / 1e3)
+    forward_s = (forward_ms or 0.0) / 1e3
+    return PhaseWaits(forward_s, 2 * forward_s if backward_ms is None else backward_ms / 1e3)

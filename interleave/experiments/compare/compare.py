@@ -13,9 +13,10 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.errors import UserError
+from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.interleave.experiments.compare import results as figures
 from ebbtide.interleave.experiments.compare import runs as training_runs
-from ebbtide.interleave.experiments.compare.testbed import StorageFolders, Testbed, find_testbed
+from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
 from ebbtide.interleave.policies import refuse_simulation_only
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
@@ -82,8 +83,10 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
         )
 
     progress("measuring this machine", 0, total)
-    limits = _storage_limits(config, shape, subgroup_params)
-    testbed = find_testbed(shape.params, subgroup_params, budget, config.link_bytes_per_s, config.machine, limits)
+    storage = _storage_options(config, shape, subgroup_params)
+    testbed = find_testbed(shape.params, subgroup_params, budget, config.link_bytes_per_s, config.machine)
+    if storage is not None:
+        testbed = replace(testbed, machine=storage.added_to(testbed.machine), storage=tuple(config.storage))
     waits = _waits(config, policies, testbed, shape)
     streamed = any(map(training_runs.needs_streamed, policies))
     runs: list[training_runs.PolicyRun] = []
@@ -114,14 +117,14 @@ def _part_of_state(shape: training_runs.Shape, subgroup_params: int) -> float:
     return STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
 
 
-def _storage_limits(config: CompareConfig, shape: training_runs.Shape, subgroup_params: int) -> StorageFolders | None:
+def _storage_options(config: CompareConfig, shape: training_runs.Shape, subgroup_params: int) -> StorageOptions | None:
     """Return the folders and the host memory of a comparison with storage, None of one without."""
     if not config.storage:
         if config.host_bytes is not None:
             raise UserError("--host-free-bytes is for runs with storage: add --storage FOLDER")
         return None
     buffers = (PARAM_BYTES + GRAD_BYTES) * shape.params
-    return StorageFolders(tuple(config.storage), config.host_bytes or buffers + _part_of_state(shape, subgroup_params))
+    return StorageOptions(config.storage, config.host_bytes or buffers + _part_of_state(shape, subgroup_params))
 
 
 def _waits(
@@ -179,17 +182,6 @@ def _results(runs: Sequence[training_runs.PolicyRun], machine: Machine) -> list[
 
 def _bits(losses: Sequence[float]) -> bytes:
     return struct.pack(f"{len(losses)}d", *losses)
-
-
-def _baseline(name: str, training: training_runs.TrainingRun, testbed: Testbed) -> figures.BaselineResult:
-    times, losses = run_baseline(name, training, testbed)
-    counted = times[_WARMUP:]
-    phases_ms = {f"{phase}_ms": 1e3 * median(getattr(time, f"{phase}_s") for time in counted) for phase in PHASES}
-    iteration_ms = 1e3 * median(time.forward_s + time.backward_s + time.update_s for time in counted)
-    shown = figures.finite_losses(losses)
-    return figures.BaselineResult(
-        name, BASELINES[name].description, iteration_ms, **phases_ms, final_loss=shown[-1], losses=shown
-    )
 
 
 class _ClippedOptimizer:
@@ -264,12 +256,9 @@ BASELINES = {
 }
 
 
-def run_baseline(
-    name: str, training: training_runs.TrainingRun, testbed: Testbed
-) -> tuple[list[training_runs.StepTimes], list[float]]:
-    """Train with another optimizer and return the times and the loss of each iteration."""
+def _baseline(name: str, training: training_runs.TrainingRun, testbed: Testbed) -> figures.BaselineResult:
+    """Train with another optimizer. Raises CannotRun where it is not installed, or does not start."""
     job = training_runs.Job(training.shape, training.seed, testbed.device, training.waits)
-    times: list[training_runs.StepTimes] = []
     try:
         optimizer = BASELINES[name].make(job.params)
     except ImportError as error:
@@ -281,4 +270,10 @@ def run_baseline(
         raise
     except Exception as error:
         raise training_runs.CannotRun(f"it fails to start here: {error!r}") from error
-    return times, training_runs.train(job, optimizer, training, times.append)
+    steps = training_runs.train(job, optimizer, training.iterations, training.on_iteration)
+    medians_ms = {
+        f"{phase}_ms": 1e3 * median(getattr(step, f"{phase}_s") for step in steps[_WARMUP:])
+        for phase in ("iteration", *PHASES)
+    }
+    losses = figures.finite_losses([step.loss for step in steps])
+    return figures.BaselineResult(name, BASELINES[name].description, **medians_ms, final_loss=losses[-1], losses=losses)

@@ -2,10 +2,10 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -16,8 +16,9 @@ from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.layers.activations import offload_activations
 from ebbtide.interleave.engine.layers.weights import StreamedWeights, stream_weights
+from ebbtide.interleave.experiments.compare.compare import CompareConfig, ProgressCallback
 from ebbtide.interleave.experiments.compare.results import Pair, finite_losses
-from ebbtide.interleave.experiments.compare.runs import LR, Job, PhaseWaits, Shape, synchronize
+from ebbtide.interleave.experiments.compare.runs import LR, Job, PhaseWaits, Shape, Step, train
 from ebbtide.interleave.model.operations import FORWARD, Op, OpKind
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import LayerMemory
@@ -139,6 +140,12 @@ class LayerComparison:
         return all(run.losses_equal for run in self.runs)
 
     @property
+    def difference(self) -> str:
+        """A sentence on the choices whose losses differ."""
+        differing = "; ".join(run.name for run in self.runs if not run.losses_equal)
+        return f"the losses of {differing} differ from those of the plain job"
+
+    @property
     def close(self) -> int:
         """The number of runs whose iteration is within 10 % of the prediction."""
         return sum(abs(run.iteration_ms.measured / run.iteration_ms.predicted - 1) <= 0.1 for run in self.runs)
@@ -171,7 +178,10 @@ class LayerTraining:
         device = torch.device("cuda" if on_gpu else "cpu")
         return Job(self.shape, self.seed, device, self.waits, _GPU_BATCH if on_gpu else _BATCH)
 
-    def train(self, activations: str, weights: str, budget_bytes: float, plain_losses: list[float]) -> LayerRun:
+    def run(self, job: Job) -> list[Step]:
+        return train(job, torch.optim.AdamW(job.params, lr=LR), self.iterations)
+
+    def run_choice(self, activations: str, weights: str, budget_bytes: float, plain_losses: list[float]) -> LayerRun:
         """Train under a choice. Raises UserError where it has no plan within the budget."""
         job = self.job()
         device = None if self.link_bytes_per_s is None else LoggingDevice(self.link_bytes_per_s)
@@ -183,7 +193,7 @@ class LayerTraining:
             if device is not None:
                 device.weights = streamed
                 device.addresses = {param.data_ptr() for param in job.model.layers.parameters()}
-            losses, times = train(job, self.iterations)
+            steps = self.run(job)
             predicted = moved.predicted
             if predicted is None:
                 raise UserError(
@@ -192,98 +202,66 @@ class LayerTraining:
                 )
             kinds = dict(Counter(moved.choices.values()) + Counter(streamed.choices.values()))
             peak = moved.peak_bytes
-        lengths = [end[0] - begin[0] for begin, end in pairwise(times)]
-        middle = sorted(range(WARMUP, len(lengths)), key=lengths.__getitem__)[(len(lengths) - WARMUP - 1) // 2]
+        counted = sorted(steps[WARMUP:], key=lambda step: step.iteration_s)
         if device is not None:
             # Under the plan.
-            peak = max((round(one.total) for one in device.memory if one.at_s >= times[WARMUP][0]), default=0)
+            peak = max((round(one.total) for one in device.memory if one.at_s >= steps[WARMUP].begin_s), default=0)
+        losses = [step.loss for step in steps]
         return LayerRun(
             activations,
             weights,
-            Pair(1e3 * median(lengths[WARMUP:]), 1e3 * predicted.iteration_s),
+            Pair(1e3 * median(step.iteration_s for step in counted), 1e3 * predicted.iteration_s),
             Pair(peak, max(one.total for one in predicted.workload.layer_memory)),
             kinds,
             losses,
             losses == plain_losses,
-            _measured(predicted, times[middle], times[middle + 1][0], device),
+            _measured(predicted, counted[(len(counted) - 1) // 2], device),
             predicted,
         )
 
 
-def _measured(
-    predicted: Schedule, marks: tuple[float, float, float], end_s: float, device: LoggingDevice | None
-) -> Schedule:
-    """Return a measured iteration, from its start and the ends of its forward and backward."""
-    begin_s, forward_s, backward_s = marks
+def _measured(predicted: Schedule, step: Step, device: LoggingDevice | None) -> Schedule:
+    """Return a measured iteration, with what its device has logged."""
+    begin_s, forward_s, backward_s, update_s, _ = step
+    end_s = begin_s + step.iteration_s
     copies = [] if device is None else [one for one in device.copies if begin_s <= one[1] < end_s]
     log = [] if device is None else [one for one in device.memory if begin_s <= one.at_s < end_s]
-    forward_s, backward_s, update_s = forward_s - begin_s, backward_s - forward_s, end_s - backward_s
     memory = [LayerMemory(0.0, 0.0, 0.0, 0.0), *(one._replace(at_s=one.at_s - begin_s) for one in log)]
     layers = tuple(memory) if log else ()
     workload = replace(predicted.workload, other_s=0.0, forward_s=forward_s, backward_s=backward_s, layer_memory=layers)
-    return Schedule(
-        replace(predicted.plan, ops=tuple(op for op, _, _ in copies)),
-        workload,
-        [start - begin_s for _, start, _ in copies],
-        [end - begin_s for _, _, end in copies],
-        0.0,
-        forward_s,
-        backward_s,
-        update_s,
-    )
-
-
-def train(job: Job, iterations: int) -> tuple[list[float], list[tuple[float, float, float]]]:
-    """Train, and return the losses, and for each iteration its start and the ends of its forward and backward; and at
-    the end that of the last one."""
-    optimizer = torch.optim.AdamW(job.params, lr=LR)
-    losses, times = [], []
-    for _ in range(iterations):
-        begin_s = time.perf_counter()
-        loss = job.forward()
-        synchronize(job)
-        forward_s = time.perf_counter()
-        loss.backward()
-        synchronize(job)
-        times.append((begin_s, forward_s, time.perf_counter()))
-        optimizer.step()
-        losses.append(loss.item())
-    now_s = time.perf_counter()
-    return losses, [*times, (now_s, now_s, now_s)]
+    plan = replace(predicted.plan, ops=tuple(op for op, _, _ in copies))
+    starts, ends = [start - begin_s for _, start, _ in copies], [end - begin_s for _, _, end in copies]
+    return Schedule(plan, workload, starts, ends, 0.0, forward_s, backward_s, update_s)
 
 
 def compare_layers(
-    params: int,
-    iterations: int,
-    memory_budget: float | None,
-    link_bytes_per_s: float | None,
-    waits: PhaseWaits | None,
-    seed: int,
-    progress: Callable[[str, int, int], object] = lambda *_: None,
+    config: CompareConfig,
+    progress: ProgressCallback = lambda *_: None,
     choices: Sequence[tuple[str, str]] = CHOICES,
 ) -> LayerComparison:
     """Train under each choice, one after the other, on an emulated device, or on a GPU if there is one and no rate of a
-    link is given. The first choice keeps all.
+    link is given. The first choice keeps all. Settings of policies are not used.
 
     Raises UserError where a setting is invalid, or no plan fits the budget."""
+    iterations, memory_budget, link_bytes_per_s = config.iterations, config.memory_budget, config.link_bytes_per_s
     if iterations < WARMUP + 2:
         raise UserError(f"--steps must be at least {WARMUP + 2} with --layers: the first {WARMUP} make the plan")
-    shape = Shape(_LAYERS, max(1, round((params / (12 * _LAYERS)) ** 0.5 / _HEAD)) * _HEAD)
+    shape = Shape(_LAYERS, max(1, round((config.params / (12 * _LAYERS)) ** 0.5 / _HEAD)) * _HEAD)
     on_gpu = torch.cuda.is_available() and link_bytes_per_s is None
-    if on_gpu and any(waits or ()):
+    if on_gpu and any(config.waits or ()):
         raise UserError("--forward-ms and --backward-ms are for an emulated device: add --emulate-link, e.g. 1GB")
-    waits = PhaseWaits() if on_gpu else waits or _WAITS
+    waits = PhaseWaits() if on_gpu else config.waits or _WAITS
     if not on_gpu and link_bytes_per_s is None:
         link_bytes_per_s = PARAM_BYTES * shape.params / (_WEIGHTS_OF_FORWARD * (waits.forward_s or _WAITS.forward_s))
-    training = LayerTraining(shape, waits, iterations, seed, link_bytes_per_s)
-    plain_losses, _ = train(training.job(), iterations)
+    training = LayerTraining(shape, waits, iterations, config.seed, link_bytes_per_s)
+    plain_losses = [step.loss for step in training.run(training.job())]
     runs: list[LayerRun] = []
     for number, (activations, weights) in enumerate(choices):
-        progress(f"{activations}, {weights}", number, len(choices))
+        progress(f"{activations}, {weights}", number * iterations, len(choices) * iterations)
         limit = _UNLIMITED
         if "auto" in (activations, weights):
             # All that is kept and resident.
             memory_budget = limit = memory_budget or _BUDGET_SHARE * runs[0].device_bytes.predicted
-        runs.append(training.train(activations, weights, limit, plain_losses))
+        runs.append(training.run_choice(activations, weights, limit, plain_losses))
     name = torch.cuda.get_device_name() if on_gpu else "emulated device"
     return LayerComparison(name, link_bytes_per_s, shape, iterations, memory_budget or _UNLIMITED, runs)

@@ -1,4 +1,6 @@
-"""Draws a comparison: the figures of each policy, and below them each operation on the lane of its resource."""
+"""Draws a comparison: the figures of each policy, and each operation on the lane of its resource."""
+
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure, SubFigure
@@ -6,6 +8,7 @@ from matplotlib.figure import Figure, SubFigure
 from ebbtide.interleave.advise.pictures import policy_bars
 from ebbtide.interleave.advise.pictures.replay import draw_lanes, schedules_height
 from ebbtide.interleave.advise.replay import RESULT_BYTES
+from ebbtide.interleave.experiments.compare.layers import LayerComparison
 from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison
 from ebbtide.phases import PHASES
 
@@ -15,6 +18,8 @@ matplotlib.use("Agg")
 _PAIR_STEP, _POLICY_STEP = 0.72, 1.75
 # Height of a policy in inches.
 _POLICY_HEIGHT = 0.5
+_EMULATED = "an emulated device: these times say nothing about a GPU"
+_TITLE: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10.5, "parse_math": False}
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
@@ -30,16 +35,25 @@ def draw_comparison(comparison: Comparison) -> Figure:
     _draw_figures(top, results)
     titles = [title for result in results for title in (_title(result), "predicted")]
     draw_lanes(bottom, schedules, titles).set_xlabel("time of an iteration (s)")
-    testbed = comparison.testbed
-    device = "an emulated device: these times say nothing about a GPU" if testbed.emulated else testbed.name
+    device = _EMULATED if comparison.testbed.emulated else comparison.testbed.name
     losses = "losses equal bit for bit" if comparison.losses_equal else "LOSSES DIFFER"
-    figure.suptitle(
-        f"{comparison.shape.params / 1e6:,.3g} M parameters on {device}; {losses}",
-        x=0.01,
-        ha="left",
-        fontsize=10.5,
-        parse_math=False,
-    )
+    figure.suptitle(f"{comparison.shape.params / 1e6:,.3g} M parameters on {device}; {losses}", **_TITLE)
+    return figure
+
+
+def draw_layer_comparison(comparison: LayerComparison) -> Figure:
+    """Draw memory of layers and the link over an iteration of each choice: left measured, right predicted."""
+    runs = comparison.runs
+    figure = Figure(figsize=(18.0, schedules_height([run.predicted for run in runs])), layout="constrained", dpi=100)
+    figure.set_label("ebbtide: layers, measured and predicted")
+    longest_s = max(schedule.iteration_s for run in runs for schedule in (run.measured, run.predicted))
+    for half, part in zip(("measured", "predicted"), figure.subfigures(1, 2), strict=True):
+        titles = [f"{run.name}: {half} {getattr(run.iteration_ms, half):,.0f} ms" for run in runs]
+        axes = draw_lanes(part, [getattr(run, half) for run in runs], titles)
+        axes.set_xlabel("time of an iteration (s)")
+        axes.set_xlim(0.0, 1.01 * longest_s)
+    device = comparison.device if comparison.link_bytes_per_s is None else _EMULATED
+    figure.suptitle(f"Memory and link of layers on {device}", **_TITLE)
     return figure
 
 

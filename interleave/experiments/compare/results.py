@@ -118,6 +118,12 @@ class Comparison:
     def losses_equal(self) -> bool:
         return all(result.losses_equal for result in self.results)
 
+    @property
+    def difference(self) -> str:
+        """A sentence on the policies whose losses differ."""
+        differing = ", ".join(result.policy for result in self.results if not result.losses_equal)
+        return f"the losses of {differing} differ from those of {self.results[0].policy}"
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide compare --json` prints."""
         testbed = self.testbed

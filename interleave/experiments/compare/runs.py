@@ -175,13 +175,18 @@ class SteppingOptimizer(Protocol):
     def step(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Time in s of each phase of an iteration."""
+class Step(NamedTuple):
+    """An iteration of a training loop: its begin on the clock of time.perf_counter, its phases, and its loss."""
 
+    begin_s: float
     forward_s: float
     backward_s: float
     update_s: float
+    loss: float
+
+    @property
+    def iteration_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
 
 
 @dataclass(frozen=True)
@@ -237,7 +242,6 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
         )
     except UserError as error:
         raise CannotRun(str(error)) from error
-    times: list[StepTimes] = []
     schedules: list[Schedule] = []
 
     def add_schedule() -> None:
@@ -245,53 +249,55 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
         if (schedule := optimizer.last_schedule) is not None and not (schedules and schedule is schedules[-1]):
             schedules.append(schedule)
 
-    def add_step(of_step: StepTimes) -> None:
-        times.append(of_step)
+    def end_step() -> None:
         add_schedule()
+        training.on_iteration()
 
     with closing(optimizer):
         try:
-            losses = train(job, optimizer, training, add_step)
+            steps = train(job, optimizer, training.iterations, end_step)
             optimizer.synchronize()
         except EngineError as error:
             raise CannotRun(str(error)) from error
         add_schedule()
-    if len(schedules) < len(times):
+    if len(schedules) < len(steps):
         raise CannotRun("the device ran out of memory during a step, which was finished without the plan")
-    return PolicyRun(policy, list(map(_with_phases, schedules, times)), losses)
+    return PolicyRun(policy, list(map(_with_phases, schedules, steps)), [step.loss for step in steps])
 
 
 def train(
-    job: Job, optimizer: SteppingOptimizer, training: TrainingRun, on_times: Callable[[StepTimes], object]
-) -> list[float]:
-    """Train a job, call `on_times` with the times of each iteration, and return the losses."""
-    losses = []
+    job: Job, optimizer: SteppingOptimizer, iterations: int, on_iteration: Callable[[], object] = lambda: None
+) -> list[Step]:
+    """Train a job, and call `on_iteration` after each step."""
+
+    def now_s() -> float:
+        if job.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    steps = []
     with _deterministic_algorithms():
-        synchronize(job)
-        begin = time.perf_counter()
-        for _ in range(training.iterations):
+        begin_s = now_s()
+        for _ in range(iterations):
             loss = job.forward()
-            synchronize(job)
-            forward_end = time.perf_counter()
+            forward_end_s = now_s()
             loss.backward()
-            synchronize(job)
-            backward_end = time.perf_counter()
+            backward_end_s = now_s()
             optimizer.step()
-            synchronize(job)
-            update_end = time.perf_counter()
-            on_times(StepTimes(forward_end - begin, backward_end - forward_end, update_end - backward_end))
-            losses.append(loss.item())
-            training.on_iteration()
-            begin = update_end
-    return losses
+            end_s = now_s()
+            phases_s = forward_end_s - begin_s, backward_end_s - forward_end_s, end_s - backward_end_s
+            steps.append(Step(begin_s, *phases_s, loss.item()))
+            on_iteration()
+            begin_s = end_s
+    return steps
 
 
-def _with_phases(schedule: Schedule, times: StepTimes) -> Schedule:
+def _with_phases(schedule: Schedule, step: Step) -> Schedule:
     """Return the schedule with the phases of the training loop.
 
     The update begins where the backward has returned, also where the optimizer first does other work than that of its
     plan, such as a norm. The workload's forward has no waits for late updates."""
-    forward, backward = times.forward_s, times.backward_s
+    forward, backward = step.forward_s, step.backward_s
     waited_s = max(0.0, schedule.forward_s - schedule.workload.forward_s)
     return replace(
         schedule,
@@ -301,12 +307,6 @@ def _with_phases(schedule: Schedule, times: StepTimes) -> Schedule:
         backward_s=backward,
         update_s=max(0.0, schedule.iteration_s - forward - backward),
     )
-
-
-def synchronize(job: Job) -> None:
-    """Wait until a GPU has done the work of a job."""
-    if job.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 @contextmanager

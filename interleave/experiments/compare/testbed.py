@@ -5,7 +5,6 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -18,7 +17,6 @@ from ebbtide.interleave.calibrate.run import calibrate
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
-from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.machines.machine import Machine, machine_from
 
 # Slow enough to leave the cores to the updates, which share them with the emulated device.
@@ -66,26 +64,17 @@ class Testbed:
         return EmulatedDevice(self.memory_budget, self.link_bytes_per_s, self.link_bytes_per_s, _GPU_PARAMS_PER_S)
 
 
-class StorageFolders(NamedTuple):
-    """Folders for state that host memory does not hold, and the bytes of host memory for state and buffers."""
-
-    folders: tuple[Path, ...]
-    host_bytes: float
-
-
 def find_testbed(
     params: int,
     subgroup_params: int,
     memory_budget: float,
     link_bytes_per_s: float | None,
     machine: Machine | None,
-    storage: StorageFolders | None = None,
 ) -> Testbed:
     """Return the GPU of this machine, or an emulated device without a GPU or if a link rate is given.
 
     A `machine` has the rates to predict with, which are measured where it is None; link and GPU of an emulated device
-    have its own. Folders of storage that the machine does not know are measured. Raises MachineError for a missing
-    rate, and EngineError for a folder that cannot be used."""
+    have its own. Raises MachineError for a missing rate."""
     if torch.cuda.is_available() and link_bytes_per_s is None:
         rates = machine or calibrate(Ranks(), _CALIBRATE_S, "this machine")
         testbed = Testbed(torch.device("cuda"), torch.cuda.get_device_name(), rates, memory_budget, None, None)
@@ -110,10 +99,7 @@ def find_testbed(
             overhead_s = _measure_overhead(testbed, -(-params // subgroup_params))
             testbed = replace(testbed, machine=replace(rates, step_overhead_s=overhead_s))
     testbed.machine.need(_REQUIRED_RATES, "compare")
-    if storage is None:
-        return testbed
-    measured = StorageOptions(storage.folders, storage.host_bytes).added_to(testbed.machine)
-    return replace(testbed, machine=measured, storage=storage.folders)
+    return testbed
 
 
 def _measure_overhead(testbed: Testbed, subgroups: int) -> float:

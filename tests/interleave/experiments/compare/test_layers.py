@@ -8,9 +8,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.compare.layer_tables import draw_layer_comparison, layer_comparison_view
+from ebbtide.interleave.experiments.compare.compare import CompareConfig
 from ebbtide.interleave.experiments.compare.layers import CHOICES, WARMUP, LayerComparison, compare_layers
+from ebbtide.interleave.experiments.compare.picture import draw_layer_comparison
 from ebbtide.interleave.experiments.compare.runs import PhaseWaits
+from ebbtide.interleave.experiments.compare.tables import layer_comparison_view
 from ebbtide.interleave.policies import layer_choice
 from tests.cli.test_json_schemas import schema, strict
 
@@ -22,7 +24,9 @@ def layer_comparison(request: pytest.FixtureRequest) -> LayerComparison:
     with pytest.MonkeyPatch.context() as patched:
         # Of choices, the search compares few.
         patched.setattr(layer_choice, "_SEARCHED_OPS", 1000)
-        return compare_layers(200_000, WARMUP + 2, None, 4e7, PhaseWaits(0.01, 0.02), 0, choices=request.param)
+        waits = PhaseWaits(0.01, 0.02)
+        config = CompareConfig(params=200_000, iterations=WARMUP + 2, link_bytes_per_s=4e7, waits=waits)
+        return compare_layers(config, choices=request.param)
 
 
 def test_compare_layers__moves_the_bytes_of_the_plan_within_its_memory(layer_comparison: LayerComparison) -> None:
@@ -58,5 +62,7 @@ def test_compare_layers__is_a_table_and_a_picture(layer_comparison: LayerCompari
     ("steps", "budget", "message"), [(4, None, "--steps must be at least 6"), (6, 1e3, "budget is 1000")]
 )
 def test_compare_layers__bad_input(steps: int, budget: float | None, message: str) -> None:
+    waits = PhaseWaits(0.001, 0.001)
+    config = CompareConfig(params=100_000, iterations=steps, memory_budget=budget, link_bytes_per_s=4e8, waits=waits)
     with pytest.raises(UserError, match=message):
-        compare_layers(100_000, steps, budget, 4e8, PhaseWaits(0.001, 0.001), 0, choices=(("auto", "auto"),))
+        compare_layers(config, choices=(("auto", "auto"),))
