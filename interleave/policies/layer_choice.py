@@ -69,8 +69,6 @@ class LayerChoice(NamedTuple):
 Maker = Callable[[Workload, bool], Plan]
 # Bytes of device and of host memory that are missing, the mean iteration, s, and the bytes of layers that move.
 Cost = tuple[float, float, float, float]
-
-
 # Yields choices that are somewhat different.
 Change = Callable[[LayerChoice], Iterator[LayerChoice]]
 
@@ -222,15 +220,12 @@ class LayerSearch:
         while size and self._ops_left > 0:
             before = choice
             blocks = [range(first, min(count, first + size)) for first in range(0, count, size)]
-            changes: list[Change] = [
-                self._change_slots,
-                *(partial(self._change_layers, layers=layers) for layers in blocks),
-            ]
-            choice = self._improved(choice, changes, make)
+            changes: list[Change] = [partial(self._change_layers, layers=layers) for layers in blocks]
+            choice = self._improved(choice, [self._change_slots, *changes], make)
             if choice == before and 1 < len(blocks) <= _PAIRED_BLOCKS:
-                with_slots = [partial(self._change_layers_and_slots, layers=layers) for layers in blocks]
-                pairs = [partial(self._change_pair, pair=pair) for pair in combinations(blocks, 2)]
-                choice = self._improved(choice, [*with_slots, *pairs], make)
+                # With other slots, or in two blocks, one of which gives memory that the other may take.
+                pairs = [*product(changes, [self._change_slots]), *combinations(changes, 2)]
+                choice = self._improved(choice, [_in_turn(*pair) for pair in pairs], make)
             size = size if choice != before else size // 2
 
     def _improved(self, choice: LayerChoice, changes: Sequence[Change], make: Maker) -> LayerChoice:
@@ -257,16 +252,6 @@ class LayerSearch:
         for streamed, form in product((None, *self._weights), (None, *self._forms)):
             yield choice.changed(layers, streamed, form)
 
-    def _change_layers_and_slots(self, choice: LayerChoice, layers: range) -> Iterator[LayerChoice]:
-        """Yield choices that differ in a block of layers and in a number of slots."""
-        for candidate in self._change_layers(choice, layers):
-            yield from self._change_slots(candidate)
-
-    def _change_pair(self, choice: LayerChoice, pair: tuple[range, range]) -> Iterator[LayerChoice]:
-        """Yield choices in which one block gives memory that another one may take."""
-        for first in self._change_layers(choice, pair[0]):
-            yield from self._change_layers(first, pair[1])
-
     def _cost(self, choice: LayerChoice, make: Maker, limit: Cost | None = None) -> Cost:
         """Return the cost of a choice, or the missing memory alone where that is above the limit's."""
         if choice in self._costs:
@@ -281,3 +266,8 @@ class LayerSearch:
         self._plan_ops = len(result.plan.ops)
         self._costs[choice] = result.cost
         return result.cost
+
+
+def _in_turn(first: Change, second: Change) -> Change:
+    """Return the change that makes one after the other."""
+    return lambda choice: (after for before in first(choice) for after in second(before))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from ebbtide.interleave.model.operations import OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, LATE_KINDS, WRITES_PARAMETERS, Op, Plan, forward_points
@@ -21,13 +22,7 @@ def best_count(most: int, cost: Callable[[int], Cost]) -> int:
     """Return the best count from 0 to a number: of some evenly spread ones, and then near the best.
 
     `cost` is that of a count (see `Steps.cost`); it is called once for each."""
-    costs: dict[int, Cost] = {}
-
-    def cost_of(count: int) -> Cost:
-        if count not in costs:
-            costs[count] = cost(count)
-        return costs[count]
-
+    cost_of = cache(cost)
     step = max(1, most // _FIRST_COUNTS)
     best = min(range(0, most + 1, step), key=cost_of)
     while step:

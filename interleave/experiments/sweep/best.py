@@ -54,7 +54,7 @@ SCHEMA = pa.schema(
 )
 
 
-# The columns of which each combination of values has a best policy: the first fields of `BestPolicy`.
+# The columns of which each combination of values has a best policy.
 _GROUP = ("workload", "machine", "scale_params", "free_bytes", "host_free_bytes")
 
 
@@ -62,11 +62,7 @@ _GROUP = ("workload", "machine", "scale_params", "free_bytes", "host_free_bytes"
 class BestPolicy:
     """The fastest combination of a workload, a machine and a scenario, over policies and subgroup sizes."""
 
-    workload: str
-    machine: str
-    scale_params: float
-    free_bytes: float | None  # Free memory of the scenario; None for that of the workload.
-    host_free_bytes: float | None
+    group: Row  # The values of _GROUP.
     row: Row | None  # Row of the combination; None if no combination fits.
     speed_up: float | None  # Speed-up over the baseline with the same subgroups; None if that is not in the sweep.
 
@@ -93,7 +89,7 @@ class BestPolicy:
             "storage_written_bytes",
         )
         return {
-            **{name: getattr(self, name) for name in _GROUP},
+            **self.group,
             **{name: self.row[name] if self.row else None for name in names},
             "speed_up": self.speed_up,
             "above_bound_share": self.above_bound,
@@ -108,10 +104,10 @@ def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in _GROUP), []).append(row)
-    return [_best(group, group_rows) for group, group_rows in groups.items()]
+    return [_best(dict(zip(_GROUP, group, strict=True)), group_rows) for group, group_rows in groups.items()]
 
 
-def _best(group: tuple[Any, ...], rows: Sequence[Row]) -> BestPolicy:
+def _best(group: Row, rows: Sequence[Row]) -> BestPolicy:
     replayed = [row for row in rows if row["error"] is None]
     best = min(
         (row for row in replayed if row["fits"] is not False),
@@ -124,7 +120,7 @@ def _best(group: tuple[Any, ...], rows: Sequence[Row]) -> BestPolicy:
         if best and row["policy"] == BASELINE and row["subgroup_params"] == best["subgroup_params"]
     ]
     speed_up = baseline_ms[0] / best["iteration_ms"] if best and baseline_ms and best["iteration_ms"] else None
-    return BestPolicy(**dict(zip(_GROUP, group, strict=True)), row=best, speed_up=speed_up)
+    return BestPolicy(group, best, speed_up)
 
 
 def values_of(rows: Iterable[Row], column: str) -> list[Any]:
@@ -139,7 +135,7 @@ def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> Vie
     # Names that are the same in all rows are a line above the table.
     constant = [name for name in ("workload", "machine") if len(values_of(rows, name)) == 1]
     if constant:
-        yield ", ".join(f"{name}: {getattr(best[0], name)}" for name in constant)
+        yield ", ".join(f"{name}: {rows[0][name]}" for name in constant)
     scenario = _scenario_columns(rows)
     columns = [
         *scenario,
@@ -151,13 +147,7 @@ def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> Vie
         share("above the bound", itemgetter("above_bound"), digits=1),
     ]
     best_rows = [
-        {
-            **{name: getattr(item, name) for name in _GROUP},
-            **(item.row or {}),
-            "speed_up": item.speed_up,
-            "above_bound": item.above_bound,
-        }
-        for item in best
+        {**item.group, **(item.row or {}), "speed_up": item.speed_up, "above_bound": item.above_bound} for item in best
     ]
     title = f"The best policy that fits (speed-up over {BASELINE} with the same subgroups)"
     max_rows = _MAX_ROWS if print_all else _MAX_SHORT
@@ -184,7 +174,7 @@ def _answer(best: Sequence[BestPolicy]) -> str:
     if not policies:
         return f"no policy fits ({cases})"
     none_fits = len(best) - policies.total()
-    if len({(item.workload, item.scale_params, item.free_bytes, item.host_free_bytes) for item in best}) > 1:
+    if len({tuple(value for name, value in item.group.items() if name != "machine") for item in best}) > 1:
         policy, number = policies.most_common(1)[0]
         rest = f"; none fits in {none_fits:,}" if none_fits else ""
         return Gain(f"{policy} is the best policy in {number:,} of {cases}{rest}")
@@ -194,7 +184,7 @@ def _answer(best: Sequence[BestPolicy]) -> str:
     of_cases = f", the fastest of {len(best)} machines" if len(best) > 1 else ""
     rest = f"; no policy fits on {none_fits}" if none_fits else ""
     time = f"{fastest.row['iteration_ms']:,.0f} ms an iteration{gain}"
-    return Gain(f"{_policy_text(fastest.row)} on {fastest.machine}: {time}{of_cases}{rest}")
+    return Gain(f"{_policy_text(fastest.row)} on {fastest.row['machine']}: {time}{of_cases}{rest}")
 
 
 def _policy_text(row: Row) -> str:

@@ -4,6 +4,7 @@ from ebbtide.interleave.model.plan import FORWARD, UPDATE, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, free_memory_steps, policy, reject_value
+from ebbtide.interleave.policies.search.assignment import subgroups_that_fit
 from ebbtide.machines.machine import Machine
 
 # The share of the device that its memory budget leaves free.
@@ -19,13 +20,12 @@ def deepcompile(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     subgroup is fetched at the first moment of the backward from which on there is memory for all on the device so far;
     what finds none is fetched when the backward ends. A fifth of the device counts as not free."""
     reject_value(spec)
-    free_steps = free_memory_steps(workload, spec)
     margin = _MARGIN * (machine.gpu_memory_bytes or 0.0)
     backward_s = workload.compute_s - workload.backward_s
-    before_step = [(at_s, free) for at_s, free in free_steps if at_s < workload.compute_s]
+    before_step = [(at_s, free) for at_s, free in free_memory_steps(workload, spec) if at_s < workload.compute_s]
     floor = min([free for at_s, free in before_step if at_s < backward_s or not at_s], default=0.0) - margin
     builder = PlanBuilder(spec.text, workload)
-    leaving = _leaving(builder.sizes, workload.state_bytes, floor)
+    leaving = range(len(builder.sizes) - subgroups_that_fit(builder.sizes[::-1], workload.state_bytes, floor))
     builder.leave(leaving, FORWARD)
     builder.gradients(keep=frozenset(range(len(builder.sizes))))
     held_bytes = workload.state_bytes * sum(builder.sizes[len(leaving) :])
@@ -38,16 +38,6 @@ def deepcompile(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
         else:
             builder.resident(subgroup)
     return builder.plan()
-
-
-def _leaving(sizes: tuple[int, ...], state_bytes: float, floor: float) -> range:
-    """Return the subgroups whose state leaves the device: the first ones, until the others fit."""
-    rest = state_bytes * sum(sizes)
-    for count, size in enumerate(sizes):
-        if rest <= floor:
-            return range(count)
-        rest -= state_bytes * size
-    return range(len(sizes))
 
 
 def _fetch_point(workload: Workload, backward_s: float, needed_bytes: float) -> float:

@@ -1,6 +1,8 @@
 """Megatron-LM's HybridDeviceOptimizer: a fixed fraction of the state on the CPU."""
 
+from bisect import bisect_left
 from dataclasses import replace
+from itertools import accumulate
 
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -30,7 +32,7 @@ def megatron_hybrid(workload: Workload, machine: Machine, spec: PolicySpec) -> P
     `masters=gpu` the GPU keeps fp32 masters of all parameters, as without --use-precision-aware-optimizer."""
     fraction = spec.number("the fraction on the CPU", None, 0.0, 1.0)
     builder = PlanBuilder(spec.text, workload)
-    on_cpu = range(_count(builder.sizes, fraction))
+    on_cpu = range(bisect_left([*accumulate(builder.sizes, initial=0)], fraction * sum(builder.sizes)))
     resident = range(len(on_cpu), len(builder.sizes))
     builder.gradients_at_step(frozenset(resident), MASTER_BYTES)
     for subgroup in resident:
@@ -46,13 +48,3 @@ def megatron_hybrid(workload: Workload, machine: Machine, spec: PolicySpec) -> P
         return plan
     masters_bytes = MASTER_BYTES * sum(builder.sizes[subgroup] for subgroup in on_cpu)
     return replace(plan, resident_bytes=plan.resident_bytes + masters_bytes)
-
-
-def _count(sizes: tuple[int, ...], fraction: float) -> int:
-    """Return how many of the first subgroups have at least a fraction of all parameters."""
-    params, wanted = 0, fraction * sum(sizes)
-    for count, size in enumerate(sizes):
-        if params >= wanted:
-            return count
-        params += size
-    return len(sizes)

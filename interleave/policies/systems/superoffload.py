@@ -8,6 +8,7 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import Cost, best_count
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
+from ebbtide.interleave.policies.search.assignment import subgroups_that_fit
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
@@ -33,7 +34,9 @@ def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan
     cores; at the step each subgroup is converted on the CPU and copied from pageable memory, one after another."""
     reject_value(spec)
     make = _paper_plan if spec.options["rule"] == "paper" else _deepspeed_plan
-    most = _fitting_count(workload)
+    # Those that fit into memory that is always free, with their gradients.
+    per_param = workload.state_bytes + workload.grad_bytes
+    most = subgroups_that_fit(workload.subgroups, per_param, workload.min_free_bytes or 0.0)
 
     def cost(count: int) -> Cost:
         return simulate_steps(make(workload, spec.text, count), workload, machine).cost(machine)
@@ -79,14 +82,3 @@ def _paper_plan(workload: Workload, text: str, count: int) -> Plan:
         "an update that clipping changes is undone by arithmetic, which does not give back every bit of the old state"
     )
     return replace(plan, departures=Departures(frozenset({CLIPPING_FIRST}), consequence), rolls_back=True)
-
-
-def _fitting_count(workload: Workload) -> int:
-    """Return how many of the first subgroups fit into memory that is always free with their gradients."""
-    free, count = workload.min_free_bytes or 0.0, 0
-    for size in workload.subgroups:
-        free -= (workload.state_bytes + workload.grad_bytes) * size
-        if free < 0:
-            break
-        count += 1
-    return count

@@ -155,7 +155,7 @@ def test_sweep__less_host_memory_means_more_state_in_storage() -> None:
     assert [row["host_free_bytes"] for row in actual] == list(sizes)
     assert actual[0]["stored_subgroups"] > actual[1]["stored_subgroups"] > actual[2]["stored_subgroups"] == 0
     assert all(row["fits"] and row["host_bytes"] <= (row["host_free_bytes"] or math.inf) for row in actual)
-    assert [best.host_free_bytes for best in find_best(actual)] == list(sizes)
+    assert [best.group["host_free_bytes"] for best in find_best(actual)] == list(sizes)
 
 
 def test_find_best__is_over_policies_and_subgroups_of_each_scenario() -> None:
@@ -166,7 +166,7 @@ def test_find_best__is_over_policies_and_subgroups_of_each_scenario() -> None:
         for policy, iteration in (("zero-offload", 220.0), ("a", 120.0))
     ]
     bests = find_best(actual)
-    assert [best.free_bytes for best in bests] == [1.0, None]
+    assert [best.group["free_bytes"] for best in bests] == [1.0, None]
     assert [best.row and best.row["subgroup_params"] for best in bests] == [20, 20]
     # Over the baseline with the same subgroups.
     assert [best.speed_up for best in bests] == [2.0, 2.0]
