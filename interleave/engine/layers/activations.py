@@ -1,10 +1,8 @@
 """Activations of a model's layers, kept, recomputed or offloaded by a plan, in any training loop."""
 
-import logging
 import math
 import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +22,9 @@ from ebbtide.interleave.engine.layers.model_layers import (
     storages_of,
     tensors_in,
 )
-from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOptions, LayerOrders, plan_orders
-from ebbtide.interleave.engine.layers.transfers import StorageTransfers
+from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOptions, LayerOrders
 from ebbtide.interleave.engine.layers.weights import MEASURED_PASSES, StreamedWeights
 from ebbtide.interleave.policies.layer_choice import ACTIVATIONS
-
-log = logging.getLogger("ebbtide")
 
 # Without a limit of memory nothing moves.
 _NOTHING_TO_CHOOSE = {
@@ -60,8 +55,6 @@ class OffloadedActivations(MovedLayers):
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
         self._kind = _KindOfPass()
         self._pass: LayerPass | None = None
-        self._names: list[str] = []
-        self._is_idle = False
 
     def _join(self, weights: StreamedWeights, device: Device | None) -> None:
         """Share the memory, the copies and the plan of streamed weights."""
@@ -72,18 +65,14 @@ class OffloadedActivations(MovedLayers):
         memory.limit_bytes = sum(given) if (given := [one for one in limits if one is not None]) else None
         memory.what = "activations and weights of layers"
 
-    @property
-    def choices(self) -> dict[str, str]:
-        """`keep`, `recompute` or `offload` by layer, in the order of the forward, of the last pass."""
-        return self._choices(self.orders.kind)
+    def _choice(self, layer: int) -> str:
+        return self.orders.kind(layer)
 
     def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward as the orders say."""
         if not torch.is_grad_enabled():
             return layer.original(*args, **kwargs)
-        if layer.number is None:
-            layer.number = len(self._names)
-            self._names.append(layer.name)
+        number = self._number(layer)
         if (
             is_within_backward()
             or other_hooks() is not None
@@ -91,14 +80,14 @@ class OffloadedActivations(MovedLayers):
         ):
             # The job itself decides what is saved; transforms of torch.func do not allow hooks.
             return layer.original(*args, **kwargs)
-        if not layer.number or self._pass is None or layer.number <= self._pass.last_layer:
+        if not number or self._pass is None or number <= self._pass.last_layer:
             claim = self._begin_pass(layer, args, kwargs)
             if self._pass is None:
                 output = layer.original(*args, **kwargs)
                 if claim is not None:
                     claim.attach(tensors_in(output))
                 return output
-        return self._run_layer(self._pass, layer, layer.number, args, kwargs)
+        return self._run_layer(self._pass, layer, number, args, kwargs)
 
     def _begin_pass(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_KeptClaim | None":
         """Set the orders of a pass. Return the claim of the memory that it needs without orders."""
@@ -121,7 +110,11 @@ class OffloadedActivations(MovedLayers):
                 kind.orders = KEEP_ALL
         self._kind = kind
         if kind.measured is not None:
-            self._plan(kind, kind.measured, transfers)
+            sizes = [] if self._weights is None else self._weights.sizes()
+            self._plan(kind.measured, sizes, self._options())
+            kind.orders = self.orders
+            kind.saved_bytes = sum(kind.measured.saved_bytes.values()) + kind.measured.left_bytes
+            kind.measured = None
         self.orders = orders = kind.orders
         if orders.keeps_all:
             try:
@@ -138,7 +131,7 @@ class OffloadedActivations(MovedLayers):
         measurement = PassMeasurement(transfers.device, kind.before) if orders is ONE_AT_A_TIME else None
         self._let_weights_follow(orders, measurement)
         own = storages_of(self._model)
-        self._pass = LayerPass(transfers, orders, device_type, self._names, kind.end_pass, own, measurement)
+        self._pass = LayerPass(transfers, orders, device_type, self._order, kind.end_pass, own, measurement)
         return None
 
     def _options(self) -> LayerOptions:
@@ -161,10 +154,8 @@ class OffloadedActivations(MovedLayers):
         return min(larger)[2] if larger else None
 
     def _set_idle(self, is_idle: bool) -> None:
-        if self._is_idle != is_idle:
-            self._is_idle = is_idle
-            for layer in self._layers:
-                layer.is_idle = is_idle and layer.number != 0
+        for layer in self._layers:
+            layer.is_idle = is_idle and layer.number != 0
 
     def _run_layer(
         self, one: LayerPass, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -196,17 +187,6 @@ class OffloadedActivations(MovedLayers):
                 output = layer.original(*args, **kwargs)
         one.end_layer(number, tensors_in(output))
         return output
-
-    def _plan(self, kind: "_KindOfPass", measured: PassMeasurement, transfers: StorageTransfers) -> None:
-        sizes = [] if self._weights is None else self._weights.sizes()
-        layers, budget, rates = measured.layers(self._names, sizes), self._limit_bytes(), transfers.rates()
-        transfers.measures = False
-        budget = None if budget is None else max(0.0, budget - measured.left_bytes)
-        orders = plan_orders(layers, budget, rates, self._options(), measured.outside())
-        kind.orders = self.orders = orders if orders.plan is None else replace(orders, left=frozenset(measured.left))
-        kind.saved_bytes = sum(layer.saved_bytes for layer in layers) + measured.left_bytes
-        kind.measured = None
-        log.info("ebbtide: activations of layers: %s", ", ".join(map(" ".join, self.choices.items())))
 
 
 class _KindOfPass:

@@ -8,6 +8,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
+from ebbtide.interleave.engine.layers.model_layers import LayerForward
 from ebbtide.interleave.engine.layers.orders import LayerOrders
 from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, is_plain
 from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers
@@ -25,7 +26,7 @@ class LayerPass:
         transfers: StorageTransfers,
         orders: LayerOrders,
         device_type: str,
-        names: Sequence[str],
+        layers: Sequence[LayerForward],
         end: "Callable[[LayerPass], None]",
         own: Collection[int],
         measurement: PassMeasurement | None,
@@ -33,7 +34,7 @@ class LayerPass:
         self.orders = orders
         self._transfers = transfers
         self._device_type = device_type
-        self._names = names
+        self._layers = layers
         self._end = end
         self._own = own
         # The same of the layer that computes now, which may have gathered them.
@@ -103,7 +104,7 @@ class LayerPass:
         try:
             self._transfers.count(storage)
         except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"layer {self._names[layer]}: {error}") from error
+            raise DeviceMemoryError(f"layer {self._layers[layer].name}: {error}") from error
 
     def _assign(self, storage: SavedStorage, layer: int) -> None:
         """Let a storage be one of a later layer, which uses it before the ones that have saved it."""
@@ -127,7 +128,7 @@ class LayerPass:
     def load(self, saved: PackedTensor) -> torch.Tensor:
         """Return a saved tensor for the backward. Raises EngineError if the job has modified it."""
         with self._lock:
-            saved.check(self._names[saved.layer])
+            saved.check(self._layers[saved.layer].name)
             if saved.layer != self._backward_of:
                 self._begin_backward(saved.layer)
             if (storage := saved.storage) is not None and storage.hold() is None:
@@ -142,7 +143,6 @@ class LayerPass:
             self._outputs.clear()
         if self.measurement is not None:
             self.measurement.turn()
-            self.measurement.end()
             self._transfers.wait("d2h", lambda _: True)
             self.measurement.end_forward(self._of_layer)
         self._backward_of = layer
@@ -155,7 +155,7 @@ class LayerPass:
             self.measurement.begin(True, layer)
 
     def _bring_back(self, storages: Collection[SavedStorage], layer: int) -> None:
-        self._transfers.bring_back(storages, f"backward of layer {self._names[layer]}")
+        self._transfers.bring_back(storages, f"backward of layer {self._layers[layer].name}")
 
     def _release_after(self, layer: int) -> None:
         """Release on the device what layers have used whose backward has ended."""

@@ -46,8 +46,9 @@ class PassMeasurement:
         self._open = []
 
     def turn(self) -> None:
-        """Mark the begin of the backward."""
+        """Mark the end of a layer's compute before a backward, the first of which begins there."""
         self._turned = self._turned or self._device.record("job")
+        self.end()
 
     def _passes(self) -> "list[PassMeasurement]":
         """Return this pass and those before it, the last one first."""

@@ -65,23 +65,18 @@ class LayerMemoryCount:
             self.unclaim(counted.nbytes)
 
 
-class HostBlock:
-    """Pinned host memory (uint8), and the marks of its last uses."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.marks: Sequence[Mark] = ()
-
-
 class HostCopy:
-    """The use of a host block by copies of storages; the arena has the block again when the last of them is gone."""
+    """Pinned host memory (uint8) with copies of storages, and the marks of its last uses.
 
-    def __init__(self, arena: "HostArena", block: HostBlock) -> None:
-        self.block = block
+    The arena has the memory again when the last of these storages is gone."""
+
+    def __init__(self, arena: "HostArena", memory: torch.Tensor, marks: Sequence[Mark]) -> None:
+        self.memory = memory
+        self.marks = marks
         self._arena = arena
 
     def __del__(self) -> None:
-        self._arena.give(self.block)
+        self._arena.give(self.memory, self.marks)
 
 
 class HostArena:
@@ -91,30 +86,30 @@ class HostArena:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: list[HostBlock] = []
+        self._free: list[tuple[torch.Tensor, Sequence[Mark]]] = []
         self._lock = threading.RLock()
         self.allocated_bytes = 0
 
     def take(self, nbytes: int) -> HostCopy:
         with self._lock:
-            self._free.sort(key=lambda block: block.memory.nbytes)
-            for index, block in enumerate(self._free):
-                if nbytes <= block.memory.nbytes <= 2 * nbytes:
-                    return HostCopy(self, self._free.pop(index))
+            self._free.sort(key=lambda block: block[0].nbytes)
+            for index, (memory, _) in enumerate(self._free):
+                if nbytes <= memory.nbytes <= 2 * nbytes:
+                    return HostCopy(self, *self._free.pop(index))
             self.release(nbytes)
             self.allocated_bytes += nbytes
-            return HostCopy(self, HostBlock(self._device.allocate_host((nbytes,), torch.uint8)))
+            return HostCopy(self, self._device.allocate_host((nbytes,), torch.uint8), ())
 
-    def give(self, block: HostBlock) -> None:
+    def give(self, memory: torch.Tensor, marks: Sequence[Mark]) -> None:
         with self._lock:
-            self._free.append(block)
+            self._free.append((memory, marks))
 
     def release(self, below_bytes: float = float("inf")) -> None:
         """Release free blocks that are smaller than a size."""
         with self._lock:
-            small = [block for block in self._free if block.memory.nbytes < below_bytes]
-            self._free = [block for block in self._free if block.memory.nbytes >= below_bytes]
-            for block in small:
-                for mark in block.marks:
+            small = [block for block in self._free if block[0].nbytes < below_bytes]
+            self._free = [block for block in self._free if block[0].nbytes >= below_bytes]
+            for memory, marks in small:
+                for mark in marks:
                     mark.synchronize()
-                self.allocated_bytes -= block.memory.nbytes
+                self.allocated_bytes -= memory.nbytes

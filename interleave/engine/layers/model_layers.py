@@ -1,6 +1,8 @@
 """The layers of a model, and forwards that stand in for theirs."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Self
 
@@ -10,12 +12,15 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.memory import HostArena, LayerMemoryCount
-from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME
+from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME, LayerOptions, LayerOrders, plan_orders
 from ebbtide.interleave.engine.layers.transfers import StorageTransfers
 from ebbtide.interleave.model.layer_names import layer_names
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
+
+log = logging.getLogger("ebbtide")
 
 
 class LayerForward:
@@ -117,8 +122,10 @@ class MovedLayers:
         self._budget_bytes = memory_budget
         self.option = choice
         self._layers = replace_forwards(model, self)
+        # Those that have run, in the order of the forward.
+        self._order: list[LayerForward] = []
         self._transfers: StorageTransfers | None = None
-        self.orders = ONE_AT_A_TIME
+        self.orders: LayerOrders = ONE_AT_A_TIME
 
     def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward as the orders say."""
@@ -140,11 +147,35 @@ class MovedLayers:
             free = max(0.0, free + memory.peak_bytes - device.used_bytes)
         return min((limit for limit in (memory.limit_bytes, free) if limit is not None), default=None)
 
-    def _choices(self, kind: Callable[[int], str]) -> dict[str, str]:
-        """Return the kind of each layer, in the order of the forward."""
+    def _number(self, layer: LayerForward) -> int:
+        """Return the number of a layer, the next one in its first forward."""
+        if layer.number is None:
+            layer.number = len(self._order)
+            self._order.append(layer)
+        return layer.number
+
+    def _plan(self, measured: PassMeasurement, weights: Sequence[tuple[int, int]], options: LayerOptions) -> None:
+        """Set the orders of the best plan for layers that were measured; `weights`: see `StreamedWeights.sizes`."""
+        assert self._transfers is not None
+        layers = measured.layers([layer.name for layer in self._order], weights)
+        budget, rates = self._limit_bytes(), self._transfers.rates()
+        self._transfers.measures = False
+        budget = None if budget is None else max(0.0, budget - measured.left_bytes)
+        orders = plan_orders(layers, budget, rates, options, measured.outside())
+        self.orders = orders if orders.plan is None else replace(orders, left=frozenset(measured.left))
+        log.info("ebbtide: %s of layers: %s", self.what, ", ".join(map(" ".join, self.choices.items())))
+
+    def _choice(self, layer: int) -> str:
+        """Return what the orders of the last pass say of a layer."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """By layer, in the order of the forward, of the last pass: `keep`, `recompute` or `offload` for activations,
+        `resident` or `streamed` for weights."""
         # While all is kept, layers do not count themselves.
         numbers = {layer.name: len(self._layers) if layer.number is None else layer.number for layer in self._layers}
-        return {name: kind(numbers[name]) for name in sorted(numbers, key=numbers.__getitem__)}
+        return {name: self._choice(numbers[name]) for name in sorted(numbers, key=numbers.__getitem__)}
 
     @property
     def plan(self) -> Plan | None:
@@ -185,9 +216,9 @@ class MovedLayers:
         self.close()
 
 
-def storages_of(*modules: torch.nn.Module) -> set[int]:
+def storages_of(module: torch.nn.Module) -> set[int]:
     """Return the keys of the storages of parameters and buffers."""
-    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    tensors = chain(module.parameters(), module.buffers())
     return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is torch.Tensor}
 
 

@@ -63,7 +63,7 @@ class SavedStorage:
     def forget(self) -> None:
         """Hold the storage on the device no longer, and do not use it if others do: its values may be old."""
         self._storage = None
-        self._alive = _nothing
+        self._alive = lambda: None
 
 
 class _Flight(NamedTuple):
@@ -129,12 +129,11 @@ class StorageTransfers:
             return
         sizes = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for _, source in sources]
         copy = self.arena.take(sum(sizes))
-        wholes = zip(copy.block.memory[: sum(sizes)].split(sizes), sources, strict=True)
-        parts = [whole[: source.nbytes] for whole, (_, source) in wholes]
-        for (one, _), part in zip(sources, parts, strict=True):
-            one.host_copy, one.host = copy, part
-        pairs = [(source, part) for (_, source), part in zip(sources, parts, strict=True)]
-        self._issue("d2h", pairs, copy.block.marks, [one for one, _ in sources])
+        pairs = []
+        for (one, source), whole in zip(sources, copy.memory[: sum(sizes)].split(sizes), strict=True):
+            one.host_copy, one.host = copy, whole[: source.nbytes]
+            pairs.append((source, one.host))
+        self._issue("d2h", pairs, copy.marks, [one for one, _ in sources])
 
     def bring_back(self, storages: Collection[SavedStorage], where: str) -> None:
         """Bring storages back to the device, and let the job wait for them. Raises DeviceMemoryError, which names where
@@ -169,7 +168,7 @@ class StorageTransfers:
             one.put(target.untyped_storage())
             pairs.append((one.host, target))
             if one.host_copy is not None:
-                marks += one.host_copy.block.marks
+                marks += one.host_copy.marks
         self._issue("h2d", pairs, marks, missing)
 
     def _issue(
@@ -178,7 +177,7 @@ class StorageTransfers:
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
         marks: Sequence[Mark],
         storages: Sequence[SavedStorage],
-    ) -> None:
+    ) -> _Flight:
         device = self.device
         device.wait(direction, [device.record("job"), *dict.fromkeys(marks)])
         start = device.record(direction)
@@ -186,20 +185,16 @@ class StorageTransfers:
         end = device.record(direction)
         for one in storages:
             if one.host_copy is not None:
-                one.host_copy.block.marks = [end]
-        memory = [tensor for pair in pairs for tensor in pair]
-        self._flights.append(_Flight(direction, start, end, sum(one.nbytes for one in storages), storages, memory))
+                one.host_copy.marks = [end]
+        nbytes, memory = sum(source.nbytes for source, _ in pairs), [tensor for pair in pairs for tensor in pair]
+        self._flights.append(_Flight(direction, start, end, nbytes, storages, memory))
+        return self._flights[-1]
 
     def copy_now(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a tensor, and return when that is done."""
-        device = self.device
-        device.wait(direction, [device.record("job")])
-        start = device.record(direction)
-        device.copy(direction, [(source, target)])
-        end = device.record(direction)
-        end.synchronize()
-        if self.measures:
-            self._ended.append(_Flight(direction, start, end, source.nbytes, (), ()))
+        flight = self._issue(direction, [(source, target)], (), ())
+        flight.end.synchronize()
+        self._land(flight)
 
     def wait(self, direction: Direction, is_awaited: Callable[[SavedStorage], bool]) -> None:
         """Let the job wait for all copies in a direction of storages that a function selects."""
@@ -237,10 +232,6 @@ class StorageTransfers:
             self._moved[flight.direction] = nbytes + flight.nbytes, seconds
         self._ended.clear()
         return {name: nbytes / seconds if seconds > 0 else None for name, (nbytes, seconds) in self._moved.items()}
-
-
-def _nothing() -> None:
-    """Return None, as the reference to what is gone."""
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from ebbtide.interleave.engine.devices.device import Device, Direction
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.model_layers import LayerForward, MovedLayers, is_within_backward, other_hooks
-from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders, plan_orders
+from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders
 from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, is_plain
 from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers, bytes_of
 from ebbtide.interleave.policies.layer_choice import WEIGHTS
@@ -112,8 +112,7 @@ class StreamedWeights(MovedLayers):
         super().__init__(model, memory_budget, weights)
         first = next(self._layers[0].module.parameters(), torch.empty(0))
         self.transfers = self._open(device, first.device)
-        # Layers in the order of the forward, by number those that are streamed, and how many of these are before each.
-        self._order: list[LayerForward] = []
+        # By number: the layers that are streamed, and how many of these are before each.
         self._streamed: list[int] = []
         self._before: list[int] = [0]
         self._last_forward = -1
@@ -139,10 +138,8 @@ class StreamedWeights(MovedLayers):
         if self.kept:
             log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
 
-    @property
-    def choices(self) -> dict[str, str]:
-        """`resident` or `streamed` by layer, in the order of the forward, of the last pass."""
-        return self._choices(lambda number: "streamed" if self.orders.is_streamed(number) else "resident")
+    def _choice(self, layer: int) -> str:
+        return "streamed" if self.orders.is_streamed(layer) else "resident"
 
     @property
     def storages(self) -> list[SavedStorage]:
@@ -151,10 +148,11 @@ class StreamedWeights(MovedLayers):
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the bytes of the weights of each layer, in the order of the forward, and of their gradients."""
-        layers = [self._weights[layer] for layer in self._order]
-        trained = [sum(one.storage.nbytes for one in weights if one.param.requires_grad) for weights in layers]
+        layers = [
+            [(one.storage.nbytes, one.param.requires_grad) for one in self._weights[layer]] for layer in self._order
+        ]
         return [
-            (sum(one.storage.nbytes for one in weights), size) for weights, size in zip(layers, trained, strict=True)
+            (sum(size for size, _ in layer), sum(size for size, is_trained in layer if is_trained)) for layer in layers
         ]
 
     def follow(self, orders: LayerOrders, measurement: PassMeasurement | None) -> None:
@@ -175,17 +173,16 @@ class StreamedWeights(MovedLayers):
     def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward with its weights on the device."""
         weights, in_backward, has_grad = self._weights[layer], is_within_backward(), torch.is_grad_enabled()
-        if layer.number is None:
-            layer.number = len(self._order)
-            self._order.append(layer)
+        is_first, number = layer.number is None, self._number(layer)
+        if is_first:
             self._number_streamed()
         if not in_backward:
-            if layer.number <= self._last_forward or not layer.number:
+            if number <= self._last_forward or not number:
                 self._begin_pass(has_grad)
-            self._last_forward = layer.number
-        self._fetch(layer, layer.number, in_backward)
+            self._last_forward = number
+        self._fetch(layer, number, in_backward)
         if self._measurement is not None and not in_backward:
-            self._measurement.begin(False, layer.number)
+            self._measurement.begin(False, number)
         if has_grad:
             params = {one.name: _Arrival.apply(one.param, one, self) for one in weights}
         else:
@@ -208,13 +205,8 @@ class StreamedWeights(MovedLayers):
             return
         measured, self._measurement = self._measurement, None
         if self._passes == MEASURED_PASSES and measured is not None:
-            layers = measured.layers([layer.name for layer in self._order], self.sizes())
-            options = LayerOptions("keep", self.option)
-            limit, rates = self._limit_bytes(), self.transfers.rates()
-            self.transfers.measures = False
-            self.orders = plan_orders(layers, limit, rates, options, measured.outside())
+            self._plan(measured, self.sizes(), LayerOptions("keep", self.option))
             self._number_streamed()
-            log.info("ebbtide: weights of layers: %s", ", ".join(map(" ".join, self.choices.items())))
         elif self._passes < MEASURED_PASSES:
             self._measurement = PassMeasurement(self.transfers.device, measured)
 
@@ -237,7 +229,6 @@ class StreamedWeights(MovedLayers):
         self.begin_backward()
         if measurement is not None and self._backward_of is not layer:
             measurement.turn()
-            measurement.end()
         self._fetch(layer, number, True)
         if measurement is not None and self._backward_of is not layer:
             measurement.begin(True, number)
@@ -261,8 +252,7 @@ class StreamedWeights(MovedLayers):
             window = streamed[start : start + slots]
             behind = streamed[position + slots] if position + slots < len(streamed) else len(self._order)
             ahead = [*range(number + 1, behind)]
-        used = {number, *window}
-        passed = set(streamed) - used
+        passed = set(streamed) - {number, *window}
         self._release([one for one in self._there if one.number in passed])
         storages, where = self._storages(layer), f"layer {layer.name}"
         if not self.transfers.prefetch(storages):

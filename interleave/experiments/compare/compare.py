@@ -2,12 +2,12 @@
 
 import importlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -35,8 +35,9 @@ _EXTRA_SUBGROUPS = 3
 
 # Called with the name of the current run, the iterations that are finished, and the number of all iterations.
 ProgressCallback = Callable[[str, int, int], object]
-# InterleavedAdamW's default.
-_WEIGHT_DECAY = 0.01
+Result = TypeVar("Result")
+# Of other optimizers; the weight decay is InterleavedAdamW's default.
+_SETTINGS = {"lr": training_runs.LR, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True)
@@ -88,24 +89,21 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
     if storage is not None:
         testbed = replace(testbed, machine=storage.added_to(testbed.machine), storage=tuple(config.storage))
     waits = _waits(config, policies, testbed, shape)
-    streamed = any(map(training_runs.needs_streamed, policies))
-    runs: list[training_runs.PolicyRun] = []
+    streamed = any(training_runs.overlap_of(policy) in training_runs.SPECULATIVE for policy in policies)
     skipped: dict[str, str] = {}
-    for text in policies:
-        progress(text, done, total)
-        try:
-            runs.append(training_runs.run_policy(text, training_for(text), testbed))
-        except training_runs.CannotRun as error:
-            if config.policies:
-                raise UserError(f"policy {text} cannot run here: {error}") from error
-            skipped[text] = str(error)
-    baselines = []
-    for name in dict.fromkeys(config.baselines):
-        progress(name, done, total)
-        try:
-            baselines.append(_baseline(name, training_for(name), testbed))
-        except training_runs.CannotRun as error:
-            skipped[name] = str(error)
+
+    def run_each(names: Iterable[str], run: Callable[..., Result]) -> Iterator[Result]:
+        for name in names:
+            progress(name, done, total)
+            try:
+                yield run(name, training_for(name), testbed)
+            except training_runs.CannotRun as error:
+                if name in (config.policies or ()):
+                    raise UserError(f"policy {name} cannot run here: {error}") from error
+                skipped[name] = str(error)
+
+    runs = list(run_each(policies, training_runs.run_policy))
+    baselines = list(run_each(dict.fromkeys(config.baselines), _baseline))
     if not runs:
         raise UserError("no policy can run here: " + "; ".join(f"{text}: {reason}" for text, reason in skipped.items()))
     results = _results(runs, testbed.machine)
@@ -184,69 +182,50 @@ def _bits(losses: Sequence[float]) -> bytes:
     return struct.pack(f"{len(losses)}d", *losses)
 
 
-class _ClippedOptimizer:
-    """Gradient clipping before an optimizer that takes half-precision parameters."""
-
-    def __init__(self, params: list[Any], optimizer: Any) -> None:
-        self._params = params
-        self._optimizer = optimizer
-
-    def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self._params, training_runs.MAX_GRAD_NORM)
-        self._optimizer.step()
+Update = Callable[[], object]
 
 
-class _MasterOptimizer:
-    """An optimizer of fp32 masters, with the copies and casts that half-precision parameters need."""
+def _update_of_masters(params: list[Any], device: torch.device, make: Callable[..., Any], **settings: bool) -> Update:
+    """Return the step of an optimizer of fp32 masters, with the copies and casts that half-precision parameters
+    need."""
+    masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    optimizer = make(masters, **_SETTINGS, **settings)
 
-    def __init__(self, params: list[Any], device: torch.device, make: Callable[[list[Any]], Any]) -> None:
-        self._params = params
-        self._masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
-        for master in self._masters:
-            master.grad = torch.zeros_like(master)
-        self._optimizer = make(self._masters)
-
-    def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self._params, training_runs.MAX_GRAD_NORM)
-        for param, master in zip(self._params, self._masters, strict=True):
+    def update() -> None:
+        for param, master in zip(params, masters, strict=True):
             master.grad.copy_(param.grad)
-        self._optimizer.step()
-        for param, master in zip(self._params, self._masters, strict=True):
+        optimizer.step()
+        for param, master in zip(params, masters, strict=True):
             param.detach().copy_(master)
 
-
-def _torch(params: list[Any]) -> training_runs.SteppingOptimizer:
-    def make(masters: list[Any]) -> Any:
-        return torch.optim.AdamW(masters, lr=training_runs.LR, weight_decay=_WEIGHT_DECAY, fused=True)
-
-    return _MasterOptimizer(params, params[0].device, make)
+    return update
 
 
-def _deepspeed(params: list[Any]) -> training_runs.SteppingOptimizer:
+def _torch(params: list[Any]) -> Update:
+    return _update_of_masters(params, params[0].device, torch.optim.AdamW, fused=True)
+
+
+def _deepspeed(params: list[Any]) -> Update:
     adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    settings = {
-        "lr": training_runs.LR,
-        "weight_decay": _WEIGHT_DECAY,
-        "adamw_mode": True,
-        "fp32_optimizer_states": True,
-    }
-    return _MasterOptimizer(params, torch.device("cpu"), lambda masters: adam(masters, **settings))
+    return _update_of_masters(params, torch.device("cpu"), adam, adamw_mode=True, fp32_optimizer_states=True)
 
 
-def _torchao(params: list[Any]) -> training_runs.SteppingOptimizer:
+def _torchao(params: list[Any]) -> Update:
     offload = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     if params[0].device.type != "cuda":
         raise training_runs.CannotRun("it needs a GPU")
-    return _ClippedOptimizer(
-        params, offload(params, torch.optim.AdamW, lr=training_runs.LR, weight_decay=_WEIGHT_DECAY, fused=True)
-    )
+    update: Update = offload(params, torch.optim.AdamW, **_SETTINGS, fused=True).step
+    return update
 
 
 class Baseline(NamedTuple):
-    """Another optimizer: a description for the user, and a function that makes it for the parameters of a job."""
+    """Another optimizer: a description for the user, and a function that returns its step for the parameters of a
+    job, without clipping."""
 
     description: str
-    make: Callable[[list[Any]], training_runs.SteppingOptimizer]
+    make: Callable[[list[Any]], Update]
 
 
 BASELINES = {
@@ -260,7 +239,7 @@ def _baseline(name: str, training: training_runs.TrainingRun, testbed: Testbed) 
     """Train with another optimizer. Raises CannotRun where it is not installed, or does not start."""
     job = training_runs.Job(training.shape, training.seed, testbed.device, training.waits)
     try:
-        optimizer = BASELINES[name].make(job.params)
+        update = BASELINES[name].make(job.params)
     except ImportError as error:
         installed = find_spec(name) is not None
         raise training_runs.CannotRun(
@@ -270,7 +249,12 @@ def _baseline(name: str, training: training_runs.TrainingRun, testbed: Testbed) 
         raise
     except Exception as error:
         raise training_runs.CannotRun(f"it fails to start here: {error!r}") from error
-    steps = training_runs.train(job, optimizer, training.iterations, training.on_iteration)
+
+    def clipped_update() -> None:
+        torch.nn.utils.clip_grad_norm_(job.params, training_runs.MAX_GRAD_NORM)
+        update()
+
+    steps = training_runs.train(job, clipped_update, training.iterations, training.on_iteration)
     medians_ms = {
         f"{phase}_ms": 1e3 * median(getattr(step, f"{phase}_s") for step in steps[_WARMUP:])
         for phase in ("iteration", *PHASES)

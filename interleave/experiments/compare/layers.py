@@ -165,26 +165,24 @@ class LayerComparison:
 
 @dataclass(frozen=True)
 class LayerTraining:
-    """The job of all runs, and its device."""
+    """The job of all runs. `config` has the waits of its phases, and the link; None: it runs on a GPU."""
 
     shape: Shape
-    waits: PhaseWaits
-    iterations: int
-    seed: int
-    link_bytes_per_s: float | None
+    config: CompareConfig
 
     def job(self) -> Job:
-        on_gpu = self.link_bytes_per_s is None
+        on_gpu = self.config.link_bytes_per_s is None
         device = torch.device("cuda" if on_gpu else "cpu")
-        return Job(self.shape, self.seed, device, self.waits, _GPU_BATCH if on_gpu else _BATCH)
+        return Job(self.shape, self.config.seed, device, self.config.waits, _GPU_BATCH if on_gpu else _BATCH)
 
     def run(self, job: Job) -> list[Step]:
-        return train(job, torch.optim.AdamW(job.params, lr=LR), self.iterations)
+        return train(job, torch.optim.AdamW(job.params, lr=LR).step, self.config.iterations)
 
     def run_choice(self, activations: str, weights: str, budget_bytes: float, plain_losses: list[float]) -> LayerRun:
         """Train under a choice. Raises UserError where it has no plan within the budget."""
         job = self.job()
-        device = None if self.link_bytes_per_s is None else LoggingDevice(self.link_bytes_per_s)
+        link = self.config.link_bytes_per_s
+        device = None if link is None else LoggingDevice(link)
         with ExitStack() as stack:
             streamed = stack.enter_context(
                 stream_weights(job.model, memory_budget=budget_bytes, device=device, weights=weights)
@@ -253,7 +251,7 @@ def compare_layers(
     waits = PhaseWaits() if on_gpu else config.waits or _WAITS
     if not on_gpu and link_bytes_per_s is None:
         link_bytes_per_s = PARAM_BYTES * shape.params / (_WEIGHTS_OF_FORWARD * (waits.forward_s or _WAITS.forward_s))
-    training = LayerTraining(shape, waits, iterations, config.seed, link_bytes_per_s)
+    training = LayerTraining(shape, replace(config, waits=waits, link_bytes_per_s=link_bytes_per_s))
     plain_losses = [step.loss for step in training.run(training.job())]
     runs: list[LayerRun] = []
     for number, (activations, weights) in enumerate(choices):

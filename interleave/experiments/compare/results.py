@@ -12,9 +12,7 @@ from ebbtide.interleave.experiments.compare.runs import Shape
 from ebbtide.interleave.experiments.compare.testbed import Testbed
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.machines.machine import Machine
 from ebbtide.phases import PHASES
-from ebbtide.profiler.trace import TraceBuilder
 
 
 @dataclass(frozen=True)
@@ -186,17 +184,11 @@ def save_traces(comparison: Comparison, folder: Path) -> None:
     testbed = comparison.testbed
     device = f"an emulated device with {testbed.link_bytes_per_s:g} B/s" if testbed.emulated else testbed.name
     for result in comparison.results:
-        name = file_name(result.policy)
-        measured = _trace(result.measured, testbed.machine)
-        measured.meta["source"] = "recorded"
-        measured.note(f"measured by ebbtide compare on {device}: one iteration")
-        measured.write(folder / f"{name}.measured.ebb")
-        predicted = _trace(result.predicted, testbed.machine)
-        predicted.note(f"predicted by ebbtide compare for the run on {device}")
-        predicted.write(folder / f"{name}.predicted.ebb")
-
-
-def _trace(schedule: Schedule, machine: Machine) -> TraceBuilder:
-    # The budget for state says nothing about the memory that the job itself leaves free.
-    workload = replace(schedule.workload, gpu_free=None)
-    return trace_of(replace(schedule, workload=workload), machine, iterations=1)
+        for half, source in (("measured", "recorded"), ("predicted", "simulated")):
+            schedule: Schedule = getattr(result, half)
+            # The budget for state says nothing about the memory that the job itself leaves free.
+            workload = replace(schedule.workload, gpu_free=None)
+            trace = trace_of(replace(schedule, workload=workload), testbed.machine, iterations=1)
+            trace.meta["source"] = source
+            trace.note(f"{half} by ebbtide compare: one iteration on {device}")
+            trace.write(folder / f"{file_name(result.policy)}.{half}.ebb")

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -162,17 +162,11 @@ class Job:
 LR = 1e-3
 MAX_GRAD_NORM = 1e4
 # Overlaps that compute updates before all gradients are there, for which gradients must not wait for the step.
-_SPECULATIVE = ("backward", "both", "auto")
+SPECULATIVE = ("backward", "both", "auto")
 
 
 class CannotRun(UserError):
     """A policy or another optimizer cannot run here."""
-
-
-class SteppingOptimizer(Protocol):
-    """An optimizer, as far as the training loop needs it."""
-
-    def step(self) -> None: ...
 
 
 class Step(NamedTuple):
@@ -216,11 +210,6 @@ def overlap_of(policy: str) -> str:
     return parse(policy).options.get("overlap", "none")
 
 
-def needs_streamed(policy: str) -> bool:
-    """Return whether a policy updates before all gradients are there, as far as they are streamed."""
-    return overlap_of(policy) in _SPECULATIVE
-
-
 def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRun:
     """Train under a policy. Raises CannotRun where the policy has no plan for this job, or memory does not suffice."""
     job = Job(training.shape, training.seed, testbed.device, training.waits)
@@ -255,7 +244,7 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
 
     with closing(optimizer):
         try:
-            steps = train(job, optimizer, training.iterations, end_step)
+            steps = train(job, optimizer.step, training.iterations, end_step)
             optimizer.synchronize()
         except EngineError as error:
             raise CannotRun(str(error)) from error
@@ -266,9 +255,9 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
 
 
 def train(
-    job: Job, optimizer: SteppingOptimizer, iterations: int, on_iteration: Callable[[], object] = lambda: None
+    job: Job, update: Callable[[], object], iterations: int, on_iteration: Callable[[], object] = lambda: None
 ) -> list[Step]:
-    """Train a job, and call `on_iteration` after each step."""
+    """Train a job, whose parameters `update` changes, and call `on_iteration` after each step."""
 
     def now_s() -> float:
         if job.device.type == "cuda":
@@ -283,7 +272,7 @@ def train(
             forward_end_s = now_s()
             loss.backward()
             backward_end_s = now_s()
-            optimizer.step()
+            update()
             end_s = now_s()
             phases_s = forward_end_s - begin_s, backward_end_s - forward_end_s, end_s - backward_end_s
             steps.append(Step(begin_s, *phases_s, loss.item()))

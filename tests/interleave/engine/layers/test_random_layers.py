@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.layers import activations, orders
+from ebbtide.interleave.engine.layers import activations, model_layers, orders
 from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders, MeasuredLayer, PassTimes
 from ebbtide.interleave.engine.layers.weights import stream_weights
 from ebbtide.interleave.model.layers import place
@@ -76,7 +76,7 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
         # Of choices, the search compares few.
         patched.setattr(layer_choice, "_SEARCHED_OPS", 3000)
         if forced:
-            patched.setattr(activations, "plan_orders", planner.plan)
+            patched.setattr(model_layers, "plan_orders", planner.plan)
         with (
             stream_weights(model, memory_budget=12e3, device=device)
             if draw.random() < 0.4
