@@ -52,6 +52,7 @@ class LayerOperations:
         needed: float | None = None,
         after: Iterable[int] = (),
         activation: int = -1,
+        params: int = 0,
     ) -> int:
         """Append an operation and return its index."""
         inputs = {*after, *self._first} if resource == "h2d" else set(after)
@@ -59,7 +60,7 @@ class LayerOperations:
             inputs |= {self._last[resource]} if resource in self._last else set()
             self._last[resource] = len(self.ops)
         self.ops.append(
-            Op(kind, resource, layer, 0, nbytes, point, tuple(sorted(inputs)), needed=needed, buffer=activation)
+            Op(kind, resource, layer, params, nbytes, point, tuple(sorted(inputs)), needed=needed, buffer=activation)
         )
         return len(self.ops) - 1
 
@@ -70,10 +71,6 @@ class LayerOperations:
             if is_last:
                 self.fetch_weights(stretch)
         return self.ops
-
-    def use_of_layer(self, layer: int, is_backward: bool, number: int) -> float:
-        """Return the point where compute first uses a layer in a direction of a round."""
-        return self._layer_uses[is_backward, number, layer]
 
     def move_activation(self, stretch: Stretch) -> None:
         """Copy what a forward has computed to the host, or into the slot that a backward frees what is needed next."""
@@ -101,7 +98,7 @@ class LayerOperations:
         position = self._streamed.index(stretch.layer) + (-slots if stretch.is_backward else slots)
         if 0 <= position < len(self._streamed):
             layer = self._streamed[position]
-            use = self.use_of_layer(layer, stretch.is_backward, stretch.round)
+            use = self._layer_uses[stretch.is_backward, stretch.round, layer]
             self.add("weights up", "h2d", layer, self._weight_bytes[layer], stretch.end, use)
 
 
@@ -132,7 +129,7 @@ class HostWeightOperations(LayerOperations):
         """Copy the weights of the layers that have so many streamed layers before them."""
         for layer, nbytes in enumerate(self._weight_bytes):
             if bisect_left(self._streamed, layer) == before:
-                self.add("weights up", "h2d", layer, nbytes, point, self.use_of_layer(layer, False, 0))
+                self.add("weights up", "h2d", layer, nbytes, point, self._layer_uses[False, 0, layer])
 
 
 def with_layer_operations(

@@ -22,7 +22,7 @@ from ebbtide.interleave.engine.layers.model_layers import (
     storages_of,
     tensors_in,
 )
-from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOptions, LayerOrders
+from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOptions
 from ebbtide.interleave.engine.layers.weights import MEASURED_PASSES, StreamedWeights
 from ebbtide.interleave.policies.layer_choice import ACTIVATIONS
 
@@ -115,31 +115,27 @@ class OffloadedActivations(MovedLayers):
             kind.orders = self.orders
             kind.saved_bytes = sum(kind.measured.saved_bytes.values()) + kind.measured.left_bytes
             kind.measured = None
-        self.orders = orders = kind.orders
-        if orders.keeps_all:
+        orders, claim = kind.orders, None
+        if orders.keeps_all and kind.saved_bytes:
             try:
-                claim = _KeptClaim(transfers.memory, kind.saved_bytes) if kind.saved_bytes else None
-                self._pass = None
-                self._set_idle(True)
-                self._let_weights_follow(orders, None)
-                return claim
+                claim = _KeptClaim(transfers.memory, kind.saved_bytes)
             except DeviceMemoryError:
                 # Another pass has its memory.
                 orders = ONE_AT_A_TIME
-        self._set_idle(False)
         self.orders = orders
+        for one in self._layers:
+            one.is_idle = orders.keeps_all and one.number != 0
         measurement = PassMeasurement(transfers.device, kind.before) if orders is ONE_AT_A_TIME else None
-        self._let_weights_follow(orders, measurement)
-        own = storages_of(self._model)
-        self._pass = LayerPass(transfers, orders, device_type, self._order, kind.end_pass, own, measurement)
-        return None
+        if self._weights is not None:
+            self._weights.follow(orders, measurement)
+        self._pass = None
+        if not orders.keeps_all:
+            own = storages_of(self._model)
+            self._pass = LayerPass(transfers, orders, device_type, self._order, kind.end_pass, own, measurement)
+        return claim
 
     def _options(self) -> LayerOptions:
         return LayerOptions(self.option, None if self._weights is None else self._weights.option)
-
-    def _let_weights_follow(self, orders: LayerOrders, measurement: PassMeasurement | None) -> None:
-        if self._weights is not None:
-            self._weights.follow(orders, measurement)
 
     def _larger_kind(self, key: "PassKey") -> "_KindOfPass | None":
         """Return a kind of passes with orders whose inputs are larger in each dimension, the smallest one of them.
@@ -149,13 +145,9 @@ class OffloadedActivations(MovedLayers):
         larger = [
             (math.prod(others), number, kind)
             for number, ((other_flags, others), kind) in enumerate(self._kinds_of_pass.items())
-            if kind.is_planned and other_flags == flags and all(map(operator.ge, others, sizes))
+            if kind.orders is not ONE_AT_A_TIME and other_flags == flags and all(map(operator.ge, others, sizes))
         ]
         return min(larger)[2] if larger else None
-
-    def _set_idle(self, is_idle: bool) -> None:
-        for layer in self._layers:
-            layer.is_idle = is_idle and layer.number != 0
 
     def _run_layer(
         self, one: LayerPass, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -199,10 +191,6 @@ class _KindOfPass:
         self.measured: PassMeasurement | None = None
         self.before: PassMeasurement | None = None
         self._passes = 0
-
-    @property
-    def is_planned(self) -> bool:
-        return self.orders is not ONE_AT_A_TIME
 
     def end_pass(self, one: LayerPass) -> None:
         """Take a pass whose backward has ended as a measurement."""

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -87,13 +87,11 @@ def _copied(
     return target
 
 
-class _SavedWeight:
-    """A tensor in the device's copy of a weight, which comes again for the backward."""
+class _SavedWeight(NamedTuple):
+    """A tensor in the device's copy of a weight, which comes again for the backward, and that weight."""
 
-    def __init__(self, tensor: torch.Tensor, weight: _Weight, layer: LayerForward) -> None:
-        self.tensor = PackedTensor(tensor, weight.storage, 0)
-        self.version = PackedTensor(weight.param, weight.storage, 0)
-        self.layer = layer
+    tensor: PackedTensor
+    weight: PackedTensor
 
 
 class StreamedWeights(MovedLayers):
@@ -221,11 +219,10 @@ class StreamedWeights(MovedLayers):
             self._is_end_awaited = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def load(self, saved: _SavedWeight) -> torch.Tensor:
+    def load(self, saved: _SavedWeight, layer: LayerForward) -> torch.Tensor:
         """Return a weight for the backward. Raises EngineError if it was updated since the forward."""
-        layer, measurement = saved.layer, self._measurement
-        saved.version.check(layer.name)
-        number = layer.number or 0
+        number, measurement = self._number(layer), self._measurement
+        saved.weight.check(layer.name)
         self.begin_backward()
         if measurement is not None and self._backward_of is not layer:
             measurement.turn()
@@ -300,12 +297,13 @@ class _WeightHooks:
     def save(self, tensor: torch.Tensor) -> Any:
         weight = self._weights.get(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
         if weight is not None:
-            return _SavedWeight(tensor, weight, self._layer)
+            packed = PackedTensor(tensor, weight.storage, 0)
+            return _SavedWeight(packed, PackedTensor(weight.param, weight.storage, 0))
         return PackedTensor(tensor, None, 0) if self._outer is None else self._outer[0](tensor)
 
     def load(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
-            return self._owner.load(saved)
+            return self._owner.load(saved, self._layer)
         if self._outer is None:
             saved.check(self._layer.name)
             return saved.get()

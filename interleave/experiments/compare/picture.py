@@ -47,7 +47,7 @@ def draw_layer_comparison(comparison: LayerComparison) -> Figure:
     figure = Figure(figsize=(18.0, schedules_height([run.predicted for run in runs])), layout="constrained", dpi=100)
     figure.set_label("ebbtide: layers, measured and predicted")
     longest_s = max(schedule.iteration_s for run in runs for schedule in (run.measured, run.predicted))
-    for half, part in zip(("measured", "predicted"), figure.subfigures(1, 2), strict=True):
+    for half, part in zip(("measured", "predicted"), figure.subfigures(1, 2, squeeze=False)[0], strict=True):
         titles = [f"{run.name}: {half} {getattr(run.iteration_ms, half):,.0f} ms" for run in runs]
         axes = draw_lanes(part, [getattr(run, half) for run in runs], titles)
         axes.set_xlabel("time of an iteration (s)")

@@ -71,9 +71,12 @@ class _Wait(torch.autograd.Function):  # type: ignore[misc]
         return gradient, None
 
 
-def _waited(x: torch.Tensor, waits: PhaseWaits, share: float) -> torch.Tensor:
-    """Wait for a share of the phases."""
-    return _Wait.apply(x, PhaseWaits(*(share * seconds for seconds in waits))) if any(waits) else x
+def _waited(x: torch.Tensor, waits: PhaseWaits, shape: Shape, *modules: nn.Module) -> torch.Tensor:
+    """Wait for as large a share of the phases as modules have of the parameters."""
+    if not any(waits):
+        return x
+    share = sum(param.numel() for module in modules for param in module.parameters()) / shape.params
+    return _Wait.apply(x, PhaseWaits(*(share * seconds for seconds in waits)))
 
 
 class _Layer(nn.TransformerEncoderLayer):  # type: ignore[misc]
@@ -83,11 +86,11 @@ class _Layer(nn.TransformerEncoderLayer):  # type: ignore[misc]
         width = shape.width
         super().__init__(width, width // _HEAD, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self._waits = waits
-        self._share = sum(param.numel() for param in self.parameters()) / shape.params
+        self._shape = shape
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         # A layer that is computed again ends with the last tensor that it saves, so that this comes first.
-        return super().forward(_waited(x, self._waits, self._share), mask, is_causal=True)
+        return super().forward(_waited(x, self._waits, self._shape, self), mask, is_causal=True)
 
 
 class GPT(nn.Module):  # type: ignore[misc]
@@ -96,7 +99,7 @@ class GPT(nn.Module):  # type: ignore[misc]
     def __init__(self, shape: Shape, waits: PhaseWaits | None = None) -> None:
         super().__init__()
         self._waits = waits or PhaseWaits()
-        self._params = shape.params
+        self._shape = shape
         self.token = nn.Embedding(_VOCABULARY, shape.width)
         self.position = nn.Embedding(_CONTEXT, shape.width)
         self.layers = nn.ModuleList(_Layer(shape, self._waits) for _ in range(shape.layers))
@@ -105,16 +108,12 @@ class GPT(nn.Module):  # type: ignore[misc]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]
-        x = self._waited(self.token(tokens) + self.position.weight[:length], self.token, self.position)
+        x = self.token(tokens) + self.position.weight[:length]
+        x = _waited(x, self._waits, self._shape, self.token, self.position)
         mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device, x.dtype)
         for layer in self.layers:
             x = layer(x, mask)
-        return self._waited(self.head(self.norm(x)), self.norm, self.head)
-
-    def _waited(self, x: torch.Tensor, *modules: nn.Module) -> torch.Tensor:
-        """Wait for the part of modules that have returned x."""
-        share = sum(param.numel() for module in modules for param in module.parameters()) / self._params
-        return _waited(x, self._waits, share)
+        return _waited(self.head(self.norm(x)), self._waits, self._shape, self.norm, self.head)
 
 
 class Job:

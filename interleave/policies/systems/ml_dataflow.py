@@ -164,7 +164,7 @@ class _DataflowOperations(LayerOperations):
             return
         taker = layer - slots
         # In the first round there is nothing to add to: its slot is free when it has been copied.
-        needed = self.use_of_layer(taker, True, stretch.round) if taker >= 0 and not stretch.round else None
+        needed = self._layer_uses[True, stretch.round, taker] if taker >= 0 and not stretch.round else None
         kind: OpKind = "gradient down" if is_last_round else "layer gradient down"
         size = self._workload.grad_bytes * self._workload.layers[layer].params
         self._gradients_down[layer] = self.add(kind, "d2h", layer, size, stretch.end, needed)
@@ -186,7 +186,7 @@ class _DataflowOperations(LayerOperations):
             layer, after = count - 1 - from_last, ()
         size = self._workload.grad_bytes * self._workload.layers[layer].params
         self.add(
-            "layer gradient up", "h2d", layer, size, stretch.end, self.use_of_layer(layer, True, stretch.round), after
+            "layer gradient up", "h2d", layer, size, stretch.end, self._layer_uses[True, stretch.round, layer], after
         )
 
     def _update(self) -> None:
@@ -208,8 +208,8 @@ class _DataflowOperations(LayerOperations):
             fetch(layer, ())
         flushed: tuple[int, ...] = ()
         for layer in range(len(layers)):
-            update = self.add("update", "gpu", layer, 0.0, UPDATE, after=(*inputs[layer], *flushed))
-            self.ops[update] = self.ops[update]._replace(params=layers[layer].params)
+            after = (*inputs[layer], *flushed)
+            update = self.add("update", "gpu", layer, 0.0, UPDATE, after=after, params=layers[layer].params)
             size = workload.param_bytes * layers[layer].params
             flushed = (self.add("flush", "d2h", layer, width * layers[layer].params + size, UPDATE, after=(update,)),)
             if (other := layer + slots.weight_slots) < len(layers):
@@ -223,5 +223,4 @@ class _DataflowOperations(LayerOperations):
             if (other := layer + states) < len(layers):
                 fetch(other, (update,))
         for subgroup in self.rest:
-            update = self.add("update", "gpu", subgroup, 0.0, UPDATE, after=clip)
-            self.ops[update] = self.ops[update]._replace(params=workload.subgroups[subgroup])
+            self.add("update", "gpu", subgroup, 0.0, UPDATE, after=clip, params=workload.subgroups[subgroup])
