@@ -53,7 +53,6 @@ class OffloadedActivations(MovedLayers):
         self._given_device = device
         self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
-        self._kind = _KindOfPass()
         self._pass: LayerPass | None = None
 
     def _join(self, weights: StreamedWeights, device: Device | None) -> None:
@@ -108,7 +107,6 @@ class OffloadedActivations(MovedLayers):
             kind = self._kinds_of_pass[key] = _KindOfPass()
             if self._limit_bytes() is None and self._options() in _NOTHING_TO_CHOOSE:
                 kind.orders = KEEP_ALL
-        self._kind = kind
         if kind.measured is not None:
             sizes = [] if self._weights is None else self._weights.sizes()
             self._plan(kind.measured, sizes, self._options())
