@@ -18,7 +18,7 @@ from ebbtide.interleave.engine.layers.activations import offload_activations
 from ebbtide.interleave.engine.layers.weights import StreamedWeights, stream_weights
 from ebbtide.interleave.experiments.compare.compare import CompareConfig, ProgressCallback
 from ebbtide.interleave.experiments.compare.results import Pair, finite_losses
-from ebbtide.interleave.experiments.compare.runs import LR, Job, PhaseWaits, Shape, Step, train
+from ebbtide.interleave.experiments.compare.runs import LR, Job, PhaseWaits, Shape, TrainingStep, train
 from ebbtide.interleave.model.operations import FORWARD, Op, OpKind
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import LayerMemory
@@ -175,7 +175,7 @@ class LayerTraining:
         device = torch.device("cuda" if on_gpu else "cpu")
         return Job(self.shape, self.config.seed, device, self.config.waits, _GPU_BATCH if on_gpu else _BATCH)
 
-    def run(self, job: Job) -> list[Step]:
+    def run(self, job: Job) -> list[TrainingStep]:
         return train(job, torch.optim.AdamW(job.params, lr=LR).step, self.config.iterations)
 
     def run_choice(self, activations: str, weights: str, budget_bytes: float, plain_losses: list[float]) -> LayerRun:
@@ -218,7 +218,7 @@ class LayerTraining:
         )
 
 
-def _measured(predicted: Schedule, step: Step, device: LoggingDevice | None) -> Schedule:
+def _measured(predicted: Schedule, step: TrainingStep, device: LoggingDevice | None) -> Schedule:
     """Return a measured iteration, with what its device has logged."""
     begin_s, forward_s, backward_s, update_s, _ = step
     end_s = begin_s + step.iteration_s

@@ -168,7 +168,7 @@ class CannotRun(UserError):
     """A policy or another optimizer cannot run here."""
 
 
-class Step(NamedTuple):
+class TrainingStep(NamedTuple):
     """An iteration of a training loop: its begin on the clock of time.perf_counter, its phases, and its loss."""
 
     begin_s: float
@@ -255,7 +255,7 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
 
 def train(
     job: Job, update: Callable[[], object], iterations: int, on_iteration: Callable[[], object] = lambda: None
-) -> list[Step]:
+) -> list[TrainingStep]:
     """Train a job, whose parameters `update` changes, and call `on_iteration` after each step."""
 
     def now_s() -> float:
@@ -274,13 +274,13 @@ def train(
             update()
             end_s = now_s()
             phases_s = forward_end_s - begin_s, backward_end_s - forward_end_s, end_s - backward_end_s
-            steps.append(Step(begin_s, *phases_s, loss.item()))
+            steps.append(TrainingStep(begin_s, *phases_s, loss.item()))
             on_iteration()
             begin_s = end_s
     return steps
 
 
-def _with_phases(schedule: Schedule, step: Step) -> Schedule:
+def _with_phases(schedule: Schedule, step: TrainingStep) -> Schedule:
     """Return the schedule with the phases of the training loop.
 
     The update begins where the backward has returned, also where the optimizer first does other work than that of its
