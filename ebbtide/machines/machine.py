@@ -13,7 +13,6 @@ from msgspec import Meta
 from ebbtide.errors import MachineError
 from ebbtide.json_files import convert_object, number_range, read_object
 from ebbtide.machines.box import Box, rate_of_rank
-from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.storage import MAX_PATHS, StoragePath
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0 would be a resource that the
@@ -27,10 +26,26 @@ GpuRate = Annotated[float, number_range(1e6, 1e15)]
 RateShare = Annotated[float, number_range(0.01, 1.0)]
 RateRatio = Annotated[float, number_range(0.01, 100.0)]
 OverheadS = Annotated[float, number_range(0.0, 1e4)]
+PeakFlops = Annotated[float, number_range(1e9, 1e18)]
+MemoryRate = Annotated[float, number_range(1e9, 1e15)]
 # Measured with streaming stores on a host with AVX-512: 0.90 to 0.93.
 DEFAULT_OUT_OF_PLACE_SHARE = 0.9
 # Host memory that an update reads and writes, B per parameter, with fp32 masters and with remainders.
 _FP32_UPDATE_BYTES, _REMAINDER_UPDATE_BYTES = 28.0, 26.0
+
+
+@dataclass(frozen=True)
+class GpuCompute:
+    """Peak rates of a GPU by its data sheet, for the times of a dry run; None is not known."""
+
+    name: Annotated[str, Meta(description="a text")] | None = None  # Its name, as torch reports it.
+    # As in "9.0"; None for GPUs without one.
+    compute_capability: Annotated[str, Meta(pattern=r"^\d+\.\d+$", description='a text as in "9.0"')] | None = None
+    # Peak of dense matrix products by type: `float32`, `tf32`, `float16`, `bfloat16`, `float8`.
+    flops_per_s: dict[str, PeakFlops] = field(default_factory=dict, hash=False)
+    memory_bytes_per_s: MemoryRate | None = None  # Traffic with device memory.
+    # Copies to other GPUs of its box, in one direction (NVLink, or PCIe where there is none).
+    peer_bytes_per_s: MemoryRate | None = None
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
-from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.host import Host, parse_host
+from ebbtide.machines.machine import GpuCompute
 
 _TERA = 1e12
 _TFLOPS_KEYS = ("float32", "tf32", "float16", "float8")

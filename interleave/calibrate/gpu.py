@@ -7,7 +7,7 @@ import torch
 
 from ebbtide.interleave.calibrate.cpu import CAST_BYTES, KERNEL_BYTES, TorchAdamW
 from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
-from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.machine import GpuCompute
 
 # DeepSpeed's default subgroup; fewer parameters if the device has little memory.
 _PARAMS = 100_000_000

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.machine import GpuCompute
 from ebbtide.machines.storage import StoragePath
 
 _MIN_RUNS = 3

@@ -45,7 +45,9 @@ def test_help__says_the_same_of_an_option_in_every_command() -> None:
             if parameter.param_type_name == "option" and not parameter.hidden:
                 helps[tuple(parameter.opts)].add(parameter.help)
     different = {names[-1] for names, texts in helps.items() if len(texts) > 1}
-    assert different == {"--backward-ms", "--by", "--format", "--forward-ms", "--params", "--ranks", "--storage"}
+    assert different == {
+        *("--backward-ms", "--by", "--format", "--forward-ms", "--layers", "--params", "--ranks", "--storage"),
+    }
     assert {"--output", "--plot", "--machine", "--iterations", "--steps"} <= {names[-1] for names in helps}
 
 

@@ -9,8 +9,7 @@ import numpy.typing as npt
 from ebbtide.errors import MachineError
 from ebbtide.interleave.advise.job.decoder import NOT_STATED, Implementation, TransformerShape, compute_span
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, TunableSettings
-from ebbtide.machines.gpu_compute import GpuCompute
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import GpuCompute, Machine
 from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE, PRODUCT, card_class_of, kernel_share
 from ebbtide.profiler.dryrun.time.time_priors import COLLECTIVE_EFFICIENCY
 from ebbtide.profiler.trace import Trace

@@ -14,8 +14,7 @@ from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, load_wo
 from ebbtide.interleave.policies import moves_layers, with_systems
 from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
-from ebbtide.machines.gpu_compute import GpuCompute
-from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.machines.machine import GpuCompute, Machine, machine_from
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.machine import GpuCompute
 from ebbtide.machines.sheets import GPU_SHEETS
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorSettings

@@ -18,7 +18,7 @@ from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
-from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.machine import GpuCompute
 from ebbtide.profiler.dryrun.time.time_priors import PriorRange
 
 # Standard normal deviates of the ends of a range with a probability of 80 %.

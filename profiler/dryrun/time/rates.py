@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ebbtide.machines.gpu_compute import GpuCompute
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import GpuCompute, Machine
 from ebbtide.machines.sheets import GPU_SHEETS
 from ebbtide.profiler.dryrun.time import efficiency
 from ebbtide.profiler.dryrun.time import time_priors as priors

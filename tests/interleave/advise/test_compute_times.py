@@ -19,7 +19,7 @@ from ebbtide.interleave.advise.job.decoder import RUNTIMES, Implementation, chec
 from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, TunableSettings
 from ebbtide.machines.catalog import preset
-from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.machine import GpuCompute
 from ebbtide.profiler.dryrun.time.efficiency import (
     DEVIATIONS_OF_RANGE,
     FLASH_2,

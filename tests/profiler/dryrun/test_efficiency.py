@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ebbtide.machines.catalog import preset
-from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.machine import GpuCompute
 from ebbtide.profiler.dryrun.time.efficiency import (
     CUDNN,
     FLASH_2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.machines.catalog import find_machine, presets
-from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.machine import GpuCompute
 from ebbtide.profiler.dryrun.device.fake_cuda import capability_of
 from ebbtide.profiler.dryrun.launch import _device_name
 from ebbtide.profiler.dryrun.memory.workspaces import workspace_bytes

@@ -16,8 +16,7 @@ from ebbtide.analysis.metrics.iterations import median_ms
 from ebbtide.analysis.metrics.prediction import TimeRange, predicted_range, prediction_line
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.machines.gpu_compute import GpuCompute
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import GpuCompute, Machine
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
 from tests.profiler.dryrun.forked import run_forked

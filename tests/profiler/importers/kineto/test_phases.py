@@ -362,12 +362,12 @@ def test_find_phases__a_phase_that_was_not_found_is_null(tmp_path: Path) -> None
     events = [event for number in range(3) for event in iteration(number, 100 * number) if event["name"] != "backward"]
     analysis = TraceAnalysis(import_files(write_trace(tmp_path / "run.json", events)))
     phases = {entry["phase"]: entry for entry in analysis.summary().as_json()["phases"]}
-    found = {"forward": 0.02, "backward": None, "update": 0.01, "other": 0.07}
-    for key, values in (("median_ms", found), ("p95_ms", found)):
+    lengths = {"forward": 0.02, "backward": None, "update": 0.01, "other": 0.07}
+    for key, values in (("median_ms", lengths), ("p95_ms", lengths)):
         assert {phase: entry[key] for phase, entry in phases.items()} == pytest.approx(values)
     assert phases["backward"]["share"] is None
     assert phases["backward"]["iterations_ms"] == [None] * 3
     by_iteration = analysis.iterations().as_json()
     assert "backward" not in {entry["phase"] for entry in by_iteration["spreads"]}
     for row in by_iteration["rows"]:
-        assert {phase: row[f"{phase}_ms"] for phase in found} == pytest.approx(found)
+        assert {phase: row[f"{phase}_ms"] for phase in lengths} == pytest.approx(lengths)
