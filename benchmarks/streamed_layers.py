@@ -123,7 +123,8 @@ def workload_of(job: Job, settings: Settings, rates: Rates, rounds: int) -> Work
     attention_s = [4 * tokens * context * d / attention_rate for context in contexts]
     forward_s = [products_s + one + elementwise_s * (16 * d + 6 * e) for one in attention_s]
     backward_s = [2 * products_s + 2.5 * one + elementwise_s * (30 * d + 18 * e) for one in attention_s]
-    again_s = 2 * tokens * (2 * d * d + 2 * d * e) / (peak * rates.product) + elementwise_s * (8 * d + 6 * e)
+    # Up to the products that "all" holds: the backward computes the activation function after them in any form.
+    again_s = 2 * tokens * (2 * d * d + 2 * d * e) / (peak * rates.product) + elementwise_s * 8 * d
     total = [a + b for a, b in zip(forward_s, backward_s, strict=True)]
     sizes = 2 * tokens * (d + 2 * kv), 2 * tokens * (2 * d + 2 * kv) + 4 * tokens * job.heads, 0
     full = 2 * tokens * (4 * d + 2 * kv + 2 * e)
