@@ -220,8 +220,8 @@ def spread(names: Sequence[str], count: int) -> list[tuple[Job, Settings]]:
     return [chosen[(2 * number + 1) * len(chosen) // (2 * count)] for number in range(count)]
 
 
-def fit(rates: Rates, sample: Sequence[tuple[Job, Settings]], free: Sequence[int]) -> Rates:
-    """Return the rates with which the mean size of the errors of a sample is least; those of `free` may differ."""
+def fit(rates: Rates, sample: Sequence[tuple[Job, Settings]], free: Sequence[int]) -> tuple[float, Rates]:
+    """Return the mean size of the errors of a sample where it is least, and its rates; those of `free` may differ."""
     from scipy.optimize import least_squares, minimize
 
     measured = measured_s()
@@ -246,7 +246,7 @@ def fit(rates: Rates, sample: Sequence[tuple[Job, Settings]], free: Sequence[int
     result = minimize(mean_error, near, method="Nelder-Mead", options=steps)
     error = result.fun
     print(f"{sample[0][0].machine}: {len(sample)} runs, mean {100 * error:.2f} %, {changed(result.x)}", flush=True)
-    return changed(result.x)
+    return error, changed(result.x)
 
 
 def measured_s() -> dict[str, float]:
@@ -263,13 +263,15 @@ def fit_card(card: str) -> None:
     names, count, free = FITS[card]
     sample = spread(names, count)
     _, _, link, host_rate = SHEETS[card]
-    # Above what host memory gives, the share of both directions has no slope.
-    start = Rates(both=min(Rates().both, 0.9 * host_rate / (2 * link)))
-    rates, own = fit(start, sample, free), [job.name for job, _ in sample]
+    # Above what host memory gives, the share of both directions has no slope. Or both are as fast as one alone.
+    starts = min(Rates().both, 0.9 * host_rate / (2 * link)), Rates().link / 2
+    _, rates = min(fit(Rates(both=both), sample, free) for both in starts)
+    own = [job.name for job, _ in sample]
     if card == HEADS_64[0]:
         _, names, count, free = HEADS_64
         sample = spread(names, count)
-        rates, own = fit(rates, sample, free), own + [job.name for job, _ in sample]
+        _, rates = fit(rates, sample, free)
+        own += [job.name for job, _ in sample]
     values = json.loads(RATES_FILE.read_text()) if RATES_FILE.exists() else {}
     values[card] = {"rates": rates._asdict(), "runs": own}
     RATES_FILE.write_text(json.dumps(values, indent=1) + "\n")
