@@ -307,7 +307,7 @@ def mix_of(job: Job, settings: Settings) -> tuple[Job, Settings]:
 
 
 def table() -> None:
-    """Print the errors of runs with mixes that no rate was fitted to, by card, size and regime, and whether the bound held."""
+    """Print the errors of runs with mixes that no rate was fitted to, by card, size and regime."""
     rates, excluded = fitted()
     measured = measured_s()
     predicted = {one.name: one.step_s for one in read_rows(Step, FOLDER / "streamed-layers.predicted.csv")}
