@@ -20,6 +20,7 @@ from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import RULES, find_rule
 from ebbtide.interleave.engine.rules.rule import UpdateRange
+from tests.conftest import slow
 from tests.interleave.engine.rules.random_jobs import check
 from tests.interleave.engine.states import DTYPES, any_bits, bits
 
@@ -125,7 +126,7 @@ def test_lion__is_that_of_the_paper_within_four_ulp(case: tuple[str, dict[str, A
         assert ((state[1].double() - beta2 * moment - (1 - beta2) * wide).abs() <= tolerance).all()
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize("name", slow(sorted(RULES), but=("adamw", "adamw-8bit", "lion", "muon")))
 def test_optimizer__gives_the_bits_of_the_reference_in_random_jobs(name: str) -> None:
     wrong = [text for seed in range(5) if (text := check(find_rule(name), seed))]
     assert wrong == []
