@@ -10,7 +10,6 @@ from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, jobs_option, output_option, refuse_options, size, valued
 from ebbtide.cli.printing import echo_error
 from ebbtide.cli.reading import check_options
-from ebbtide.host_limits import cores
 from ebbtide.phases import ITERATION_PARTS
 
 _RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
@@ -61,7 +60,7 @@ def import_(
             show_default="by the words in their names",
         ),
     ] = None,
-    jobs: Annotated[int | None, jobs_option("one per core from 32 files of torch.profiler on")] = None,
+    jobs: Annotated[int | None, jobs_option("one")] = None,
     force: Force = False,
 ) -> None:
     """Convert files of other tools into a trace, or merge the traces that the hosts of one job recorded.
@@ -88,7 +87,7 @@ def import_(
     from ebbtide.profiler.importers.load import import_trace
 
     trace = import_trace(
-        sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases, jobs or cores()
+        sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases, jobs or 1
     )
     for line in (*trace.notes, *closing_lines(trace)):
         echo_error(line)

@@ -17,22 +17,38 @@ from tests.profiler.agent.test_phases import trace_all
 
 Record = Callable[..., Recorded]
 
-TWO_TRAININGS = """
+TWO_TRAININGS = '''
 import threading
+alone, together = threading.Lock(), threading.Barrier(2)
+class Meeting(nn.Module):
+    """Ends, once it meets, when both threads are in their forward."""
+    meets = False
+    def forward(self, x):
+        if self.meets:
+            together.wait(60)
+        return x
 def train(steps):
-    model = mlp()
+    meeting = Meeting()
+    model = nn.Sequential(meeting, mlp())
     optimizer = PlainSGD(model.parameters(), lr=1e-2)
-    for _ in range(steps):
+    def step():
         x, y = batch()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-threads = [threading.Thread(target=train, args=(200,)) for _ in range(2)]
+    # Then both are known to train.
+    with alone:
+        step()
+    together.wait(60)
+    meeting.meets = True
+    for _ in range(steps):
+        step()
+threads = [threading.Thread(target=train, args=(20,)) for _ in range(2)]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-"""
+'''
 
 # A parameter whose gradient is read by the recorder only in `read`, which may look at what the others do.
 WATCHED = """
