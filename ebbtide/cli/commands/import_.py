@@ -86,9 +86,7 @@ def import_(
     from ebbtide.profiler.importers.importer import Hardware
     from ebbtide.profiler.importers.load import import_trace
 
-    trace = import_trace(
-        sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases, jobs or 1
-    )
+    trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases, jobs or 1)
     for line in (*trace.notes, *closing_lines(trace)):
         echo_error(line)
 
