@@ -162,7 +162,7 @@ class GpuActivities:
     def transfers(self, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `transfers`. base_ns: added to the times of the events."""
         copies = self.work[self.work["kind"] == TRANSFER]
-        stated, recorded = matching(self._sizes.table(), copies["correlation"])
+        (stated,), recorded = matching(self._sizes.table(), copies["correlation"])
         sizes = copies["bytes"].mask((copies["bytes"] == MISSING) & recorded, stated)
         copies = copies.assign(bytes=sizes.where(sizes.between(0, _MAX_BYTES), MISSING))
         return transfer_columns(copies, [*self._names], base_ns)

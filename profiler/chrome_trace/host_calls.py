@@ -54,13 +54,11 @@ class HostCalls:
         """Return the columns of the table `calls`. `launching`: correlations of work. `base_ns` is added to times."""
         calls, waits = self._calls.table(), self._waits.table()
         rows = kept_calls(calls, [*self._names], launching)
-        awaited = {}
-        for column in ("stream", "awaited_stream", "record"):
-            values, stated = matching(waits[["correlation", column]], rows["correlation"])
-            awaited[column] = np.where(stated, values, MISSING)
-        recorded_ns, was_recorded = matching(calls[["correlation", "start"]], awaited.pop("record"))
+        values, stated = matching(waits[["correlation", "stream", "awaited_stream", "record"]], rows["correlation"])
+        stream, awaited_stream, record = np.where(stated, values, MISSING)
+        (recorded_ns,), was_recorded = matching(calls[["correlation", "start"]], record)
         columns = call_columns(rows, [*self._names], base_ns)
-        columns |= {column: _nullable(values) for column, values in awaited.items()}
+        columns |= {"stream": _nullable(stream), "awaited_stream": _nullable(awaited_stream)}
         return columns | {"awaited_ns": pd.arrays.IntegerArray(recorded_ns + base_ns, ~was_recorded)}
 
 
@@ -94,20 +92,19 @@ def thread_number(tid: Any) -> int:
 def with_launches(work: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     """Return work with the start of the first call with its correlation as `launched`, missing where there is none, and
     the thread of that call, MISSING where it is not known."""
-    launched, recorded = matching(calls[["correlation", "start"]], work["correlation"])
-    threads, _ = matching(calls[["correlation", "thread"]], work["correlation"])
+    (launched, threads), recorded = matching(calls[["correlation", "start", "thread"]], work["correlation"])
     launches = pd.arrays.IntegerArray(launched, ~recorded)
     return work.assign(launched=launches, thread=np.where(recorded, threads, MISSING))
 
 
 def matching(calls: pd.DataFrame, correlations: npt.ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the value of the first call with each correlation, and whether there is one. `calls`: columns correlation
-    and value. `correlations`: only positive ones state a call."""
+    """Return the values of the first call with each correlation, (values, correlations), and whether there is one.
+    `calls`: columns correlation and values. `correlations`: only positive ones state a call."""
     wanted = np.asarray(correlations, np.int64)
     if calls.empty:
-        return np.zeros_like(wanted), np.zeros(len(wanted), bool)
-    numbers, values = calls.to_numpy(np.int64).T
+        return np.zeros((calls.shape[1] - 1, len(wanted)), np.int64), np.zeros(len(wanted), bool)
+    numbers, *values = calls.to_numpy(np.int64).T
     order = np.argsort(numbers, kind="stable")
     numbers = numbers[order]
     position = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
-    return values[order][position], (numbers[position] == wanted) & (wanted > 0)
+    return np.array(values)[:, order[position]], (numbers[position] == wanted) & (wanted > 0)
