@@ -42,9 +42,7 @@ class ComparedRun:
 def run_of_trace(trace: Trace) -> ComparedRun:
     """Return the figures of a trace: peaks and times of the rank with the largest."""
     summary, times = summarize(trace), slowest_times(trace).frame
-    kernels, operators = (
-        kernels_ms(trace, trace.ranks[0], label) if trace.ranks else {} for label in ("name", "operator")
-    )
+    times_ms = kernels_ms(trace, trace.ranks[0]) if trace.ranks else {}
     return ComparedRun(
         path=str(trace.path),
         counted=len(steady_iterations(trace).numbers),
@@ -54,8 +52,8 @@ def run_of_trace(trace: Trace) -> ComparedRun:
         totals=asdict(whole_trace(trace)),
         settings=job_settings(trace),
         is_predicted=is_predicted(trace),
-        kernels_ms=kernels,
-        operators_ms=operators,
+        kernels_ms=times_ms.get("name", {}),
+        operators_ms=times_ms.get("operator", {}),
     )
 
 

@@ -78,9 +78,9 @@ def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[Kernel
     return sorted(times, key=lambda kernel: (-kernel.time_ms, kernel.name or "", kernel.kind))[:count]
 
 
-def kernels_ms(trace: Trace, rank: int, label: str) -> dict[str, float]:
-    """Return the mean milliseconds of kernels in a steady iteration by `name` or `operator`; empty without iterations,
-    or where none is known."""
+def kernels_ms(trace: Trace, rank: int) -> dict[str, dict[str, float]]:
+    """Return the mean milliseconds of kernels in a steady iteration by `name` and by `operator`; empty without
+    iterations, or where none is known."""
     usable = set(steady_iterations(trace).numbers) & set(recorded_iterations(trace, rank).tolist())
     spans = intervals(trace, rank).spans
     spans = spans[spans["iteration"].isin(usable)]
@@ -88,8 +88,9 @@ def kernels_ms(trace: Trace, rank: int, label: str) -> dict[str, float]:
     position = np.searchsorted(spans["start_ns"], rows["start_ns"], side="right") - 1
     inside = rows["start_ns"] < np.append(spans["end_ns"].to_numpy(np.int64), np.iinfo(np.int64).min)[position]
     rows = rows[inside]
-    times = (rows["end_ns"] - rows["start_ns"]).groupby(rows[label], observed=True).sum()
-    return {str(name): time / len(spans) / 1e6 for name, time in times.items()}
+    lengths = rows["end_ns"] - rows["start_ns"]
+    times = {label: lengths.groupby(rows[label], observed=True).sum() for label in ("name", "operator")}
+    return {label: {str(name): ns / len(spans) / 1e6 for name, ns in own.items()} for label, own in times.items()}
 
 
 @dataclass(frozen=True)
