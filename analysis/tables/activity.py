@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.analysis.metrics.activity.activity import GpuActivity, KernelTime
 from ebbtide.analysis.metrics.activity.phase_activity import CAUSE_TEXTS
-from ebbtide.analysis.tables.table import Table, View, ms, number, share, text, us
+from ebbtide.analysis.tables.table import Column, Table, View, ms, number, share, text, us
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
 
@@ -46,7 +46,13 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
         _shares("causes", "Time without compute", "cause", causes, total.span_ms, _WHOLE_TRACE),
         Table("streams", "Busy and idle time of each stream", _STREAMS, activity.streams, _WHOLE_TRACE, _SOURCE, 8),
         _kernel_table(activity),
-        _times("operators", "Operators whose kernels take most time", "operator", activity.operators, _WHOLE_TRACE),
+        _times(
+            "operators",
+            "Operators whose kernels take most time",
+            text("operator", "name"),
+            activity.operators,
+            _WHOLE_TRACE,
+        ),
     ]
     if activity.collectives is not None:
         columns = (number("rank", "rank"), ms("waited", "wait_ms"), number("came last", "last"))
@@ -84,9 +90,9 @@ def short_name(kernel: str) -> str:
     return _QUALIFIER.sub("", kernel[:end].removeprefix("void ")) or kernel
 
 
-def _times(name: str, title: str, label: str, rows: Sequence[KernelTime], note: str) -> Table:
+def _times(name: str, title: str, label: Column, rows: Sequence[KernelTime], note: str) -> Table:
     columns = (
-        text(label, lambda row: None if row.name is None else short_name(row.name) if name == "kernels" else row.name),
+        label,
         text("kind", "kind"),
         number("runs", "count"),
         ms("time", "time_ms"),
@@ -106,7 +112,8 @@ def _kernel_table(activity: GpuActivity) -> Table:
             f"{launches.p95_delay_us:,.0f} us), with {launches.median_queued:,.0f} more launched and not begun (95 %: "
             f"{launches.p95_queued:,.0f})."
         )
-    return _times("kernels", "Kernels with most time", "kernel", activity.kernels, note)
+    kernel = text("kernel", lambda row: short_name(row.name))
+    return _times("kernels", "Kernels with most time", kernel, activity.kernels, note)
 
 
 _MAX_PATH_PARTS = 12
