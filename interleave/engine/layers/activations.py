@@ -60,8 +60,9 @@ class OffloadedActivations(MovedLayers):
         if device is not None and device is not weights.transfers.device:
             raise EngineError("give stream_weights and offload_activations the same device")
         self._transfers = weights.transfers
-        memory, limits = self._transfers.memory, [self._transfers.memory.limit_bytes, self._budget_bytes]
-        memory.limit_bytes = sum(given) if (given := [one for one in limits if one is not None]) else None
+        memory = self._transfers.memory
+        budgets = [limit for limit in (memory.limit_bytes, self._budget_bytes) if limit is not None]
+        memory.limit_bytes = sum(budgets) if budgets else None
         memory.what = "activations and weights of layers"
 
     def _choice(self, layer: int) -> str:
