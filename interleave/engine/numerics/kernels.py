@@ -118,15 +118,16 @@ class CpuKernel:
         loops, has_remainders = self._compiled.loops_of(rule), host_arrays.is_remainder(state[0])
 
         def part(begin: int, end: int, of: UpdateRange) -> None:
-            stored, parts = gradient[begin:end], tuple([row[begin:end] for row in rows])
-            scalars, position = of.scalars, of.position + begin - of.begin
+            stored, scalars = gradient[begin:end], of.scalars
             if rule.scales:
                 own = rule.row_slices(begin, end, of.block + (begin - of.begin) // BLOCK)
                 master, *others = [row[part] for row, part in zip(rows, own, strict=True)]
                 codes, scales = tuple(others[: len(rule.moments)]), tuple(others[len(rule.moments) :])
                 half = None if parameter is None else parameter[begin:end]
                 self._blocks.update_of(rule)(stored, master, codes, scales, half, scalars)
-            elif parameter is None:
+                return
+            parts, position = tuple([row[begin:end] for row in rows]), of.position + begin - of.begin
+            if parameter is None:
                 loops.update_state(stored, parts, scalars, position)
             elif has_remainders:
                 loops.update_remainder(stored, parts[0], parts[1:], parameter[begin:end], scalars, position)
