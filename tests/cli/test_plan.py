@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.cli import run
+from ebbtide.interleave.advise import whole_job
 from tests.conftest import ebbtide_in_process
 from tests.interleave.advise.jobs import gpu_machine
 from tests.interleave.advise.test_levers import lora_trace
@@ -144,7 +145,10 @@ def test_plan__host_changes_the_host_of_a_preset(folder: Path, capsys: Printed) 
         ("--workload w.json --machine m.json --layers 3", "need --params"),
     ],
 )
-def test_plan__refuses_in_one_line(folder: Path, capsys: Printed, arguments: str, message: str) -> None:
+def test_plan__refuses_in_one_line_before_it_plans(
+    folder: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.setattr(whole_job, "plan_whole_job", lambda *_: pytest.fail("it plans"))
     assert run(["plan", *arguments.split()]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
