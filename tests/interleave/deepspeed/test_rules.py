@@ -12,7 +12,7 @@ from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.rule import UpdateRange
 from tests import torch_extensions
 
-from .training import config, digest, engine, state, train
+from .training import config, digest, engine, masters, state, step_beside_deepspeed, train
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}},
@@ -72,27 +72,10 @@ def test_policies__give_the_bits_of_the_reference(deepspeed: Any, name: str, tmp
 def test_step__is_that_of_deepspeed_within_four_ulp(deepspeed: Any, name: str, tmp_path: Any) -> None:
     """From one checkpoint of plain DeepSpeed, and back into it."""
     own = settings(name)
-    with engine(None, own) as before:
-        train(before, 4)
-        before.save_checkpoint(tmp_path, tag="plain")
-    results = {}
-    for policy in (None, "interleaved:2"):
-        with engine(policy, own, seed=5) as running:
-            running.load_checkpoint(tmp_path, tag="plain")
-            train(running, 1, seed=9)
-            results[policy] = torch.cat([m.detach().clone() for m in running.optimizer.fp32_partitioned_groups_flat])
-            lr = running.get_lr()[0]
-            if policy is not None:
-                running.save_checkpoint(tmp_path, tag="driven")
-                expected = digest(running)
-    theirs, ours = results.values()
-    size = torch.maximum(theirs.abs(), torch.tensor(lr))
-    ulp = torch.nextafter(size, torch.tensor(torch.inf)) - size
-    different = (ours - theirs).abs() > 4 * ulp
+    step = step_beside_deepspeed(own, 4, tmp_path)
     # The sign of Lion's sum is that of rounding where it cancels; DeepSpeed gives a zero a sign.
-    assert different.float().mean() <= (1e-3 if name == "lion" else 0)
+    assert step.is_apart.float().mean() <= (1e-3 if name == "lion" else 0)
     with engine(None, own, seed=6) as plain:
         plain.load_checkpoint(tmp_path, tag="driven")
-        masters = torch.cat([m.detach() for m in plain.optimizer.fp32_partitioned_groups_flat])
-        assert torch.equal(masters, ours)
-        assert name == "lion" or digest(plain) == expected
+        assert torch.equal(masters(plain), step.ours)
+        assert name == "lion" or digest(plain) == step.digest

@@ -7,7 +7,8 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -145,3 +146,37 @@ def digest(engine: Any) -> str:
     for tensor in state(engine):
         sha256.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return sha256.hexdigest()
+
+
+class OneStep(NamedTuple):
+    """The masters after one step from one checkpoint, of plain DeepSpeed and of ebbtide, and where they are apart."""
+
+    theirs: torch.Tensor
+    ours: torch.Tensor
+    is_apart: torch.Tensor  # By more than 4 ulp of the larger of master and learning rate.
+    digest: str  # Of ebbtide's.
+
+
+def masters(engine: Any) -> torch.Tensor:
+    return torch.cat([master.detach().clone() for master in engine.optimizer.fp32_partitioned_groups_flat])
+
+
+def step_beside_deepspeed(settings: dict[str, Any], steps: int, folder: Path) -> OneStep:
+    """Train plain DeepSpeed, and then one step with the same gradients there and in ebbtide, whose checkpoint is
+    `driven`."""
+    with engine(None, settings) as before:
+        train(before, steps)
+        before.save_checkpoint(folder, tag="plain")
+    results = []
+    for policy in (None, "interleaved:2"):
+        with engine(policy, settings, seed=5) as running:
+            running.load_checkpoint(folder, tag="plain")
+            train(running, 1, seed=9)
+            results.append(masters(running))
+            lr, of_last = running.get_lr()[0], digest(running)
+            if policy is not None:
+                running.save_checkpoint(folder, tag="driven")
+    theirs, ours = results
+    size = torch.maximum(theirs.abs(), torch.tensor(lr))
+    ulp = torch.nextafter(size, torch.tensor(torch.inf)) - size
+    return OneStep(theirs, ours, (ours - theirs).abs() > 4 * ulp, of_last)
