@@ -2,6 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
@@ -12,6 +13,14 @@ from ebbtide.machines.machine import Machine
 from tests.conftest import torch_on_one_thread
 
 one_thread = pytest.fixture(scope="session", autouse=True)(torch_on_one_thread)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[CpuKernel]:
+    """Return a kernel of two threads."""
+    kernel = CpuKernel(2)
+    yield kernel
+    kernel.close()
 
 
 @pytest.fixture

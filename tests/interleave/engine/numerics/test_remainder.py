@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -82,13 +80,6 @@ def test_update__changes_master_and_moments_as_the_fp32_reference(seed: int, ste
     assert torch.equal(bits(remainder.join_tensors(own[4], own[1])), bits(state[1]))
     for mine, expected in zip(own[2:4], state[2:4], strict=True):
         assert torch.equal(bits(mine), bits(expected))
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[CpuKernel]:
-    kernel = CpuKernel(2)
-    yield kernel
-    kernel.close()
 
 
 @given(

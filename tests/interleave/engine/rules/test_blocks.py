@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,6 @@ from tests.interleave.engine.states import any_bits, bits
 from tests.interleave.engine.training import MACHINE
 
 RULE = find_rule("adamw-8bit")
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[CpuKernel]:
-    kernel = CpuKernel(2)
-    yield kernel
-    kernel.close()
 
 
 def any_rows(length: int, has_remainders: bool, generator: torch.Generator) -> list[torch.Tensor]:

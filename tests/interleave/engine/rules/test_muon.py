@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,6 @@ from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import MACHINE
 
 MUON = find_rule("muon")
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[CpuKernel]:
-    kernel = CpuKernel(2)
-    yield kernel
-    kernel.close()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 50), (50, 3), (70, 70), (33, 280), (300, 41), (8, 257)])

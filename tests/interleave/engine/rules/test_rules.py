@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,6 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "sgd": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.2}],
 }
 CASES = [(name, {**RULES[name].defaults, **group}) for name, groups in GROUPS.items() for group in groups]
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[CpuKernel]:
-    kernel = CpuKernel(2)
-    yield kernel
-    kernel.close()
 
 
 @given(
