@@ -121,7 +121,7 @@ GPU_QUANTITIES = (
     *("temperature", "throttle_reasons"),
 )
 # The sub-steps of DeepSpeed's updates and backwards, the kinds of operation of a plan, and what only DeepSpeed's
-# SuperOffload, ZenFlow and ZeRO-Infinity have. The last one is a part of `other`.
+# SuperOffload and ZeRO-Infinity have (and ZenFlow, in 0.2.0 only). The last one is a part of `other`.
 OPS = (
     *("overflow check", "gradient norm", "prepare", "unscale", "update", "parameters", "release", "gather", "rest"),
     *("reduce", "gradient down", "gradient up", "clip", "fetch", "flush", "cast", "upload"),

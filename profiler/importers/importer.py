@@ -45,7 +45,7 @@ class ImportOptions:
     """Inputs of an importer other than the files of its own format."""
 
     hardware: Hardware = Hardware()  # Figures that the user states. They replace those of the files after all imports
-    # All files of the run by format. A DeepSpeed log takes its time zone from a monitor file, for example.
+    # All files of the run by format. The ranks that monitor files cover get the phases of a log, for example.
     sources: Mapping[str, Sequence[Source]] = field(default_factory=dict)
     # Meanings of NVTX ranges by their names, where `*` stands for any text: `forward`, `backward`, `update`,
     # `iteration`, or `other` for ranges that are none of these.

@@ -8,7 +8,6 @@ everything.
 from __future__ import annotations
 
 import functools
-import operator
 import time
 from typing import Any, Callable
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,8 +18,7 @@ from ..phase_hooks import wrap_backward
 from ..recorder import Recorder
 from ..zero_optimizer import describe_engine, has_lost_moments, swaps_to_disk
 from .storage import SWAP_METHODS, SWAP_MODULES, GradientReduction, StorageRecorder
-from .zenflow import ZenFlowRecorder
-from .zero_substeps import STAGE_1_AND_2, STAGE_3, SUPER_OFFLOAD, ZENFLOW_STAGE_3, SubstepMethod, SubstepRecorder
+from .zero_substeps import STAGE_1_AND_2, STAGE_3, SUPER_OFFLOAD, SubstepMethod, SubstepRecorder
 
 # The key that the worker adds to its results: start and end of the task in ns.
 _TIMES = "ebbtide_times_ns"
@@ -50,21 +48,11 @@ class DeepSpeedHooks:
         partial, reduction = functools.partial, self._reduction
         update = partial(self._wrap_update, False, False)
         storage = StorageRecorder(self._recorder, self._substeps, reduction, self._patches)
-        zenflow = ZenFlowRecorder(self._recorder, self._substeps, reduction)
-        final_copy = "async_inplace_copy_grad_to_fp32_buffer_from_gpu"
         partition = {"partition_grads": reduction.stage_3["partition_grads"]}
         swaps = {
             "swap_in_tensors": partial(storage.wrap_submit, "storage_read"),
             "swap_out_tensors": partial(storage.wrap_submit, "storage_write"),
         }
-        of_engine = operator.attrgetter("selective_optimizer")
-        selection = {
-            "update_selected_channels": partial(zenflow.wrap, "select columns", None),
-            "sync_fp32_param_from_gpu": partial(zenflow.wrap, "parameters down", None),
-            "selective_optimizer_step": partial(zenflow.wrap, "selective update", of_engine),
-        }
-        process = {"start_optimizer_process": partial(zenflow.wrap_process_start, self._patches)}
-        selective_update = {"group_step": partial(zenflow.wrap, "selective update", lambda optimizer: optimizer)}
         return {
             "runtime.engine": {
                 "DeepSpeedEngine": {
@@ -100,18 +88,6 @@ class DeepSpeedHooks:
             "runtime.superoffload.superoffload_utils": {
                 "": {"superoffload_optimizer_worker": wrap_worker},
                 "SuperOffloadCPUOptimizer": {"get_result": partial(wrap_receive, self._recorder)},
-            },
-            "runtime.zenflow.engine_stage3": {
-                "": {**self._substep_wrappers(ZENFLOW_STAGE_3), **partition, **selection, **process}
-            },
-            "runtime.zenflow.zenflow_stage_1_and_2": {
-                "": process,
-                "ZenFlowZeroOptimizerParallel": {final_copy: reduction.stage_1_and_2[final_copy]},
-                "ZenFlowZeroOptimizer": selection,
-            },
-            "ops.adam.zenflow_torch_adam": {
-                "ZenFlowSelectiveAdamW": selective_update,
-                "ZenFlowSelectiveAdamW_stage3": selective_update,
             },
             "runtime.swap_tensor.utils": {"SwapBufferManager": {"allocate": storage.wrap_allocate}},
             **{f"runtime.swap_tensor.{name}": {"": swaps} for name in SWAP_MODULES},

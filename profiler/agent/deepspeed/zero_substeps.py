@@ -227,6 +227,3 @@ SUPER_OFFLOAD = {
     # Its first argument is the parameter group.
     "_sync_cpu_optimizer_step": SubstepMethod("wait", lambda substeps, args: int(args[2])),
 }
-
-# What ZenFlow's functions for stage 3 replace and add; ZenFlow's update in another process is in zenflow.py.
-ZENFLOW_STAGE_3 = {"unscale_and_clip_grads": STAGE_3["unscale_and_clip_grads"]}

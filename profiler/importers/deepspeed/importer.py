@@ -20,7 +20,6 @@ from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stag
 from ebbtide.profiler.importers.logs.settings import JobSettings, SettingsReader, add_peaks, add_ranks, monitored_ranks
 from ebbtide.profiler.importers.logs.text_log import clock_offset_ns, feed_lines, first_log_lines, only_log
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
-from ebbtide.profiler.importers.nvml_monitor.importer import Coverage, read_coverage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
@@ -41,12 +40,12 @@ class DeepSpeedLogImporter:
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         source = only_log(sources, "DeepSpeed")
-        dated = read_log(source, builder, read_coverage(options.sources.get(MONITOR_FORMAT, ())))
+        dated = read_log(source, builder, options.sources.get(MONITOR_FORMAT, ()))
         return [] if dated else [source]
 
 
-def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -> bool:
-    """Add a log to a trace; return whether it has times of day. `monitors` give its time zone; None: there are none."""
+def read_log(source: Source, builder: TraceBuilder, monitors: Sequence[Source]) -> bool:
+    """Add a log to a trace; return whether it has times of day. The ranks that `monitors` cover get its phases."""
     timers, reader = TimerReader(), SettingsReader()
     zone, settings = feed_lines(source, timers.feed, reader.feed), reader.settings
     whole_steps = bool(timers.steps)
@@ -64,7 +63,7 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
         raise source.damaged("its timers add up to decades")
     for note in _missing_parts(timers, settings, timed):
         builder.note(note)
-    offset_ns = clock_offset_ns(source, builder, zone, _span_ns(phases, timers.marks), monitors) if timed else 0
+    offset_ns = clock_offset_ns(builder, zone) if timed else 0
     ranks = add_metadata(builder, settings, timers.marks)
     phase_ranks = sorted({0, *monitored_ranks(ranks, monitors)})
     for rank in phase_ranks:
@@ -84,11 +83,6 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
         for entry in ranks.values():
             entry.meta["first_iteration_start_ns"] = start - offset_ns
     return timed
-
-
-def _span_ns(phases: list[TimedPhase], marks: list[MemoryMark]) -> tuple[int, int]:
-    times = [mark.t_ns for mark in marks if mark.t_ns is not None]
-    return min(times + [p.start_ns for p in phases[:1]]), max(times + [p.end_ns for p in phases[-1:]])
 
 
 def _missing_parts(timers: TimerReader, settings: JobSettings, timed: bool) -> Iterator[str]:

@@ -3,13 +3,14 @@
 import base64
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ebbtide.profiler.importers.logs.text_log import LogLine
-from ebbtide.profiler.importers.nvml_monitor.importer import Coverage
+from ebbtide.profiler.importers.nvml_monitor.importer import parse_monitor
+from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 # A longer configuration is damaged.
@@ -263,13 +264,13 @@ def add_ranks(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBui
     return ranks
 
 
-def monitored_ranks(ranks: dict[int, RankBuilder], monitors: Coverage | None) -> list[int]:
-    """Return the ranks whose device monitor files cover; None: there are no such files."""
+def monitored_ranks(ranks: dict[int, RankBuilder], monitors: Sequence[Source]) -> list[int]:
+    """Return the ranks whose device monitor files cover."""
     owners: dict[str, int] = {}
     for rank, entry in ranks.items():
         owners.setdefault(entry.meta["devices"][0]["device"], rank)
-    covered = [f"cuda:{number}" for number in monitors.devices] if monitors is not None else []
-    return [owners[device] for device in covered if device in owners]
+    covered = {f"cuda:{number}" for source in monitors for number in source.parsed(parse_monitor).devices}
+    return [rank for device, rank in owners.items() if device in covered]
 
 
 def add_peaks(ranks: dict[int, RankBuilder], reports: dict[int, MemoryReport], start_ns: int) -> None:

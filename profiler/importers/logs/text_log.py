@@ -1,4 +1,4 @@
-"""Reads the lines of a training log with their times, and determines the time zone of its clock."""
+"""Reads the lines of a training log with their times, and the time zone of its clock."""
 
 import datetime
 import re
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ebbtide.profiler.importers.nvml_monitor.importer import Coverage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import TraceBuilder
 
@@ -25,8 +24,8 @@ _EPOCH = datetime.datetime(1970, 1, 1)
 # Unix nanoseconds inside a line that also has the log's time: some jobs print both.
 _UNIX = re.compile(r"<<<\w{1,64}(?::\w{1,64})?[,:](\d{19})>>>")
 _QUARTER_NS = 900_000_000_000
-# The offsets from UTC of all time zones, in quarters of an hour: whole hours, and the zones between them.
-_ZONES = (*range(-48, 57, 4), -38, -14, -10, 14, 18, 22, 23, 26, 35, 38, 42, 51, 55)
+# The offsets from UTC of time zones, in quarters of an hour.
+_MIN_QUARTERS, _MAX_QUARTERS = -48, 56
 
 
 @dataclass(frozen=True)
@@ -102,50 +101,13 @@ def zone_ns(lines: Iterable[LogLine]) -> int | None:
         unix_ns = int(match.group(1)) if match else line.unix_ns
         if unix_ns is not None and line.t_ns is not None:
             quarters = round((line.t_ns - unix_ns) / _QUARTER_NS)
-            if min(_ZONES) <= quarters <= max(_ZONES):
+            if _MIN_QUARTERS <= quarters <= _MAX_QUARTERS:
                 return quarters * _QUARTER_NS
     return None
 
 
-def zone_by_overlap(span: tuple[int, int], reference: tuple[int, int]) -> tuple[int, bool] | None:
-    """Find the time zone in which a span on a clock of unknown zone overlaps a reference in Unix ns. Return the offset
-    of the clock from UTC in ns, and whether it is the only one that fits; None if no time zone does."""
-    shares = {quarter: overlap(span, reference, quarter * _QUARTER_NS) for quarter in _ZONES}
-    best = max(shares.values())
-    if best <= 0:
-        return None
-    fitting = [quarter for quarter in _ZONES if shares[quarter] > best - 0.05]
-    # Most machines that train run on UTC.
-    return min(fitting, key=abs) * _QUARTER_NS, len(fitting) == 1
-
-
-def overlap(span: tuple[int, int], reference: tuple[int, int], ahead_ns: int) -> float:
-    """Return the share of a span on a clock `ahead_ns` ahead of UTC that a reference covers; 0 or less: none."""
-    start, end = span[0] - ahead_ns, span[1] - ahead_ns
-    return (min(end, reference[1]) - max(start, reference[0])) / max(end - start, 1)
-
-
-def clock_offset_ns(
-    source: Source, builder: TraceBuilder, zone: int | None, span: tuple[int, int], monitors: Coverage | None
-) -> int:
-    """Return how far the log's clock is ahead of UTC, by the stated `zone`, else by dated `monitors` (None: none)."""
-    if monitors is None:
-        if zone is None:
-            builder.note("the log has local times without a time zone: they are read as UTC")
-        return zone or 0
-    match = (zone, True) if zone is not None else zone_by_overlap(span, monitors.span_ns)
-    share = overlap(span, monitors.span_ns, match[0]) if match is not None else 0.0
-    if match is None or share <= 0:
-        raise SourceError(f"{source} and {monitors.name} do not overlap in time: they are not from one run")
-    offset_ns, unique = match
-    if share < 0.95:
-        builder.note(f"{monitors.name} covers only {share:.0%} of the time of the log")
-    if not unique:
-        builder.note(f"the time zone of the log is a guess ({_zone_name(offset_ns)}): {monitors.name} fits several")
-    elif zone is None and offset_ns:
-        builder.note(f"the clock of the log is assumed to be {_zone_name(offset_ns)}, by the times of {monitors.name}")
-    return offset_ns
-
-
-def _zone_name(offset_ns: int) -> str:
-    return f"UTC{offset_ns / 3.6e12:+.4g} h"
+def clock_offset_ns(builder: TraceBuilder, zone: int | None) -> int:
+    """Return how far the log's clock is ahead of UTC: the stated `zone`; 0, with a note, for None."""
+    if zone is None:
+        builder.note("the log has local times without a time zone: they are read as UTC")
+    return zone or 0

@@ -23,7 +23,6 @@ from ebbtide.profiler.importers.logs.settings import (
 )
 from ebbtide.profiler.importers.logs.text_log import LogLine, clock_offset_ns, feed_lines, first_log_lines, only_log
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
-from ebbtide.profiler.importers.nvml_monitor.importer import read_coverage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
@@ -88,8 +87,8 @@ class MegatronLogImporter:
         if last_ns - first_ns > _MAX_NS:
             raise source.damaged("its times add up to decades")
         dated = any(interval.t_ns is not None for interval in reader.intervals)
-        monitors = read_coverage(options.sources.get(MONITOR_FORMAT, ()))
-        offset_ns = clock_offset_ns(source, builder, zone, (first_ns, last_ns), monitors) if dated else 0
+        monitors = options.sources.get(MONITOR_FORMAT, ())
+        offset_ns = clock_offset_ns(builder, zone) if dated else 0
         ranks = _add_job(builder, settings)
         timed = {rank for interval in reader.intervals for times in interval.timers.values() for rank in times}
         timed_ranks = {rank for rank in timed if rank is not None}

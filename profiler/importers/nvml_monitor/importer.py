@@ -154,15 +154,6 @@ class Monitor:
         return int(self.rows["t_ns"].iloc[0]), int(self.rows["t_ns"].iloc[-1])
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """Time span (first and last time, Unix ns) and devices that the monitor files of a run cover together."""
-
-    name: str
-    span_ns: tuple[int, int]
-    devices: frozenset[int]
-
-
 def parse_monitor(source: Source) -> Monitor:
     """Parse a monitor file. Raise SourceError if it has no header, no times or no figures."""
     table = read_table(source)
@@ -208,16 +199,6 @@ def read_table(source: Source) -> MonitorTable:
     """Read a monitor file. Raise SourceError if it has no header, no rows, or is not text."""
     check_text(source)
     return next((read for looks_like, read in _READERS if looks_like(source)), read_query)(source)
-
-
-def read_coverage(sources: Sequence[Source]) -> Coverage | None:
-    """Return what monitor files cover together; None if there are none, or if the times of one have no date."""
-    monitors = [source.parsed(parse_monitor) for source in sources]
-    if not monitors or not all(monitor.dated for monitor in monitors):
-        return None
-    starts, ends = zip(*(monitor.span_ns for monitor in monitors), strict=True)
-    devices = frozenset(number for monitor in monitors for number in monitor.devices)
-    return Coverage(", ".join(source.path.name for source in sources), (min(starts), max(ends)), devices)
 
 
 def _device_fields(rows: pd.DataFrame, texts: dict[str, pd.Series[str]]) -> dict[str, Any]:

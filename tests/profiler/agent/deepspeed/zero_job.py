@@ -20,12 +20,10 @@ import cpuinfo
 import deepspeed
 import deepspeed.accelerator
 import torch
-from deepspeed.ops.adam import zenflow_torch_adam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
 from deepspeed.runtime.swap_tensor import async_swapper, partitioned_optimizer_swapper, pipelined_optimizer_swapper
 from deepspeed.runtime.swap_tensor.utils import SwapBufferManager
-from deepspeed.runtime.zenflow import engine_stage3, zenflow_stage_1_and_2
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -100,11 +98,9 @@ def _methods() -> list[dict[str, Any]]:
     """Return the attributes of everything that the recorder wraps."""
     owners = (
         *(DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3, stage_1_and_2.DeepSpeedZeroOptimizer, stage_1_and_2),
-        *(superoffload_stage3.SuperOffloadOptimizer_Stage3, superoffload_utils, engine_stage3),
-        *(superoffload_utils.SuperOffloadCPUOptimizer, zenflow_torch_adam.ZenFlowSelectiveAdamW),
-        *(zenflow_stage_1_and_2, zenflow_stage_1_and_2.ZenFlowZeroOptimizer),
+        *(superoffload_stage3.SuperOffloadOptimizer_Stage3, superoffload_utils),
+        superoffload_utils.SuperOffloadCPUOptimizer,
         *(async_swapper, partitioned_optimizer_swapper, pipelined_optimizer_swapper, SwapBufferManager),
-        *(zenflow_stage_1_and_2.ZenFlowZeroOptimizerParallel, zenflow_torch_adam.ZenFlowSelectiveAdamW_stage3),
     )
     return [dict(vars(owner)) for owner in owners]
 

@@ -111,7 +111,6 @@ def test_import_trace__notes_exactly_what_is_missing(
         "without a time zone": True,
         "no times of day": False,
         "left out": False,
-        "the time zone of the log": False,
     }
     assert {text: any(text in note for note in trace.notes) for text in expected} == expected
     for text in notes:

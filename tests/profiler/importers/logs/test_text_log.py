@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ebbtide.profiler.importers.logs.text_log import LogLine, overlap, read_lines, zone_by_overlap, zone_ns
+from ebbtide.profiler.importers.logs.text_log import LogLine, read_lines, zone_ns
 from ebbtide.profiler.importers.source import Source
 
 HOUR = 3_600_000_000_000
@@ -75,32 +73,6 @@ def test_zone_ns__comes_from_a_line_with_both_times(tmp_path: Path, text: str, h
     unix = ns(2024, 4, 15, 0, 52, 42, fraction=648_000_000)
     zone = zone_ns(lines(tmp_path, "first\n" + text.format(unix) + "\n"))
     assert zone == (None if hours is None else round(hours * HOUR))
-
-
-ZONES = [-12.0, -9.5, -8.0, -3.5, 0.0, 1.0, 3.5, 5.5, 5.75, 9.5, 12.75, 14.0]
-
-
-@given(st.sampled_from(ZONES), st.integers(60, 590), st.integers(0, 5))
-def test_zone_by_overlap__finds_the_only_zone_that_fits(hours: float, seconds: int, before: int) -> None:
-    reference = 10**18, 10**18 + (seconds + 10) * 10**9
-    start = reference[0] + before * 10**9 + round(hours * HOUR)
-    assert zone_by_overlap((start, start + seconds * 10**9), reference) == (round(hours * HOUR), True)
-
-
-def test_zone_by_overlap__handles_no_zone_and_several_zones() -> None:
-    hour = (10**18, 10**18 + 60 * 10**9)
-    assert zone_by_overlap((hour[0] + 20 * HOUR, hour[1] + 20 * HOUR), hour) is None
-    assert zone_by_overlap((hour[0] + 7 * 60 * 10**9, hour[1] + 7 * 60 * 10**9), hour) is None
-    assert zone_by_overlap(hour, (hour[0] - 5 * HOUR, hour[1] + 5 * HOUR)) == (0, False)
-    # No clock runs a quarter of an hour ahead of UTC.
-    assert zone_by_overlap((hour[0] + HOUR // 4, hour[1] + HOUR // 4), hour) is None
-
-
-def test_overlap__is_the_covered_share() -> None:
-    assert overlap((0, 100), (0, 50), 0) == 0.5
-    assert overlap((HOUR, HOUR + 100), (25, 1000), HOUR) == 0.75
-    assert overlap((0, 100), (200, 300), 0) < 0
-    assert overlap((5, 5), (0, 10), 0) == 0
 
 
 HOSTILE = [
