@@ -48,10 +48,8 @@ class TabularResult:
 
 
 def to_frame(rows: Iterable[Any], kind: type) -> pd.DataFrame:
-    """Make a table of dataclass instances: a row each, a column per field, in the order of the fields.
-
-    A field that is a dataclass itself gives a column per field of it, named FIELD_SUBFIELD. Fields of other types
-    (tuples, lists) are kept as Python objects."""
+    """Make a table of dataclass instances: a row each, a column per field. A field that is a dataclass gives a column
+    per field of it, FIELD_SUBFIELD; tuples and lists are kept as Python objects."""
     import pandas as pd
 
     dtypes = _dtypes(kind)

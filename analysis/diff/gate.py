@@ -76,11 +76,8 @@ class LimitResult:
 
 
 def results(diff: Diff, limits: Sequence[Limit]) -> list[LimitResult]:
-    """Compare the growth of quantities with their limits.
-
-    Raises:
-        UserError: A quantity is not known in one of the runs.
-    """
+    """Compare the growth of quantities with their limits. Raises UserError where one is not known in one of the
+    runs."""
     return [_result(diff, limit) for limit in limits]
 
 

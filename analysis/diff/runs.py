@@ -84,11 +84,8 @@ class _Summary(msgspec.Struct):
 
 
 def open_run(path: Path) -> ComparedRun:
-    """Open a trace, or a file that `ebbtide summary --json` wrote.
-
-    Raises:
-        TraceError: It is neither, or an earlier version wrote the summary.
-    """
+    """Open a trace, or a file that `ebbtide summary --json` wrote. Raises TraceError if it is neither, or of an earlier
+    version."""
     if not path.is_file():
         return run_of_trace(open_trace(path))
     values = read_object(path, "summary", TraceError)

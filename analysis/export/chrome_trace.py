@@ -42,11 +42,9 @@ def checked(trace: Trace, rows: pd.DataFrame, kind: str) -> pd.DataFrame:
 
 
 def device_events(process: Process, trace: Trace, rank: int, flows: Iterator[int]) -> Iterator[str]:
-    """Yield kernels and copies of a rank, and their launches.
-
-    Kernels are on a track per device and stream, and so are copies in a trace with kernels. Without kernels, copies are
-    on a track per device and direction, or per stream where copies of one direction overlap. A flow leads from each
-    launch to what it launched; `flows` are their numbers, which all ranks share."""
+    """Yield kernels and copies of a rank on a track per device and stream, and their launches. Without kernels, copies
+    are on a track per direction, or per stream where those of a direction overlap. A flow leads from each launch to
+    what it launched; `flows` are their numbers, which all ranks share."""
     kernels = _correlated(checked(trace, trace.kernels(rank), "a kernel"), flows)
     copies = _correlated(checked(trace, trace.transfers(rank), "a copy"), flows)
     if kernels.empty:
@@ -140,13 +138,10 @@ _LINK_NOTE = (
 
 
 def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
-    """Write a trace in the Trace Event Format (JSON), complete or not at all. Raises UserError and TraceError.
-
-    The file has a process per rank, with tracks for iterations, phases, named ranges, kernels and copies by stream,
-    launches and ops, flows from launches to kernels and copies, and counters for memory (bytes), link (bytes/s) and the
-    state of the GPUs. Times are microseconds, exact to the nanosecond, after the first time of the trace, which is in
-    `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Events are written one by one;
-    gzip-compressed if the name of the file ends in .gz."""
+    """Write a trace in the Trace Event Format (JSON), event by event, complete or not at all; gzip-compressed if the
+    name ends in .gz. A rank is a process. Times are microseconds, exact to the nanosecond, after the first time of the
+    trace, which is in `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Raises UserError and
+    TraceError."""
     with new_output(path, force, Path.is_file, "a file") as temporary, ExitStack() as stack:
         binary: Any = stack.enter_context(open(temporary, "wb"))
         if path.suffix.lower() == ".gz":

@@ -31,12 +31,9 @@ def raw_table(trace: Trace, name: str) -> pd.DataFrame:
 
 
 def iterations_table(trace: Trace) -> pd.DataFrame:
-    """Return a row per rank and iteration, warm-up included.
-
-    Columns: rank, iteration, start_ns, end_ns; iteration_ms and PHASE_ms; pool, and PHASE_peak_bytes of this pool;
-    PHASE_h2d_bytes and PHASE_d2h_bytes. Phases are forward, backward, update, other. Times are those of the device if
-    every phase has them; peaks are between host times. Values that were not recorded, and phases that did not run, are
-    missing."""
+    """Return a row per rank and iteration, warm-up included: rank, iteration, start_ns, end_ns; iteration_ms and
+    PHASE_ms; pool, and PHASE_peak_bytes of it; PHASE_h2d_bytes and PHASE_d2h_bytes; missing where not recorded, or not
+    run. Times are the device's if every phase has them; peaks are between host times."""
     pool = peak_pool(trace)
     parts = [_iterations(trace, rank, pool) for rank in trace.ranks]
     columns = {"rank": "int64", "iteration": "int64", "start_ns": "int64", "end_ns": "int64"}
@@ -58,11 +55,9 @@ def _iterations(trace: Trace, rank: int, pool: str | None) -> pd.DataFrame:
 
 
 def write_tables(trace: Trace, folder: Path, format: str, min_bytes: int, force: bool = False) -> list[str]:
-    """Write every table of a trace as a file into a new folder, complete or not at all. Raises UserError.
-
-    The tables are those of the trace with a column `rank`, `iterations` and `windows`. Missing values are empty cells
-    in CSV and nulls in Parquet. `tables.json` lists the files, and names the pool that free memory is computed from:
-    free memory is capacity minus this pool. Returns a line on the table of windows for each thing that it lacks."""
+    """Write the tables of a trace with a column `rank`, `iterations` and `windows` as files into a new folder, complete
+    or not at all. `tables.json` lists them, and names the pool that free memory is computed from. Returns a line on the
+    table of windows for each thing that it lacks. Raises UserError."""
     notes = []
     with new_output(folder, force, _is_table_folder, "a folder of tables, or contains other files") as temporary:
         temporary.mkdir()

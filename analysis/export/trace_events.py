@@ -1,6 +1,5 @@
-"""Writes events of the Trace Event Format, which ui.perfetto.dev and chrome://tracing read, in lanes without overlaps.
-
-The format: Duca and Sinclair, "Trace Event Format" (Google, 2016).
+"""Writes events of the Trace Event Format (Duca and Sinclair, Google, 2016), for ui.perfetto.dev and
+chrome://tracing.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from ebbtide.analysis.timeseries.step_functions import Ints
 
 
 def assign_lanes(starts: Ints, ends: Ints, parents: Sequence[int | None] | None = None) -> tuple[Ints, Ints]:
-    """Return (drawing order, lane of each interval). In the drawing order times rise, and a parent comes before the
-    intervals nested in it.
-
-    An interval shares the lane of its parent (an index, or None) if it is within the parent and does not overlap a
-    sibling on that lane. Otherwise it gets a lane that is free for all of its time. Intervals without parents need the
-    fewest lanes possible."""
+    """Return (drawing order, lane of each interval). In that order times rise, and a parent comes before what is nested
+    in it. An interval shares the lane of its parent (an index, or None) if it is within it and overlaps no sibling
+    there. Else it gets a lane that is free for all of its time. Intervals without parents need the fewest lanes
+    possible."""
     # Intervals without length go first: they have ended when the intervals that begin with them begin.
     order = np.lexsort((-ends, ends > starts, starts))
     lanes = np.zeros(len(starts), np.int64)
@@ -74,10 +71,8 @@ def dumps(value: Any) -> str:
 
 
 def microseconds(ns: Ints) -> list[str]:
-    """Return nanoseconds, not negative, as decimal numbers of microseconds.
-
-    Perfetto multiplies by 1000 and truncates, so that 1.001 becomes 1000 ns: a slice may then overlap its neighbour,
-    and Perfetto drops one of them. Numbers to which this would happen get a tenth of a nanosecond more."""
+    """Return nanoseconds, not negative, as decimal numbers of microseconds. Perfetto multiplies by 1000 and truncates,
+    so that 1.001 becomes 1000 ns, and drops slices that then overlap: such numbers get a tenth of a nanosecond more."""
     full, remainder = np.divmod(ns, 1000)
     # Perfetto's own parser adds the two parts; others find the nearest number.
     added = ((full + remainder / 1000) * 1000).astype(np.int64)
@@ -145,12 +140,10 @@ class Process:
         parents: Sequence[int | None] | None = None,
         flow: Literal["start", "end"] | None = None,
     ) -> Iterator[str]:
-        """Yield a slice per row, on one track, or on several if slices overlap.
-
-        `tables`, by category, have columns name, start_ns, end_ns; every other column becomes an argument, null where
-        it has no value. `parents`: for each row of all tables the index of its parent, or None; see `assign_lanes`.
-        `flow`: start or end a flow at the start of each row that has a value in the column `correlation`, which all
-        tables must have; both ends have the same value, which no other flow of the file has."""
+        """Yield a slice per row, on one track, or on several if slices overlap. `tables`, by category, have columns
+        name, start_ns, end_ns; all others become arguments. `parents`: see `assign_lanes`. `flow`: start or end a flow
+        at each row that has a value in the column `correlation`; both ends have the same value, which no other flow of
+        the file has."""
         starts, ends = (
             np.concatenate([np.empty(0, np.int64), *(rows[side].to_numpy(np.int64) for rows in tables.values())])
             for side in ("start_ns", "end_ns")

@@ -65,11 +65,7 @@ class Rule:
 
 
 def rule(name: str, *needs: Need) -> Callable[[Check], Rule]:
-    """Decorate a function of `JobMetrics` so that `ebbtide findings` applies it.
-
-    Args:
-        needs: Conditions; the function is called only for traces that fulfil all of them.
-    """
+    """Decorate a function of `JobMetrics` so that `ebbtide findings` applies it to traces that fulfil all `needs`."""
 
     def register(check: Check) -> Rule:
         assert name not in _RULES, f"two rules are named {name}"

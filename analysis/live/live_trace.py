@@ -42,11 +42,9 @@ _SAMPLED = ("link", "gpu")
 
 
 class LiveTrace:
-    """The last iterations of a trace, whether it is being recorded or is finished.
-
-    A recording is read as far as it was written, and only what it has gained since the last `poll`; memory is bounded
-    by the number of iterations. Nothing is locked or written, and the job is not touched. When the recording has been
-    finished, the tables are read instead."""
+    """The last iterations of a trace, whether it is being recorded or is finished. Each `poll` reads what a recording
+    has gained; memory is bounded by the number of iterations. Nothing is locked or written, and the job is not touched.
+    When the recording has been finished, the tables are read instead."""
 
     def __init__(self, path: str | Path, iterations: int = 50) -> None:
         self.path = Path(path)  # The trace.
@@ -183,10 +181,8 @@ class LiveTrace:
 
 
 def last_iterations(trace: Trace, count: int) -> Trace:
-    """Return the last iterations of a trace, and one before them.
-
-    The one before is warm-up: its start is known by the host's clock alone. So is what is left of the trace's warm-up.
-    The same trace where it has not so many iterations, or none at all."""
+    """Return the last iterations of a trace, and one before them as warm-up, since its start is known by the host's
+    clock alone; the same trace where it has not so many, or none."""
     spans = {rank: intervals(trace, rank, device_times=False).spans for rank in trace.ranks}
     newest = max((int(rows["iteration"].max()) for rows in spans.values() if len(rows)), default=-1)
     first = newest - count

@@ -17,10 +17,8 @@ _KEPT: dict[str, WeakKeyDictionary[Trace, dict[Any, Any]]] = {}
 
 
 def once_per_trace(function: Callable[Concatenate[Trace, P], Result]) -> Callable[Concatenate[Trace, P], Result]:
-    """Decorate a function of a trace and hashable arguments so that each result is kept as long as its trace.
-
-    Callers share the result and must not change it. What is computed must depend on nothing but the trace and the
-    arguments."""
+    """Decorate a function of a trace and hashable arguments so that each result is kept as long as its trace. It must
+    depend on these alone, and callers, who share it, must not change it."""
     results: WeakKeyDictionary[Trace, dict[Any, Result]] = WeakKeyDictionary()
     _KEPT[f"{function.__module__}.{function.__qualname__}"] = results
 
@@ -58,9 +56,8 @@ _SERIES_BYTES = 64e6
 
 
 def recent_per_trace(function: Callable[Concatenate[Trace, P], Result]) -> Callable[Concatenate[Trace, P], Result]:
-    """Decorate a function like `once_per_trace`, for results as long as a table: only the last are kept.
-
-    The series of all ranks of a large job would not fit into memory together."""
+    """Decorate a function like `once_per_trace`, but keep only the last results, since they are as long as a table:
+    those of all ranks of a large job would not fit into memory."""
     results: WeakKeyDictionary[Trace, OrderedDict[Any, Result]] = WeakKeyDictionary()
     lock = Lock()
 

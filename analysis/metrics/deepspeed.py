@@ -102,20 +102,12 @@ def deepspeed_of(trace: Trace) -> DeepSpeedSetup | None:
 
 
 def resident_subgroups(ratio: float, subgroups: int, version: str | None = None) -> int:
-    """Return how many subgroups Twin-Flow keeps on the GPU, state and update, as DeepSpeed rounds them.
-
-    This is the only definition; policies, fits and findings call it. A plan for a new job passes no version. The replay
-    of a recorded job passes `deepspeed_of(trace).info.version`.
+    """Return how many subgroups Twin-Flow keeps on the GPU, state and update, as DeepSpeed rounds them. `ratio` is the
+    share of the parameters to update on the CPU, `version` as in `0.13.3+c7da512a`; None: a current one.
 
     From 0.18 on, subgroup i is resident where i < int((1 - ratio) * subgroups): the first ones. Up to 0.17, subgroup i
     is on the CPU where i < int(ratio * subgroups): the last ones are resident (runtime/zero/stage3.py of each). The
-    products are floating point as in DeepSpeed: (1 - 0.9) * 10 is just less than 1, so none is resident.
-
-    Args:
-        ratio: The share of the parameters to update on the CPU, from 0 to 1.
-        subgroups: The number of subgroups.
-        version: The version of DeepSpeed, as in `0.13.3+c7da512a`; None: a current one.
-    """
+    products are floating point as in DeepSpeed: (1 - 0.9) * 10 is just less than 1, so none is resident."""
     return subgroups - int(ratio * subgroups) if residents_are_last(version) else int((1 - ratio) * subgroups)
 
 

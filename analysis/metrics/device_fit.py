@@ -4,10 +4,9 @@ from collections.abc import Iterable, Sequence
 
 
 def fits_beside(changes: Iterable[tuple[float, float]], free: Sequence[tuple[float, float]], end_s: float) -> bool:
-    """Return whether memory stays within what is free at every instant of an iteration that ends at `end_s`.
-
-    `changes`: (time, bytes) by which the memory in use changes, in the order of time. `free`: (time, bytes free from
-    there on), in the order of time; the first at 0."""
+    """Return whether memory stays within what is free at every instant of an iteration that ends at `end_s`. `changes`:
+    (time, bytes) of memory in use. `free`: (time, bytes free from there on), the first at 0. Both are in the order of
+    time."""
     # Intervals as short as rounding errors do not count.
     shortest_s = 1e-9 * end_s
     begin, used, number = 0.0, 0.0, 0
@@ -26,9 +25,8 @@ def fits_beside(changes: Iterable[tuple[float, float]], free: Sequence[tuple[flo
 
 
 def gradient_starts(subgroups: Sequence[int], begin_s: float, backward_s: float, accumulates: bool) -> list[float]:
-    """Return from when on the gradient of each subgroup is on the device, if it stays there until its update.
-
-    The backward computes them in reverse. With several micro-steps (`accumulates`) they are there from the start."""
+    """Return from when on the gradient of each subgroup is on the device, if it stays there until its update: in
+    reverse order of the backward, or with several micro-steps (`accumulates`) from the start."""
     if accumulates:
         return [0.0] * len(subgroups)
     total, done, starts = sum(subgroups), 0, []

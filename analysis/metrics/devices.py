@@ -67,19 +67,13 @@ _PEAK_POOLS = ("device", "allocated", "requested", "tensors", "cuda", "heap")
 
 
 def free_pool(trace: Trace) -> str | None:
-    """Return the pool that free memory is computed from; None where the trace has no memory of a device.
-
-    Free memory is the capacity minus this pool: the first one recorded of `device`, `cuda`, `reserved`,
-    `allocated`, `requested`, `tensors` and `heap`. Memory that torch has reserved is not free for others, even if no
-    tensor uses it."""
+    """Return the pool that free memory is computed from, the first recorded of _FREE_POOLS; None without memory of a
+    device. Memory that torch has reserved is not free for others, even if no tensor uses it."""
     return _first_recorded(trace, _FREE_POOLS)
 
 
 def peak_pool(trace: Trace) -> str | None:
-    """Return the pool whose peaks are reported; None where the trace has no memory of a device.
-
-    It is the first one recorded of `device`, `allocated`, `requested`, `tensors`, `cuda` and `heap`.
-
+    """Return the pool whose peaks are reported, the first recorded of _PEAK_POOLS; None without memory of a device.
     `reserved` is not one of them: it includes blocks that no tensor uses, so its peak says little about the job."""
     return _first_recorded(trace, _PEAK_POOLS)
 

@@ -50,10 +50,8 @@ class Drift:
 
 
 def find_drifts(trace: Trace) -> list[Drift]:
-    """Find the quantities that become worse during a run.
-
-    A change is found by `find_change` among the values of the steady iterations: medians over each, for links and
-    clocks of the samples under load. In a trace without iterations only the speed of the link is compared, over
+    """Find the quantities that become worse during a run, by `find_change` among their medians of the steady iterations
+    (for links and clocks, of samples under load). Without iterations only the speed of the link is compared, over
     samples: memory that grows while a job starts is no drift."""
     drifts: dict[str, Drift] = {}
     for drift in (drift for rank in (None, *trace.ranks) for drift in rank_drifts(trace, rank).drifts):
@@ -96,10 +94,9 @@ def compared_quantities(trace: Trace) -> list[str]:
 
 
 def _keeps_falling(trace: Trace, rank: int | None, numbers: Ints, free: Floats) -> bool:
-    """Return whether free memory falls because tensors take more, or falls to the end of the run.
-
-    What torch has reserved, and what it has of the device, never shrinks by itself. In a healthy job with batches of
-    several sizes it rises whenever a batch is the largest so far: ever more rarely."""
+    """Return whether free memory falls because tensors take more, or falls to the end of the run. What torch has
+    reserved never shrinks by itself: in a healthy job it rises whenever a batch is the largest so far, ever more
+    rarely."""
     pool, capacity = peak_pool(trace), capacity_bytes(trace, rank or 0)
     tensors = "allocated" if pool == "device" else pool
     used = phase_peaks(trace, rank or 0, tensors or "").at(numbers).largest(ITERATION_PARTS)

@@ -73,11 +73,9 @@ class GpuState(TabularResult, table="figures"):
 
 
 def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
-    """Measure the state of the first device of all ranks (None) or some.
-
-    Samples are a step function: each value holds until the next one, for a second at most. Phases are those of the
-    device's clock, where it was recorded. A phase that is shorter than the window of NVML's values (up to 1 s) shows
-    its neighbours as well."""
+    """Measure the state of the first device of all ranks (None) or some. Each sample holds until the next one, for a
+    second at most. Phases are those of the device's clock where it was recorded; one that is shorter than the window of
+    NVML's values (up to 1 s) shows its neighbours as well."""
     recorded = [rank for rank in (trace.ranks if ranks is None else ranks) if len(trace.columns(rank, "gpu"))]
     figures: list[GpuFigure] = []
     if not recorded:

@@ -31,9 +31,8 @@ class GradientWait:
 
 def gradient_wait(metrics: JobMetrics) -> GradientWait | None:
     """Measure the wait for gradient copies: by DeepSpeed's sub-step, else by pageable copies, else by a backward that
-    is far longer than its forward explains while the link is mostly idle.
-
-    None where state is not offloaded, phases were not recorded, or the backward does not wait."""
+    is far longer than its forward explains while the link is mostly idle. None without a wait, offloaded state or
+    phases."""
     forward, backward = metrics.phase_ms(FORWARD), metrics.phase_ms(BACKWARD)
     if not forward or not backward or metrics.offloaded is False:
         return None

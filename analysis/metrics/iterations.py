@@ -213,9 +213,8 @@ class SteadyIterations(NamedTuple):
 
 @once_per_trace
 def steady_iterations(trace: Trace) -> SteadyIterations:
-    """Return the iterations of all ranks without the warm-up.
-
-    The first two are warm-up where there are five or more, unless the trace's metadata states another number."""
+    """Return the iterations of all ranks without the warm-up: as the metadata states, else the first two of five or
+    more."""
     numbers = sorted({number for rank in trace.ranks for number in _finished(trace, rank)})
     warmup = trace.meta.warmup_iterations
     if warmup is None:
@@ -234,9 +233,8 @@ def _finished(trace: Trace, rank: int) -> list[int]:
 
 
 def durations_ms(times: Intervals) -> IterationTable:
-    """Return milliseconds per iteration and part (columns `iteration` and ITERATION_PARTS).
-
-    NaN for a phase that no iteration has."""
+    """Return milliseconds per iteration and part (`iteration` and ITERATION_PARTS); NaN for a phase that no iteration
+    has."""
     position = np.searchsorted(times.numbers, times.times.iterations)
     lengths = (times.times.ends - times.times.starts) / 1e6
     columns, absent = {}, np.full(len(times.numbers), np.nan)
@@ -280,10 +278,8 @@ _CLOCK_TIMES = {"phases": ("start_ns", "end_ns"), "iteration_marks": ("start_ns"
 
 
 def on_device_clock(trace: Trace) -> Trace:
-    """Return the trace with phases and memory at the times of the GPU, as in the order of its work.
-
-    A time of the host within a phase becomes the same position in that phase on the GPU. Ranks whose phases have no
-    times of the GPU stay as they are; the trace itself is returned where all do."""
+    """Return the trace with phases and memory at the times of the GPU: a time of the host within a phase becomes the
+    same position in that phase on the GPU. Ranks whose phases have no times of the GPU stay as they are."""
     clocks = {rank: clock for rank in trace.ranks if (clock := _clock(trace, rank)) is not None}
 
     def load(rank: int, name: str) -> Columns:

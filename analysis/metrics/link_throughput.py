@@ -43,10 +43,8 @@ class Traffic:
     resolution_ns: float = 0.0
 
     def bytes(self, starts: Ints, ends: Ints) -> Floats:
-        """Return the bytes moved in each interval (ns).
-
-        NaN where samples cover less than half of an interval. Where they cover a part of it, the remainder is assumed
-        to have the same rate."""
+        """Return the bytes moved in each interval (ns): where samples cover a part of it, at the same rate in the
+        remainder; NaN where they cover less than half."""
         moved = self.total(ends) - self.total(starts)
         if self.covered is None:
             return moved
@@ -58,9 +56,8 @@ class Traffic:
         return enough
 
     def idle_share(self, starts: Ints, ends: Ints, peak: float | None) -> Floats:
-        """Return the share of each interval (ns) in which nothing moved.
-
-        1 - the busy share of copies, else 1 - rate / peak (bytes/s); NaN where neither can be computed."""
+        """Return the share of each interval (ns) in which nothing moved: 1 - the busy share of copies, else 1 - rate /
+        peak (bytes/s); NaN where neither can be computed."""
         length = np.maximum(ends - starts, 1).astype(np.float64)
         if self.busy is not None:
             share = self.busy(starts, ends) / length
@@ -100,9 +97,8 @@ class Copies(NamedTuple):
 
 
 def copies(trace: Trace, rank: int, direction: str | None) -> Copies:
-    """Return copies of the table `transfers`, of one direction or (None) of both.
-
-    Only copies of the rank's first device count, as with counters; all of them where none is of that device."""
+    """Return copies of the table `transfers`, of one direction or (None) of both: those of the rank's first device, or
+    all where none is of it."""
     rows = _all_copies(trace, rank)
     return rows if direction is None else rows.only(rows.directions == direction)
 
@@ -117,10 +113,8 @@ def _all_copies(trace: Trace, rank: int) -> Copies:
 
 
 def of_copies(rows: Copies, spans: Spans = ()) -> Traffic:
-    """Return the traffic of rows of the table `transfers`.
-
-    Copies without a size count as busy time, not as bytes. Where no copy has a size, the bytes are not known. `spans`
-    are the `transfers_spans_ns` of their rank."""
+    """Return the traffic of copies of a rank whose `transfers_spans_ns` are `spans`. Those without a size count as busy
+    time alone; the bytes are not known where no copy has a size."""
     covered = covering(*np.array(spans, np.int64).T) if spans else None
     sized = rows.only(~np.isnan(rows.bytes))
     if len(rows.starts) and not len(sized.starts):
@@ -165,9 +159,8 @@ def both_busy(trace: Trace, rank: int) -> Between | None:
 
 
 def busy_between(rows: Copies, spans: Spans) -> Between:
-    """Return a function from starts and ends of intervals to the ns of each in which at least one of the copies ran.
-
-    The result is NaN for intervals that are not within the spans."""
+    """Return a function from starts and ends of intervals to the ns of each in which at least one of the copies ran;
+    NaN for intervals that are not within the spans."""
     total = covering(*union(rows.starts, rows.ends))
     recorded = covering(*np.array(spans, np.int64).T) if spans else None
 

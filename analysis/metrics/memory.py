@@ -116,10 +116,8 @@ def rank_memory_use(trace: Trace, rank: int) -> MemoryUse:
 
 
 def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """Subtract one step function from another.
-
-    Both count the same memory, so the difference is 0 where samples of different moments make the lower one larger.
-    (times ns, values), from where both have a value."""
+    """Subtract one step function, (times ns, values), from another, from where both have a value. Both count the same
+    memory: the difference is 0 where samples of different moments make the lower one larger."""
     times = merge_times(upper[0], lower[0])
     times = times[times >= max(upper[0][0], lower[0][0])]
     values = [sizes[np.searchsorted(edges, times, side="right") - 1] for edges, sizes in (upper, lower)]
@@ -129,9 +127,8 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
 def _per_phase(
     trace: Trace, rank: int, pool: str, phases: PhaseArrays, timeline: tuple[Ints, Ints]
 ) -> list[tuple[str | None, int, int]]:
-    """Return (phase, low, peak) of a timeline, medians over iterations; without iterations, of the whole trace.
-
-    Iterations in which `pool` was not read are left out."""
+    """Return (phase, low, peak) of a timeline, medians over the iterations in which `pool` was read; without
+    iterations, of the whole trace."""
     times, values = timeline
     if not steady_iterations(trace).numbers:
         return [(None, int(values.min()), int(values.max()))]

@@ -39,11 +39,9 @@ def within_spans(spans: Spans | None, starts: Ints, ends: Ints) -> npt.NDArray[n
 
 
 def in_read_iteration(trace: Trace, rank: int, pool: str, phases: PhaseArrays, times: Ints) -> npt.NDArray[np.bool_]:
-    """Return which phases are of iterations in which a pool was read at the end of every phase; all if there are none.
-
-    Of a recorded job with very short steps only some are read, each as a whole; in the others an old value stands. Of a
-    recording on demand, only phases in the spans of the pool are. The phases are those of the host's clock; `times` are
-    those of the readings, ns."""
+    """Return which phases (of the host's clock) are of iterations in which a pool was read, at `times`, ns, at the end
+    of every phase; all if there are none. Of a job with very short steps only some are read, each as a whole; of a
+    recording on demand, only phases in the spans of the pool are."""
     if trace.meta.source != "recorded":
         return np.ones(len(phases.starts), bool)
     inside = within_spans(memory_spans(trace, rank, pool), phases.starts, phases.ends)

@@ -62,10 +62,8 @@ class OutOfMemory(TabularResult):
 
 
 def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
-    """Explain the last recorded out-of-memory error of a rank; None where there is none.
-
-    The holders are those of the recorded allocations if they include the time of the error, else those of the inventory
-    that was taken at it, else of the last one before."""
+    """Explain the last out-of-memory error of a rank; None where there is none. The holders are those of the recorded
+    allocations if they include its time, else of the inventory taken at it, else of the last one before."""
     records = trace.rank(rank).out_of_memory
     if not records:
         return None

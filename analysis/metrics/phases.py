@@ -51,10 +51,8 @@ def largest_by_part(phases: PhaseArrays, values: Floats) -> IterationTable:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Link use, an entry per iteration, phase and direction.
-
-    Columns length_ms, bytes, busy_ms (time in which copies ran), both_ms (time in which copies ran in both directions
-    at once). NaN for figures that were not recorded, or too little of them."""
+    """Link use, an entry per iteration, phase and direction; NaN for figures that were not recorded, or too little of
+    them. Columns length_ms, bytes, busy_ms (copies ran), both_ms (copies ran in both directions at once)."""
 
     iterations: Ints
     phases: npt.NDArray[np.object_]  # Empty text for the whole trace.

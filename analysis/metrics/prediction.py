@@ -32,10 +32,8 @@ def prediction_line(trace: Trace) -> str | None:
 
 @once_per_trace
 def predicted_range(trace: Trace, part: str) -> TimeRange | None:
-    """Return the range of the time of a phase, `other` or `iteration`.
-
-    Each end is the median over the steady iterations of the slowest rank's time, as that of measured times is. None
-    where no range is known: measured traces, or no steady iteration."""
+    """Return the range of the time of a phase, `other` or `iteration`, each end as the median of measured times is: of
+    the slowest rank. None for measured traces, and without a steady iteration."""
     if trace.meta.prediction is None:
         return None
     numbers, slowest = set(steady_iterations(trace).numbers), dict[int, tuple[float, float]]()

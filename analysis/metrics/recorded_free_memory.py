@@ -33,13 +33,10 @@ class FreeStep(NamedTuple):
 
 @once_per_trace
 def free_steps(trace: Trace, rank: int, pool: str | None = None) -> list[FreeStep] | None:
-    """Return the free memory of a rank's device, at each position the least over all steady iterations.
-
-    It is the capacity without a pool, by default that of all memory that others cannot use (`free_pool`).
-
-    If a phase has several parts (micro-steps), the least of the whole phase counts: the parts before the last are over
-    long before the optimizer has anything to move. The steps are in the order other, forward, backward, update, without
-    phases of which nothing was recorded; None if the memory or its capacity is not known."""
+    """Return the capacity of a rank's device less a pool (None: `free_pool`), at each position the least over all
+    steady iterations, in the order other, forward, backward, update; None if it is not known. Of a phase with several
+    parts (micro-steps) the least of the whole counts: the parts before the last are over long before the optimizer has
+    anything to move. Phases of which nothing was recorded are left out."""
     pool, capacity = pool or free_pool(trace), capacity_bytes(trace, rank)
     times, used = memory_timeline(trace, rank, pool or "")
     if capacity is None or not len(times):
@@ -107,12 +104,10 @@ _MAX_STEPS = 32
 def recorded_free_memory(
     metrics: JobMetrics, phase_s: Mapping[str, float], pool: str | None = None
 ) -> tuple[tuple[float, float], ...] | None:
-    """Return (time, bytes): the free memory of the devices, at each point the least of all ranks and steady iterations.
-
-    Optimizer state that the recorded job kept on the device counts as free, since the replayed policy decides where it
-    is kept. It is negative where the rest of a predicted job needs more than the device has. `phase_s` are the lengths
-    of other, forward and backward, seconds, which come in this order; `pool` as for `free_steps`. None if it is not
-    known."""
+    """Return (time, bytes): the free memory of the devices, at each point the least of all ranks and steady iterations;
+    None if it is not known. Optimizer state that the job kept on the device counts as free: the replayed policy decides
+    where it is kept. It is negative where the rest of a predicted job needs more than the device has. `phase_s`:
+    lengths of other, forward and backward, seconds, in this order; `pool`: see `free_steps`."""
     if not metrics.has_gpu:
         return None
     recorded = _least_of_ranks(metrics.trace, pool)

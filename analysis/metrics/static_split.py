@@ -43,10 +43,8 @@ def largest_split(metrics: JobMetrics) -> StaticSplit | None:
 
 
 def split_fits(metrics: JobMetrics, sizes: Sequence[int], resident: range) -> bool | None:
-    """Return whether the state of some subgroups fits on the devices of a job for good; None: not known.
-
-    Their gradients stay there until the update is over. The policies `twin-flow` and `gpu-only` are replayed by the
-    same rules."""
+    """Return whether the state of some subgroups fits on the devices of a job for good, with their gradients until the
+    update is over, by the rules of `twin-flow` and `gpu-only`; None: not known."""
     phase_s = {phase: (metrics.phase_ms(phase) or 0.0) / 1e3 for phase in (OTHER, FORWARD, BACKWARD)}
     free = recorded_free_memory(metrics, phase_s)
     if free is None:
@@ -60,9 +58,8 @@ def split_fits(metrics: JobMetrics, sizes: Sequence[int], resident: range) -> bo
 
 
 def recorded_sizes(metrics: JobMetrics) -> tuple[int, ...] | None:
-    """Return the recorded sizes of the subgroups, which consist of whole tensors and so differ.
-
-    Sizes of another rank or model, which do not add up to these parameters, do not count."""
+    """Return the recorded sizes of the subgroups, which consist of whole tensors; None for those of another rank or
+    model, which do not add up to these parameters."""
     job, params = metrics.deepspeed, metrics.params or 0
     if job is None or not params <= sum(job.subgroups) <= (1 + _MAX_PADDING) * params:
         return None

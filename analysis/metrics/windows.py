@@ -55,11 +55,9 @@ class PhaseSegment:
 
 
 def recurring_segments(phases: pd.DataFrame, steady: Collection[int] = ()) -> list[PhaseSegment]:
-    """Return the segments that every iteration has, in the order of a typical iteration.
-
-    The typical iteration puts one segment after the other, each as long as its median: with medians of starts,
-    neighbours would overlap. `phases` is the table that `phase_table` returns. Medians are over the `steady` iterations
-    where some of them are in it, else over all."""
+    """Return the segments that every iteration has, from a table of `phase_table`, in a typical iteration: one after
+    the other, each as long as its median over the `steady` iterations, or over all where none of these is in it. With
+    medians of starts, neighbours would overlap."""
     phases = phases[phases["iteration"].notna()]
     every = set(phases["iteration"])
     groups = []
@@ -106,11 +104,9 @@ def _lower(a: Envelope, b: Envelope) -> Envelope:
 
 @recent_per_trace
 def phase_table(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return the phases of each iteration in order, `other` included; only those in which free memory is known.
-
-    Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of its
-    phase it is within the iteration, from 0; of `other` the number of phases before it. Where the trace has no phases,
-    one row spans the samples of free memory, without iteration and phase."""
+    """Return iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns of the phases in which
+    free memory is known, with `other`. position: which one of its phase it is within the iteration, from 0; of `other`
+    the number of phases before it. A trace without phases has one row, of its samples, without iteration and phase."""
     times = intervals(trace, rank, device_times=False)
     if times.spans.empty:
         samples = memory_timeline(trace, rank, free_pool(trace) or "")[0]
@@ -215,10 +211,8 @@ class Windows(TabularResult, table="windows"):
 
 
 def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None) -> Windows:
-    """Find the windows in which at least `min_bytes` are free, cut where a phase begins or ends.
-
-    Free memory is the device's capacity minus the pool of `free_pool`. There is no window before the first sample, and
-    none of a rank whose memory or capacity is not known: see `Windows.missing`. `ranks` None: all."""
+    """Find the windows in which at least `min_bytes` are free on all ranks (None) or some, cut where a phase begins or
+    ends: from the first sample on, of ranks whose memory and capacity are known (see `Windows.missing`)."""
     pool = free_pool(trace)
     devices: list[dict[str, Any]] = []
     windows: list[Window] = []
@@ -281,11 +275,9 @@ class _WindowFinder:
         ]
 
     def guaranteed(self) -> list[Window]:
-        """Return the windows that recur at the same relative position in every iteration.
-
-        Their times are those of an iteration whose phases follow each other in their usual order, each as long as its
-        median over the steady iterations. At each point of a phase the iteration with the least free memory counts, and
-        the one with the least idle link. A phase that some iteration lacks has no recurring window."""
+        """Return the windows that recur at the same relative position in every iteration, at times of the typical one
+        (`recurring_segments`). At each point of a phase the iteration with the least free memory counts, and the one
+        with the least idle link. A phase that some iteration lacks has no recurring window."""
         windows = []
         for segment in self._segments:
             lengths = segment.ends - segment.starts

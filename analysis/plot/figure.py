@@ -47,20 +47,10 @@ def draw(
     kind: str = "both",
     min_bytes: int = 2**30,
 ) -> Figure:
-    """Draw a stack of panels per trace over time; axes of all traces have the same scales.
-
-    Time counts from the start of the first iteration that is shown.
-
-    Args:
-        span: Iterations [first, end) to show; end None: until the last one.
-        rank: The rank to show; None: the first one of each trace.
-        kind: A kind of `kinds`: `both` (memory and link), `memory`, `link`, `activity`, `all`, `windows` or `ranks`.
-        min_bytes: Least free memory of a window, bytes.
-
-    Raises:
-        TraceError: A trace has no such rank or iterations, or no data of that kind.
-        UserError: There is no such kind.
-    """
+    """Draw a stack of panels per trace over time, from the first of the iterations [first, end) of `span`, all on the
+    same scales. `rank` None: the first one of each trace; `kind`: one of `kinds`; `min_bytes`: least free memory of a
+    window. Raises TraceError where a trace has no such rank or iterations, or no data of that kind, and UserError for
+    another kind."""
     drawer = find_kind(kind)
     layout = Layout(*((3.6, 1.7) if len(traces) == 1 else (2.4, 1.4)), min_bytes)
     if kind == "windows":
@@ -92,10 +82,8 @@ def draw(
 
 @_ignore_missing_glyphs()
 def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
-    """Write a figure to a file, with its title in the file's metadata; `format` is `png`, `svg` or `pdf`.
-
-    Raises:
-        OSError: The file cannot be written."""
+    """Write a figure as `png`, `svg` or `pdf`, with its title in the file's metadata. Raises OSError if it cannot be
+    written."""
     figure.savefig(file, format=format, metadata={"Title": figure.get_label()})
 
 

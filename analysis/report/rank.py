@@ -115,11 +115,9 @@ class ShownRank(NamedTuple):
 
 
 def shown_ranks(trace: Trace, asked: Sequence[int] = ()) -> list[ShownRank]:
-    """Return the ranks to show in detail. Raises TraceError where the trace does not have one that is asked for.
-
-    Of a job with up to 8 ranks these are the ranks asked for, or all. Of a larger one: the ranks asked for; the
-    slowest, the median and the fastest one, by the time of all phases; and ranks that differ from the others, one of
-    each cause."""
+    """Return the ranks to show in detail. Of a job with up to 8 ranks: those asked for, or all. Of a larger one: those
+    asked for; the slowest, the median and the fastest one, by the time of all phases; and one of each cause of a
+    difference. Raises TraceError where the trace does not have one that is asked for."""
     for rank in asked:
         trace.rank(rank)
     if len(trace.ranks) <= MAX_RANKS:

@@ -1,7 +1,7 @@
 """Draws the interactive timeline of a rank with Bokeh, in the reader's browser.
 
-Glyphs have no colours of their own: the tags of a renderer are the CSS variables that templates/timeline.js paints it
-with, first for the fill, second (if any) for the outline. So a dark page has a dark timeline.
+Glyphs have no colours: the tags of a renderer are the CSS variables that templates/timeline.js paints it with, first
+for the fill, second (if any) for the outline. So a dark page has a dark timeline.
 """
 
 import itertools
@@ -119,9 +119,7 @@ def add_tooltip(plot: Any, renderers: list[models.GlyphRenderer], template: str)
 def _add_renderer(
     plot: Any, name: str, colors: list[str], source: models.ColumnDataSource, glyph: Any, hover: Any = None
 ) -> models.GlyphRenderer:
-    """Add a renderer to a plot.
-
-    `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows and which take time."""
+    """Add a renderer to a plot. `plot.quad` and `plot.step` would make three more glyphs for each, which take time."""
     renderer = models.GlyphRenderer(data_source=source, glyph=glyph, hover_glyph=hover, name=name, tags=colors)
     plot.renderers.append(renderer)
     return renderer

@@ -12,7 +12,6 @@ _FIRST = 5
 
 def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, verbose: bool = True) -> View:
     """Return findings with advice and estimated gain; `verbose`: also evidence, and the rules that found nothing.
-
     `iteration_ms`: median iteration, None if not known."""
     iteration = f"{ms_text(iteration_ms)} an iteration, " if iteration_ms else ""
     overlap = " (gains overlap)" if sum(one.potential_gain_ms is not None for one in findings.findings) > 1 else ""

@@ -18,9 +18,8 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(ms|us|s|h|%|x|[kMGT]i?B(/s)?|[GM]|TFLOP/
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """Return a line as lines of at most `width` characters, indented alike; numbers stay with their units.
-
-    Words that are longer stay whole, but for names of kernels and the like."""
+    """Return a line as lines of at most `width` characters, indented alike; numbers stay with their units, and longer
+    words whole, but for names of kernels and the like."""
     leader = _LEADER.match(line)
     hanging = " " * (leader.end() if leader else 0)
     kept = _BEFORE_UNIT.sub(_KEPT_SPACE, line)
@@ -30,9 +29,8 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def table_lines(table: Table, width: int) -> Iterator[str]:
-    """Yield the heading and the rows of a table, and a line that names the columns for which there is no space.
-
-    Numbers and names stay whole, other texts are wrapped; the last columns are left out first."""
+    """Yield the heading and the rows of a table, and a line on columns without space: the last ones. Numbers and names
+    stay whole, other texts are wrapped."""
     columns = table.columns
     if not columns:
         return
@@ -63,9 +61,8 @@ def _lines(columns: Sequence[PrintedColumn], cells: Sequence[list[str]], widths:
 
 
 def _widths(columns: Sequence[PrintedColumn], width: int) -> list[int] | None:
-    """Return the widths of columns that fill a line; None where they do not fit.
-
-    Headings have as few lines as there is space for, and the widest texts are wrapped first."""
+    """Return the widths of columns that fill a line; None where they do not fit. Headings have as few lines as there is
+    space for, and the widest texts are wrapped first."""
     left = width - len(_GAP) * (len(columns) - 1)
     least = [_least_width(column, is_first=not index) for index, column in enumerate(columns)]
     if sum(least) > left:

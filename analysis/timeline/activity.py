@@ -22,11 +22,9 @@ PAUSE = "not recorded"
 
 
 def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> dict[str, TimelineStack]:
-    """Return the lanes of a rank's first device by name, from the bottom: idle, copy, communication, compute.
-
-    Values are shares of the time. Where there are more changes than the resolution allows, a step is a slot of the
-    axis, and a share is that of the slot. Otherwise shares are 0 or 1. Idle time is split by its cause; with it are the
-    pauses of a recording. There are no lanes where kernels were not recorded."""
+    """Return the lanes of a rank's first device by name, from the bottom: idle (by its cause, and the pauses of a
+    recording), copy, communication, compute; none where kernels were not recorded. Values are shares of the time: 0 or
+    1, or that of a slot of the axis where there are more changes than the resolution allows."""
     busy = busy_time(trace, rank)
     if busy is None:
         return {}

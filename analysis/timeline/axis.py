@@ -63,11 +63,9 @@ def recorded_interval(trace: Trace, rank: int) -> tuple[int, int] | None:
 
 
 class Resolution(NamedTuple):
-    """Limit on the steps of a line.
-
-    A line with more than `steps_per_slot` steps per slot is reduced to one value per slot: memory to a band from the
-    smallest to the largest size, since as a line it would be a surface that hides others; rates of the link to means,
-    which keep the bytes as area."""
+    """Limit on the steps of a line. With more than `steps_per_slot` per slot it is reduced to one value per slot:
+    memory to a band from the smallest to the largest size, since as a line it would be a surface that hides others;
+    rates of the link to means, which keep the bytes as area."""
 
     slots: int  # Number of slots of the whole time axis.
     steps_per_slot: int  # Most steps per slot that are drawn exactly.
@@ -86,10 +84,8 @@ SCREEN_STEPS = 16_000
 
 
 class BoxSampler:
-    """Selects the boxes to draw where there are too many: those of one iteration in `stride`.
-
-    What is drawn then looks like the whole. Beyond the limit, the longest boxes are drawn; `dropped` counts the others.
-    """
+    """Selects the boxes to draw where there are too many: those of one iteration in `stride`, so that what is drawn
+    looks like the whole. Beyond the limit the longest ones are drawn; `dropped` counts the others."""
 
     def __init__(self, iteration_starts: Ints, box_count: int, max_boxes: int) -> None:
         """Choose the stride, for `box_count` boxes of the most frequent kind. `iteration_starts`, ns, are empty where

@@ -34,10 +34,8 @@ def has_gpu_times(trace: Trace, rank: int) -> bool:
 
 
 def substep_lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield (name, rows of `named_ops`) of each lane of sub-steps.
-
-    Sub-steps of DeepSpeed follow each other and share one lane; those of another process have their own, and so have
-    reads and writes. Those of a schedule have a lane per resource."""
+    """Yield (name, rows of `named_ops`) of each lane of sub-steps: one for those of DeepSpeed, one for another process,
+    for reads and for writes; of a schedule one per resource."""
     rows = named_ops(trace, rank)
     if run_in_sequence(rows):
         beside = rows["resource"].eq("worker") | rows["resource"].str.startswith(STORAGE)

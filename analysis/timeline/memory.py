@@ -23,9 +23,8 @@ _UNKNOWN_SIZE = -(2**62)
 
 
 def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel:
-    """Return the panel of a rank's device; empty where no memory was recorded in the interval.
-
-    Pools of the host are in it where the device is the CPU. Memory by category is a stack behind the lines."""
+    """Return the panel of a rank's device, with memory by category behind the lines, and with pools of the host where
+    the device is the CPU; empty where no memory was recorded in the interval."""
     capacity = devices.capacity_bytes(trace, rank)
     stack = _category_stack(trace, rank, axis, resolution)
     excluded = _host_pools(trace, rank)

@@ -43,11 +43,9 @@ class TimelineStack:
 def stack_categories(
     functions: Mapping[str, StepFunction], axis: TimeAxis, resolution: Resolution
 ) -> TimelineStack | None:
-    """Return the stack of some categories within the axis; categories without a value above 0 in it are left out.
-
-    A stack with too many steps is reduced to one per slot: the categories at the moment of the slot at which their sum
-    is largest, so that no peak is lost and the layers still add up to it. Categories for which there is no style are
-    one layer, REST. The result is None where no category has a value above 0."""
+    """Return the stack of the categories that have a value above 0 within the axis; None without one. One with too many
+    steps is reduced to one per slot: the categories at the moment of their largest sum, so that no peak is lost and
+    they still add up to it. Categories for which there is no style are one layer, REST."""
     times, total = _sum(functions)
     first = max(int(np.searchsorted(times, axis.start_ns, side="right")) - 1, 0)
     times, total = times[first:], total[first:]

@@ -1,7 +1,6 @@
 """Colours, dashes and opacities of a timeline, the same in plots and in the report.
 
-The set is safe for colour-blind readers and readable in grey: what can be confused also differs by dash, opacity or
-outline.
+What can be confused also differs by dash, opacity or outline, for colour-blind readers and grey print.
 """
 
 from collections.abc import Iterable

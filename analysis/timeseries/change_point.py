@@ -34,13 +34,11 @@ class LevelChange(NamedTuple):
 
 def find_change(values: Floats, sign: int, min_share: float, scale: float | None = None) -> LevelChange | None:
     """Return the change of a series in one direction (`sign`: 1 a rise, -1 a fall); None without one, or with fewer
-    than MIN_VALUES values.
-
-    The rank test of Pettitt ("A non-parametric approach to the change-point problem", Applied Statistics 28, 1979)
-    finds the change and how likely noise alone has one as large: p = exp(-6 K^2 / (n^3 + n^2)), which must be below
-    0.001. Besides, the last third must differ from the part before the change by four standard errors of their medians
-    (McGill, Tukey and Larsen, 1978), and by `min_share` of `scale` (None: of the median before the change). Neither
-    outliers nor the shape of the noise matter to ranks and medians."""
+    than MIN_VALUES values. The rank test of Pettitt ("A non-parametric approach to the change-point problem", Applied
+    Statistics 28, 1979) finds it, and how likely noise alone has one as large: p = exp(-6 K^2 / (n^3 + n^2)), which
+    must be below 0.001. Besides, the last third must differ from the part before the change by four standard errors of
+    their medians (McGill, Tukey and Larsen, 1978), and by `min_share` of `scale` (None: of the median before the
+    change)."""
     if len(values) < MIN_VALUES:
         return None
     block = -(-len(values) // _MAX_BLOCKS)

@@ -25,19 +25,16 @@ def median_or_none(values: Floats | pd.Series[float]) -> float | None:
 
 
 def scaled_mad(values: Floats) -> float:
-    """Return the scaled median absolute deviation; for normal noise it is the standard deviation.
-
-    Equals `scipy.stats.median_abs_deviation(values, scale="normal")`. Importing scipy.stats takes a second, as long as
-    the commands that need this figure run."""
+    """Return the scaled median absolute deviation, for normal noise the standard deviation:
+    `median_abs_deviation(values, scale="normal")` of scipy.stats, whose import takes as long as the commands that need
+    it."""
     return DEVIATIONS_PER_MAD * float(np.median(np.abs(values - np.median(values))))
 
 
 def median_error(values: Floats | pd.Series[float]) -> float:
-    """Return the standard error of the median of a sample of two values or more.
-
-    It is taken as 1.25 IQR / (1.35 sqrt(n)): McGill, Tukey and Larsen, "Variations of Box Plots", The American
-    Statistician 32 (1978), who draw notches by it. It holds for normal values and nearly so for others, and a single
-    outlier hardly changes it. Quartiles are at p (n + 1) (Weibull), which makes them wide for few values."""
+    """Return the standard error of the median of two values or more: 1.25 IQR / (1.35 sqrt(n)), with quartiles at p (n
+    + 1) (McGill, Tukey and Larsen, "Variations of Box Plots", The American Statistician 32, 1978). It holds for normal
+    values and nearly so for others, and a single outlier hardly changes it."""
     return float(median_errors(np.asarray(values, np.float64)[None])[0])
 
 
@@ -60,12 +57,9 @@ def median_errors(rows: Floats) -> Floats:
 
 
 def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDArray[np.bool_]:
-    """Return which values are so far above the median that neither noise nor the usual scatter explains it.
-
-    A value stands out if it exceeds the median by `min_difference`, by 5 of its standard errors, and by 5 scaled median
-    absolute deviations of all values. Of two values the larger one is compared with the smaller one, without the
-    scatter, which two values do not show. There is a value per member of a group, NaN where missing. `min_difference`
-    is the smallest difference that matters, in the unit of the values."""
+    """Return which values (NaN: missing) exceed the median by `min_difference`, by 5 of its standard errors, and by 5
+    scaled median absolute deviations of all values, so that neither noise nor the usual scatter explains it. Of two
+    values the larger one is compared with the smaller one, without the scatter, which two values do not show."""
     recorded = ~np.isnan(values) & ~np.isnan(errors)
     count = int(recorded.sum())
     if count < 2:

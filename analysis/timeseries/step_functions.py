@@ -30,9 +30,7 @@ def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
 
 def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Floats]:
     """Return a function from times (ns) to the total of amounts that has passed by each time; its differences are
-    exact.
-
-    Each amount passes evenly between its start and end. Amounts may overlap in time."""
+    exact. Each amount passes evenly between its start and end; amounts may overlap."""
     if not len(starts):
         return lambda times: np.zeros(len(times))
     # An amount that takes no time passes in the nanosecond before its end.

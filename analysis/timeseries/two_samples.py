@@ -30,14 +30,12 @@ class DifferenceInterval:
 def difference_interval(
     a: pd.Series[float], b: pd.Series[float], confidence: float = 0.99
 ) -> DifferenceInterval | None:
-    """Return the interval of the difference b - a of two samples, each in order of time.
-
-    Iterations resemble the ones before them, so each sample is cut into six blocks, or fewer values, and the medians of
-    the blocks are compared. The interval is the exact one of the Wilcoxon-Mann-Whitney test: the sorted differences of
-    all pairs without as many at both ends as chance explains (Hollander and Wolfe, "Nonparametric Statistical Methods",
-    section 4.3). It assumes that both samples have the same shape, and nothing about that shape. Of three values
-    against three it is from the smallest to the largest difference, which holds in 90 % of cases. None with fewer than
-    three values in one of the samples."""
+    """Return the interval of the difference b - a of two samples in order of time; None with fewer than three values in
+    one. Iterations resemble the ones before them, so medians of six blocks of each, or fewer values, are compared. It
+    is the exact interval of the Wilcoxon-Mann-Whitney test: the sorted differences of all pairs without as many at both
+    ends as chance explains (Hollander and Wolfe, "Nonparametric Statistical Methods", section 4.3), for samples of the
+    same shape. Of three values against three it is from the smallest to the largest difference, which holds in 90 % of
+    cases."""
     if min(len(a), len(b)) < _MIN_VALUES:
         return None
     first, second = _block_medians(a.to_numpy(np.float64)), _block_medians(b.to_numpy(np.float64))
@@ -70,11 +68,9 @@ def _left_out(first: int, second: int, confidence: float) -> tuple[int, float]:
 
 
 def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
-    """Return whether the medians of two samples differ by more than three standard errors of their difference.
-
-    The standard errors are those of `median_error`. Of samples of 3 to 200 values from one distribution, normal,
-    log-normal or with a tenth of outliers, less than 1 % differ by this rule. Iterations that resemble the ones before
-    them (correlation 0.5) make that 5 %. None with fewer than three values in one of the samples."""
+    """Return whether the medians of two samples differ by more than three standard errors (`median_error`) of their
+    difference; None with fewer than three values in one. Of samples of 3 to 200 values from one distribution less than
+    1 % differ so; of iterations that resemble the ones before them (correlation 0.5), 5 %."""
     if min(len(a), len(b)) < _MIN_VALUES:
         return None
     return bool(abs(b.median() - a.median()) > _STANDARD_ERRORS * np.hypot(median_error(a), median_error(b)))

@@ -203,9 +203,8 @@ class _Server(ThreadingHTTPServer):
 
 
 class MetricsServer:
-    """Serves the metrics of one trace, from threads of this process. Raises UserError if it cannot listen.
-
-    It listens from its creation on, and answers from `start` on; a fork between the two may call `start`."""
+    """Serves the metrics of one trace from threads of this process. It listens from its creation on, else raises
+    UserError, and answers from `start` on, which a fork between the two may call."""
 
     def __init__(self, address: Address) -> None:
         try:

@@ -164,9 +164,8 @@ _ADVICE_ON_HEAT = "check temperature, fans and airflow (nvidia-smi -q -d TEMPERA
 
 @rule("throttled-clocks", GPU, ITERATIONS, THROTTLE_REASONS)
 def throttled_clocks(metrics: JobMetrics) -> Finding | None:
-    """Compare the time with lowered clocks with the iteration, of the rank that loses most.
-
-    The time of each phase is lost by its throttled share, times what its mean clock is below the rank's highest one."""
+    """Compare the time with lowered clocks with the iteration, of the rank that loses most: of each phase its throttled
+    share, times what its mean clock is below the rank's highest one."""
     iteration = metrics.iteration_ms
     if iteration is None:
         return None

@@ -52,9 +52,8 @@ _UNUSED_SHARE = 0.25
 
 @rule("free-memory", GPU)
 def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
-    """Compare the free memory with the offloaded state and its gradients, by the rules of `largest_split`.
-
-    Without iterations the free memory of the whole trace counts, and there is no gain."""
+    """Compare the free memory with the offloaded state and its gradients, by the rules of `largest_split`; without
+    iterations that of the whole trace, and without a gain."""
     free, capacity = metrics.always_free_bytes, metrics.capacity_bytes
     if free is None or capacity is None:
         return free_memory.unknown("how much device memory is free all the time?", record_memory(metrics))
@@ -186,11 +185,9 @@ def memory_outside_torch(metrics: JobMetrics) -> Finding | Unknown | None:
 
 @rule("fragmentation", GPU)
 def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
-    """Check the gap `fragmentation`: `reserved` minus `allocated`, over the iteration, or over a trace without any.
-
-    Where state is offloaded only the update counts: torch keeps room for activations then, which the next forward uses.
-    The memory counts as fragmented only where torch reserved more although tensors never filled what it had
-    (`needless_growth`). Else it is the allocator's cache, which other settings of the allocator do not shrink."""
+    """Check the gap `fragmentation` over the iteration, or over a trace without any; where state is offloaded, over the
+    update: torch keeps room for activations then. It counts only where torch reserved more although tensors never
+    filled what it had (`needless_growth`): other settings do not shrink the allocator's cache."""
     phase = UPDATE if metrics.offloaded and metrics.iteration_ms is not None else None
     gaps, capacity = _gaps(metrics, phase), metrics.capacity_bytes
     if not gaps or capacity is None:
@@ -228,11 +225,9 @@ def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
 
 
 def needless_growth(trace: Trace, rank: int) -> int:
-    """Return the bytes by which `reserved` grew although tensors did not fill what was reserved before.
-
-    A growth from r to r' counts if `allocated` stays at r or below until `reserved` changes again: what torch asked the
-    device for would have fitted into what it had, had that been in one piece. The first memory that is reserved, and
-    growth for a short-lived tensor that fills it, do not count."""
+    """Return the bytes by which `reserved` grew although tensors did not fill what was reserved before: `allocated`
+    stays at the former size or below until `reserved` changes again. What is reserved first, and growth for a
+    short-lived tensor that fills it, do not count."""
     spans = memory_spans(trace, rank, "reserved")
     if spans is None:
         return _needless_growth(memory_timeline(trace, rank, "reserved"), _tensors(trace, rank))

@@ -147,10 +147,8 @@ _REACHED_SHARE = 0.8
 
 @rule("cpu-bound-update", ITERATIONS, OFFLOADED)
 def cpu_bound_update(metrics: JobMetrics) -> Finding | Unknown | None:
-    """Estimate the update if the idle link carried optimizer state.
-
-    If every parameter whose state the link can carry both ways meanwhile were updated on the GPU, the update would take
-    params / (CPU rate + link rate / 12 B). Host memory may allow less."""
+    """Estimate the update if the idle link carried optimizer state: params / (CPU rate + link rate / 12 B), if every
+    parameter whose state it can carry both ways were updated on the GPU. Host memory may allow less."""
     update, iteration, params = metrics.phase_ms(UPDATE), metrics.iteration_ms, metrics.offloaded_params
     if not update or not iteration or update < _MIN_SHARE * iteration or not metrics.offloaded:
         return None
@@ -290,10 +288,8 @@ def twin_flow_ratio(metrics: JobMetrics) -> Finding | None:
 
 
 def _subgroup_advice(metrics: JobMetrics, job: DeepSpeedSetup, ratio: float) -> str:
-    """Advise the sub_group_size of the fewest subgroups that come close to the ratio.
-
-    DeepSpeed adds whole tensors to a subgroup until it has sub_group_size parameters, so subgroups are larger than
-    that. The advised size is smaller than the configured one in proportion to the numbers of subgroups."""
+    """Advise the sub_group_size of the fewest subgroups that come close to the ratio: the configured one in proportion
+    to their numbers. DeepSpeed adds whole tensors up to that size, so subgroups are larger."""
     params, count = sum(job.subgroups), len(job.subgroups)
     configured = job.zero_config.get("sub_group_size")
     size_now = configured if isinstance(configured, (int, float)) and configured >= 1 else params / count

@@ -22,10 +22,8 @@ _OPERATION = re.compile(r"(?:nccl|rccl)\w*?_([A-Za-z]+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CollectiveWait:
-    """Waiting of one rank in collectives, over the whole trace.
-
-    A collective ends at about the same time on all ranks, so the rank on which it is shortest came last, and the others
-    waited for it. This compares lengths only, so clocks of hosts need not agree."""
+    """Waiting of one rank in collectives, over the whole trace. A collective ends at about the same time on all ranks,
+    so the rank on which it is shortest came last. Only lengths are compared: clocks of hosts need not agree."""
 
     rank: int
     wait_ms: float  # Sum over collectives of the time on this rank less the shortest time on any rank.
@@ -42,11 +40,9 @@ class CollectiveSkew:
 
 @once_per_trace
 def collective_skew(trace: Trace) -> CollectiveSkew | None:
-    """Compare the collectives that ranks have in common, the n-th of one rank with the n-th of every other.
-
-    Ranks have those of a process group in common, where kernels name their group. Else all ranks are one group. The
-    result is None unless at least two ranks of a group recorded collectives, and all of them the same operations in the
-    same order of launches. Groups of which this is not true are left out."""
+    """Compare the n-th collective of one rank with the n-th of every other, in each process group where kernels name
+    theirs, else in all ranks. None unless at least two ranks of a group recorded collectives; groups whose ranks did
+    not launch the same operations in the same order are left out."""
     count = 0
     waits: dict[int, CollectiveWait] = {}
     for group in common_collectives(trace, trace.ranks):

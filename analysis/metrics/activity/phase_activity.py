@@ -44,21 +44,13 @@ _MAX_LAUNCH_GAP_NS = 100_000
 
 @once_per_trace
 def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
-    """Split the time in which the first device of a rank does not compute by its cause.
+    """Split the time in which the first device of a rank does not compute by its cause, the first that applies of
+    `communication`, `copy` and `memset` (these run) and those of an idle device. `late_launch`, `host_busy`: the host
+    launched the next work after the gap began, at most or more than 0.1 ms later. `queue`: it had launched it before,
+    or the work needed more than 0.1 ms from its launch to its start, and most of the gap. `unknown`: the launch was not
+    recorded.
 
-    Causes, the first that applies:
-        communication: Collectives run, and nothing else that is counted before.
-        copy: Copies run, and no collective.
-        memset: Only memory is set to a value.
-        late_launch: Nothing runs, and the host launched the next work after the gap began, at most 0.1 ms later.
-        host_busy: Nothing runs, and the host launched the next work more than 0.1 ms after the gap began.
-        queue: Nothing runs, although the next work had been launched before the gap began, or needed more than 0.1 ms
-            from its launch to its start, and most of the gap.
-        unknown: Nothing runs, and the launch of the next work was not recorded.
-
-    Returns:
-        Disjoint intervals for each of CAUSES, all within `BusyTime.recorded`; empty where kernels were not recorded.
-    """
+    Returns disjoint intervals for each of CAUSES within `BusyTime.recorded`; none where kernels were not recorded."""
     busy = busy_time(trace, rank)
     if busy is None:
         return {}
@@ -99,11 +91,9 @@ class PhaseActivityTimes(NamedTuple):
 
 @once_per_trace
 def phase_times(trace: Trace, rank: int) -> PhaseActivityTimes | None:
-    """Measure the first device of a rank in each phase of each iteration; None where kernels were not recorded.
-
-    A kernel belongs to the phase that launched it, wherever it runs; one whose launch was not recorded, to the phases
-    in which it runs. Copies, idle time and the causes belong to the phase in whose time they are. In `idle` nothing
-    runs."""
+    """Measure the first device of a rank in each phase of each iteration; None where kernels were not recorded. A
+    kernel belongs to the phase that launched it, wherever it runs; without a recorded launch, to the phases in which it
+    runs. Copies, idle time and the causes belong to the phase in whose time they are."""
     busy, on_device = busy_time(trace, rank), intervals(trace, rank).times_with_other
     on_device = on_device.only(np.isin(on_device.iterations, recorded_iterations(trace, rank)))
     if busy is None or not len(on_device.starts):
@@ -170,10 +160,8 @@ def _groups(phases: PhaseArrays, numbers: Ints) -> Ints:
 
 @once_per_trace
 def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
-    """Return milliseconds per iteration, medians over the steady iterations: a row per rank with recorded kernels.
-
-    Columns are COLUMNS. Kernels of several phases may run at once, so `compute` and `communication` count such time
-    once for each phase. `phase` None: all of them."""
+    """Return milliseconds per iteration (COLUMNS), medians over the steady ones: a row per rank with recorded kernels.
+    `compute` and `communication` count time in which kernels of several phases run once for each. `phase` None: all."""
     import pandas as pd
 
     rows, steady = {}, steady_iterations(trace).numbers

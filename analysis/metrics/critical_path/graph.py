@@ -53,9 +53,7 @@ class BuiltGraph:
 
 class GraphBuilder:
     """Collects points in time and what they depend on, and makes a graph in which every point has its recorded time.
-
-    A point waits for the latest of those that it depends on: the edge from that one takes the time between both, all
-    others take none."""
+    The edge from the latest that a point depends on takes the time between both, all others take none."""
 
     def __init__(self, start_ns: int, end_ns: int) -> None:
         self.start_ns, self.end_ns = start_ns, end_ns

@@ -56,10 +56,8 @@ def in_loss(stack: str) -> bool:
 
 
 def call_site(stack: str) -> str:
-    """Return the innermost frame of a stack that is neither of torch nor of Python, as `function (file:line)`.
-
-    If all frames are of these, the innermost one. Of a stack in the backward without Python frames, the node of
-    autograd, as in `backward of MulBackward0`."""
+    """Return the innermost frame of a stack that is neither of torch nor of Python, as `function (file:line)`, else the
+    innermost one; in the backward without Python frames, the node, as in `backward of MulBackward0`."""
     lines = stack.splitlines()
     if lines[-1] == WORKSPACE:
         return WORKSPACE
@@ -215,10 +213,8 @@ class Growth:
 @once_per_trace
 def memory_growth(trace: Trace, rank: int) -> list[Growth] | None:
     """Find call sites whose blocks stay: each recorded iteration allocates some that are held past the next one.
-
-    Gradients that are kept for the next iteration are released or written again in it, so they do not count, nor do
-    parameters, buffers and optimizer state. The sites with the most bytes are first; None where allocations of fewer
-    than three iterations were recorded."""
+    Gradients that the next iteration releases or writes again do not count, nor do parameters, buffers and optimizer
+    state. The largest sites come first; None where allocations of fewer than three iterations were recorded."""
     device = main_device(trace, rank)
     if device is None or not len(trace.columns(rank, "allocations")):
         return None

@@ -67,11 +67,8 @@ class Holders(TabularResult, table="holders"):
 
 def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None) -> Holders | None:
     """Divide the memory of a device (None: the rank's first one) at a time, ns (None: that of the largest use), by what
-    holds it.
-
-    The most exact record counts: each allocation (of a memory snapshot, or of `--allocator-iterations` in these
-    iterations), else what the recorder found of parameters, gradients and optimizer state. None if no memory of the
-    device was recorded at that time."""
+    holds it: recorded allocations where they include that time, else what the recorder found of parameters, gradients
+    and optimizer state. None if no memory of the device was recorded at that time."""
     device = device or main_device(trace, rank)
     if device is None:
         return None
@@ -97,10 +94,8 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
 
 
 def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None, tuple[Ints, Ints]]:
-    """Return (times in ns, bytes) of each category of the recorded allocations of a device, None for those without one.
-
-    At each time the categories add up to the pool `requested` (`tensors` on the CPU). Empty where allocations were not
-    recorded."""
+    """Return (times in ns, bytes) of each category of the recorded allocations of a device, None for those without one;
+    at each time they add up to the pool `requested` (`tensors` on the CPU). Empty where none were recorded."""
     rows = categorized_allocations(trace, rank, device)
     categories = rows["category"].where(rows["category"].notna(), None)
     timelines: dict[str | None, tuple[Ints, Ints]] = {}

@@ -150,12 +150,9 @@ _USUAL_SHARE = 0.5
 
 @once_per_trace
 def rank_differences(trace: Trace) -> RankDifferences:
-    """Compare the ranks of a trace by the quantities of `Deviation`.
-
-    In each iteration the median of all ranks is subtracted, so that what all ranks have in common cancels. A rank is
-    judged by the median of these differences over the steady iterations: see `stands_out`. Where several hosts are
-    recorded, hosts are compared first; the ranks of a host that differs as a whole are then compared with each other.
-    """
+    """Compare the ranks of a trace by the quantities of `Deviation`. In each iteration the median of all ranks is
+    subtracted; a rank is judged by the median of these differences (`stands_out`). Where several hosts are recorded,
+    these are compared first, then the ranks of a host that differs as a whole with each other."""
     numbers = steady_iterations(trace).numbers
     if len(trace.ranks) < 2 or len(numbers) < MIN_ITERATIONS:
         return NOT_COMPARED

@@ -29,10 +29,9 @@ _LOADED_GPU_PERCENT = 50.0
 
 @once_per_trace
 def phase_series(trace: Trace, rank: int) -> IterationTable:
-    """Return times of a rank by steady iteration, ms; NaN where not recorded.
-
-    Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms` and
-    so on, the first start of each phase since a time that all ranks share."""
+    """Return times of a rank by steady iteration, ms; NaN where not recorded. Columns `iteration_ms`, `other_ms` and
+    one per phase; `phases_ms`, their sum without `other`; `forward_start_ms` and so on, since a time that all ranks
+    share."""
     times = intervals(trace, rank).times
     durations = rank_durations(trace, rank).at(steady_iterations(trace).numbers)
     columns = {f"{part}_ms": durations.columns[part] for part in ("iteration", *ITERATION_PARTS)}
@@ -48,11 +47,9 @@ def phase_series(trace: Trace, rank: int) -> IterationTable:
 
 @once_per_trace
 def rank_series(trace: Trace, rank: int) -> IterationTable:
-    """Return values of a rank by steady iteration; NaN where not recorded.
-
-    Columns of `phase_series`; `free_bytes`, the least free memory; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate of
-    copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the median SM clock
-    of the busy GPU."""
+    """Return values of a rank by steady iteration; NaN where not recorded. Columns of `phase_series`; `free_bytes`, the
+    least; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate of copies while they run, or the highest sampled rate;
+    `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the median SM clock of the busy GPU."""
     times = phase_series(trace, rank)
     spans = intervals(trace, rank)
     _, steady = positions(times.numbers, spans.numbers)

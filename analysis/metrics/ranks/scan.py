@@ -1,7 +1,7 @@
 """Computes a result part by part, a few ranks at a time, here or in other processes.
 
-The tables of a large job do not fit into memory together. A part of the ranks is read by computing the whole result of
-these ranks alone: what was computed of each rank is kept, and the result of all ranks needs no table again.
+The tables of a large job do not fit into memory together. Of each part, the whole result is computed of its ranks alone
+and kept by rank: that of all ranks then needs no table again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,11 +74,9 @@ def scan(task: ScanTask) -> KeptResults:
 def scan_ranks(
     trace: Trace, read: Read, runner: ScanRunner, progress: Callable[[int, int], None] = lambda *_: None
 ) -> None:
-    """Compute a result part by part elsewhere, and keep what was computed of each rank here.
-
-    `trace`: a trace on disk; other processes open it by its path. `progress`: called with the numbers of finished and
-    of all ranks, at the start and after each task. Raises UserError if a worker died, TraceError if the trace is
-    damaged or workers cannot read its path."""
+    """Compute a result part by part elsewhere, and keep what was computed of each rank here. Workers open the trace by
+    its path. `progress`: called with the numbers of finished and of all ranks, at the start and after each task. Raises
+    UserError if a worker died, TraceError if the trace is damaged or workers cannot read its path."""
     path, kept = trace.path.resolve(), _of_all_ranks(trace)
     tasks = {str(part[0]): ScanTask(path, part, read, kept) for part in _parts(trace, _MIN_RANKS_PER_TASK)}
     finished = 0

@@ -26,10 +26,8 @@ STORAGE = "storage_"
 
 
 def run_in_sequence(ops: pd.DataFrame) -> bool:
-    """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each other on the host.
-
-    Those of another process (`worker`), reads and writes run beside them. The operations of a schedule also use the
-    link, and run at the same time. Forwards without gradients follow each other, too."""
+    """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each other on the host, as forwards
+    without gradients do. The operations of a schedule also use the link, and run at the same time."""
     used = set(ops["resource"][ops["name"] != WITHOUT_GRADIENTS])
     return len(ops) > 0 and (not used or ("host" in used and not used & set(DIRECTIONS)))
 
@@ -41,10 +39,8 @@ def op_names(trace: Trace, rank: int) -> frozenset[str]:
 
 
 def named_ops(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return the table `ops` with plain names, subgroup -1 for None, and a column `within`.
-
-    A schedule's trace names an operation by its kind and its subgroup: the number is removed. `within` is the name of
-    the parent, empty where there is none."""
+    """Return the table `ops` with plain names (a schedule's have the number of the subgroup), subgroup -1 for None, and
+    a column `within`: the name of the parent, empty where there is none."""
     ops = trace.ops(rank)
     names = ops["name"].where(ops["subgroup"].isna(), ops["name"].str.replace(r" \d+$", "", regex=True))
     parents = ops["parent"].fillna(-1).to_numpy(np.int64)
@@ -55,10 +51,8 @@ def named_ops(trace: Trace, rank: int) -> pd.DataFrame:
 
 
 def split_by_phase(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Split the ops of some iterations at the edges of phases.
-
-    (ops, phases). ops: rows of `named_ops` with phase, iteration and first; of an op that continues in another phase,
-    `first` marks the part with its start. phases: iteration, phase, ms, of the iterations with any op."""
+    """Split the ops of some iterations at the edges of phases. Returns rows of `named_ops` with phase, iteration and
+    `first` (False for the continuation of an op), and iteration, phase, ms of the iterations with any op."""
     import pandas as pd
 
     ops = named_ops(trace, rank)
@@ -101,9 +95,8 @@ def remove_overlaps(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 @once_per_trace
 def without_gradients_ms(trace: Trace, rank: int | None = None) -> float | None:
-    """Return the time of `other` in which forwards without gradients run: reference models, generation, evaluation.
-
-    The median over the steady iterations, on a rank, or the slowest one (None); None where none were recorded."""
+    """Return the time of `other` in which forwards without gradients run: the median over the steady iterations, on a
+    rank, or the slowest one (None); None where none were recorded."""
     numbers = steady_iterations(trace).numbers
     longest = np.zeros(len(numbers))
     ranks = [one for one in trace.ranks if rank in (None, one) and WITHOUT_GRADIENTS in op_names(trace, one)]

@@ -115,10 +115,9 @@ def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
 
 
 def heat_maps(trace: Trace) -> dict[str, Floats]:
-    """Return the heat map of the late start and of each phase that was recorded; none of a single rank.
-
-    A map has a row per rank, a column per steady iteration: milliseconds above the median rank, 0 where a rank is
-    faster, NaN where not recorded. The late start is how much later a rank's first phase begins than on its host."""
+    """Return the heat map of the late start (of a rank's first phase, on its host) and of each recorded phase; none of
+    a single rank. A row per rank, a column per steady iteration: ms above the median rank, 0 where faster, NaN where
+    not recorded."""
     if len(trace.ranks) < 2 or not steady_iterations(trace).numbers:
         return {}
     tables = [phase_series(trace, rank).columns for rank in trace.ranks]
@@ -131,11 +130,8 @@ def heat_maps(trace: Trace) -> dict[str, Floats]:
 
 
 def heat_levels(values: list[Floats]) -> Floats:
-    """Return the levels of heat maps that share them: each is twice the one before, the last one is exceeded by the
-    largest values.
-
-    Values are milliseconds, NaN where not recorded. There is one level fewer than LEVEL_COLORS, ascending: 1, 2 or 5
-    times a power of ten, times 1, 2, 4, 8."""
+    """Return the levels of heat maps that share them, one fewer than LEVEL_COLORS, in ms: each is twice the one before,
+    the first is 1, 2 or 5 times a power of ten, and the largest values (NaN: not recorded) exceed the last."""
     recorded = np.concatenate([rows[~np.isnan(rows)] for rows in values])
     top = float(np.percentile(recorded, _TOP_PERCENTILE)) if len(recorded) else 0.0
     count = len(LEVEL_COLORS) - 1
