@@ -1,10 +1,8 @@
 """Records a training job from inside its own processes.
 
-`phase_hooks.py` detects PyTorch's phases (forward, backward, update), `deepspeed/phase_hooks.py` those of DeepSpeed;
-`recorder.py` turns them into records, and `spool.py` writes the records to a file.
-
-The job must not notice the agent: it uses the standard library only, and the torch of the job; it starts no thread that
-`threading` lists; it prints nothing; and every entry point is guarded, so that a fault of the agent ends the recording
-and never the job. `profiler/inject` loads it under its own name also where ebbtide is not installed. It therefore
-imports nothing of ebbtide but its own modules, by relative imports, and stays valid Python 3.9.
+`phase_hooks.py` and `deepspeed/phase_hooks.py` detect phases, `recorder.py` turns them into records, and `spool.py`
+writes these to a file. The job must not notice: only the standard library and the job's torch are used; no thread is
+started that `threading` lists, nothing is printed, and every entry point is guarded, so that a fault ends the recording
+and never the job. `profiler/inject` loads the agent under its own name also where ebbtide is not installed: it imports
+its own modules alone, by relative imports, and stays valid Python 3.9.
 """

@@ -24,11 +24,9 @@ _SEVERAL_CALLS_NOTE = (
 
 
 class UpdateParts:
-    """An open update that may call a closure.
-
-    If the step calls its closure once, the parts of the step before and after the call are updates, and what runs in
-    the closure has phases of its own. They are held back until the step ends: if it calls the closure again, all of it
-    is one update. Created after `enter`, and ended by `leave` instead of the recorder's.
+    """An open update that may call a closure. If it does so once, the parts of the step before and after the call are
+    updates, and what runs in the closure has phases of its own; if more often, all of it is one update. So they are
+    held back until the step ends. Created after `enter`, and ended by `leave` instead of the recorder's.
 
     `failed`: whether the closure raised, so that the optimizer has not stepped."""
 

@@ -40,11 +40,8 @@ _HELD_SHARE, _ADVANCE_NS, _UNPAUSED_NS = 100, 1_000_000_000, 10_000_000_000
 
 
 class GuardedProfiler:
-    """A profiler of torch that runs beside the job. CUPTI, and torch, serve one profiler at a time.
-
-    `on_job_profiler` is called before the job begins a profiler of its own while this one runs, which it must stop.
-
-    `running`: the profiler that runs; None if none does."""
+    """A profiler of torch that runs beside the job: `running`, None if none does. CUPTI, and torch, serve one profiler
+    at a time: `on_job_profiler`, which must stop it, is called before the job begins one of its own."""
 
     def __init__(self, torch: Any, on_job_profiler: Callable[[], None]) -> None:
         self.running: Any = None
@@ -121,10 +118,8 @@ def without_allocator_warnings(torch: Any) -> Iterator[None]:
 
 class AllocationCapture:
     """Captures the allocations of some iterations: from the history of the CUDA allocator, else from torch's profiler.
-
-    Writes two files: the allocations as torch gives them, and a description of what only the job knows: the owners of
-    blocks (parameters, gradients, optimizer state) by address, at several times of each iteration, and the calls of
-    all modules."""
+    Writes two files: the allocations as torch gives them, and what only the job knows: the owners of blocks by address,
+    at several times of each iteration, and the calls of all modules."""
 
     def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
         self._recorder = recorder
@@ -300,11 +295,9 @@ def attach_captures(recorder: Recorder, torch: Any, options: Options) -> None:
 
 
 class CopyCapture:
-    """Records copies, kernels and the calls that launch them, from CUPTI through torch's profiler.
-
-    The profiler runs in slices of whole iterations, each written as a Chrome trace that is named for its span. That
-    holds the job up, longer for more events: slices are short, with pauses unless `last` is set. CUPTI serves one
-    subscriber: if the job profiles itself, this capture ends with a note."""
+    """Records copies, kernels and the calls that launch them, from CUPTI through torch's profiler, in slices of whole
+    iterations: a Chrome trace each, named for its span. That holds the job up, so slices are short, with pauses unless
+    `last` is set. If the job profiles itself, this capture ends with a note."""
 
     def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
         self._recorder = recorder

@@ -43,11 +43,10 @@ class _Anchor:
 
 
 class GpuClock:
-    """Marks boundaries on the job's current stream, and returns their times once the device has passed them.
-
-    Device times are converted to the host's monotonic clock by anchors: events on a stream of the agent, on which
-    nothing else ever waits. They run when they are recorded (to within about 10 us), however far the job's stream lags
-    behind. Nothing here synchronizes, and nothing is recorded into a graph under capture.
+    """Marks boundaries on the job's current stream, and returns their times once the device has passed them. Anchors
+    convert them to the host's monotonic clock: events on a stream of the agent, on which nothing else waits, so that
+    they run when they are recorded (to within about 10 us). Nothing here synchronizes, and nothing is recorded into a
+    graph under capture.
 
     `pending`: the spans that `finished_spans` has not returned yet."""
 
@@ -136,10 +135,8 @@ class GpuClock:
 
     @staticmethod
     def _host_ns(anchor: _Anchor, mark: EventMark) -> int:
-        """Convert a mark's device time to the host's clock.
-
-        No event runs before it is launched. If a mark seems to, its anchor had to wait (streams share a hardware queue,
-        as under CUDA_DEVICE_MAX_CONNECTIONS=1), and the anchor is corrected by the mark."""
+        """Convert a mark's device time to the host's clock. If a mark seems to run before its launch, its anchor had to
+        wait (streams share a hardware queue, as under CUDA_DEVICE_MAX_CONNECTIONS=1), and is corrected by the mark."""
         since_anchor_ns: int = round(anchor.event.elapsed_time(mark.event) * 1e6)
         anchor.host_ns = max(anchor.host_ns, mark.host_ns - since_anchor_ns)
         return anchor.host_ns + since_anchor_ns

@@ -33,23 +33,20 @@ def _data_address(storage: Any) -> int:
 def list_holders(
     modules: Iterable[Any], optimizers: Iterable[Any], failed_on: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return `device`, `category`, `module` (None: not known) and `bytes` of all holders, the largest first.
-
-    Each storage counts once: with its own size, for the first tensor in the order of parameters, buffers, gradients and
-    optimizer state. If several tensors share a storage, each counts with its own part, and the rest belongs to no
-    module. Gradients and state belong to the module of their parameter. Where a backward has just failed, on the device
-    `failed_on`, autograd's threads of other devices may still replace gradients: they are left out unless all
-    parameters are on this device."""
+    """Return `device`, `category`, `module` (None: not known) and `bytes` of all holders, the largest first. Each
+    storage counts once, for the first tensor in the order of parameters, buffers, gradients and optimizer state, these
+    two of the module of their parameter; of a shared one, each tensor with its own part, and the rest of no module.
+    Where a backward has just failed on the device `failed_on`, autograd's threads of other devices may still replace
+    gradients: they are left out unless all parameters are on this device."""
     return _largest_first(_collect_storages(modules, optimizers, _data_address, failed_on).sizes())
 
 
 def list_blocks(
     modules: Iterable[Any], optimizers: Iterable[Any], address_of: Callable[[Any], int] = _data_address
 ) -> list[tuple[int, int, str, str | None]]:
-    """Return (address, bytes, category, module) of each storage of a model and its optimizers, as `list_holders` does.
-
-    A storage that several tensors share has the category of the first one, and the module None. `address_of` returns
-    the address of a storage, 0 for one without memory."""
+    """Return (address, bytes, category, module) of each storage of a model and its optimizers; of a shared one the
+    category of the first tensor, and the module None. `address_of` returns the address of a storage, 0 for one without
+    memory."""
     return _collect_storages(modules, optimizers, address_of).blocks()
 
 

@@ -28,14 +28,10 @@ class PhaseRecord(NamedTuple):
 
 
 class IterationRule:
-    """Numbers iterations as optimizers step.
-
-    An iteration ends at the last update before an optimizer that has already stepped in it steps again. The two
-    optimizers of a GAN therefore make one iteration, and gradient accumulation adds none. A step that no backward came
-    before does not begin an iteration: ZeRO-3 steps once per subgroup, and distributed checkpointing steps an optimizer
-    once before training to create its state.
-
-    `index`: the current iteration; -1 before the first update."""
+    """Numbers iterations as optimizers step; `index`: the current one, -1 before the first update. An iteration ends at
+    the last update before an optimizer that has already stepped in it steps again: the two optimizers of a GAN make
+    one, and gradient accumulation adds none. A step that no backward came before does not begin one: ZeRO-3 steps once
+    per subgroup, and distributed checkpointing steps an optimizer once before training to create its state."""
 
     def __init__(self) -> None:
         self.index = -1
@@ -48,10 +44,8 @@ class IterationRule:
         return live_keys(self._last_steps)
 
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
-        """Account for one update, after so many `backwards` that have begun in this process.
-
-        Return the iteration that it ends (the same number again while updates extend it); None if it belongs to none.
-        """
+        """Account for one update, after so many `backwards` that have begun in this process, and return the iteration
+        that it ends (the same number again while updates extend it); None if it belongs to none."""
         index = self.index
         after_backward, begins = False, index < 0
         for optimizer in optimizers:

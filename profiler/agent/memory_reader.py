@@ -94,11 +94,9 @@ class MemoryReader:
 
 
 class PhaseReadings:
-    """Reads memory at the boundaries of phases, as long as that takes little of the time.
-
-    Of steps that are too short only some are read, each as a whole. A step begins at a forward after another phase.
-
-    `due_ns`: from when on the start of a phase is read: the last reading, at the end of one, mostly still holds."""
+    """Reads memory at the boundaries of phases, as long as that takes little of the time: of too short steps, which
+    begin at a forward after another phase, only some, each as a whole. The start of a phase is read from `due_ns` on:
+    the reading at the end of the last one mostly still holds."""
 
     def __init__(self, memory: MemoryReader) -> None:
         self._memory = memory

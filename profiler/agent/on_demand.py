@@ -27,11 +27,9 @@ def attach_on_demand(recorder: Recorder, torch: Any, options: Options) -> None:
 
 
 class DetailedSlices:
-    """Begins and ends detailed slices of a process at the boundaries of iterations.
-
-    The background thread looks for a request; the threads that train only compare two numbers at the end of an
-    iteration. A process that learns of a request after its first iteration begins at its next one, and one that learns
-    of it after its last iteration records nothing."""
+    """Begins and ends detailed slices of a process at the boundaries of iterations. The background thread looks for
+    requests; the threads that train only compare two numbers there. A process that learns late of one begins at its
+    next iteration, and after the last iteration asked for it records nothing."""
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder

@@ -1,8 +1,7 @@
 """Recording options, which the agent reads in the environment, and requests for detailed slices while the job runs.
 
-A request is a symbolic link in the folder of the spools, whose target is its text. A link is replaced as a whole, and
-reading it opens no descriptor in the job, cannot block and cannot fail in the way in which reading a mapped file does
-that somebody truncates (SIGBUS).
+A request is a symbolic link whose target is its text: it is replaced as a whole, and reading it opens no descriptor in
+the job, cannot block, and cannot fail as a mapped file does that somebody truncates (SIGBUS).
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ Wrappers = Mapping[str, Mapping[str, Wrapper]]
 
 
 def wrapper(hook: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """Turn a hook into a wrapper of functions: a call of the wrapped function calls the hook, with the function first.
-
-    The wrapper may be bound to a method's object and to settings; both come before the function."""
+    """Turn a hook into a wrapper of functions: a call of the wrapped function calls the hook, with the function first;
+    the object of a method and settings that the wrapper is bound to come before it."""
 
     def wrap(*arguments: Any) -> Callable[..., Any]:
         @functools.wraps(arguments[-1])

@@ -1,8 +1,7 @@
 """Detects PyTorch's phases: calls of the outermost module, autograd's backward engine, and optimizer steps.
 
-DeepSpeed's phases are detected in `deepspeed/phase_hooks.py`. Nothing here is registered on a module: a global module
-hook breaks or slows compiled code, and a module's own hooks travel into its pickles and copies. `TorchHooks.remove`
-undoes everything.
+Nothing is registered on a module: a global module hook breaks or slows compiled code, and a module's own hooks travel
+into its pickles and copies. `TorchHooks.remove` undoes everything.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ _CALL_ATTRIBUTE = "_compiled_call_impl"
 
 
 class OutermostCall:
-    """A descriptor that replaces the class attribute `torch.nn.Module._compiled_call_impl`.
-
-    `Module.__call__` reads that attribute of the module and, if it is not None, calls it instead of the module's own
-    call (`Module.compile()` works so). As a data descriptor, this sees each read together with its module. Inside a
-    phase it returns what the module itself has there (0.1 us); outside of one it returns a call that is recorded as a
-    forward, or as one without gradients. Dynamo inlines modules without reading the attribute, and torch keeps it out
-    of pickles."""
+    """A descriptor that replaces the class attribute `torch.nn.Module._compiled_call_impl`, which `Module.__call__`
+    reads and, if it is not None, calls instead of the module's own call (`Module.compile()` works so). Inside a phase
+    it returns what the module itself has there (0.1 us); outside of one a call that is recorded as a forward, or as one
+    without gradients. Dynamo inlines modules without reading it, and torch keeps it out of pickles."""
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder

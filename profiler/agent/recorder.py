@@ -1,7 +1,4 @@
-"""Records phases, their iterations, and memory at each phase boundary.
-
-The phases come from `phase_hooks.py`, `deepspeed/phase_hooks.py` and `Tracer.phase`.
-"""
+"""Records phases, their iterations, and memory at each phase boundary."""
 
 from __future__ import annotations
 
@@ -92,10 +89,8 @@ class Recorder(ProcessRecorder):
         return modules, list({id(o): o for o in optimizers}.values())
 
     def read_tensors(self, read: Callable[[list[Any], list[Any]], Tensors]) -> Tensors | None:
-        """Call a function that reads the tensors of the outermost modules and the optimizers, and return its result.
-
-        None where they cannot be read now: another thread may replace them, which becomes a note, or a backward runs.
-        """
+        """Call a function that reads the tensors of the outermost modules and the optimizers, and return its result;
+        None while a backward runs, or another thread may replace them, which becomes a note."""
         with self.threads.quiet() as quiet:
             if quiet:
                 return read(*self.model_and_optimizers())

@@ -1,7 +1,6 @@
-"""The spool: the file to which one process appends what it has recorded, as records of a fixed size.
+"""The spool: the file to which one process appends what it has recorded, as records of 48 bytes, little endian.
 
-Every record is a `RECORD` (48 bytes, little endian), so a file that is cut off anywhere can be read up to its last full
-record. `docs/trace-format.md` lists the fields of each kind.
+A file that is cut off can be read up to its last full record. `docs/trace-format.md` lists the fields of each kind.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class CheckedFile:
-    """Appends to a new file, and never to another one. Raises OSError if it cannot be created, and nothing else.
-
-    A job may close descriptors by their numbers, as daemons do, and open files of its own under the same numbers. So
-    before each write and close the descriptor is compared with the file that was created. If it is another file's, it
-    is left alone, and the file is opened again by its path."""
+    """Appends to a new file, and never to another one. Raises OSError if it cannot be created, and nothing else. A job
+    may close descriptors by their numbers, as daemons do, and open files of its own under the same numbers: a
+    descriptor of another file is left alone, and the file opened again by its path."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -158,11 +155,9 @@ def process_id(spool_name: str) -> int:
 
 
 class Spool:
-    """Appends records to one new file, from any thread. After the first write that fails it drops every record.
-
-    `put` collects records, and `flush` writes them. A forked child must call `detach`, because it shares the file with
-    its parent. `max_bytes`: size from which on `full` is set; None: no limit. Raises OSError if there is no new file at
-    `path`."""
+    """Appends records, which `put` collects and `flush` writes, to one new file from any thread; after a failed write
+    it drops all. A forked child must call `detach`. `max_bytes`: size from which on `full` is set; None: no limit.
+    Raises OSError if there is no new file at `path`."""
 
     def __init__(self, path: str, max_bytes: int | None = None) -> None:
         self._file: CheckedFile | None = CheckedFile(path)

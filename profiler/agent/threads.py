@@ -25,12 +25,9 @@ class _Writer:
 
 
 class TrainingThreads:
-    """The threads of a process that have had a phase of their own, and those that may replace gradients.
-
-    Replicas and autograd's threads work inside the phases of others and never have one.
-
-    Autograd replaces gradients without the interpreter's lock: a thread that reads one meanwhile may crash the process.
-    So tensors of the job are read in `quiet` moments only."""
+    """The threads of a process that have had a phase of their own (replicas and autograd's never have), and those that
+    may replace gradients. Autograd does so without the interpreter's lock, and a thread that reads one meanwhile may
+    crash the process: tensors of the job are read in `quiet` moments only."""
 
     def __init__(self, torch: Any) -> None:
         self._local = _thread._local()

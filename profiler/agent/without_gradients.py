@@ -15,10 +15,8 @@ _MAX_GAP_NS = 100_000
 
 
 class ForwardsWithoutGradients:
-    """Records the outermost forwards of the threads that train, while grad mode is off and no phase is open.
-
-    They are rows of the table `ops`, in the time that is called `other`. Nothing is recorded before the first phase,
-    so a process that only infers stays without a trace."""
+    """Records the outermost forwards of the threads that train, while grad mode is off and no phase is open, in the
+    table `ops`: none before the first phase, so a process that only infers stays without a trace."""
 
     def __init__(self, recorder: Any) -> None:
         self.active = False  # Whether one runs, to which belong the modules that it calls.

@@ -1,6 +1,6 @@
 """Callbacks that put the figures of `ebbtide.metrics` into the logs of training frameworks, and record out of memory.
 
-Importing this package imports no framework; each class is imported with its own.
+Each is imported with its own framework.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,9 @@ _MODULES = {"HuggingFaceCallback": "hugging_face", "LightningCallback": "lightni
 
 
 def record_out_of_memory(path: str = "oom.ebb") -> None:
-    """Record the out-of-memory errors of this process from now on, into a trace that the first one creates.
-
-    `ebbtide memory PATH --at oom` reads it. A path where a trace exists gets a number (oom-2.ebb). Does nothing in a
-    process that is recorded, and never raises."""
+    """Record the out-of-memory errors of this process from now on, into a trace that the first one creates, for
+    `ebbtide memory PATH --at oom`; where one exists, the path gets a number (oom-2.ebb). Does nothing in a process that
+    is recorded, and never raises."""
     import torch
 
     from ebbtide.profiler.agent.start import start_for_errors

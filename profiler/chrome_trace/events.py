@@ -39,10 +39,8 @@ class UnreadableJson(Exception):
 
 
 class JsonWindow:
-    """Window that moves over a stream of JSON.
-
-    All methods raise UnreadableJson where the JSON is damaged or ends too early, and UserError where the stream raises
-    it. Values that were complete before the error are returned first."""
+    """Window that moves over a stream of JSON. All methods raise UnreadableJson where the JSON is damaged or ends too
+    early, after what was complete before, and UserError where the stream raises it."""
 
     def __init__(self, stream: BufferedIOBase, chunk: int) -> None:
         self.data = b""
@@ -52,9 +50,8 @@ class JsonWindow:
         self._error: UserError | None = None
 
     def extend(self) -> None:
-        """Read at least one more byte: a chunk, or as many bytes as are unread if that is more.
-
-        The window doubles, so the cost of a long value stays proportional to its length."""
+        """Read at least one more byte: a chunk, or as many bytes as are unread, so that a long value costs as much as
+        it is long."""
         unread = self.data[self.position :]
         if len(unread) > _MAX_VALUE_BYTES:
             raise UnreadableJson(f"it has a value of more than {_MAX_VALUE_BYTES >> 20} MiB")
@@ -98,9 +95,8 @@ class JsonWindow:
         return value
 
     def buffered_value(self) -> bytes | None:
-        """Consume the next value if all of it is in the window, and return its text; None if more data is needed.
-
-        At the end of a list or object the text is `]` or `}`."""
+        """Consume the next value if all of it is in the window, and return its text, `]` or `}` at the end of a list or
+        object; None if more data is needed."""
         begin = self.skip_separators()
         end = _value_end(self.data, begin)
         if end is None:
@@ -133,10 +129,8 @@ def _value_end(data: bytes, begin: int) -> int | None:
 
 
 def repair_json(text: bytes) -> bytes:
-    """Turn nearly valid JSON into valid JSON.
-
-    Repairs bytes that are not UTF-8, NaN and infinities, single backslashes and bare control characters. Strings may
-    lose such characters."""
+    """Turn nearly valid JSON into valid JSON: bytes that are not UTF-8, NaN and infinities, single backslashes and bare
+    control characters, which strings may lose."""
     repaired = _CONTROL.sub(" ", text.decode("utf-8", "replace"))
     repaired = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", repaired)
     return _NO_NUMBER.sub("null", repaired).encode()

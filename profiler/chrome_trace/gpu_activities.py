@@ -51,10 +51,9 @@ def _transfer_kind(name: str) -> tuple[str, str | None]:
 
 
 def kernel_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
-    """Return the columns of the table `kernels`, without groups of collectives.
-
-    `work` has start, end and launched (ns, to which `base_ns` is added), device, stream, kind (a position in KINDS, or
-    TRANSFER), and name (a position in `names`). MISSING: not recorded."""
+    """Return the columns of the table `kernels`, without groups. `work` has start, end and launched (ns, to which
+    `base_ns` is added), device, stream, kind (a position in KINDS, or TRANSFER), and name (in `names`). MISSING: not
+    recorded."""
     rows = work[work["kind"] != TRANSFER]
     return {
         **_times(rows, base_ns),
@@ -142,10 +141,8 @@ class GpuActivities:
 
     @cached_property
     def work(self) -> pd.DataFrame:
-        """All activities, each once.
-
-        Columns start, end (ns), correlation, device, stream, kind (a position in KINDS, or TRANSFER), name and group
-        (numbers), bytes, and those of `with_launches`."""
+        """All activities, each once: start, end (ns), correlation, device, stream, kind (a position in KINDS, or
+        TRANSFER), name and group (numbers), bytes, and the columns of `with_launches`."""
         work = self._activities.table()
         # One stream runs one activity at a time: the same one at the same time is the same event.
         repeated = work.duplicated()

@@ -44,9 +44,7 @@ class HostRanges:
 
 def operators(work: pd.DataFrame, ranges: pd.DataFrame, names: list[str]) -> pd.Categorical:
     """Return the operator of each kernel: the innermost range in which its thread launched it, missing where none.
-
-    `work`: as `with_launches` returns it; copies between host and device are left out. `ranges` has start, end, thread,
-    and name (a position in `names`)."""
+    `work`: as of `with_launches`, without copies. `ranges`: start, end, thread, name (a position in `names`)."""
     kernels = work[work["kind"] != TRANSFER]
     launched = kernels["launched"].fillna(MISSING).to_numpy(np.int64)
     rows = innermost(ranges, launched, kernels["thread"].to_numpy(np.int64))
@@ -59,9 +57,8 @@ def _operator(name: str) -> str | None:
 
 
 def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntArray:
-    """Return the row of the innermost range of a thread that contains each time, MISSING where none does.
-
-    `ranges`: start, end and thread; those of a thread are nested or disjoint. Threads are MISSING where not known."""
+    """Return the row of the innermost range of a thread that contains each time, MISSING where none does, or the thread
+    is. `ranges`: start, end and thread; those of a thread are nested or disjoint."""
     rows = np.full(len(times), MISSING)
     own_threads = ranges["thread"].to_numpy(np.int64)
     starts, ends = (ranges[side].to_numpy(np.int64) for side in ("start", "end"))
@@ -75,9 +72,8 @@ def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntAr
 
 
 def _innermost(starts: IntArray, ends: IntArray, times: IntArray) -> npt.NDArray[np.int64]:
-    """Return the position of the innermost range around each time, -1 where there is none. No range is empty.
-
-    It is the last one that began at the depth that is open at that time."""
+    """Return the position of the innermost range around each time, the last one that began at the depth open then; -1
+    where there is none. No range is empty."""
     order = np.lexsort((-ends, starts))
     starts, closed, count = starts[order], np.sort(ends), len(starts)
     depths = np.arange(1, count + 1) - np.searchsorted(closed, starts, side="right")

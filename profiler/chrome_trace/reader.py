@@ -1,7 +1,4 @@
-"""Reads Chrome traces (JSON, as torch's profiler writes them) in constant memory.
-
-Invalid events are repaired or skipped. If the file breaks off, the events before the break are returned.
-"""
+"""Reads Chrome traces (JSON, as torch's profiler writes them) in constant memory, up to where the file breaks off."""
 
 import re
 from collections.abc import Iterator

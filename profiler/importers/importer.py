@@ -1,7 +1,4 @@
-"""The protocol of all importers.
-
-Each sub-package of `importers` lists its importers in `IMPORTERS`; `registry.py` finds them there.
-"""
+"""The protocol of all importers, which each sub-package of `importers` lists in `IMPORTERS`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

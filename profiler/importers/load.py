@@ -32,10 +32,8 @@ _META_TIMES = ("first_iteration_start_ns", "started_ns")
 def expand_folders(
     paths: Sequence[Path], recognize: Callable[[Source], str], format: str | None, notes: list[str]
 ) -> list[Path]:
-    """Replace folders by the files in them, in the order of the numbers in their names.
-
-    Of each folder, the files of one format are taken: `format`, else the format that most of its files have. Hidden
-    files and folders in it are ignored. `notes` receives a line for each folder with other files."""
+    """Replace folders by their files of one format (`format`, else that of most of them), in the order of the numbers
+    in their names, hidden ones left out. `notes` receives a line for each folder with other files."""
     files: list[Path] = []
     for path in paths:
         files += _files_of(path, recognize, format, notes) if path.is_dir() else [path]
@@ -114,19 +112,11 @@ def import_trace(
     phases: Mapping[str, str] | None = None,
     jobs: int = 1,
 ) -> Trace:
-    """Write one trace from the files of one run, or folders of files of one format, on one clock.
-
-    Args:
-        format: Format of all files; None: each file is recognized by its contents.
-        hardware: Figures that replace those of the files.
-        align: Move the files so that they begin at the same time: with the first one (`start`), or with the file of
-            this path. None: their times are used as they are, and must overlap.
-        phases, jobs: See `ImportOptions`.
-
-    Raises:
-        SourceError: A file cannot be read. Nothing is written.
-        TraceError: The output cannot be written.
-    """
+    """Write one trace from the files of one run, or folders of files of one format, on one clock. `format` None: each
+    file is recognized by its contents; `hardware` replaces figures of the files. `align` moves the files so that they
+    begin at the same time: with the first one (`start`), or with the file of this path; None: their times must overlap.
+    `phases`, `jobs`: see `ImportOptions`. Raises SourceError if a file cannot be read, TraceError if the output cannot
+    be written."""
     importers = find_importers()
     if format is not None and format not in importers:
         raise SourceError(f"{format!r} is not a format: choose one of {', '.join(importers)}")

@@ -1,7 +1,7 @@
-"""Loads the agent into every Python that starts, then runs the job's own `sitecustomize`.
+"""Loads the agent into every Python that starts, then runs the job's own `sitecustomize`, which this one hides.
 
 `ebbtide profile` puts this folder first on PYTHONPATH. The agent is loaded by its path, under its own name, since
-ebbtide need not be installed where the job runs. The `sitecustomize` that this one hides runs afterwards, in its place.
+ebbtide need not be installed where the job runs.
 """
 
 import contextlib

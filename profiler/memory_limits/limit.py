@@ -30,9 +30,8 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest memory in use, and its holders.
-
-    `holders`: (call site, bytes), the largest first; empty where they were not asked for."""
+    """The largest memory in use, and its `holders`: (call site, bytes), the largest first; empty where not asked
+    for."""
 
     bytes: int
     holders: tuple[tuple[str, int], ...] = ()

@@ -128,10 +128,8 @@ def attach(
     allocator_iterations: int = 0,
     transfers: bool = False,
 ) -> AttachedSlice:
-    """Ask the job that is recorded into a trace for details of `count` iterations.
-
-    `first`: the first of them; None: soon, the same on all ranks. `poll_ms`: interval of memory readings between phase
-    boundaries, in ms; 0: none."""
+    """Ask the job that is recorded into a trace for details of `count` iterations, from `first` on; None: soon, the
+    same on all ranks. `poll_ms`: interval of memory readings between phase boundaries, in ms; 0: none."""
     require_linux()
     if not 1 <= count <= MAX_ITERATIONS:
         raise TraceError(f"a slice has 1 to {MAX_ITERATIONS:,} iterations, not {count:,}")

@@ -1,8 +1,8 @@
 """The collector: a detached process that samples while a recorded job runs, and finishes its trace.
 
-`ebbtide profile` starts the collector and then executes the job in its own place. So the job has the process id that
-its user knows, receives each signal exactly once, and ends with its own exit status. The collector has a session of
-its own, ignores the signals that end or stop jobs, and ends after the job.
+`ebbtide profile` starts it and then executes the job in its own place: so the job has the process id that its user
+knows, receives each signal exactly once, and ends with its own exit status. The collector has a session of its own,
+ignores the signals that end or stop jobs, and ends after the job.
 """
 
 import contextlib
@@ -94,11 +94,9 @@ class RecordedCommand:
 
 
 def start_collector(command: RecordedCommand) -> Collector:
-    """Start the collector of the job that this process is about to become; return once the trace exists.
-
-    Executing another program in this process closes it, which tells the collector that the job runs; sampling begins
-    then. The job does not get the socket of the service. Raises TraceError if the trace cannot be created; nothing is
-    left then."""
+    """Start the collector of the job that this process is about to become; return once the trace exists. Executing
+    another program in this process closes a pipe, which begins the sampling. The job does not get the socket of the
+    service. Raises TraceError, and leaves nothing behind, if the trace cannot be created."""
     sys.stdout.flush()
     sys.stderr.flush()
     status_read, status_write = os.pipe()

@@ -21,12 +21,10 @@ _FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, sign
 
 
 def profile(job: RecordedCommand, output_to: int | None = None) -> NoReturn:
-    """Become the job, whose training processes are recorded into a trace.
-
-    The job keeps this process's id, standard streams (unless it gets `output_to` as stdout and stderr), terminal and
-    signals, and its exit status is its own. A collector finishes the trace when the job has ended, and prints where it
-    is to stderr. Raises TraceError, and leaves nothing behind, if the command cannot be executed or the trace cannot be
-    created."""
+    """Become the job, whose training processes are recorded into a trace. It keeps this process's id, terminal, signals
+    and standard streams (unless it gets `output_to` as stdout and stderr), and its exit status is its own. A collector
+    finishes the trace afterwards, and prints where it is to stderr. Raises TraceError, and leaves nothing behind, if
+    the command cannot be executed or the trace cannot be created."""
     require_linux()
     program = job.words[0]
     if shutil.which(program) is None:
@@ -64,10 +62,9 @@ def job_environment(options: Options, spools: Path) -> dict[str, str]:
 
 
 class BackgroundJob:
-    """A recorded job in a process group of its own, without the terminal's keys; signals are passed on to it.
-
-    Its stdout and stderr are in `log`, RUN.log beside RUN.ebb; `force` replaces it, too. Raises TraceError, and leaves
-    nothing behind, if the command cannot be executed or a file cannot be created."""
+    """A recorded job in a process group of its own, without the terminal's keys; signals are passed on to it. Its
+    output is in `log`, RUN.log beside RUN.ebb, which `force` replaces, too. Raises TraceError, and leaves nothing
+    behind, if the command cannot be executed or a file cannot be created."""
 
     def __init__(self, job: RecordedCommand) -> None:
         self.log = job.output.with_suffix(".log")

@@ -183,10 +183,9 @@ def explain_empty_recording(
 
 
 def finish(path: Path, changes: dict[str, Any]) -> list[Trace]:
-    """Convert the spools of a recording into tables, then delete the spools. `changes` are keys to set in meta.json.
-
-    Returns the finished trace, and one more for each further training that the command ran: RUN-2.ebb, RUN-3.ebb, ...
-    Raises OSError where no space is left: the trace is unchanged then and still opens from its spools."""
+    """Convert the spools of a recording into tables, then delete them; `changes`: keys to set in meta.json. Returns the
+    trace, and one more for each further training of the command: RUN-2.ebb, RUN-3.ebb, ... Raises OSError where no
+    space is left: the trace then still opens from its spools."""
     first, *others = recovered_traces(path, read_meta(path) | changes)
     for other in others:
         with new_trace(other.path):

@@ -28,11 +28,8 @@ class LinkState:
 
 
 class Gpu:
-    """One card, or one MIG device of it. Every method that reads a value raises NvmlError if NVML does not give it.
-
-    A MIG device has a name, a UUID and memory of its own; everything else is that of its card.
-
-    `mig_device`: the number of the MIG device on that card; None: the card as a whole."""
+    """One card, or the MIG device `mig_device` of it, which has a name, a UUID and memory of its own; everything else
+    is that of its card. Every method that reads a value raises NvmlError if NVML does not give it."""
 
     def __init__(self, nvml: Nvml, card: int, mig_device: int | None = None) -> None:
         self._nvml = nvml

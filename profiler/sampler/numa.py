@@ -33,10 +33,9 @@ class _Process:
 
 
 class NumaReader:
-    """Reads the placement of processes, and keeps it in a file per process in the folder of the spools.
-
-    Memory is read only where the host has several nodes with cores; the reading with the most memory is kept, since a
-    process that ends has released much of it. `root` holds `sys` and `proc`."""
+    """Reads the placement of processes, and keeps it in a file per process in the folder of the spools: of memory,
+    where the host has several nodes with cores, the largest reading, since a process that ends has released much.
+    `root` holds `sys` and `proc`."""
 
     def __init__(self, directory: Path, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory

@@ -35,16 +35,10 @@ WARNING_SHARE = 0.9
 
 
 class Sampler:
-    """Samples each card's memory, link and state, and the resident memory of recorded processes.
-
-    The state of a card is its utilization, power, clocks and temperature. A source that fails stops alone.
-
-    Args:
-        directory: The folder of the spools; the recorded processes are those that have one there.
-        max_bytes: Size limit of the samples' spool, in bytes; None: no limit.
-        root: The folder that holds `sys` and `proc`, which NUMA nodes and control groups are read from.
-        warn: Function to call with a warning while the job runs; it is among the notes, too.
-    """
+    """Samples each card's memory, link and state (utilization, power, clocks, temperature), and the resident memory of
+    recorded processes: those with a spool in `directory`. A source that fails stops alone. `max_bytes`: limit of the
+    samples' spool; None: none. `root` holds `sys` and `proc`. `warn` gets warnings while the job runs, which are notes,
+    too."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Detects DeepSpeed's phases: the engine's backward and update, and the sub-steps of the ZeRO optimizers.
 
-PyTorch's phases, the forward among them, are detected in `../phase_hooks.py`. DeepSpeed is never imported here: its
-classes are wrapped once the job has imported them, as far as its version has them. `DeepSpeedHooks.remove` undoes
-everything.
+`../phase_hooks.py` detects those of PyTorch, the forward among them. DeepSpeed is never imported here: its classes are
+wrapped once the job has imported them, as far as its version has them, until `DeepSpeedHooks.remove`.
 """
 
 from __future__ import annotations

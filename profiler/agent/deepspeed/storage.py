@@ -160,10 +160,9 @@ class _Request(NamedTuple):
 
 
 class StorageRecorder:
-    """Records a row per subgroup and submission, from its submission to the end of the wait for it.
-
-    DeepSpeed learns that a request has ended only when it waits for the handle that submitted it. In an update the
-    waits are sub-steps; elsewhere they are rows of their own."""
+    """Records a row per subgroup and submission, to the end of the wait for the handle that submitted it: DeepSpeed
+    learns no sooner that a request has ended. In an update the waits are sub-steps; elsewhere they are rows of their
+    own."""
 
     def __init__(
         self, recorder: Recorder, substeps: SubstepRecorder, reduction: GradientReduction, patches: Patches

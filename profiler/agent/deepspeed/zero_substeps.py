@@ -32,10 +32,9 @@ class _Row:
 
 
 class SubstepRecorder:
-    """Records what the open update does, from `begin` to `end`. The thread that runs the update calls it.
-
-    Each row is recorded once the next has run for a while, since the next may turn out to be a part of it. Rows on a
-    GPU get their device times from marks on the job's stream, as phases do.
+    """Records what the open update does, from `begin` to `end`, which the thread that runs it calls. A row is recorded
+    once the next has run for a while, since that may turn out to be a part of it. Rows on a GPU get their device times
+    from marks on the job's stream, as phases do.
 
     `updates`: how many updates of a subgroup have begun in it."""
 
@@ -120,9 +119,8 @@ class SubstepRecorder:
 
 
 class SubstepMethod(NamedTuple):
-    """A method that is one row of `ops`; `find_subgroup` gets the sub-steps so far and the method's arguments.
-
-    `then`: the sub-step that begins when it has returned; None: its own goes on in the lines that follow the call.
+    """A method that is one row of `ops`. `find_subgroup` gets the sub-steps so far and the method's arguments. `then`:
+    the sub-step that begins when it has returned; None: its own goes on in the lines that follow the call.
     `leaves_out`: whether the method, by its arguments, does nothing that is recorded."""
 
     name: str

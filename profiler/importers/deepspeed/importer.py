@@ -165,12 +165,10 @@ def has_times(steps: list[StepTimers], marks: list[MemoryMark]) -> bool:
 
 
 def time_phases(steps: list[StepTimers]) -> Iterator[TimedPhase]:
-    """Yield the phases of all steps with their times.
-
-    Durations are those of the log, exact to 10 us. A phase begins at the mark before it, unless it would then end after
-    the mark that follows it: today's DeepSpeed takes the marks of the backward within its timer. (Taking a mark is
-    slow, and its time is that of its end.) Without marks a phase ends where the next phase begins, and a step ends at
-    the time of the line with its timers."""
+    """Yield the phases of all steps with their times. Durations are those of the log. A phase begins at the mark before
+    it, unless it would then end after the mark that follows it: DeepSpeed takes the marks of the backward within its
+    timer. (A mark has the time of its end.) Without marks a phase ends where the next begins, and a step at the line
+    with its timers."""
     next_start_ns: int | None = None
     starts = []
     for step in reversed(steps):

@@ -85,9 +85,7 @@ def _second_file(entry: RankBuilder, source: Source, rank: int) -> SourceError:
 
 
 def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
-    """Add the contents of a trace to its rank.
-
-    `number`: the rank if neither the file nor its name states one."""
+    """Add the contents of a trace to its rank: `number` if neither the file nor its name states one."""
     contents = _Contents(source)
     trace = contents.trace
     entry = _rank_entry(source, builder, number, trace.meta)
@@ -189,10 +187,8 @@ def _add_memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> li
 
 
 def _add_devices(entry: RankBuilder, contents: _Contents, allocating: list[str]) -> None:
-    """Add the devices of the rank: those that ran anything first, then those that only allocated.
-
-    The job is one of the CPU only if memory was recorded, of the CPU alone. A trace without any sign of a device says
-    nothing of where the job ran: GPU activities are recorded on request, and those of some accelerators never."""
+    """Add the devices of the rank: those that ran anything, then those that only allocated; the CPU only where it alone
+    did. Without any sign of a device nothing is known of where the job ran: activities are recorded on request."""
     used = [f"cuda:{number}" for number in contents.device.busiest()]
     used += [device for device in allocating if device not in used and (device != "cpu" or not used)]
     if contents.trace.stop_reason and used == ["cpu"]:
@@ -259,9 +255,8 @@ class AllocatorMemory:
             self._rows.add(spans(events)[0], *np.array(rows, np.int64).T)
 
     def changes(self) -> pd.DataFrame:
-        """Return t_ns, device, pool and bytes whenever the size of a pool changes.
-
-        They are those of accelerators, or of the CPU if these have no events."""
+        """Return t_ns, device, pool and bytes whenever the size of a pool changes: of accelerators, or else of the
+        CPU."""
         rows = self._rows.table().sort_values("t_ns", kind="stable")
         if rows.empty:
             return pd.DataFrame(columns=["t_ns", "device", "pool", "bytes"])

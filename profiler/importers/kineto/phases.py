@@ -135,19 +135,15 @@ def _kind(name: str) -> MarkKind:
 def interval_index(
     times: pd.Series[int] | IntArray, starts: pd.Series[int] | IntArray, ends: pd.Series[int] | IntArray
 ) -> IntArray:
-    """Return the index of the interval that contains each time, or -1.
-
-    Intervals are in order and do not overlap; their ends are excluded."""
+    """Return the index of the interval that contains each time, or -1. Intervals are in order and disjoint, their ends
+    excluded."""
     index = np.searchsorted(starts, times, side="right") - 1
     return np.where(times < np.append(ends, np.iinfo(np.int64).min)[index], index, -1)
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Return the intervals that are not inside another one, in order and without overlap.
-
-    An interval that begins inside another one is cut to begin at the end of that one.
-
-    `spans`: columns start and end, and any others."""
+    """Return the intervals (start, end) that are not inside another one, in order; one that begins inside another one
+    is cut to begin at its end."""
     spans = spans.sort_values(["start", "end"], ascending=[True, False], ignore_index=True)
     previous_end = spans["end"].cummax().shift(fill_value=np.iinfo(np.int64).min)
     spans = spans.assign(start=np.maximum(spans["start"], previous_end))
@@ -190,17 +186,11 @@ class DeviceTimes:
         self._is_collective = (work["kind"] == COMMUNICATION).to_numpy(bool)
 
     def times(self, phases: pd.DataFrame) -> pd.DataFrame:
-        """Compute when the device ran each phase: from the first start to the last end of the work launched in it.
-
-        Only work on the main stream (the one with the most launches) counts, if the phase used it. The main stream
-        waits for everything that the next phase needs, while copies on other streams extend into other phases. Before
-        the next phase begins, the device runs the collectives that the phase launched: the phase includes them.
-
-        `phases`: columns start_ns and end_ns, in order and without overlap.
-
-        Returns:
-            Columns gpu_start_ns and gpu_end_ns for each phase; missing for a phase that launched nothing.
-        """
+        """Compute when the device ran each phase (start_ns, end_ns, in order and disjoint): gpu_start_ns and
+        gpu_end_ns, from the first start to the last end of the work launched in it; missing for a phase that launched
+        nothing. Only work on the main stream, with the most launches, counts, if the phase used it: that stream waits
+        for what the next phase needs, while copies on others extend into other phases. Collectives that run before the
+        next phase count, too."""
         launched, count = self._launched_in(phases["start_ns"], phases["end_ns"]), len(phases)
         on_main = launched.on_main()
         starts, ends = np.full(count, _MOST), launched.latest(on_main, count)
@@ -215,11 +205,8 @@ class DeviceTimes:
         return pd.DataFrame({name: pd.arrays.IntegerArray(times, ~used) for name, times in columns.items()})
 
     def ends(self, steps: pd.DataFrame) -> pd.Series[int]:
-        """Compute when the device finished each step: the last end of the work launched in it on the main stream.
-
-        The last step ends with all of its work, on any stream. Missing for a step that launched nothing.
-
-        `steps`: columns start and end, in order and without overlap."""
+        """Compute when the device finished each step (start, end, in order and disjoint): the last end of its work on
+        the main stream; of the last step, on any. Missing for a step that launched nothing."""
         launched, count = self._launched_in(steps["start"], steps["end"]), len(steps)
         ends = launched.latest(launched.on_main() | (launched.intervals == count - 1), count)
         return pd.Series(pd.arrays.IntegerArray(np.maximum.accumulate(ends), ends == _LEAST))
@@ -257,14 +244,11 @@ class FoundPhases:
 
 
 def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
-    """Derive the phases from marks.
-
-    Forward and backward are the outermost annotations that name them. Without annotations, forward is the outermost
-    calls of modules in training, if calls were recorded, or else extends from the first to the last op that is
-    differentiated later; backward extends from the first to the last function that the autograd engine evaluates. A
-    mark that begins inside a phase belongs to that phase.
-
-    `notes`: receives a line for each kind of mark that is missing, with the call that adds it."""
+    """Derive the phases from marks. Forward and backward are the outermost annotations that name them. Without these,
+    forward is the outermost calls of modules in training, if recorded, or else from the first to the last op that is
+    differentiated later; backward from the first to the last function that the autograd engine evaluates. A mark that
+    begins inside a phase belongs to it. `notes` receives a line for each kind of mark that is missing, with the call
+    that adds it."""
     spans = outermost(_marked_spans(marks))
     steps = marks.steps.table().sort_values("start", ignore_index=True)
     spans["step"] = interval_index(spans["start"], steps["start"], steps["end"])
@@ -298,9 +282,8 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
 
 
 def _marked_spans(marks: Marks) -> pd.DataFrame:
-    """Return start, end, phase (a MarkKind) and part_of of all spans that belong to a phase, in any order.
-
-    Adjacent spans of a phase with the same part_of are one phase."""
+    """Return start, end, phase (a MarkKind) and part_of of all spans of phases, in any order; adjacent ones of a phase
+    with the same part_of are one phase."""
     words = marks.words.table()
     annotated = {
         kind: _separate(words[words["phase"] == kind], kind)
@@ -341,9 +324,8 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
 
 
 def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
-    """Return the forwards without evaluations.
-
-    `trained`: ops that are differentiated later; empty if no such op is recorded, and then all forwards are kept."""
+    """Return the forwards without evaluations: those with `trained` ops, which are differentiated later; all if none is
+    recorded."""
     starts = np.sort(trained["start"])
     trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(starts, forward["start"])
     return forward[trains] if len(trained) else forward

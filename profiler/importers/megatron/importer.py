@@ -157,10 +157,8 @@ class PlacedIterations:
 
 
 def place_iterations(intervals: Sequence[LoggedInterval]) -> list[PlacedIterations]:
-    """Place iterations in time, on the log's clock, or from 0 if the log has no times.
-
-    An interval ends at the time of its line, or later, if the iterations since the line before took longer: times in
-    full seconds are up to a second early. Iterations of an interval are equally long."""
+    """Place iterations on the log's clock, or from 0 if it has no times. An interval, of equally long iterations, ends
+    at the time of its line, or later if they took longer: times in full seconds are up to a second early."""
     placed: list[PlacedIterations] = []
     firsts = accumulate((interval.count for interval in intervals), initial=0)
     end_ns: int | None = None
@@ -176,10 +174,9 @@ def place_iterations(intervals: Sequence[LoggedInterval]) -> list[PlacedIteratio
 
 
 def add_iterations(entry: RankBuilder, rank: int, placed: Sequence[PlacedIterations], offset_ns: int) -> bool:
-    """Add the iterations to a rank: marks, phases, and parts of the update as ops.
-
-    The update ends with its iteration, and the phases before it follow each other. `offset_ns`: offset of the log's
-    clock from UTC. Return whether timers had to be shortened, because they add up to more than the iteration."""
+    """Add the iterations to a rank: marks, phases one after the other up to the end, and parts of the update as ops.
+    `offset_ns`: of the log's clock from UTC. Return whether timers that add up to more than the iteration were
+    shortened."""
     shortened = False
     for iterations in placed:
         interval, ends = iterations.interval, iterations.ends_ns - offset_ns

@@ -111,10 +111,8 @@ class Database:
         return pd.DataFrame(np.concatenate(blocks), columns=names)
 
     def texts(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of columns that are text or null, in the order of the table's rows.
-
-        Nothing if there is no such table; null for a column that is not there. Raises SourceError for a value that is
-        neither text nor a number."""
+        """Yield the rows of columns that are text or null, in the table's order; none without such a table, null for a
+        column that it lacks. Raises SourceError for a value that is neither text nor a number."""
         if table in self.tables:
             stored = self.columns(table)
             names = [f"substr({_quoted(name)}, 1, {_MAX_CHARS})" if name in stored else "NULL" for name in columns]

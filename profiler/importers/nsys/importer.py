@@ -232,10 +232,8 @@ class _Rank:
 
 
 def held_bytes(memory: pd.DataFrame, start: int) -> tuple[pd.DataFrame, int]:
-    """Return columns t and bytes that a process holds on one device, and the bytes that it held before the first row.
-
-    A release of a block whose allocation is not among the rows shows that the block was there from the start: from
-    `start` on, at the latest the first row's time."""
+    """Return columns t and bytes that a process holds on one device, and the bytes before the first row: a block that
+    is released without an allocation among the rows was there from `start` on, at the latest the first row's time."""
     rows = memory.sort_values(["address", "t"], kind="stable")
     releases = rows["released"] != 0
     after_allocation = rows["address"].eq(rows["address"].shift()) & ~releases.shift(fill_value=True)

@@ -1,7 +1,6 @@
-"""Reads SQLite exports of Nsight Systems.
+"""Reads SQLite exports of Nsight Systems, whose documentation has the schema (SQLite schema reference).
 
-The tables are those of the SQLite schema reference in NVIDIA's documentation of Nsight Systems. Tables without rows are
-not exported, and columns differ between versions.
+Tables without rows are not exported, and columns differ between versions.
 """
 
 from __future__ import annotations
@@ -275,10 +274,9 @@ def _memory(database: Database) -> pd.DataFrame:
 
 
 def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
-    """Return the entries of devices by process and CUDA's number of the device in it.
-
-    The ids of the table of GPUs are of the whole host. A process counts only the devices that it may use, from 0: a
-    second table says which GPUs these are, except in old versions."""
+    """Return the entries of devices by process and CUDA's number of the device in it. That counts the devices that the
+    process may use, from 0; the ids of the table of GPUs are of the host. A second table relates them, except in old
+    versions."""
     figures = database.integers(_GPUS, (), {"id": MISSING, "totalMemory": MISSING})
     texts = database.texts(_GPUS, "name", "uuid", "busLocation")
     entries = {

@@ -41,9 +41,8 @@ class SnapshotImporter:
 
 
 def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> bool:
-    """Add each allocation, and the pools `requested` and `reserved`, of each device in a snapshot.
-
-    `number`: the rank if no file name contains one. Returns whether the times are Unix times."""
+    """Add each allocation, and the pools `requested` and `reserved`, of each device in a snapshot. `number`: the rank
+    if no file name contains one. Returns whether the times are Unix times."""
     try:
         snapshot = read_snapshot(source.open)
     except SnapshotError as error:
@@ -152,9 +151,8 @@ class _DeviceSnapshot:
 
 
 def rank_of(source: Source, builder: TraceBuilder, format: str, number: int) -> RankBuilder:
-    """Return the builder of the rank of a file, and mark it as imported.
-
-    The name of the file or of its folder may contain the rank (`rank-0`, `rank0`, `rank_0`); else it is `number`."""
+    """Return the builder of the rank of a file, and mark it as imported. The name of the file or of its folder may
+    contain the rank (`rank-0`, `rank0`, `rank_0`); else it is `number`."""
     in_names = {int(digits) for digits in _RANK.findall(source.path.name)}
     folder = _RANK.fullmatch(source.path.absolute().parent.name)
     if not in_names and folder:

@@ -67,9 +67,8 @@ _lock = threading.Lock()
 
 @lru_cache(maxsize=1)
 def _device(job_info: Any) -> tuple[int | None, SampledFigures | None]:
-    """Return the capacity of the device of a recorded process, and its samples; None where it is not sampled.
-
-    A forked child has another `job_info`."""
+    """Return the capacity of the device of a recorded process (a forked child has another `job_info`), and its samples;
+    None where it is not sampled."""
     spools = Path(job_info.directory)
     host = json.loads((spools.parent / "meta.json").read_text(encoding="utf-8"))["host"]
     device = next(iter(job_info.devices), host["cpu"])

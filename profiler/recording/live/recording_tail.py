@@ -21,10 +21,9 @@ _PIECES = 8
 
 
 class RecordingTail:
-    """The last `iterations` of each process of a recording, and counts since its beginning.
-
-    Nothing is locked or written, and no process is asked for anything: the spools are read as far as they were written.
-    `behind`: whether there is more than the last call of `poll` has read."""
+    """The last `iterations` of each process of a recording, and counts since its beginning. The spools are read as far
+    as they were written; nothing is locked or written. `behind`: whether there is more than the last call of `poll` has
+    read."""
 
     def __init__(self, path: Path, meta: dict[str, Any], iterations: int) -> None:
         self.path = path
@@ -58,10 +57,9 @@ class RecordingTail:
         return changed
 
     def trace(self) -> Trace | None:
-        """Return the training that began last, with the iterations that are kept; None if no process has begun.
-
-        It has no copies and no allocations: these are added when the recording is finished. Where iterations were
-        dropped, its warm-up contains the first that was kept, the start of which is known by the host's clock alone."""
+        """Return the training that began last, with the iterations that are kept, without copies and allocations; None
+        if no process has begun. Where iterations were dropped, the first that was kept is warm-up: its start is known
+        by the host's clock alone."""
         samples = [sampler.records for sampler in self._samplers.values()]
         all_samples = np.concatenate(samples) if samples else np.empty(0, RECORD)
         of_process: dict[int, ProcessTail] = {}

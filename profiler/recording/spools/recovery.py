@@ -207,10 +207,8 @@ def _with_values_at(memory: pd.DataFrame, begin_ns: int) -> pd.DataFrame:
 
 
 def with_stated_figures(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of a rank whose out-of-memory errors have the figures that only their messages state.
-
-    The texts are those of torch 2 and of its CPU allocator. They round to hundredths of a unit. A figure that is not
-    stated either is None."""
+    """Return the entry of a rank whose out-of-memory errors have the figures that only their messages (of torch 2 and
+    of its CPU allocator) state, in hundredths of a unit; None where they do not."""
     errors = entry.get("out_of_memory")
     return {**entry, "out_of_memory": [_complete(error) for error in errors]} if errors else entry
 
@@ -228,7 +226,6 @@ def _complete(record: dict[str, Any]) -> dict[str, Any]:
 
 def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> tuple[dict[str, pd.DataFrame], list[str]]:
     """Return the tables of the slices of a process, and a line for each file that could not be read to its end.
-
     `wall_to_monotonic_ns`: added to their times, which are Unix times."""
     parts = {table: [frame(table)] for table in ("transfers", "kernels", "calls")}
     problems = []

@@ -39,10 +39,9 @@ class Training:
 
 
 def group_trainings(processes: list[RankData]) -> list[Training]:
-    """Group processes into trainings, in the order in which these began.
-
-    Processes with a world size above 1 that were launched together are ranks of one training; two that say the same
-    rank belong to two, for example after a restart. Every other process is a training of its own."""
+    """Group processes into trainings, in the order in which these began. Those with a world size above 1 that were
+    launched together are ranks of one; two of the same rank belong to two, as after a restart. Every other process is
+    one of its own."""
     trainings: dict[tuple[Any, ...], list[RankData]] = {}
     processes = sorted(processes, key=lambda data: int(data.meta["started_ns"]))
     last_of_process = {data.meta["pid"]: data for data in processes}
