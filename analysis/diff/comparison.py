@@ -61,12 +61,8 @@ class TimeChange(Change):
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `ebbtide diff --json`."""
         interval = None if self.interval is None else asdict(self.interval)
-        return {
-            **super().as_json(),
-            "beyond_spread": self.beyond_spread,
-            "distinguishable": self.is_distinguishable,
-            "difference_interval": interval,
-        }
+        distinct = {"beyond_spread": self.beyond_spread, "distinguishable": self.is_distinguishable}
+        return {**super().as_json(), **distinct, "difference_interval": interval}
 
 
 @dataclass(frozen=True)
@@ -109,9 +105,10 @@ class Diff:
             "counted_iterations": {"a": self.counted[0], "b": self.counted[1]},
             **{name: [change.as_json() for change in getattr(self, name)] for name in figures},
             "facts": [change.as_json() for change in self.setting_changes],
-            "totals": [change.as_json() for change in self.totals],
-            "kernels": [change.as_json() for change in self.kernels],
-            "operators": [change.as_json() for change in self.operators],
+            **{
+                name: [change.as_json() for change in getattr(self, name)]
+                for name in ("totals", "kernels", "operators")
+            },
             **({"predicted": {"a": self.predicted[0], "b": self.predicted[1]}} if any(self.predicted) else {}),
         }
 

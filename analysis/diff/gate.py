@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.analysis.diff.comparison import Change, Diff, TimeChange
+from ebbtide.analysis.timeseries.statistics import sum_or_none
 from ebbtide.errors import UserError
 from ebbtide.phases import ITERATION_PARTS
 
@@ -101,9 +102,4 @@ def _quantities(diff: Diff) -> Iterator[Change]:
         yield Change(_PEAK + change.name, change.a, change.b)
     for name in _COPIES:
         phases = getattr(diff, name)
-        yield Change(name, _sum([phase.a for phase in phases]), _sum([phase.b for phase in phases]))
-
-
-def _sum(sizes: Sequence[float | None]) -> float | None:
-    recorded = [size for size in sizes if size is not None]
-    return sum(recorded) if recorded else None
+        yield Change(name, sum_or_none(phase.a for phase in phases), sum_or_none(phase.b for phase in phases))

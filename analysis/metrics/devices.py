@@ -7,12 +7,12 @@ from ebbtide.profiler.trace.metadata import DeviceInfo
 
 
 @recent_per_trace
-def memory_timeline(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
-    """Return (times in ns, bytes) of one pool: on the rank's first device, or on the host for a pool of the host."""
+def memory_timeline(trace: Trace, rank: int, pool: str, device: str | None = None) -> tuple[Ints, Ints]:
+    """Return (times in ns, bytes) of a pool on a device; None: on the rank's first one, or the host for its pools."""
     rows = trace.columns(rank, "memory")
     selected = rows.equal("pool", pool)
-    on_device = selected & rows.equal("device", main_device(trace, rank))
-    if on_device.any():
+    on_device = selected & rows.equal("device", device or main_device(trace, rank))
+    if device is not None or on_device.any():
         selected = on_device
     return rows.ints("t_ns")[selected], rows.ints("bytes")[selected]
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, main_device
-from ebbtide.analysis.metrics.holders.holders import Holder, Holders, holders_at
+from ebbtide.analysis.metrics.holders.holders import Holder, Holders, holders_at, holders_of
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import OutOfMemoryRecord
 from ebbtide.units import bytes_text
@@ -100,13 +100,7 @@ def _holders(
     inventory = max(taken, key=lambda entry: entry.t_ns, default=None)
     if inventory is None:
         return [], None, pool
-    # Gradients come and go: those of another time say nothing about this one.
-    entries = [
-        entry
-        for entry in inventory.holders
-        if entry.device == device and (entry.category != "gradient" or inventory.t_ns == record.t_ns)
-    ]
-    return [Holder(entry.category, entry.module, None, entry.bytes) for entry in entries], inventory.t_ns, pool
+    return holders_of(inventory, device, with_gradients=inventory.t_ns == record.t_ns), inventory.t_ns, pool
 
 
 def _has_allocations_at(trace: Trace, rank: int, device: str | None, t_ns: int) -> bool:

@@ -22,7 +22,7 @@ from ebbtide.analysis.metrics.ranks.comparison import NOT_COMPARED, RankDifferen
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
-from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.analysis.timeseries.statistics import median_or_none, sum_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -50,19 +50,14 @@ def whole_trace(trace: Trace) -> Totals:
     idle = [length(times.recorded) - length(times.all) for times in busy]
     return Totals(
         span_ms=None if span is None else (span[1] - span[0]) / 1e6,
-        h2d_bytes=_moved_bytes(trace, "h2d"),
-        d2h_bytes=_moved_bytes(trace, "d2h"),
+        h2d_bytes=sum_or_none(moved_bytes(trace, rank, "h2d") for rank in trace.ranks),
+        d2h_bytes=sum_or_none(moved_bytes(trace, rank, "d2h") for rank in trace.ranks),
         min_free_bytes=_min_free(trace),
         compute_ms=_sum_ms([length(times.compute) for times in busy]),
         communication_ms=_sum_ms([length(times.communication) for times in busy]),
         copy_ms=_sum_ms([length(times.copy) for times in busy]),
         idle_ms=_sum_ms(idle),
     )
-
-
-def _moved_bytes(trace: Trace, direction: str) -> int | None:
-    sizes = [size for rank in trace.ranks if (size := moved_bytes(trace, rank, direction)) is not None]
-    return sum(sizes) if sizes else None
 
 
 def _sum_ms(lengths_ns: list[int]) -> float | None:

@@ -1,6 +1,7 @@
 """Boxes of a timeline: phases, sub-steps and windows of free memory, each a table with a row per box."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.substeps.operations import STORAGE, named_ops, run_in_sequence
 from ebbtide.analysis.metrics.windows import Window, phase_table, recurring_segments
 from ebbtide.analysis.timeline.axis import TimeAxis
-from ebbtide.analysis.timeseries.step_functions import FreeTimeline, Ints
+from ebbtide.analysis.timeseries.step_functions import FreeTimeline
 from ebbtide.profiler.trace import Trace
 
 _RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h")
@@ -56,19 +57,10 @@ def window_boxes(trace: Trace, rank: int, windows: Sequence[Window]) -> pd.DataF
     # Without phases the times of windows count from the first sample.
     first = memory_timeline(trace, rank, free_pool(trace) or "")[0][:1]
     begins = np.array([int(first[0]) if w.iteration is None else origins[w.iteration] for w in windows], np.int64)
-    return pd.DataFrame(
-        {
-            "start_ns": begins + _ns(w.start_ms for w in windows),
-            "end_ns": begins + _ns(w.end_ms for w in windows),
-            "phase": [w.phase for w in windows],
-            "iteration": [w.iteration for w in windows],
-            "start_ms": [w.start_ms for w in windows],
-            "end_ms": [w.end_ms for w in windows],
-            "free_bytes": np.array([w.free_bytes for w in windows], np.int64),
-            "h2d_idle_share": np.array([w.h2d_idle_share for w in windows], np.float64),
-            "d2h_idle_share": np.array([w.d2h_idle_share for w in windows], np.float64),
-        }
-    )
+    boxes = pd.DataFrame(map(asdict, windows), columns=[field.name for field in fields(Window)])
+    boxes = boxes.astype({"free_bytes": "int64", "h2d_idle_share": "float64", "d2h_idle_share": "float64"})
+    starts, ends = (np.rint(boxes[side].to_numpy(np.float64) * 1e6).astype(np.int64) for side in ("start_ms", "end_ms"))
+    return boxes.assign(start_ns=begins + starts, end_ns=begins + ends)
 
 
 def recurring_boxes(trace: Trace, rank: int, min_bytes: int) -> pd.DataFrame:
@@ -95,7 +87,3 @@ def clip_boxes(boxes: pd.DataFrame, axis: TimeAxis) -> pd.DataFrame:
     boxes = boxes[axis.overlaps(boxes["start_ns"].to_numpy(np.int64), boxes["end_ns"].to_numpy(np.int64))]
     times = {column: boxes[column].clip(axis.start_ns, axis.end_ns) for column in ("start_ns", "end_ns")}
     return boxes.assign(**times)
-
-
-def _ns(milliseconds: Iterator[float]) -> Ints:
-    return np.array([round(time_ms * 1e6) for time_ms in milliseconds], np.int64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from ebbtide.analysis.timeseries.step_functions import Floats
 if TYPE_CHECKING:
     import pandas as pd
 
-
+Number = TypeVar("Number", int, float)
 # A normal distribution's standard deviation over its median absolute deviation: 1 / its 75 % quantile.
 DEVIATIONS_PER_MAD = 1.482602218505602
 
@@ -22,6 +23,12 @@ def median_or_none(values: Floats | pd.Series[float]) -> float | None:
     recorded = values if isinstance(values, np.ndarray) else values.to_numpy(np.float64, na_value=np.nan)
     recorded = recorded[~np.isnan(recorded)]
     return float(np.median(recorded)) if len(recorded) else None
+
+
+def sum_or_none(values: Iterable[Number | None]) -> Number | None:
+    """Return the sum of the values that are known; None where none is."""
+    recorded = [value for value in values if value is not None]
+    return sum(recorded) if recorded else None
 
 
 def scaled_mad(values: Floats) -> float:

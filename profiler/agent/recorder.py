@@ -105,7 +105,8 @@ class Recorder(ProcessRecorder):
         if phase == BACKWARD:
             self._backwards += 1
         if not self._phase_lock.acquire(False):
-            self._note_two_train()
+            if self._owner != _thread.get_ident() and self.threads.trains and self.threads.has(self._owner):
+                self.note_once(TWO_TRAIN_NOTE)
             return False
         try:
             self._owner = _thread.get_ident()
@@ -164,10 +165,6 @@ class Recorder(ProcessRecorder):
             self.fail(fault)
         finally:
             self.release_phase()
-
-    def _note_two_train(self) -> None:
-        if self._owner != _thread.get_ident() and self.threads.trains and self.threads.has(self._owner):
-            self.note_once(TWO_TRAIN_NOTE)
 
     def add_forward(self, source: int, start_ns: int, start_mark: EventMark | None) -> None:
         """Add a forward that ends now, by a thread without phases; it is dropped if phases of others overlap it."""

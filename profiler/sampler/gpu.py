@@ -239,10 +239,6 @@ def _read_utilization(gpu: Gpu) -> tuple[int, ...]:
     return int(rates.gpu), int(rates.memory)
 
 
-def _read_instant_power(gpu: Gpu) -> tuple[int, ...]:
-    return tuple(gpu.read_fields("NVML_FI_DEV_POWER_INSTANT"))
-
-
 def _number(function: str, *constants: str) -> _Call:
     """Return a call of an NVML function that gives one number; `constants` are names of its further arguments."""
     return lambda gpu: (int(gpu.call(function, *map(gpu.constant, constants))),)
@@ -253,7 +249,10 @@ def _number(function: str, *constants: str) -> _Call:
 # Drivers before 535 have the second name of the reasons only.
 _READINGS: dict[tuple[str, ...], tuple[_Call, ...]] = {
     ("utilization", "memory_utilization"): (_read_utilization,),
-    ("power",): (_read_instant_power, _number("nvmlDeviceGetPowerUsage")),
+    ("power",): (
+        lambda gpu: tuple(gpu.read_fields("NVML_FI_DEV_POWER_INSTANT")),
+        _number("nvmlDeviceGetPowerUsage"),
+    ),
     ("sm_clock",): (_number("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),),
     ("memory_clock",): (_number("nvmlDeviceGetClockInfo", "NVML_CLOCK_MEM"),),
     ("temperature",): (_number("nvmlDeviceGetTemperature", "NVML_TEMPERATURE_GPU"),),

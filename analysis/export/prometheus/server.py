@@ -54,7 +54,7 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "info": ("_info",),
     "summary": ("_sum", "_count", ""),
 }
-# Every label has a bounded number of values: ranks of the job (`collector.MAX_RANKS` of them), each with one device,
+# Every label has a bounded number of values: ranks of the job (MAX_RANKS of them), each with one device,
 # four phases, MEMORY_POOLS, two directions. An info has one series.
 FAMILIES = {
     "ebbtide_recording": Family("info", "The recording.", ("trace", "host", "version")),
@@ -240,9 +240,6 @@ class MetricsServer:
         self._server.server_close()
 
     def _serve(self, trace: Path) -> None:
-        # This import takes a second: scrapes wait for it, nothing else does.
-        from ebbtide.analysis.export.prometheus.server import LiveTraceCollector
-
         registry = CollectorRegistry()
         registry.register(LiveTraceCollector(trace))
         self._server.RequestHandlerClass = _Handler.factory(registry)

@@ -229,14 +229,11 @@ def needless_growth(trace: Trace, rank: int) -> int:
     stays at the former size or below until `reserved` changes again. What is reserved first, and growth for a
     short-lived tensor that fills it, do not count."""
     spans = memory_spans(trace, rank, "reserved")
+    timelines = memory_timeline(trace, rank, "reserved"), _tensors(trace, rank)
     if spans is None:
-        return _needless_growth(memory_timeline(trace, rank, "reserved"), _tensors(trace, rank))
-    return sum(
-        _needless_growth(
-            _between(memory_timeline(trace, rank, "reserved"), start, end), _between(_tensors(trace, rank), start, end)
-        )
-        for start, end in zip(*spans, strict=True)
-    )
+        return _needless_growth(*timelines)
+    parts = ([_between(timeline, *span) for timeline in timelines] for span in zip(*spans, strict=True))
+    return sum(_needless_growth(*part) for part in parts)
 
 
 def _between(timeline: tuple[Ints, Ints], start: int, end: int) -> tuple[Ints, Ints]:

@@ -7,11 +7,12 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult
-from ebbtide.analysis.metrics.devices import main_device, peak_pool
+from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, main_device, memory_timeline, peak_pool
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES, call_site, categorized_allocations, in_loss
 from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.metadata import Inventory
 
 _BEFORE = "allocated before the recording"
 LOSS = "(loss)"
@@ -115,7 +116,7 @@ def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None,
 
 def recorded_span(trace: Trace, rank: int, device: str) -> tuple[int, int]:
     """Return the first and last time at which the pool of the recorded allocations of a device is known, ns."""
-    times, _ = _timeline(trace, rank, _detailed_pool(trace, rank, device) or "", device)
+    times, _ = memory_timeline(trace, rank, _detailed_pool(trace, rank, device) or "", device)
     return int(times[0]), int(times[-1])
 
 
@@ -123,20 +124,13 @@ def _detailed_pool(trace: Trace, rank: int, device: str) -> str | None:
     """Return the pool that recorded allocations add up to; None where there are none."""
     if device not in trace.labels(rank, "allocations", "device"):
         return None
-    memory = trace.columns(rank, "memory")
-    own = memory.equal("device", device)
-    return next((pool for pool in ("requested", "tensors") if (own & memory.equal("pool", pool)).any()), None)
-
-
-def _timeline(trace: Trace, rank: int, pool: str, device: str) -> tuple[Ints, Ints]:
-    memory = trace.columns(rank, "memory")
-    rows = memory.equal("pool", pool) & memory.equal("device", device)
-    return memory.ints("t_ns")[rows], memory.ints("bytes")[rows]
+    pools = (pool for pool in ALLOCATION_POOLS if len(memory_timeline(trace, rank, pool, device)[0]))
+    return next(pools, None)
 
 
 def _reading(trace: Trace, rank: int, pool: str, device: str, at_ns: int | None = None) -> tuple[int, int] | None:
     """Return a time and the bytes of a pool at it: those of its peak, if no time is given. None where not known."""
-    times, sizes = _timeline(trace, rank, pool, device)
+    times, sizes = memory_timeline(trace, rank, pool, device)
     if at_ns is None and len(times):
         at_ns = int(times[np.argmax(sizes)])
     position = int(np.searchsorted(times, at_ns or 0, side="right")) - 1
@@ -168,8 +162,13 @@ def _from_inventory(trace: Trace, rank: int, device: str, at_ns: int) -> list[Ho
     updates = trace.phases(rank)
     updates = updates[updates["phase"] == "update"]
     in_update = bool(((updates["start_ns"] <= at_ns) & (updates["end_ns"] >= at_ns)).any())
+    return holders_of(inventory, device, with_gradients=in_update or inventory.t_ns == at_ns)
+
+
+def holders_of(inventory: Inventory, device: str | None, with_gradients: bool) -> list[Holder]:
+    """Return the holders of a device in an inventory; gradients come and go, so those of another time are left out."""
     return [
         Holder(entry.category, entry.module, None, entry.bytes)
         for entry in inventory.holders
-        if entry.device == device and (entry.category != "gradient" or in_update or inventory.t_ns == at_ns)
+        if entry.device == device and (with_gradients or entry.category != "gradient")
     ]

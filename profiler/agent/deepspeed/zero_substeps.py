@@ -165,11 +165,6 @@ def _argument(substeps: SubstepRecorder, args: Any) -> int:
     return int(args[1])
 
 
-def _next_in_order(substeps: SubstepRecorder, args: Any) -> int:
-    """Return the next subgroup: stages 1 and 2 pass no number to the methods before the update, but go in order."""
-    return substeps.updates
-
-
 def _owner_of_gradient(substeps: SubstepRecorder, args: Any) -> int:
     """Return the subgroup of the gradient that stages 1 and 2 unscale: ZenFlow unscales all before any update."""
     gradient = args[1][0]
@@ -209,7 +204,8 @@ STAGE_3 = {
 STAGE_1_AND_2 = {
     "check_overflow": SubstepMethod("overflow check"),
     "scaled_global_norm": SubstepMethod("gradient norm"),
-    "free_grad_in_param_list": SubstepMethod("prepare", _next_in_order, then=None),
+    # No number is passed to it, but subgroups are updated in order.
+    "free_grad_in_param_list": SubstepMethod("prepare", lambda substeps, args: substeps.updates, then=None),
     "unscale_and_clip_grads": SubstepMethod("unscale", _owner_of_gradient, _gradient_resource),
     # Its parameters are copied back in the lines that follow it.
     "_optimizer_step": SubstepMethod("update", _argument, _master_resource, then="parameters"),

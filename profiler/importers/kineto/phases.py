@@ -61,13 +61,7 @@ _WORDS = {
 
 
 class Marks:
-    """Collects the marks of a trace, each with its span in ns.
-
-    Attributes:
-        evaluated: Functions that the autograd engine evaluates; the sequence number is that of the op (MISSING for
-            the accumulation of gradients). Versions of torch before 1.10 record only the nodes that these run.
-        has_ops: Whether operations of the CPU were recorded.
-    """
+    """Collects the marks of a trace, each with its span in ns."""
 
     def __init__(self) -> None:
         self.steps = IntTable("start", "end", "number")
@@ -75,13 +69,15 @@ class Marks:
         self.updates = IntTable("start", "end", "optimizer")
         self.calls = IntTable("start", "end")
         self.ops = IntTable("start", "end", "sequence")
-        self.has_ops = False
+        self.has_ops = False  # Whether operations of the CPU were recorded.
         self._functions = IntTable("start", "end", "sequence")
         self._nodes = IntTable("start", "end", "sequence")
         self._optimizers: dict[str, int] = {}
 
     @property
     def evaluated(self) -> pd.DataFrame:
+        """Functions that the autograd engine evaluates, by the number of the op (MISSING: a gradient is accumulated).
+        Versions of torch before 1.10 record only the nodes that these run."""
         functions = self._functions.table()
         return functions if len(functions) else self._nodes.table()
 

@@ -2,8 +2,7 @@
 
 import datetime
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,11 +14,12 @@ _MAX_SEARCHED_LINES = 100_000
 # Longer lines are not log lines. They are split, so that no file fills the memory.
 _MAX_LINE_CHARS = 1 << 16
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_TIME = r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)[.,](\d{3,9})"
+_TIME = r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)"
+_FRACTION = r"[.,](\d{3,9})"
 # Launchers put the host's name before the time, and ranks may break into each other's lines: it may be anywhere.
-_STAMP = re.compile(rf"\[{_TIME}\]")
+_STAMP = re.compile(rf"\[{_TIME}(?:{_FRACTION})?\]")
 # The time that `ts`, docker and similar tools put before every line. Since 0.18 most lines of DeepSpeed have no time.
-_LEAD = re.compile(rf"{_TIME}(?:(Z)|([+-]\d\d):?([0-5]\d))?[ \t]")
+_LEAD = re.compile(rf"{_TIME}{_FRACTION}(?:(Z)|([+-]\d\d):?([0-5]\d))?[ \t]")
 _EPOCH = datetime.datetime(1970, 1, 1)
 # Unix nanoseconds inside a line that also has the log's time: some jobs print both.
 _UNIX = re.compile(r"<<<\w{1,64}(?::\w{1,64})?[,:](\d{19})>>>")
@@ -59,17 +59,12 @@ def only_log(sources: Sequence[Source], name: str) -> Source:
 
 
 def feed_lines(source: Source, *readers: Callable[[LogLine], None]) -> int | None:
-    """Pass each line to all readers, and return the log's offset from UTC as `zone_ns` does."""
-
-    def fed() -> Iterator[LogLine]:
-        for line in read_lines(source):
-            for read in readers:
-                read(line)
-            yield line
-
-    lines = fed()
-    zone = zone_ns(lines)
-    deque(lines, maxlen=0)  # `zone_ns` stops at the first line with a zone; the readers need all lines
+    """Pass each line to all readers, and return the log's offset from UTC in ns, by the first line that has one."""
+    zone = None
+    for line in read_lines(source):
+        for read in readers:
+            read(line)
+        zone = zone_ns(line) if zone is None else zone
     return zone
 
 
@@ -91,19 +86,17 @@ def _stamp_ns(match: re.Match[str]) -> int | None:
         seconds = (datetime.datetime(*map(int, parts)) - _EPOCH).total_seconds()  # type: ignore[arg-type]
     except ValueError:
         return None
-    return int(seconds) * 1_000_000_000 + int(fraction.ljust(9, "0"))
+    return int(seconds) * 1_000_000_000 + int((fraction or "").ljust(9, "0"))
 
 
-def zone_ns(lines: Iterable[LogLine]) -> int | None:
-    """Return the offset of the log's clock from UTC in ns, from a line that has both times; None if no line has."""
-    for line in lines:
-        match = _UNIX.search(line.text) if "<<<" in line.text else None
-        unix_ns = int(match.group(1)) if match else line.unix_ns
-        if unix_ns is not None and line.t_ns is not None:
-            quarters = round((line.t_ns - unix_ns) / _QUARTER_NS)
-            if _MIN_QUARTERS <= quarters <= _MAX_QUARTERS:
-                return quarters * _QUARTER_NS
-    return None
+def zone_ns(line: LogLine) -> int | None:
+    """Return the offset of the log's clock from UTC in ns; None for a line that does not have both times."""
+    match = _UNIX.search(line.text) if "<<<" in line.text else None
+    unix_ns = int(match.group(1)) if match else line.unix_ns
+    if unix_ns is None or line.t_ns is None:
+        return None
+    quarters = round((line.t_ns - unix_ns) / _QUARTER_NS)
+    return quarters * _QUARTER_NS if _MIN_QUARTERS <= quarters <= _MAX_QUARTERS else None
 
 
 def clock_offset_ns(builder: TraceBuilder, zone: int | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -43,8 +42,6 @@ _ITERATION = re.compile(
     r"\biteration[= ]\s{0,20}(\d{1,12})/\s{0,20}\d{1,12} \|.{0,2000}?"
     r"\belapsed[ _]time[ _]per[ _]iteration(?: \(ms\): |_ms=)\s{0,20}(\d{1,9}\.\d{1,6}) ?\|"
 )
-# The time of the line, which has no fraction of a second.
-_STAMP = re.compile(r"\[(20\d\d-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)\]")
 # Timers: mean per iteration since the line before. `--timing-log-option` is minmax, max or all.
 _HEADER = re.compile(r"\btimes? across ranks \(ms\):")
 _TIMER = re.compile(
@@ -250,8 +247,7 @@ class IntervalReader:
     def feed(self, line: LogLine) -> None:
         text = line.text
         if "iteration" in text and (match := _ITERATION.search(text)):
-            t_ns = line.t_ns if line.t_ns is not None else _stamp_ns(text)
-            self.intervals.append(LoggedInterval(int(match.group(1)), float(match.group(2)), t_ns))
+            self.intervals.append(LoggedInterval(int(match.group(1)), float(match.group(2)), line.t_ns))
             self._in_timers = False
         elif "across ranks (ms)" in text and (header := _HEADER.search(text)):
             self._in_timers, self._name = True, ""
@@ -293,14 +289,3 @@ class IntervalReader:
         for logged, difference in zip(self.intervals, [0, *differences], strict=False):
             # The first line, also of a run that was appended, covers a whole interval, or all iterations so far.
             logged.count = max(1, min(interval, difference or logged.last_iteration))
-
-
-def _stamp_ns(text: str) -> int | None:
-    match = _STAMP.search(text)
-    if match is None:
-        return None
-    try:
-        moment = datetime.datetime.fromisoformat(f"{match.group(1)}T{match.group(2)}+00:00")
-    except ValueError:
-        return None
-    return int(moment.timestamp()) * 1_000_000_000

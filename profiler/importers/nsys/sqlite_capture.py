@@ -139,20 +139,9 @@ class _Names:
 
 def _work(rows: pd.DataFrame, kind: Any, name: Any, **columns: Any) -> pd.DataFrame:
     """Return rows of _WORK_COLUMNS. Work whose end was not recorded is left out."""
-    work = pd.DataFrame(
-        {
-            "process": _process_of(rows["globalPid"]),
-            "start": rows["start"],
-            "end": rows["end"],
-            "device": rows["deviceId"],
-            "stream": rows["streamId"],
-            "correlation": rows["correlationId"],
-            "kind": kind,
-            "name": name,
-            "bytes": MISSING,
-            **columns,
-        }
-    )
+    work = rows.rename(columns={"deviceId": "device", "streamId": "stream", "correlationId": "correlation"})
+    columns = {"process": _process_of(rows["globalPid"]), "kind": kind, "name": name, "bytes": MISSING, **columns}
+    work = work.assign(**columns)
     return work.loc[_are_spans(work) & _are_devices(work["device"]), [*_WORK_COLUMNS]].astype(np.int64)
 
 
@@ -207,15 +196,11 @@ def _calls(database: Database, names: _Names) -> pd.DataFrame:
     optional = {"correlationId": MISSING, "globalTid": MISSING, "end": MISSING, "nameId": MISSING}
     rows = database.integers(CALLS, ("start",), optional)
     rows = rows[(rows["correlationId"] > 0) & rows["start"].between(0, _MAX_TIME)]
-    return pd.DataFrame(
-        {
-            "process": _process_of(rows["globalTid"]),
-            "correlation": rows["correlationId"],
-            "start": rows["start"],
-            "end": rows["end"].clip(upper=_MAX_TIME).where(rows["end"] >= rows["start"], rows["start"]),
-            "thread": _thread_of(rows["globalTid"]),
-            "name": names.of_ids(rows["nameId"]),
-        }
+    return rows.rename(columns={"correlationId": "correlation"}).assign(
+        process=_process_of(rows["globalTid"]),
+        end=rows["end"].clip(upper=_MAX_TIME).where(rows["end"] >= rows["start"], rows["start"]),
+        thread=_thread_of(rows["globalTid"]),
+        name=names.of_ids(rows["nameId"]),
     )
 
 
@@ -259,16 +244,8 @@ def _memory(database: Database) -> pd.DataFrame:
     required = ("start", "globalPid", "deviceId", "address", "bytes", "memKind", "memoryOperationType")
     rows = database.integers(MEMORY, required, {})
     rows = rows[rows["memKind"].isin((_DEVICE, _ARRAY, _STATIC)) & (rows["bytes"] > 0)]
-    memory = pd.DataFrame(
-        {
-            "process": _process_of(rows["globalPid"]),
-            "device": rows["deviceId"],
-            "t": rows["start"],
-            "address": rows["address"],
-            "bytes": rows["bytes"],
-            "released": rows["memoryOperationType"],
-        }
-    )
+    memory = rows.rename(columns={"deviceId": "device", "start": "t", "memoryOperationType": "released"})
+    memory = memory.assign(process=_process_of(rows["globalPid"]))
     valid = memory["t"].between(0, _MAX_TIME) & _are_devices(memory["device"]) & (memory["bytes"] <= _MAX_COPY_BYTES)
     return memory.loc[valid, [*_MEMORY_COLUMNS]]
 

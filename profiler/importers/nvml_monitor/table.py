@@ -24,8 +24,7 @@ class Tool:
 
     # The counter behind its link figures, as in the column `source` of the table `link`.
     link_source: str = "nvml-throughput"
-    # Averaging time of nvmlDeviceGetPcieThroughput, which is the source of the PCIe columns of nvidia-smi.
-    # Averaging time of the link figures; None: the time since the sample before.
+    # Averaging time of the link figures, here that of nvidia-smi; None: the time since the sample before.
     link_window_ns: int | None = 20_000_000
     time_hint: str = "dmon -o DT writes them"
     link_hint: str = "nvidia-smi dmon -s t records them"
