@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 
+RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 # Three digits of a number from here on read as the next unit: 999.9 M is 1 G.
@@ -59,7 +60,7 @@ def rate_text(bytes_per_s: float | None) -> str:
     """Format a rate, as in `12.3 GB/s`; units are decimal, as for links."""
     if bytes_per_s is None:
         return "-"
-    for scale, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+    for scale, unit in RATE_UNITS:
         if abs(bytes_per_s) >= _ROUNDED_UP * scale:
             return f"{bytes_per_s / scale:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"

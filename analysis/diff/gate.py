@@ -77,8 +77,7 @@ class LimitResult:
 
 
 def results(diff: Diff, limits: Sequence[Limit]) -> list[LimitResult]:
-    """Compare the growth of quantities with their limits. Raises UserError where one is not known in one of the
-    runs."""
+    """Compare the growth of quantities with their limits. Raises UserError where a run does not know one."""
     return [_result(diff, limit) for limit in limits]
 
 

@@ -121,8 +121,7 @@ class Process:
     """Writes the events of one process of the file; `pid` is its number."""
 
     def __init__(self, pid: int, tids: Iterator[int], origin_ns: int) -> None:
-        """Start a process. Its tracks get numbers of `tids`, which all processes share: Perfetto identifies a track by
-        its number alone."""
+        """Start a process. All share `tids`: Perfetto identifies a track by its number alone."""
         self.pid = pid
         self._tids = tids
         self._origin_ns = origin_ns

@@ -49,8 +49,7 @@ class LiveTrace:
     def __init__(self, path: str | Path, iterations: int = 50) -> None:
         self.path = Path(path)  # The trace.
         self.state: State = "waiting"  # See `State`.
-        # The last iterations (and one before them, which counts as warm-up) as a trace, for all metrics; None in the
-        # state `waiting`, until a process has begun to record.
+        # The last iterations, and one before them as warm-up; None until a process has begun to record.
         self.trace: Trace | None = None
         self._iterations = iterations
         self._tail: RecordingTail | None = None
@@ -94,8 +93,7 @@ class LiveTrace:
         return rank_figures(self.trace, rank, self._rank_state(rank))
 
     def totals(self, rank: int) -> RankTotals:
-        """Return the sums of a rank since the recording began; none decreases. Raises TraceError for a rank that has
-        not begun."""
+        """Return the sums of a rank so far, which never decrease. Raises TraceError for one that has not begun."""
         if rank not in self.ranks:
             raise TraceError(f"{self.path} has no rank {rank}")
         if rank not in self._totals:

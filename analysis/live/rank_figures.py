@@ -66,8 +66,7 @@ class LiveRank:
     memory: LiveMemory | None = None  # Memory; None where it was not recorded.
     # `h2d` or `d2h` -> the link; without a direction that was not sampled.
     link: dict[str, LiveLink] = field(default_factory=dict)
-    # Column of the table `gpu` (`utilization_percent`, `power_w`, ...) -> its newest value; without those that the card
-    # does not give.
+    # Column of the table `gpu` (`power_w`, ...) -> its newest value, of those that the card gives.
     gpu: dict[str, float] = field(default_factory=dict)
 
 

@@ -13,8 +13,7 @@ _MAX_HOLD_NS = 1_000_000_000
 
 
 def time_range(trace: Trace, rank: int, count: int) -> tuple[int, int] | None:
-    """Return (start, end) in ns of the last iterations of a rank, by the host's clock; without iterations those of the
-    whole trace; None if nothing was recorded."""
+    """Return (start, end) in ns of a rank's last iterations, or of the whole trace; None if nothing was recorded."""
     spans = intervals(trace, rank, device_times=False).spans.tail(count)
     if spans.empty:
         return trace.span_ns(rank)

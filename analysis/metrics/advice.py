@@ -32,5 +32,4 @@ class Adviser(Protocol):
         """Return the best setting of what DeepSpeed has by itself; None where the job cannot be simulated."""
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations, with its gain over computing those of all layers again; None where the
-        layers are not known, or no choice fits."""
+        """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""

@@ -49,8 +49,7 @@ def keep_results(trace: Trace, kept: KeptResults) -> None:
         _KEPT[name].setdefault(trace, {}).update(results)
 
 
-# Time series that are kept of each function: those of a job with 8 ranks, 3 pools each, and some more; of ranks with
-# small tables, those of so many bytes of tables on disk.
+# Time series kept of each function: 8 ranks, 3 pools each, and more; of small tables, so many bytes of them.
 _MIN_SERIES = 32
 _SERIES_BYTES = 64e6
 

@@ -88,8 +88,7 @@ class DeepSpeedSetup:
 
     @property
     def cpu_share(self) -> float:
-        """The share whose state is in host memory: as recorded, else as configured and rounded to whole subgroups, else
-        as configured, else 1."""
+        """The share whose state is in host memory: as recorded, else as configured (in whole subgroups), else 1."""
         for share in (self.real_ratio, self.rounded_ratio, self.ratio):
             if share is not None:
                 return share

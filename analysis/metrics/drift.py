@@ -20,11 +20,9 @@ from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import Trace
 
-# Changes below these shares of the beginning are not reported, whatever their statistics. Free memory counts as a share
-# of the capacity: 0.5 % are 0.4 GiB of 80.
+# Smaller changes are not reported. Free memory counts as a share of the capacity: 0.5 % are 0.4 GiB of 80.
 _MIN_SHARES = {"iteration_time": 0.05, "link_speed": 0.1, "copy_rate": 0.1, "sm_clock": 0.05, "free_memory": 0.005}
-# Samples of a link count only under load: idle links drop to generation 1 on purpose. A link is loaded if it carries
-# this share of what it then can.
+# Idle links drop to generation 1: samples count from this share of what the link then can carry.
 _LOADED_LINK_SHARE = 0.02
 # Of a steady loss of memory, a third is in the last third of the run.
 _MIN_SHARE_AT_END = 0.2

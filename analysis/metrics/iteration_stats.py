@@ -94,7 +94,10 @@ def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iter
         for phase in _TIMES:
             recorded = ~np.isnan(steady.columns[phase])
             if recorded.any():
-                spreads.append(_spread(rank, phase, steady.numbers[recorded], steady.columns[phase][recorded]))
+                values = steady.columns[phase][recorded]
+                least, most, median = float(values.min()), float(values.max()), float(np.median(values))
+                far = outliers(steady.numbers[recorded], values)
+                spreads.append(Spread(rank, phase, median, scaled_mad(values), least, most, far))
         times = zip(*(table.columns[phase].tolist() for phase in _TIMES), strict=True)
         for number, values in zip(table.numbers.tolist(), times, strict=True):
             figures = {f"{p}_ms": None if np.isnan(ms) else ms for p, ms in zip(_TIMES, values, strict=True)}
@@ -109,18 +112,6 @@ def outliers(numbers: Ints, values: Floats) -> list[int]:
     limit = max(_OUTLIER_DEVIATIONS * scaled_mad(values), _OUTLIER_SHARE * abs(median))
     far: list[int] = numbers[distance > max(limit, _NANOSECOND_MS)].tolist()
     return far
-
-
-def _spread(rank: int, phase: str, numbers: Ints, values: Floats) -> Spread:
-    return Spread(
-        rank=rank,
-        phase=phase,
-        median_ms=float(np.median(values)),
-        spread_ms=scaled_mad(values),
-        min_ms=float(values.min()),
-        max_ms=float(values.max()),
-        outliers=outliers(numbers, values),
-    )
 
 
 def _slowest(totals: dict[int, Floats]) -> dict[int, int] | None:

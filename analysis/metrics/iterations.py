@@ -99,8 +99,7 @@ class PhaseArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Intervals:
-    """Times of a rank's iterations and phases, on the device's clock where every phase has device times, else on the
-    host's."""
+    """Times of a rank's iterations and phases: the device's where every phase has them, else the host's."""
 
     numbers: Ints  # The iterations, ascending.
     starts: Ints  # Their starts, ns. An iteration begins where the one before ended.
@@ -213,8 +212,7 @@ class SteadyIterations(NamedTuple):
 
 @once_per_trace
 def steady_iterations(trace: Trace) -> SteadyIterations:
-    """Return the iterations of all ranks without the warm-up: as the metadata states, else the first two of five or
-    more."""
+    """Return the iterations without the warm-up: as the metadata states it, else the first two of five or more."""
     numbers = sorted({number for rank in trace.ranks for number in _finished(trace, rank)})
     warmup = trace.meta.warmup_iterations
     if warmup is None:
@@ -233,8 +231,7 @@ def _finished(trace: Trace, rank: int) -> list[int]:
 
 
 def durations_ms(times: Intervals) -> IterationTable:
-    """Return milliseconds per iteration and part (`iteration` and ITERATION_PARTS); NaN for a phase that no iteration
-    has."""
+    """Return milliseconds per iteration and part (also `iteration`); NaN for a phase that no iteration has."""
     position = np.searchsorted(times.numbers, times.times.iterations)
     lengths = (times.times.ends - times.times.starts) / 1e6
     columns, absent = {}, np.full(len(times.numbers), np.nan)

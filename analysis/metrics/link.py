@@ -208,8 +208,7 @@ def _steady_copies(trace: Trace, rank: int) -> SteadyCopies:
 def copy_stats(
     trace: Trace, rows: SteadyCopies, direction: str, host_memory: str, phase: str | None = None
 ) -> CopyStats | None:
-    """Return the copies of one kind among `steady_copies`, in a phase or (None) in all, of the rank on which they took
-    longest."""
+    """Return the copies of a kind, in a phase or (None) in all, of the rank on which they took longest."""
     selected = (rows.copies.directions == direction) & (rows.copies.host_memory == host_memory)
     selected &= (rows.phases == phase) | (phase is None)
     stats = []

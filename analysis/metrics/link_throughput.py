@@ -97,8 +97,7 @@ class Copies(NamedTuple):
 
 
 def copies(trace: Trace, rank: int, direction: str | None) -> Copies:
-    """Return copies of the table `transfers`, of one direction or (None) of both: those of the rank's first device, or
-    all where none is of it."""
+    """Return copies, of one direction or (None) both: of the rank's first device, or all where none is of it."""
     rows = _all_copies(trace, rank)
     return rows if direction is None else rows.only(rows.directions == direction)
 
@@ -149,8 +148,7 @@ def copied_iterations(trace: Trace, rank: int) -> list[int]:
 
 @recent_per_trace
 def both_busy(trace: Trace, rank: int) -> Between | None:
-    """Return a function from starts and ends to the ns between in which copies ran in both directions at once; None
-    where copies were not recorded."""
+    """Return a function from starts and ends to the ns of copies in both directions at once; None if not recorded."""
     if not trace.rank(rank).transfers_recorded:
         return None
     spans = trace.rank(rank).transfers_spans_ns

@@ -43,13 +43,11 @@ class PhaseSegment:
     length_ns: float  # Its length in the typical iteration.
 
     def windows(self, timeline: FreeTimeline, min_bytes: int) -> Iterator[tuple[float, float, int]]:
-        """Yield (start, end, least free bytes) of the parts that have `min_bytes` free in all iterations; 0 to 1 of the
-        segment."""
+        """Yield (start, end, least free bytes) of parts that always have `min_bytes` free; 0 to 1 of the segment."""
         yield from intervals_at_least(*self.least_free(timeline), 1.0, min_bytes)
 
     def least_free(self, timeline: FreeTimeline) -> Envelope:
-        """Return (where each value begins, values): the least free bytes over all iterations, on 0 to 1 of the
-        segment."""
+        """Return (starts, 0 to 1 of the segment; values): the least free bytes over all iterations."""
         envelopes = [_relative(timeline, int(s), int(e)) for s, e in zip(self.starts, self.ends, strict=True)]
         return _lower_envelope(envelopes)
 
@@ -298,15 +296,9 @@ class _WindowFinder:
         return [None if np.isnan(share) else float(share) for share in shares]
 
     def _window(
-        self,
-        iteration: int | None,
-        phase: str | None,
-        start: float,
-        end: float,
-        free: int,
-        h2d: float | None,
-        d2h: float | None,
+        self, iteration: int | None, phase: str | None, start: float, end: float, free: int, *idle: float | None
     ) -> Window:
+        h2d, d2h = idle
         streamed = None
         if h2d is not None and d2h is not None and self._peak:
             streamed = int((end - start) / 1e9 * self._peak * min(h2d, d2h) / STATE_BYTES)

@@ -82,8 +82,7 @@ def draw(
 
 @_ignore_missing_glyphs()
 def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
-    """Write a figure as `png`, `svg` or `pdf`, with its title in the file's metadata. Raises OSError if it cannot be
-    written."""
+    """Write a figure as `png`, `svg` or `pdf`, its title in the metadata. Raises OSError if it cannot."""
     figure.savefig(file, format=format, metadata={"Title": figure.get_label()})
 
 

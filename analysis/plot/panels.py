@@ -196,8 +196,7 @@ def draw_stack(
 
 
 def draw_phases(axes: Axes, view: View, on_gpu: bool) -> list[Artist]:
-    """Draw a band per phase, also of an unfinished iteration, where there is room for them. Returns the artists that
-    the legend lists."""
+    """Draw a band per phase, also of an unfinished iteration, if there is room; return what the legend lists."""
     if not view.has_room_for_phases:
         return []
     drawn: list[Artist] = []

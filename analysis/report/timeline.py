@@ -78,8 +78,7 @@ def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
 def draw_stack(
     plot: Any, name: str, stack: TimelineStack, axis: TimeAxis, size: float, y_range: str = "default"
 ) -> None:
-    """Draw the areas of a stack; `size` is the value of one unit of the plot. The renderer of an area has the name
-    `NAME/category LAYER`."""
+    """Draw areas named `NAME/category LAYER`; `size` is the value of one unit of the plot."""
     borders = [np.append(border, border[-1]) / size for border in stack.borders]
     columns = {f"border {number}": border.astype(np.float32) for number, border in enumerate(borders)}
     source = models.ColumnDataSource({"x": axis.x(stack.edges), **columns})
@@ -192,6 +191,16 @@ def _figure(name: str, height: int, x_range: models.Range1d, y_range: models.Ran
     return plot
 
 
+def _rows_plot(name: str, height: int, x_range: models.Range1d, rows: dict[float, str]) -> Any:
+    """Return a plot with rows of a height instead of values; `rows` has the name of each at its place."""
+    plot = _figure(name, height * len(rows) + 16, x_range, models.Range1d(start=0, end=len(rows)))
+    plot.ygrid.visible = False
+    plot.yaxis.ticker = models.FixedTicker(ticks=list(rows))
+    plot.yaxis.major_label_overrides = rows
+    plot.yaxis.axis_line_alpha = plot.yaxis.major_tick_line_alpha = 0
+    return plot
+
+
 def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
     """Draw a row for each strip, and above them the numbers of iterations that have room."""
     rows = len(content.strips)
@@ -201,11 +210,7 @@ def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
     names = {rows - row - 0.5: strip.name for row, strip in enumerate(content.strips)}
     if labels:
         names[rows + 0.4] = "iteration"
-    plot = _figure("strips", _STRIP_HEIGHT * len(names) + 16, x_range, models.Range1d(start=0, end=len(names)))
-    plot.ygrid.visible = False
-    plot.yaxis.ticker = models.FixedTicker(ticks=list(names))
-    plot.yaxis.major_label_overrides = names
-    plot.yaxis.axis_line_alpha = plot.yaxis.major_tick_line_alpha = 0
+    plot = _rows_plot("strips", _STRIP_HEIGHT, x_range, names)
     for row, strip in enumerate(content.strips):
         bottom, top = rows - row - 0.9, rows - row - 0.1
         renderers = [draw_boxes(plot, color, boxes, bottom, top) for color, boxes in strip.boxes.items()]
@@ -224,12 +229,8 @@ def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
 def _lanes_plot(lanes: ChartLanes, axis: TimeAxis, x_range: models.Range1d) -> Any:
     """Draw a lane for each kind of activity; the values of each are percent, on a range of its own."""
     rows, full = len(lanes), 100 / _LANE_FILL
-    plot = _figure("activity", _LANE_HEIGHT * rows + 16, x_range, models.Range1d(start=0, end=rows))
-    plot.ygrid.visible = False
     names = {rows - row - 1 + _LANE_FILL / 2: name for row, name in enumerate(lanes)}
-    plot.yaxis.ticker = models.FixedTicker(ticks=list(names))
-    plot.yaxis.major_label_overrides = names
-    plot.yaxis.axis_line_alpha = plot.yaxis.major_tick_line_alpha = 0
+    plot = _rows_plot("activity", _LANE_HEIGHT, x_range, names)
     for row, (name, stack) in enumerate(lanes.items()):
         below = rows - row - 1
         plot.extra_y_ranges[name] = models.Range1d(start=-below * full, end=(rows - below) * full)

@@ -158,8 +158,7 @@ class DetailLimits(NamedTuple):
 
 
 def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: DetailLimits) -> TimelineContent | None:
-    """Collect the content of a rank's timeline; None where nothing was recorded that it could show. `windows` is None
-    where they are unknown."""
+    """Collect what a rank's timeline shows; None where nothing was recorded. `windows` None: unknown."""
     recorded = recorded_interval(trace, rank)
     if recorded is None:
         return None

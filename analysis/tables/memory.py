@@ -26,8 +26,7 @@ _LEAST_FREE = "least free"
 
 
 def memory_view(trace: Trace, memory: MemoryUse, verbose: bool = True) -> View:
-    """Return the highest use of each memory pool per phase, and the differences between pools; `verbose`: also the
-    lowest use."""
+    """Return the highest use of each pool per phase, and the differences between pools; `verbose`: also the lowest."""
     if not memory.pools:
         yield f"{trace.path}: {NO_MEMORY}"
         return

@@ -32,10 +32,9 @@ _NOTE = (
 
 def phase_table(trace: Trace, summary: Summary) -> Table:
     """Return the table of an iteration and its phases."""
-    total = PhaseSummary("iteration", 0, summary.iteration_ms, None, None, None, None, None, None)
-    if summary.iteration_range is not None:
-        low_ms, high_ms = summary.iteration_range.low_ms, summary.iteration_range.high_ms
-        total = PhaseSummary("iteration", 0, summary.iteration_ms, *(None,) * 6, low_ms, high_ms)
+    whole = summary.iteration_range
+    bounds = () if whole is None else (whole.low_ms, whole.high_ms)
+    total = PhaseSummary("iteration", 0, summary.iteration_ms, *(None,) * 6, *bounds)
     ranges = text("range", lambda row: None if row.low_ms is None else range_text(row.low_ms, row.high_ms))
     columns = (
         text("phase", "phase"),

@@ -13,11 +13,10 @@ from typing import Any
 
 from ebbtide.analysis.metrics.devices import free_memory_text
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, bytes_unit, count_text
+from ebbtide.units import RATE_UNITS, bytes_text, bytes_unit, count_text
 
 # Text of a value that was not recorded or cannot be known.
 NOT_KNOWN = "-"
-_UNITS_OF_RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 # Of the figures of a column: returns a function from a figure to its text, and their unit.
 Formatter = Callable[[Sequence[float | None]], tuple[Callable[[float], str], str | None]]
@@ -160,7 +159,7 @@ def _format_bytes(values: Sequence[float | None]) -> tuple[Callable[[float], str
 
 def _format_rates(values: Sequence[float | None]) -> tuple[Callable[[float], str], str]:
     largest = _largest(values)
-    scale, unit = next((entry for entry in _UNITS_OF_RATES if largest >= entry[0]), (1e9, "GB/s"))
+    scale, unit = next((entry for entry in RATE_UNITS if largest >= entry[0]), (1e9, "GB/s"))
     return lambda amount: f"{amount / scale:,.{2 if largest < 100 * scale else 1}f}", unit
 
 

@@ -108,8 +108,7 @@ def _longest_line(windows: Windows) -> str:
     rows = [one for one in windows.guaranteed if one.rank == window.rank]
     iteration_ms = next(device["iteration_ms"] for device in windows.devices if device["rank"] == window.rank)
     if iteration_ms is not None and sum(one.end_ms - one.start_ms for one in rows) > iteration_ms * (1 - 1e-6):
-        # They fill the whole iteration.
-        # Longer than a gap between two phases.
+        # They fill the whole iteration; most is free in one that is longer than a gap between two phases.
         lasting = [one for one in rows if one.end_ms - one.start_ms > _SHORT_SHARE * rows[-1].end_ms]
         most = max(lasting or rows, key=lambda one: (one.free_bytes, one.end_ms - one.start_ms))
         least, length = min(one.free_bytes for one in rows), ms_text(most.end_ms - most.start_ms)

@@ -88,8 +88,7 @@ class BoxSampler:
     looks like the whole. Beyond the limit the longest ones are drawn; `dropped` counts the others."""
 
     def __init__(self, iteration_starts: Ints, box_count: int, max_boxes: int) -> None:
-        """Choose the stride, for `box_count` boxes of the most frequent kind. `iteration_starts`, ns, are empty where
-        there are none."""
+        """Choose the stride for `box_count` boxes of the most frequent kind. `iteration_starts`: ns, may be empty."""
         self._iteration_starts = iteration_starts
         self._max_boxes = max_boxes
         self.stride = max(1, -(-box_count // max_boxes)) if len(iteration_starts) else 1

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
 from ebbtide.analysis.timeline.styles import REST, AreaStyle, LineStyle, category_styles
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
-from ebbtide.units import bytes_unit, ms_text
+from ebbtide.units import RATE_UNITS, bytes_unit, ms_text
 
 # (times in ns, values): a value holds from its time until the next one; 0 before the first.
 StepFunction = tuple[Ints, Ints]
@@ -101,12 +101,10 @@ def _layers(values: Mapping[str, Ints]) -> tuple[StackLayer, ...]:
     return tuple(StackLayer(name, values[name], style) for name, style in styles.items())
 
 
-# A level (capacity, peak) more than this many times above the highest line would press all lines flat: its value is
-# in the legend then, and it is off the scale.
+# A level more than this many times above the highest line would press it flat: it is off the scale.
 _MAX_LEVEL_RATIO = 4.0
 # Room above the highest line and above a level.
 _LINE_HEADROOM, _LEVEL_HEADROOM = 1.12, 1.08
-_RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 
 @dataclass(frozen=True)
@@ -186,5 +184,5 @@ def value_scale(largest: float, levels: Sequence[float], required: Sequence[floa
     limit = _MAX_LEVEL_RATIO * top if top else float("inf")
     shown = [*(level for level in levels if level < limit), *required]
     top = max([top, *(level * _LEVEL_HEADROOM for level in shown)]) or 1.0
-    size, unit = next((rate for rate in _RATE_UNITS if top >= rate[0]), (1.0, "B/s")) if rates else bytes_unit(top)
+    size, unit = next((rate for rate in RATE_UNITS if top >= rate[0]), (1.0, "B/s")) if rates else bytes_unit(top)
     return Scale(top, size, unit)

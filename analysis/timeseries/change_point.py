@@ -11,8 +11,7 @@ from ebbtide.analysis.timeseries.step_functions import Floats
 
 # With fewer values the test below cannot be sure, whatever the values are.
 MIN_VALUES = 20
-# More values than this are replaced by medians of neighbours: neighbours resemble each other, which the test does not
-# expect.
+# More values are replaced by medians of neighbours, which resemble each other as the test does not expect.
 _MAX_BLOCKS = 60
 _MAX_P_VALUE = 1e-3
 # The medians of the two parts must differ by so many of their common standard errors: those of `beyond_spread`.

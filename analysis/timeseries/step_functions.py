@@ -129,8 +129,7 @@ def overlap_ns(starts: Ints, ends: Ints, intervals: Union) -> Ints:
 
 
 def union_length_by_group(groups: Ints, starts: Ints, ends: Ints, count: int) -> Ints:
-    """Return the length of the union of the intervals of each of `count` groups, ns. `groups`: the number of the group
-    of each interval."""
+    """Return the length of the union of each group's intervals, ns. `groups`: the group of each, below `count`."""
     lengths = np.zeros(count, np.int64)
     if len(starts):
         # Groups one after the other on one axis, so that intervals of different groups do not meet. On it stand the

@@ -34,8 +34,7 @@ _OTHER_THREAD = (
 _OWN_CAPTURE = "allocations were not recorded to the end: the job uses a profiler or an allocator history of its own"
 # A slice is at most so long, and about as large (20,000 events); the first one is a single iteration.
 _SLICE_NS, _SLICE_BYTES = 2_000_000_000, 5_000_000
-# Slices hold the job up for one part in so many of its time, and for so long in advance: a short job has several.
-# After so long the pauses grow as the job goes on.
+# Slices may hold up one part in so many of the job's time, with an advance; after _UNPAUSED_NS pauses grow.
 _HELD_SHARE, _ADVANCE_NS, _UNPAUSED_NS = 100, 1_000_000_000, 10_000_000_000
 
 

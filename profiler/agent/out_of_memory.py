@@ -99,8 +99,7 @@ class OutOfMemoryWatch:
         self._unexplained: dict[str, Any] | None = None
         # The last record, where tensors could not be read at its time: in a backward that autograd's threads run.
         self._without_inventory: dict[str, Any] | None = None
-        # Identity and arguments of the last exception: with the exception itself, tensors would stay alive. Its
-        # address may be that of the next one; its tuple of arguments, kept here, is not.
+        # Of the last exception, which itself would keep tensors alive: an address, and arguments that keep it unique.
         self._last: tuple[int, tuple[Any, ...]] = 0, ()
 
     def attach_observer(self, iteration: int) -> None:

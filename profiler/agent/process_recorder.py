@@ -48,8 +48,7 @@ def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
 
 
 class ProcessRecorder:
-    """Records one process into one spool; `recorder.Recorder` adds its phases. Nothing is written, and no thread is
-    started, before `_open_files`."""
+    """Records a process into a spool, from `_open_files` on; `recorder.Recorder` adds its phases."""
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.live = True

@@ -35,7 +35,6 @@ class LightningCallback(Callback):
             return
         self._logged_step = step
         figures = ebbtide.metrics()
-        # Not `log_dict`, which repeats the last value of a figure that is not known any more. Lightning numbers the
-        # first step 0 in its logs.
+        # Not `log_dict`, which repeats values of figures not known any more. Lightning's first step is 0.
         for logger in trainer.loggers if figures else ():
             logger.log_metrics(figures, step=step - 1)

@@ -50,8 +50,7 @@ class JsonWindow:
         self._error: UserError | None = None
 
     def extend(self) -> None:
-        """Read at least one more byte: a chunk, or as many bytes as are unread, so that a long value costs as much as
-        it is long."""
+        """Read a chunk, or as many bytes as are unread: the cost of a long value grows with its length alone."""
         unread = self.data[self.position :]
         if len(unread) > _MAX_VALUE_BYTES:
             raise UnreadableJson(f"it has a value of more than {_MAX_VALUE_BYTES >> 20} MiB")

@@ -72,8 +72,7 @@ def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntAr
 
 
 def _innermost(starts: IntArray, ends: IntArray, times: IntArray) -> npt.NDArray[np.int64]:
-    """Return the position of the innermost range around each time, the last one that began at the depth open then; -1
-    where there is none. No range is empty."""
+    """Return the position of the innermost range around each time; -1 where there is none. No range is empty."""
     order = np.lexsort((-ends, starts))
     starts, closed, count = starts[order], np.sort(ends), len(starts)
     depths = np.arange(1, count + 1) - np.searchsorted(closed, starts, side="right")

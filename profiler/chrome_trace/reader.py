@@ -94,8 +94,7 @@ class ChromeTrace:
             self._window.extend()
 
     def _decode_window(self) -> list[Event] | None:
-        """Decode the events up to the last complete one in the window at once. None if the window has fewer than two
-        complete events, or one that is invalid."""
+        """Decode the complete events in the window at once. None if there are fewer than two, or one is invalid."""
         data, begin = self._window.data, self._window.skip_separators()
         next_begin = len(data)
         while (next_begin := data.rfind(b"{", begin, next_begin)) > begin:

@@ -30,8 +30,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest memory in use, and its `holders`: (call site, bytes), the largest first; empty where not asked
-    for."""
+    """The largest memory in use, and its `holders`: (call site, bytes), the largest first; empty if not asked for."""
 
     bytes: int
     holders: tuple[tuple[str, int], ...] = ()

@@ -25,8 +25,7 @@ from ebbtide.profiler.trace.metadata import parse_meta
 _FIRST_BYTES = 100_000 * RECORD.itemsize
 # Iterations that the length of an iteration is the mean of.
 _RECENT = 20
-# A slice begins so long after its request that every process has seen it: processes look four times a second, and a
-# spool may be as old.
+# A slice begins so long after its request: processes look for requests four times a second.
 _LEAD_NS = 1_000_000_000
 _ENDED = "the job of {path} has ended: only a running job can be attached to"
 _NO_ITERATION = (
@@ -35,8 +34,7 @@ _NO_ITERATION = (
 
 
 class ProcessProgress:
-    """One process of a recording, as far as its spool is written. `iteration`: the last that it has finished; None
-    before the first."""
+    """A process of a recording, as far as it is written. `iteration`: the last finished one; None before."""
 
     def __init__(self, path: Path) -> None:
         self.pid = process_id(path.name)

@@ -69,8 +69,7 @@ class BackgroundJob:
     def __init__(self, job: RecordedCommand) -> None:
         self.log = job.output.with_suffix(".log")
         log = _create(self.log, job.force)
-        # The collector writes its lines into the first pipe, and closes it when the trace is finished. The second one
-        # closes when the job is executed.
+        # Lines of the collector, to the end of the trace; the second pipe closes when the job is executed.
         self._messages, messages_write = os.pipe()
         error_read, error_write = os.pipe()
         os.set_blocking(self._messages, False)

@@ -9,8 +9,7 @@ from typing import Any
 
 from ebbtide.numa.topology import NumaNode, cpus_text, nodes_of, read_allowed_cpus, read_memory_by_node, read_nodes
 
-# Memory is read this long after a process was first seen, then after twice the time, and so on: a job allocates most of
-# its memory at the start.
+# Memory is read so long after a process was first seen, then after twice the time: jobs allocate early.
 _FIRST_S = 2.0
 _MAX_INTERVAL_S = 120.0
 # While the kernel counts the pages of a process, the process cannot map memory: at most this share of the time.

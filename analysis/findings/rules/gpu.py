@@ -154,8 +154,7 @@ THROTTLE_REASONS = Need(
     "SM clocks and throttle reasons of the GPU in the iterations (`ebbtide profile` records them)",
     lambda metrics: {"sm_clock", "throttled"} <= {figure.quantity for figure in metrics.gpu().figures},
 )
-# Less than this share of the iteration, or clocks that fall by less than this share, are not reported: cards that work
-# hard run at their power limit now and then.
+# Smaller shares, of time or of clocks, are normal: busy cards reach their power limit now and then.
 _MIN_THROTTLED_SHARE = 0.1
 _MIN_CLOCK_LOSS = 0.05
 _ADVICE_ON_POWER = "compare the power limit with the card's default (nvidia-smi -q -d POWER)"

@@ -45,8 +45,7 @@ class KernelTime:
 
 
 def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[KernelTime]:
-    """Return the kernels with most time, the largest first, at most `count`, by `name` or `operator`; empty where none
-    were recorded, or no operator is known."""
+    """Return the `count` kernels with most time, by `name` or `operator`, the largest first; empty if unknown."""
     rows = trace.columns(rank, "kernels")
     if busy_time(trace, rank) is None or not rows.recorded(label).any():
         return []
@@ -79,8 +78,7 @@ def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[Kernel
 
 
 def kernels_ms(trace: Trace, rank: int) -> dict[str, dict[str, float]]:
-    """Return the mean milliseconds of kernels in a steady iteration by `name` and by `operator`; empty without
-    iterations, or where none is known."""
+    """Return mean milliseconds per steady iteration by `name` and by `operator`; empty where not known."""
     usable = set(steady_iterations(trace).numbers) & set(recorded_iterations(trace, rank).tolist())
     spans = intervals(trace, rank).spans
     spans = spans[spans["iteration"].isin(usable)]
@@ -102,8 +100,7 @@ class KernelLaunches:
     count: int  # Number of compute kernels whose launch was recorded.
     median_delay_us: float  # Median of the times from the start of the launching call to the start of the kernel.
     p95_delay_us: float  # Their 95th percentile, by linear interpolation.
-    # Median over the launches of the number of these kernels that were launched before and had not yet begun, on any
-    # stream.
+    # Of these kernels: how many were launched before and had not begun, on any stream; median over launches.
     median_queued: float
     p95_queued: float  # Its 95th percentile.
 
@@ -225,8 +222,7 @@ class GpuActivity(TabularResult, table="phases"):
 
 
 def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
-    """Measure the activity of the first device of a rank; None: the first one. Raises TraceError where the trace does
-    not have it."""
+    """Measure the first device of a rank; None: the first one. Raises TraceError for an unknown rank."""
     if rank is None:
         rank = next(iter(trace.ranks), None)
     if rank is None:

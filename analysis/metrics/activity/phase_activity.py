@@ -128,8 +128,7 @@ def recorded_iterations(trace: Trace, rank: int) -> Ints:
 
 
 def _assigned(trace: Trace, rank: int, kind: str, numbers: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (group, starts, ends) of the kernels of a kind, or of the parts of a kernel without a recorded launch;
-    groups as in `_groups`."""
+    """Return (group of `_groups`, starts, ends) of the kernels of a kind, or of parts of one without a launch."""
     kernels = main_work(trace, rank, "kernels")
     kernels = kernels.only(kernels.kinds == kind)
     by_launch, by_time = kernels.only(kernels.launched), kernels.only(~kernels.launched)
@@ -151,8 +150,7 @@ def _ordered(phases: PhaseArrays, numbers: Ints) -> PhaseArrays:
 
 
 def _groups(phases: PhaseArrays, numbers: Ints) -> Ints:
-    """Return the group of each phase: the position of its iteration in `numbers` times the number of parts, plus the
-    position of its part."""
+    """Return the group of each phase: position of its iteration in `numbers` times parts, plus that of its part."""
     parts = np.select([phases.phases == part for part in ITERATION_PARTS], range(len(ITERATION_PARTS)))
     groups: Ints = np.searchsorted(numbers, phases.iterations) * len(ITERATION_PARTS) + parts
     return groups

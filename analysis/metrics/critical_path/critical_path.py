@@ -92,8 +92,7 @@ class RankPath:
 
 @once_per_trace
 def critical_path(trace: Trace, rank: int) -> CriticalPath | None:
-    """Return the critical path of the steady iteration of a rank with the median time; None without kernels or
-    iterations."""
+    """Return the critical path of a rank's median steady iteration; None without kernels or iterations."""
     if busy_time(trace, rank) is None:
         return None
     times = intervals(trace, rank)

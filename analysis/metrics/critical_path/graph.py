@@ -81,8 +81,7 @@ class GraphBuilder:
         self._edges.append((sources, targets, np.full(len(sources), kind)))
 
     def build(self, kind: int, last: Ints) -> BuiltGraph:
-        """Return the graph, whose end follows the latest of the nodes `last`. `kind`: that of edges from the start and
-        to the end, where nothing else leads."""
+        """Return the graph up to the latest of the nodes `last`. `kind`: of edges from the start and to the end."""
         end = int(self.nodes(np.array([self.end_ns]), 99)[0])
         times, places = np.concatenate(self._times), np.concatenate(self._places)
         for nodes, later in self._moved:

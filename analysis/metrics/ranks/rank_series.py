@@ -109,8 +109,7 @@ def _clocks(trace: Trace, rank: int, spans: Intervals) -> Floats:
 
 
 def medians_within(times: Ints, values: Floats, starts: Ints, ends: Ints) -> Floats:
-    """Return the median of the values whose time is in each span, its end not included; NaN where there is none.
-    `times` are in order."""
+    """Return the median of the values within each span, without its end; NaN for none. `times` are in order."""
     bounds = zip(np.searchsorted(times, starts).tolist(), np.searchsorted(times, ends).tolist(), strict=True)
     return np.array([np.median(values[first:after]) if after > first else np.nan for first, after in bounds], float)
 

@@ -91,8 +91,7 @@ class SubstepAggregator:
                     self._busy_by_host_memory[direction, kind] = busy_between(own, trace.rank(rank).transfers_spans_ns)
 
     def steps(self, rows: pd.DataFrame, keys: list[str], tiles: bool) -> list[SubStep]:
-        """Return a SubStep for each combination of the keys, in the order in which they begin in each phase; `rows` are
-        ops of `split_by_phase`."""
+        """Return a SubStep per combination of the keys, in the order of their starts; `rows`: of `split_by_phase`."""
         rows = remove_overlaps(rows, [*keys, "iteration"])
         starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
         figures = self._figures(rows, starts, ends)

@@ -25,8 +25,7 @@ from ebbtide.units import ms_text
 
 CONTENT = "ranks by iterations"
 LATE = "late start"
-# From little to much, each darker than the one before: they differ in grey and for colour-blind readers. The first one
-# is that of cells below the first level.
+# From little to much, darker and darker (for colour-blind readers); the first is below the first level.
 LEVEL_COLORS = ("#f3f3f1", "#fdd0a2", "#f9934a", "#c9480a", "#6b2003")
 # Single extreme cells do not set the levels.
 _TOP_PERCENTILE = 99.9

@@ -88,8 +88,7 @@ _HOST = re.compile(rf"CPU Virtual Memory:\s{{1,20}}used = {_SIZE} GB, percent = 
 _MAX_MICRO_STEPS = 1 << 16
 _MAX_UPDATE_PARTS = 1 << 10
 GIB = 2**30
-# Where the accumulation is not configured: a micro-step whose `step` takes at least this share of the longest updates.
-# In the others the engine only counts.
+# Accumulation not configured: updates are micro-steps whose `step` takes this share of the longest ones.
 _MIN_UPDATE_SHARE = 0.1
 
 

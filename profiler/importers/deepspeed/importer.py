@@ -277,8 +277,7 @@ def add_memory(
             skipped += 1
             continue
         if previous is not None and t_ns > previous_ns:
-            # Between two marks only the peak is known. It is used for the whole interval, so that no memory counts as
-            # free that may have been in use.
+            # The peak holds for the whole interval between two marks: no memory in use may count as free.
             entry.memory(previous_ns - offset_ns + 1, peak_allocated, "allocated", device)
             entry.memory(previous_ns - offset_ns + 1, max(peak_reserved, previous.reserved), "reserved", device)
         entry.memory(t_ns - offset_ns, mark.allocated, "allocated", device)

@@ -255,8 +255,7 @@ class AllocatorMemory:
             self._rows.add(spans(events)[0], *np.array(rows, np.int64).T)
 
     def changes(self) -> pd.DataFrame:
-        """Return t_ns, device, pool and bytes whenever the size of a pool changes: of accelerators, or else of the
-        CPU."""
+        """Return t_ns, device, pool and bytes of each change of a pool: of accelerators, or else of the CPU."""
         rows = self._rows.table().sort_values("t_ns", kind="stable")
         if rows.empty:
             return pd.DataFrame(columns=["t_ns", "device", "pool", "bytes"])

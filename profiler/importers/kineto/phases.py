@@ -131,15 +131,13 @@ def _kind(name: str) -> MarkKind:
 def interval_index(
     times: pd.Series[int] | IntArray, starts: pd.Series[int] | IntArray, ends: pd.Series[int] | IntArray
 ) -> IntArray:
-    """Return the index of the interval that contains each time, or -1. Intervals are in order and disjoint, their ends
-    excluded."""
+    """Return the index of the interval that contains each time, or -1. Intervals are in order, and half open."""
     index = np.searchsorted(starts, times, side="right") - 1
     return np.where(times < np.append(ends, np.iinfo(np.int64).min)[index], index, -1)
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Return the intervals (start, end) that are not inside another one, in order; one that begins inside another one
-    is cut to begin at its end."""
+    """Return the intervals that are not inside another one, in order; one that begins inside one is cut to its end."""
     spans = spans.sort_values(["start", "end"], ascending=[True, False], ignore_index=True)
     previous_end = spans["end"].cummax().shift(fill_value=np.iinfo(np.int64).min)
     spans = spans.assign(start=np.maximum(spans["start"], previous_end))
@@ -320,8 +318,7 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
 
 
 def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
-    """Return the forwards without evaluations: those with `trained` ops, which are differentiated later; all if none is
-    recorded."""
+    """Return the forwards without evaluations: those with ops that are differentiated later; all if none is."""
     starts = np.sort(trained["start"])
     trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(starts, forward["start"])
     return forward[trains] if len(trained) else forward

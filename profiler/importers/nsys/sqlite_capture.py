@@ -69,8 +69,7 @@ class Capture:
     ranges: pd.DataFrame  # NVTX ranges: RANGE_COLUMNS
     # Allocations and releases of device memory: _MEMORY_COLUMNS; None where they were not recorded.
     memory: pd.DataFrame | None
-    # Entries of devices in the trace's metadata, by process id and number of the device; the process id is MISSING in
-    # entries that hold for all processes.
+    # Devices in the trace's metadata by process id (MISSING: of all processes) and number.
     devices: dict[tuple[int, int], dict[str, Any]]
     ranks: dict[int, int]
     session_ns: int | None  # Unix time of the start of the session; None where the file does not state it
@@ -228,8 +227,7 @@ def _ranges(database: Database, names: _Names) -> pd.DataFrame:
 
 
 def _with_domains(ranges: pd.DataFrame, texts: list[str]) -> pd.DataFrame:
-    """Put the name of their domain before the names of ranges outside the default one: `NCCL:ncclAllReduce`. These are
-    added to `texts`."""
+    """Put domains before the names of ranges outside the default one (`NCCL:ncclAllReduce`), added to `texts`."""
     pairs = ranges[["domain", "name"]].to_numpy()
     unique, positions = np.unique(pairs, axis=0, return_inverse=True)
     numbers = []

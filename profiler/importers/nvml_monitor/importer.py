@@ -140,8 +140,7 @@ class Monitor:
     """Contents of one monitor file."""
 
     source: Source
-    # Columns device (int), t_ns, and the figures in bytes, bytes/s, and the units of the table `gpu`; NaN for a missing
-    # value.
+    # Columns device (int), t_ns, and figures in the units of the trace's tables; NaN for a missing value.
     rows: pd.DataFrame
     dated: bool  # Whether times are Unix times
     devices: dict[int, dict[str, Any]]

@@ -36,8 +36,7 @@ class MonitorTable:
 
     names: list[str]
     units: list[str]  # Units of the columns, in lower case; "" if the file does not state one
-    # Text; NaN for an empty field. Column n belongs to the n-th name. One more column holds the surplus field of rows
-    # that have too many.
+    # Text, NaN for an empty field, in a column per name, and one more for the surplus field of longer rows.
     rows: pd.DataFrame
     tool: Tool = Tool()
     notes: list[str] = field(default_factory=list)  # Lines on what was left out, each to follow the name of the file

@@ -123,7 +123,7 @@ class ProcessTail:
         self.spool = SpoolTail(path)
         self.last_record_ns: int | None = None
         self._keep = iterations
-        self._records: Records = np.empty(0, RECORD)
+        self._records = _EMPTY
         self._dropped_sequence = -1
         self.dropped = PhaseCounts()  # Counts of the iterations that are not kept any more.
         self._begin_ns: int | None = None
