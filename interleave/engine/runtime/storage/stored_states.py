@@ -14,7 +14,8 @@ from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements, state_shape
-from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned, memory_file_system, probe_storage
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned, memory_file_system
+from ebbtide.interleave.engine.runtime.storage.speed import probe_storage
 from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.machines.machine import Machine
