@@ -6,9 +6,8 @@ from dataclasses import replace
 from ebbtide.errors import MachineError
 from ebbtide.json_files import section
 from ebbtide.machines.accuracy import DATA_SHEETS, uncertainty_of
-from ebbtide.machines.box import Box
 from ebbtide.machines.host import UNIFIED, Host, link_bytes_per_s, memory_rate, parse_host, slower_link
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Box, Machine
 from ebbtide.machines.sheets import DEFAULT_HOSTS, GPU_SHEETS, SHARES, FigureSource, HostSheet, Share
 from ebbtide.state_bytes import GRAD_BYTES, MASTER_BYTES, PARAM_BYTES, STATE_BYTES
 

@@ -9,8 +9,7 @@ from ebbtide.interleave.advise.choice import best_static_split, fits_memory, ste
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.training_job import RecordedJob, TrainingJob, TunableSettings
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.machines.box import MAX_RANKS
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import MAX_RANKS, Machine
 from ebbtide.state_bytes import PARAM_BYTES, REMAINDER_STATE_BYTES
 
 # Host memory that plans leave to the system: MemTotal is some 2 % less than what is installed, and other processes run.

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.machines.machine import GpuCompute
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import GpuCompute, StoragePath
 
 _MIN_RUNS = 3
 # The rates that ranks on a host share.

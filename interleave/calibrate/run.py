@@ -19,9 +19,7 @@ from ebbtide.interleave.calibrate.record import SHARED_RATES, Record, Setup, Tim
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.box import Box
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Box, Machine, StoragePath
 
 # Every kind of operation occurs in its plans.
 _POLICY = "interleaved:2"

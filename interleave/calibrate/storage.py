@@ -8,7 +8,7 @@ from ebbtide.interleave.calibrate.record import Record, Setup, Timing
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.storage.direct_file import BLOCK_BYTES, THREADS, memory_file_system
 from ebbtide.interleave.engine.runtime.storage.speed import StorageFiles
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import StoragePath
 
 # The state of a subgroup of 1e8 parameters, 12 B each.
 _FILE_BYTES = 1_200_000_000

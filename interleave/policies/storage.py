@@ -8,8 +8,7 @@ from ebbtide.interleave.model.plan import BACKWARD, Op, OpKind, Plan, Resource, 
 from ebbtide.interleave.model.schedule import available_host_bytes, exceeds_host, needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from ebbtide.units import bytes_text
 
 # Below all indices of operations.

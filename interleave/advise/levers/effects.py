@@ -6,7 +6,7 @@ from functools import partial
 
 from ebbtide.interleave.advise.job.decoder import guessed_layers
 from ebbtide.interleave.advise.job.training_job import TrainingJob, TunableSettings
-from ebbtide.machines.box import MAX_RANKS
+from ebbtide.machines.machine import MAX_RANKS
 
 # Moments in 8 bits have a scale in fp32 for each 256 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise
 # Quantization").

@@ -17,8 +17,7 @@ from ebbtide.interleave.advise.job.inputs import ranks_on_host
 from ebbtide.interleave.calibrate.fitting.samples import FitSample, StepRates, sample_of, step_rates
 from ebbtide.interleave.calibrate.record import SHARED_RATES
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.machines.box import Box
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Box, Machine
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.units import bytes_text
 

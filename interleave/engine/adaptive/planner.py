@@ -18,8 +18,7 @@ from ebbtide.interleave.model.schedule import Schedule, needed_host_bytes
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 from ebbtide.interleave.policies import depends_on_rates, make_plan, parse, refuse_simulation_only
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text

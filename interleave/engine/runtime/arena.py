@@ -13,8 +13,7 @@ from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 
 _WIDTH = torch.float32.itemsize
 # Copies to the device end at once and copies to the host are slow on it, so a plan uses as much device memory as it can

@@ -1,4 +1,4 @@
-"""Combinations of a sweep, whose input and rows are plain data, so that they can run in any process."""
+"""Combinations of a sweep, which can run in any process, and their rows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import ebbtide
 from ebbtide.errors import UserError, WorkloadError
 from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.catalog import find_machine
-from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.units import bytes_text
 from ebbtide.workers import WorkerDied
@@ -131,8 +130,27 @@ def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
     ]
 
 
-Task = dict[str, Any]
 Row = dict[str, Any]
+
+
+class Task(NamedTuple):
+    """A combination to replay."""
+
+    workload: Workload
+    machine: Machine
+    scenario: Scenario
+    policy: str
+
+    def columns(self) -> Row:
+        """Return the columns of its row that identify it."""
+        return {
+            "workload": self.workload.name,
+            "machine": self.machine.name,
+            "policy": self.policy,
+            **asdict(self.scenario),
+        }
+
+
 # Runs a function on tasks by key, and yields (key, outcome) as each is finished.
 TaskRunner: TypeAlias = Callable[[Callable[[Task], Row], Mapping[str, Task]], Iterator[tuple[str, Row | WorkerDied]]]
 
@@ -143,8 +161,6 @@ NOT_COLUMNS = ("busy", "storage_busy", "weights", "activations", "job_peak_devic
 
 def run_task(task: Task) -> Row:
     """Compute the row of a task: its figures, or the reason in `error` if there are none."""
-    if task["ebbtide"] != ebbtide.__version__:
-        raise UserError(f"a worker has ebbtide {ebbtide.__version__}: install {task['ebbtide']} there")
     try:
         return _replayed_row(task)
     except UserError as error:
@@ -156,26 +172,15 @@ def run_task(task: Task) -> Row:
 
 def failed_row(task: Task, error: str) -> Row:
     """Return the row of a task that has no figures."""
-    return {**scenario_columns(task), "error": " ".join(error.split())}
-
-
-def scenario_columns(task: Task) -> Row:
-    """Return the columns of a row that identify its combination."""
-    return {
-        "workload": task["workload"]["name"],
-        "machine": task["machine"]["name"],
-        "policy": task["policy"],
-        **task["scenario"],
-    }
+    return {**task.columns(), "error": " ".join(error.split())}
 
 
 def _replayed_row(task: Task) -> Row:
-    workload = Scenario(**task["scenario"]).apply_to(Workload(**task["workload"]))
-    machine = machine_from(task["machine"], task["machine"]["name"])
-    replayed = replay(workload, machine, [task["policy"]]).as_json()
+    workload = task.scenario.apply_to(task.workload)
+    replayed = replay(workload, task.machine, [task.policy]).as_json()
     (result,) = replayed["results"]
     return {
-        **scenario_columns(task),
+        **task.columns(),
         "params": workload.params,
         "subgroups": len(workload.subgroups),
         "largest_subgroup_params": max(workload.subgroups),
@@ -192,19 +197,8 @@ def _replayed_row(task: Task) -> Row:
 def combinations(
     pairs: Sequence[tuple[Workload, Machine]], scenarios: Sequence[Scenario], policies: Sequence[str]
 ) -> list[Task]:
-    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order.
-
-    A task is everything that its row depends on, as names, numbers and lists of them."""
-    return [
-        {
-            "ebbtide": ebbtide.__version__,
-            "workload": asdict(workload),
-            "machine": machine.as_json(),
-            "scenario": asdict(scenario),
-            "policy": policy,
-        }
-        for (workload, machine), scenario, policy in itertools.product(pairs, scenarios, policies)
-    ]
+    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order."""
+    return [Task(*pair, scenario, policy) for pair, scenario, policy in itertools.product(pairs, scenarios, policies)]
 
 
 def compute_rows(tasks: Sequence[Task], runner: TaskRunner, progress: Callable[[int, int], None]) -> list[Row]:

@@ -12,7 +12,7 @@ from threading import Event
 from ebbtide import host_limits
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.storage.direct_file import DirectFile
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import StoragePath
 
 PIECE_BYTES = 32 << 20
 # The part of the free space that both files may take together.
