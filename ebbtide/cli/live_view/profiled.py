@@ -5,8 +5,8 @@ import time
 
 import typer
 
+from ebbtide.cli.live_view.snapshot import tail
 from ebbtide.cli.live_view.terminal import require_terminal, show
-from ebbtide.cli.live_view.watched import tail
 from ebbtide.cli.printing import echo_error
 from ebbtide.errors import UserError
 from ebbtide.profiler.recording.collector import RecordedCommand
