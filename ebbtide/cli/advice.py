@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ebbtide.cli.printing import echo, echo_line, print_view
 from ebbtide.errors import UserError
-from ebbtide.units import ms_text
+from ebbtide.units import counted, ms_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.advise.job.training_job import TrainingJob
@@ -183,9 +183,9 @@ def print_code(plan: MachinePlan) -> None:
 
 
 def _title(plan: MachinePlan) -> str:
-    from ebbtide.interleave.advise.tables import fits_text, plural
+    from ebbtide.interleave.advise.tables import fits_text
 
     if plan.policy is None or plan.settings is None:
         return f"{plan.machine}: {fits_text(plan)}"
-    place = f"{plural(plan.settings.ranks, 'rank')} on {plural(plan.hosts or 1, 'host')}"
+    place = f"{counted(plan.settings.ranks, 'rank')} on {counted(plan.hosts or 1, 'host')}"
     return f"{plan.machine}: {plan.policy}, {place}; change: {fits_text(plan)}"

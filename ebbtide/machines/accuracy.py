@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ebbtide.json_files import section
 from ebbtide.machines.machine import Machine
+from ebbtide.units import counted
 
 # Value of `source.kind` in machine files whose rates are those of data sheets.
 DATA_SHEETS = "data sheets"
@@ -44,8 +45,7 @@ class Accuracy:
             )
         if self.largest_error is None:
             return _NOT_VALIDATED[self.basis]
-        runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
-        error = f"{100 * self.largest_error:.1f} %"
+        error, runs = f"{100 * self.largest_error:.1f} %", counted(self.runs, "run")
         line = f"updates predicted from this machine are within {error} on the {runs} it was fitted to"
         ranks, fitted_ranks = self.ranks_per_host, self.fitted_ranks_per_host
         if ranks is not None and fitted_ranks and ranks not in fitted_ranks:

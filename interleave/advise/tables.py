@@ -15,7 +15,7 @@ from ebbtide.interleave.advise.replay import AblationStep, Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of, ranges_text, updates_text
 from ebbtide.machines.machine import Machine
-from ebbtide.units import bytes_text, count_text
+from ebbtide.units import bytes_text, count_text, counted
 
 # From this share on host memory decides what fits.
 _BINDING_SHARE = 0.75
@@ -165,7 +165,7 @@ def plan_view(
     trained = f"{count_text(job.workload.params)} parameters a rank"
     if job.facts.has_adapters:
         trained = f"{count_text(job.workload.params)} trained of {count_text(total)} parameters"
-    parts = [trained, plural(settings.ranks, "rank")]
+    parts = [trained, counted(settings.ranks, "rank")]
     if settings.micro_batch is not None:
         parts.append(f"micro-batch {settings.micro_batch}")
     if settings.checkpointing:
@@ -260,11 +260,6 @@ def fits_text(plan: MachinePlan) -> str:
     if plan.change is not None:
         return ", ".join(plan.changes_text())
     return "nothing" if plan.fits else "does not fit"
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a number of things."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _range(low: float | None, high: float | None, scale: float = 1.0) -> str | None:

@@ -9,7 +9,7 @@ from ebbtide.interleave.model.schedule import available_host_bytes, exceeds_host
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine, StoragePath
-from ebbtide.units import bytes_text
+from ebbtide.units import bytes_text, counted
 
 # Below all indices of operations.
 _SPECULATIVE_PLACE = -(10**9)
@@ -269,5 +269,5 @@ def storage_summary(plan: Plan, workload: Workload) -> str:
     buffers = len({op.buffer for op in plan.ops if op.kind == "read"})
     return (
         f"state of {len(stored)} of {plan.subgroups} subgroups ({bytes_text(size)}) in storage, through "
-        f"{buffers} buffer{'s' if buffers != 1 else ''} in host memory"
+        f"{counted(buffers, 'buffer')} in host memory"
     )

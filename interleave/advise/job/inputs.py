@@ -16,7 +16,7 @@ from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
 from ebbtide.machines.machine import GpuCompute, Machine, machine_from
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text
+from ebbtide.units import bytes_text, counted
 
 # Devices whose memory differs by less than this share count as the same.
 _SAME_CAPACITY = 0.05
@@ -86,7 +86,7 @@ def workload_of_size(size: JobSize) -> Workload:
     if size.params < 1 or size.ranks < 1:
         raise WorkloadError("--params and --ranks must be at least 1")
     values = {
-        "name": f"{size.params / 1e9:.3g} G parameters on {size.ranks} rank{'s' if size.ranks > 1 else ''}",
+        "name": f"{size.params / 1e9:.3g} G parameters on {counted(size.ranks, 'rank')}",
         "params": -(-size.params // size.ranks),
         "subgroup_params": 1e8,
         "forward_s": size.forward_s,
