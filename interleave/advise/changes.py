@@ -30,9 +30,8 @@ _SMALLER_STATE = (
 def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
     """Yield the settings to try: first those of the job, then greater and greater changes.
 
-    More ranks are the greatest change, since they cost hardware; then a smaller micro-batch with more micro-steps, then
-    activation checkpointing, which costs a forward; the offload of optimizer state is the least. Ranks are doubled,
-    micro-batches are divisors of that of the job."""
+    From the least: offload of optimizer state; checkpointing, which costs a forward; a micro-batch that divides the
+    job's, with more micro-steps; twice as many ranks, which cost hardware."""
     own, can_checkpoint = job.settings, job.memory is not None and job.memory.checkpointed is not None
     batch = own.micro_batch or 0
     divisors: list[int | None] = [size for size in range(batch, 0, -1) if batch % size == 0]
@@ -44,9 +43,8 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
 
 def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
-    """Return the machine with the rates of one of the ranks of a job, without what stays to the system of host memory.
-
-    Raises MachineError if the machine has no box, and several ranks on a host are requested."""
+    """Return the machine with the rates of one of the ranks of a job, without the system's share of host memory. Raises
+    MachineError for several ranks on a host without a box."""
     shared = machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
     host = shared.host_memory_bytes
     return shared if host is None else replace(shared, host_memory_bytes=(1 - SYSTEM_SHARE) * host)
@@ -62,9 +60,8 @@ def ranks_on_a_host(machine: Machine, ranks: int, ranks_per_host: int | None = N
 def least_settings(
     job: TrainingJob, machine: Machine, ranks_per_host: int | None = None, policies: Sequence[str] = ()
 ) -> tuple[TunableSettings, PlacedWorkload, Machine] | None:
-    """Return the least change with which a job fits a machine, its workload, and the machine's rates for one rank.
-
-    `policies` are those to choose from; empty: all. None if the job fits with none of the changes."""
+    """Return the least change with which a job fits a machine under one of `policies` (empty: of all), its workload,
+    and the machine's rates for one rank; None if no change helps."""
     for settings in settings_in_order(job):
         shared = share_host(machine, settings.ranks, ranks_per_host)
         placed = place(job, settings, shared)

@@ -43,11 +43,10 @@ class PolicyTime:
 def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> PolicyTime:
     """Return the range of a policy's mean iteration on the machine that it was simulated on.
 
-    Each rate with a known uncertainty is set one standard error lower and higher, and so are the times of the compute,
-    which are known within `compute_factor`, and the same plan is simulated again. Changes of the logarithm of the
-    iteration are summed as squares, longer and shorter ones apart, and extended to the 10th and the 90th percentile. If
-    the machine was fitted to runs of the same policy, its rates together are known better than each of them: the
-    residuals of the fit count instead."""
+    The plan is simulated again with each uncertain rate, and the times of the compute (known within `compute_factor`),
+    one standard error lower and higher. Changes of the logarithm are summed as squares, longer and shorter ones apart,
+    and extended to the 10th and the 90th percentile. For a fit to runs of the policy its residuals count instead of
+    single rates."""
     likely = steps.iteration_s
     squares = {True: math.log(_MODEL_FACTOR) ** 2, False: math.log(_MODEL_FACTOR) ** 2}
     for iteration_s in _varied(steps, machine, compute_factor) if likely > 0 else ():
@@ -276,10 +275,8 @@ def _policy_times(choice: PolicyChoice, machine: Machine, placed: PlacedWorkload
 
 
 def _limiting_part(schedule: Schedule, machine: Machine, times: ComputeTimes) -> str:
-    """Return what limits an iteration.
-
-    It is `compute` or `collectives`, the longer one, if nothing is offloaded or the optimizer adds less than a tenth of
-    the iteration; else what limits the update."""
+    """Return what limits an iteration: what limits the update, or `compute` or `collectives`, the longer one, if
+    nothing is offloaded or the optimizer adds less than a tenth."""
     if schedule.plan.policy == "gpu-only" or schedule.exposed_s < _SMALL_SHARE * schedule.iteration_s:
         compute_s = times.forward_s + times.backward_s + times.other_s - times.collectives_s
         return "collectives" if times.collectives_s > max(compute_s, 0.0) else "compute"

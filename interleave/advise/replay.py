@@ -153,11 +153,9 @@ class Replay(TabularResult, table="results"):
 def replay(
     workload: Workload, machine: Machine, policies: Sequence[str] | None = None, job: RecordedJob | None = None
 ) -> Replay:
-    """Simulate a workload on a machine under some policies, of which `systems` stands for all other systems.
-
-    Without policies these are all built-in ones that the machine's rates suffice for. `gpu-only` has the job's own
-    state where that is on the device. Raises PolicyError for a policy that does not exist or cannot plan this workload,
-    and MachineError for a missing rate."""
+    """Simulate a workload under some policies, of which `systems` stands for all other systems; None: all built-in ones
+    that the rates suffice for. `gpu-only` has the job's own state where that is on the device. Raises PolicyError for a
+    policy that does not exist or cannot plan this workload, and MachineError for a missing rate."""
     results, schedules = [], []
     skipped = {}
     for text in with_systems(policies or (*BUILT_IN, *[WHOLE_JOB] * bool(workload.layers))):
@@ -255,10 +253,8 @@ class AblationStep:
 
 
 def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
-    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap.
-
-    Mechanisms that need a rate or a property of the workload that is not known are left out. Where state is in storage
-    the last step is what enough host memory would gain."""
+    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap; at
+    last, where state is in storage, enough host memory. Those that need what is not known are left out."""
     steps: list[AblationStep] = []
     plan: Plan | None = None
 

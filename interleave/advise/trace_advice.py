@@ -108,11 +108,9 @@ _POLICY = "pipelined"
 
 
 def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
-    """Return an error whose remedy of offloaded state is that of a replayed plan, with its iteration time.
-
-    The plan is that of the policy `pipelined`, which updates on the CPU, on the machine of the trace. What it uses on
-    the device is subtracted. The remedy stays as it is where the trace cannot be replayed, for example since no
-    iteration was finished."""
+    """Return an error whose remedy of offloaded state is that of a replayed plan, with its iteration time: that of
+    `pipelined`, which updates on the CPU, less what it uses on the device. It stays as it is where the trace cannot be
+    replayed."""
     bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
     machine = inputs.own_machine(trace)
     if bound is None or machine is None:

@@ -52,7 +52,6 @@ def plan_whole_job(workload: Workload, tokens: float | None, machine: Machine) -
 
 def layers_of_job(job: TrainingJob, trace: Trace | None, machine: Machine) -> Workload | None:
     """Return the workload with layers of a job: that of its trace on the trace's own machine, or of its known shape.
-
     None where layers are not known."""
     if trace is None:
         return layered_workload(job, machine)

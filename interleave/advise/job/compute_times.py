@@ -158,11 +158,11 @@ class RecordedCompute:
 def with_collectives(
     times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int, is_exposed: bool = False
 ) -> ComputeTimes:
-    """Return times with the exchanges of parameters and gradients between ranks.
+    """Return times with the exchanges of parameters and gradients; `gathered_bytes`: all parameters times the
+    micro-steps.
 
-    Exposed ones add their time. Else how far compute hides them is not known: between the longer of the two and their
-    sum. The time is the geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %.
-    `gathered_bytes` are those of all parameters, times the micro-steps."""
+    Where they are not exposed, how far compute hides them is not known: the time is the geometric mean of the longer of
+    both and of their sum, the ends of a range with a probability of 80 %."""
     rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
         return times

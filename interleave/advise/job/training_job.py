@@ -82,11 +82,9 @@ def state_bytes_on_device(metrics: JobMetrics) -> float | None:
 
 
 def recorded_policy(trace: Trace) -> str | None:
-    """Return the policy's string that a DeepSpeed job ran under.
-
-    It is the policy of ebbtide's engine if that ran the job's updates; otherwise it follows from the configuration.
-    `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are the keys of the published implementation
-    of interleaving. None if it is not known."""
+    """Return the policy's string that a DeepSpeed job ran under: that of ebbtide's engine, or by its configuration, in
+    which `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are keys of the published interleaving.
+    None: not known."""
     from ebbtide.analysis.metrics.deepspeed import deepspeed_of, version_numbers
 
     job = deepspeed_of(trace)

@@ -89,9 +89,8 @@ def workload_of(trace: Trace) -> Workload:
 def swap_buffer_bytes(metrics: JobMetrics) -> int | None:
     """Return the bytes of host memory that a job used for state on storage; None if its state was not there.
 
-    DeepSpeed has `buffer_count` buffers, each of the largest subgroup in fp32. It also holds gradients in half
-    precision and parameters that are copied up, and fp32 gradients unless these go to storage too
-    (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py)."""
+    DeepSpeed has `buffer_count` buffers of the largest subgroup in fp32, gradients and parameters in half precision,
+    and fp32 gradients unless these are stored (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py)."""
     job = metrics.deepspeed
     if job is None or job.offload_config.get("device") != "nvme" or not job.subgroups:
         return None

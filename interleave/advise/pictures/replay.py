@@ -59,11 +59,10 @@ _LEAST_EDGED_SHARE = 0.006
 
 
 def chart(replay: Replay) -> Figure:
-    """Draw the phases of each policy as bars, in the order requested, the bound as a line, and bytes beside them.
+    """Draw the phases of each policy as bars, the bound with the overlap of all as a line, and bytes beside them.
 
-    Policies that do not fit, or are not known to fit, and those that are not exact, are labelled. A strip below each
-    bar shows when updates, or copies of state and parameters, run; what is right of the bar runs under the next
-    forward. The bound is that with the overlap of all policies."""
+    A strip below each bar shows when updates, or copies of state and parameters, run; what is right of the bar runs
+    under the next forward."""
     bars = [policy_bars.bar_of(vars(result), number) for number, result in enumerate(replay.results)]
     kinds = policy_bars.byte_kinds(bars)
     figure = policy_bars.figure_for(kinds, 1.8 + 0.45 * len(bars))
@@ -123,10 +122,8 @@ def schedules_height(schedules: Sequence[Schedule]) -> float:
 
 
 def draw_lanes(figure: Figure | SubFigure, schedules: Sequence[Schedule], titles: Sequence[str]) -> Axes:
-    """Draw the lanes of all resources in each schedule, under the phases of the iteration; return the last axes.
-
-    Operations that end in the next iteration continue at the left. All schedules have the same scale. Device memory of
-    plans for layers is above their lanes."""
+    """Draw the lanes of all resources in each schedule, under the phases of the iteration, in one scale; return the
+    last axes. Operations that end in the next iteration continue at the left; memory of plans for layers is above."""
     has_layers = [bool(schedule.workload.layer_memory) for schedule in schedules]
     ratios = [
         ratio

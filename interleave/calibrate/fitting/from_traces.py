@@ -42,11 +42,10 @@ _IDENTIFIED = 0.5
 
 
 def machine_of(paths: Sequence[Path], name: str) -> Machine:
-    """Return the machine that explains these traces best.
+    """Return the machine that explains these traces best, with the key `fit` (see `MachineFit`, and the policies).
 
-    Rates that follow from the sub-steps of recorded jobs are taken from them and not fitted. The key `fit` of the
-    machine file says how good the fit is (see `MachineFit`), and which policies the traces ran under. Raises
-    MachineError where a trace does not record how it was offloaded, or the traces are of different GPUs."""
+    Rates that follow from the sub-steps of recorded jobs are not fitted. Raises MachineError where a trace does not
+    record how it was offloaded, or the traces are of different GPUs."""
     traces = [open_trace(path) for path in paths]
     steps_of_traces = [step_rates(trace) for trace in traces]
     if any(_on_cpu(trace) for trace in traces):
@@ -204,10 +203,9 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     """Fit a machine: the maximum a posteriori for errors that are normal in the logarithm.
 
     Minimises the squared relative errors of the updates (and of backwards that waited for gradients), over 2 %, plus
-    the squared distances from the priors, over their widths. The covariance is the inverse of J'J. Samples may be of
-    several models and of several numbers of ranks on a host; the rates are those with the largest number of them, and
-    with several numbers the rates of a rank alone are fitted too. `measured` rates are not fitted. Raises MachineError
-    without a sample, or if of some samples alone is known how many ranks shared the host."""
+    the squared distances from the priors, over their widths; the covariance is the inverse of J'J. Rates are those with
+    the most ranks on a host, and with several numbers those of a rank alone are fitted too. Raises MachineError without
+    a sample, or if of some samples alone is known how many ranks shared the host."""
     if not samples:
         raise MachineError("a machine cannot be fitted from no trace")
     base = measured or Machine()

@@ -53,10 +53,8 @@ def planning_rates(machine: Machine) -> dict[str, float | None]:
 def correct_rates(machine: Machine, schedule: Schedule) -> Machine:
     """Correct the rates of a machine by the measured schedule of a step; not if its plan cannot be simulated on it.
 
-    Each rate moves half the way, on a logarithmic scale, to the value with which a simulation of the plan takes the
-    measured time on its resource. Rates are scaled by the ratio of simulated and measured times, so that the effect of
-    operations that run at once and share a resource stays accounted for. What a path of the storage reads and writes
-    together is scaled by the ratio of both."""
+    Each rate moves half the way, on a logarithmic scale, to where a simulation takes the measured time on its resource:
+    by the ratio of both times, which accounts for operations that share a resource."""
     try:
         predicted = simulate(schedule.plan, schedule.workload, machine)
     except UserError:
@@ -110,10 +108,8 @@ _WARM_UP_STEPS = 2
 
 
 class Planner:
-    """Makes plans for a running job; new ones only for policies that depend on rates.
-
-    `machine` has the first rates, then those corrected by the steps so far. Plans have no other overlaps than supported
-    ones."""
+    """Makes plans for a running job, with supported overlaps alone; new ones only for policies that depend on rates.
+    `machine` has the first rates, then those corrected by the steps so far."""
 
     def __init__(
         self,
@@ -159,10 +155,8 @@ class Planner:
         self._planning_s = 0.0
 
     def plan(self, budget: Budget | None) -> Plan:
-        """Make a plan from the rates and phases measured so far.
-
-        Raises PolicyError and MachineError as `make_plan` does, and EngineError if the plan needs more memory than the
-        budget of device memory for state (None: no limit)."""
+        """Make a plan from the rates and phases measured so far. Raises as `make_plan`, and EngineError if it needs
+        more device memory than the budget for state (None: no limit)."""
         begin_s = self._planned_s = time.perf_counter()
         # Also where there is no plan, so that the next one waits.
         self._planned_step = self._steps

@@ -135,13 +135,9 @@ class AdaptiveRunner:
         commit: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
+        `host_buffers`: as for SubgroupStates; `commit`: what `commit` has returned, whose state the new engine has.
 
-        Raises as `check`, and nothing is changed; or EngineError if a file cannot be used.
-
-        Args:
-            host_buffers: Host memory of the caller for the states; see SubgroupStates.
-            commit: What `commit` has returned, whose state the new engine has; None for new state.
-        """
+        Raises as `check`, and nothing is changed; or EngineError if a file cannot be used."""
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
@@ -252,10 +248,9 @@ class AdaptiveRunner:
                 self._replace_plan(budget)
 
     def commit(self) -> dict[str, Any]:
-        """Make the state in storage the one to resume from after a crash, and return what `rebuild` takes for that.
-
-        The plan has stopped before. Raises EngineError if there is no storage, or it is full; the commit before stays.
-        """
+        """Make the state in storage the one to resume from after a crash, and return what `rebuild` takes for that,
+        after the plan has stopped. Raises EngineError if there is no storage, or it is full; the commit before
+        stays."""
         states = self.engine.store.states
         if states.stored is None:
             raise EngineError("commit() is for optimizers with storage=: save the state_dict() of others")

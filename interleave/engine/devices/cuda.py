@@ -301,9 +301,8 @@ class CudaDevice:
 
 class JobMemory:
     """Separates the memory that torch has reserved into that of the optimizer and that of the job, at its peak so far.
-
-    torch keeps memory that was freed in pools, one for each stream. So the optimizer's memory stays reserved after a
-    release, and its part of the reserved memory is its own peak since torch last returned memory to the device."""
+    torch keeps freed memory in a pool for each stream, so the optimizer's part is its own peak since torch last
+    returned memory."""
 
     def __init__(self) -> None:
         # The highest sample, in bytes.

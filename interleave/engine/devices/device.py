@@ -35,10 +35,8 @@ class Streams(Protocol):
     """Work on a device: each stream does what is issued to it in order."""
 
     def thread_setup(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread may use the device and wait for it, whatever others do.
-
-        A GPU is then the current device of the thread: calls on events would else open a context on the first GPU. And
-        they do not end the capture of a CUDA graph on another thread."""
+        """Return a context in which the calling thread may use the device and wait for it: a GPU is the thread's
+        current device, and its calls do not end the capture of a CUDA graph on another thread."""
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         """Let a stream wait for marks, before it does what is issued to it from now on."""
@@ -48,10 +46,8 @@ class Streams(Protocol):
 
 
 class Device(Streams, Protocol):
-    """A device that stores and updates optimizer state.
-
-    The threads of the executor call it, with at most one call at a time for each stream. `copy` and `update` return
-    when their work is issued; a mark tells when it is done."""
+    """A device that stores and updates optimizer state. The executor's threads call it, one at a time for each stream.
+    `copy` and `update` return when their work is issued; a mark tells when it is done."""
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         """Allocate device memory of shape (rows, params), fp32. Raises DeviceMemoryError if there is too little.
@@ -104,9 +100,8 @@ class Device(Streams, Protocol):
         """Return whether the calling thread captures its work in a CUDA graph instead of running it."""
 
     def begin_iteration(self) -> None:
-        """Use the training thread's current stream as `memory`, and set the clock of marks again, since clocks drift.
-
-        The training thread calls this."""
+        """Use the training thread's current stream as `memory`, and set the clock of marks again, since clocks
+        drift."""
 
     def sample_memory(self) -> None:
         """Record how much device memory the job uses now, for `free_bytes`. The training thread calls this."""

@@ -123,11 +123,10 @@ class EmulatedStreams:
 
 
 class EmulatedDevice(EmulatedStreams):
-    """A device whose memory is host memory with an enforced capacity.
+    """A device in host memory with a capacity, throttled copies in two directions and real arithmetic; None: no limit.
 
-    Its link has two directions of throttled copies, and its arithmetic is real. As on a GPU, a copy or an update is
-    issued to a stream and done later, on a thread of the stream. It exposes races, lost bytes and wrong order of
-    operations; its times say nothing about performance. None is no limit of the capacity, and no throttling."""
+    As on a GPU, work is issued to a stream and done later on its thread, which exposes races, lost bytes and wrong
+    order of operations; its times say nothing about performance."""
 
     def __init__(
         self,

@@ -59,15 +59,11 @@ class MethodGate:
 
 
 class ShardedGates:
-    """Gates of everything that gathers parameters of `fully_shard`: forwards, prefetches, backwards, `unshard()`.
+    """Gates of everything that gathers parameters of `fully_shard`, on the `unshard` of its groups: the module's own
+    hook gathers before any other, and prefetches before that. A gate delays a gather, and changes no order.
 
-    A gate delays a gather; it never leaves one out or changes the order of gathers. It is on the group's `unshard`,
-    since the module's own hook gathers before any other hook of its modules runs, and prefetches before that.
-
-    Gathers on CUDA copy the shards on a stream of their own. The wait ends when the host has seen the event behind the
-    upload, so everything that any stream is given afterwards follows it.
-
-    Raises EngineError if the installed torch has other parameter groups than those known here."""
+    Gathers on CUDA copy the shards on a stream of their own; the wait ends when the host has seen the event behind the
+    upload. Raises EngineError if torch has other parameter groups than those known here."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait) -> None:
         groups = _parameter_groups(model)
@@ -179,12 +175,10 @@ class _ModuleGate:
 class ForwardGates:
     """Hooks before everything in a model that uses parameters: forwards and gathers of shards.
 
-    Which modules are called is known after the first iteration. Parameters of others, as of a projection that an
-    attention layer reads itself, are waited for by the nearest called module around them. Until then, none may be late.
-
-    Copies and pickles of any module have no hooks. The model keeps `wait` and `finish` alive: pass functions with a
-    weak reference. Raises EngineError if the model is not a module, or shards or converts its parameters in a way that
-    is not supported."""
+    Which modules are called is known after the first iteration; until then no parameter may be late. Those of others,
+    as of a projection that an attention layer reads itself, are waited for by the nearest called module around them.
+    The model keeps `wait` and `finish` alive: pass weak references. Raises EngineError if the model is not a module, or
+    shards or converts its parameters in a way that is not supported."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
         if not isinstance(model, torch.nn.Module):

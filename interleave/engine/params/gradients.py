@@ -98,15 +98,11 @@ _ADDITIONS = (_aten.add.Tensor, _aten.add_.Tensor)
 
 
 class GradientCollector:
-    """Collects the gradients of parameters for an engine.
+    """Collects the gradients of parameters for an engine, over as many backwards as the step before had.
 
-    With streamed gradients, each gradient is offloaded when it is computed for the last time in a step, and `p.grad` is
-    a placeholder that only has its shape. A job may set that to None, or run one more backward: then the gradients are
-    recalled, without the dropped ones and with what was added, and are submitted at the step.
-
-    A step may have several backwards: as many as the step before had. In the first step that number is not known, and
-    nothing is offloaded or reported. `expected_scalars` returns the factors by parameter that the next step has if it
-    is neither clipped nor skipped."""
+    Streamed gradients are offloaded when they are computed for the last time in a step, and `p.grad` is a placeholder.
+    If a job sets that to None, or runs one more backward, gradients are recalled, with what was added, and submitted at
+    the step. `expected_scalars` returns the factors of a step that is neither clipped nor skipped."""
 
     def __init__(
         self,

@@ -33,9 +33,8 @@ _Layout = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]
 class OffloadedParams:
     """The parameters that an engine updates: opens it, and begins and ends its steps.
 
-    Parameters on the CPU may be on their way to a GPU, so their device is opened at the first use. Until the first step
-    they may still move or change their dtype. At every step, parameters that the job has changed since the step before
-    are found by their fingerprints, and their masters follow."""
+    Until the first step they may move, or change their dtype, and the device is opened at the first use. Parameters
+    that the job has changed are found by their fingerprints at every step, and their masters follow."""
 
     norm: GradientNorm
     collector: GradientCollector
@@ -147,15 +146,10 @@ class OffloadedParams:
     def begin_step(
         self, params: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], set[int]]:
-        """Follow what the job did to the parameters since the last step, which ends first, and submit the gradients.
+        """Follow what the job did to parameters since the last step, which ends first, and submit the gradients.
 
-        Args:
-            params: The parameters that need state; the engine may have more.
-
-        Returns:
-            All parameters, flat, in the order of their memory; the gradients that were not offloaded, by the
-            parameter's index; and the indices of all parameters that have a gradient.
-        """
+        Returns all parameters, flat, in the order of their memory; the gradients that were not offloaded, by index; and
+        the indices of all that have a gradient. `params` are those that need state; the engine may have more."""
         engine = self.open(params)
         self.pending.finish_updates()
         if self.has_submitted:

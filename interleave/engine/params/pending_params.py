@@ -36,10 +36,8 @@ _MEMORY = ("data", "data_ptr", "untyped_storage", "storage", "numpy", "__array__
 
 
 class PendingParams:
-    """The parameters that the last step has updated, each until something has waited for it.
-
-    Until then a parameter is unread: gates of its model and LateParams wait as soon as something uses it, and a
-    gradient of it is an error, since it would be one of old values."""
+    """The parameters that the last step has updated, each unread until something has waited for it: gates of its model
+    and LateParams do, and a gradient of an unread one is an error, since it would be one of old values."""
 
     def __init__(self, runner: AdaptiveRunner) -> None:
         # Held by whole calls of the optimizer, so that one from another thread comes before or after a step. Hooks
@@ -257,10 +255,9 @@ def _functions(names: Iterable[str], assigned: Iterable[str]) -> frozenset[Any]:
 
 
 class LateParams:
-    """Gives late parameters a class whose every use in Python waits, as an argument of any function of torch.
-
-    `wait` waits until parameters are written, and makes them ordinary again by `clear`; `finish` does so for all. Only
-    functions of C++ code that is not torch's own, and compiled and scripted code, do not show their arguments so."""
+    """Gives late parameters a class whose every use in Python waits (`wait`, `finish` for all), and makes them ordinary
+    again by `clear`. Only C++ code that is not torch's own, and compiled and scripted code, do not show their arguments
+    so."""
 
     def __init__(self, wait: Callable[[Sequence[torch.Tensor]], None], finish: Callable[[], None]) -> None:
         self._wait = wait

@@ -119,12 +119,11 @@ def update_masters(
     loaded: Mapping[int, torch.Tensor | None],
 ) -> set[int]:
     """Set the masters of changed parameters to the parameters, except elements whose master already rounds to them.
+    Returns the parameters of which a master was not kept.
 
-    Nobody knows which elements were written of a parameter that is a part of its masters: all remainders become 0,
-    unless they were loaded together with what they are the remainders of (`rounded_masters`, by the parameter's index).
-    Those whose master rounds to the parameter, to even or away from zero, stay, and the parameter becomes the latter.
-
-    Returns the parameters of which a master was not kept."""
+    Remainders become 0, since nobody knows which elements were written, unless they were loaded with what they are the
+    remainders of. Those whose master rounds to the parameter, to even or away from zero, stay, and the parameter
+    becomes the latter."""
     replaced: set[int] = set()
     for number, subgroup in enumerate(states.subgroups):
         segments = [segment for segment in subgroup.segments if segment.param in changed]
