@@ -109,10 +109,8 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
-    """Return how many logical cores each rank on this host may use, at least 1.
-
-    They (`local_ranks` by default) share those of their launcher, the parent of this process, which may have bound this
-    rank to fewer of them."""
+    """Return how many logical cores each rank on this host may use, at least 1: a share of those of their launcher, the
+    parent of this process, which may have bound this rank to fewer of them."""
     own = launcher = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = max(own, len(os.sched_getaffinity(os.getppid())))
@@ -136,10 +134,8 @@ def threads_per_core(root: Path = Path("/")) -> int | None:
 
 
 def too_few_threads(threads: int, possible: int, threads_per_core: int | None = None) -> bool:
-    """Return whether a rank uses at most half of the cores that it may use.
-
-    `possible`: logical cores. Where a core has two of them, or that is not known, half of these are all cores: torch
-    starts one thread for two."""
+    """Return whether a rank uses at most half of the logical cores that it may use; of the half where a core has two of
+    them, or that is not known: torch starts one thread for two."""
     return threads * 2 <= possible - (threads_per_core != 1)
 
 

@@ -137,10 +137,8 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
 def print_plans(
     job: TrainingJob, plans: list[MachinePlan], sort: str, explain: bool, is_named: bool, smallest: Machine | None
 ) -> None:
-    """Print a table of plans, sorted by `iteration` or `cost`; machines without the figure come last.
-
-    The first machine is answered for if machines were named (`is_named`). `smallest` as for `plan_view`. With `explain`
-    also what limits each plan, and the other policies."""
+    """Print a table of plans, sorted by `iteration` or `cost`, and the answer for the first machine if machines were
+    named; `smallest`: as for `plan_view`; `explain`: also what limits each plan, and the other policies."""
     from ebbtide.interleave.advise.tables import plan_view, policies_table
 
     def sort_key(plan: MachinePlan) -> tuple[bool, float]:

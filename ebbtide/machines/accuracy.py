@@ -97,13 +97,9 @@ def accuracy_of(machine: Machine) -> Accuracy:
 
 
 def uncertainty_of(machine: Machine) -> dict[str, float]:
-    """Return the factor within which each rate is known: one standard error, normal in the logarithm.
-
-    It is that of the fit (`fit.uncertainty` of the file) or of the data sheets (`uncertainty`). A measured rate is
-    known as well as its runs agree, and no better than within 5 %.
-
-    Returns:
-        Factors of at least 1 by the key of the rate; rates without a known uncertainty are missing."""
+    """Return the factors (one standard error, normal in the logarithm, at least 1) within which rates are known, by
+    key: of the fit, of the data sheets, or of a measured rate as its runs agree, no better than 5 %. Others are
+    missing."""
     factors = {key: _measured_factor(entry) for key, entry in section(machine.extra, "measured").items()}
     for stated in (
         section(section(machine.extra, "fit"), "uncertainty"),

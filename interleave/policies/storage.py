@@ -229,11 +229,9 @@ def layouts(paths: int) -> list[StorageLayout]:
 
 
 def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a plan with as much of its state in storage as host memory does not hold.
-
-    A plan that fits into host memory, or has state in storage already, is returned as it is, as is any plan where the
-    machine has no storage or its host memory is not known. Of all layouts that fit, the one with the shortest mean
-    iteration is taken; if none fits, the one that needs the least host memory."""
+    """Return a plan with as much of its state in storage as host memory does not hold; itself where it fits or has
+    state in storage, or storage or host memory are not known. Of layouts that fit the one with the shortest mean
+    iteration is taken, else the one that needs the least host memory."""
     if not _needs_storage(plan, workload, machine):
         return plan
     plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in layouts(len(machine.storage)))

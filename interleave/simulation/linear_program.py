@@ -95,10 +95,8 @@ class LinearProgram:
         self._rows.append(_Row(terms, lower, upper))
 
     def minimize(self, variable: int) -> Vector | None:
-        """Return the values of all variables where this one is smallest, None if no values satisfy the rows.
-
-        The open relaxation with the smallest value is branched next, so the first one whose integers are whole is
-        optimal."""
+        """Return the values of all variables where this one is smallest, None if no values satisfy the rows. The
+        smallest open relaxation is branched next, so the first one whose integers are whole is optimal."""
         solver = self._solver(variable)
         variables = np.arange(len(self._upper), dtype=np.int32)
         open_relaxations: list[_Relaxation] = []

@@ -47,11 +47,9 @@ class Block:
 
 
 class Arena:
-    """Hands out device memory in blocks, and gets them back when their last use is issued.
-
-    A block that comes back is handed out again at once: the next stream waits for the mark of its last use. So
-    operations allocate nothing, except in memory that is free for a part of an iteration only: that is allocated when
-    an operation needs it, and released to the job after its last use."""
+    """Hands out device memory in blocks, and gets them back when their last use is issued, to hand them out again at
+    once: the next stream waits for its mark. Memory that is free for a part of an iteration only is allocated when an
+    operation needs it, and released to the job after its last use."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -142,11 +140,9 @@ def worst_case(plan: Plan, workload: Workload) -> Schedule:
 
 
 def gradient_elements(subgroup: Subgroup) -> int:
-    """Return the number of fp32 elements of memory for a gradient that was copied to the host and back.
-
-    It is written to the memory of the parameter, which nobody reads until the update has written it again from the
-    master, so it needs none. A gradient of another dtype than the parameter has a block of its own; so has one whose
-    parameter is a part of the master."""
+    """Return the number of fp32 elements of memory for a gradient that was copied to the host and back: none if it fits
+    the parameter's memory, which nobody reads until the update writes it; not if its dtype is another, or the parameter
+    a part of the master."""
     if subgroup.has_remainders:
         return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0
@@ -160,10 +156,8 @@ def acquired_elements(op: Op, subgroups: Sequence[Subgroup]) -> int:
 
 
 def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
-    """Return the sizes of the blocks that a plan works with, besides those of resident state, in fp32 elements.
-
-    Blocks are used again, so even subgroups need the peak of the plan's memory and no more. With uneven ones a block
-    has the size of the largest that it is used for. The schedule is the worst case of the plan."""
+    """Return the sizes of the blocks that a plan works with, besides those of resident state, in fp32 elements, by its
+    worst case. A block is used again, and has the size of the largest that it is used for."""
     blocks = _Blocks()
     # In the second iteration parked state begins where the first one left it.
     for _ in range(2):

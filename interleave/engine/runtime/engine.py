@@ -32,10 +32,8 @@ _STEP_KINDS = ("clip", "gradient up", "update", "upload")
 
 
 class Engine:
-    """Runs a plan at every step, on parameters that are divided into subgroups.
-
-    The training thread calls it; autograd's thread calls `report_progress` and `offload_gradient`. `params` is the
-    number of tensors."""
+    """Runs a plan at every step, on parameters (so many tensors) that are divided into subgroups. The training thread
+    calls it; autograd's thread calls `report_progress` and `offload_gradient`."""
 
     _workload: Workload
 
@@ -90,10 +88,8 @@ class Engine:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which no operation runs, so that state can be read and written where it is.
-
-        The plan goes on afterwards. Before the step, it has updated nothing yet, but for speculative updates, which are
-        done again."""
+        """Return a context in which no operation runs, so that state can be read and written where it is. The plan goes
+        on afterwards; before the step only speculative updates are done again."""
         with self._executor.paused():
             self.store.speculative.invalidate()
             yield
@@ -161,9 +157,9 @@ class Engine:
     def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule | None:
         """Update parameters (flat), after `submit_gradients`, by factors; None for one that stays as it is.
 
-        With late operations it returns before they have ended: `finish_step` must follow before anything else but
-        `wait_for_params`. Both raise OperationFailed if an operation of the plan failed and the step was completed on
-        the CPU, and EngineError if it could not be: the state is lost."""
+        With late operations it returns before they have ended, and `finish_step` must follow before anything but
+        `wait_for_params`. Both raise OperationFailed if the step was completed on the CPU, else EngineError: the state
+        is lost."""
         assert self.plan is not None
         assert self._clock.step_mark is not None
         self._clock.scalars_s = time.perf_counter()
@@ -183,9 +179,8 @@ class Engine:
         return self.finish_step()
 
     def wait_for_params(self, params: Iterable[int]) -> bool:
-        """Wait until late operations have written parameters, by their indices, and return whether they have.
-
-        If not, an operation has failed, and `finish_step` raises."""
+        """Wait until late operations have written parameters, by their indices; False: one has failed, and
+        `finish_step` raises."""
         writes = [
             index
             for param in params
@@ -322,9 +317,8 @@ def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
 
 
 def reserve_rows(plan: Plan) -> list[int]:
-    """Return numbers for the rows of a step, so that they belong to this iteration even if they are added later.
-
-    They are for all operations, and as many executions that were repeated. There are none where nothing is recorded."""
+    """Return numbers for the rows of a step, all operations and as many repeated ones, so that they belong to this
+    iteration even if they are added later. There are none where nothing is recorded."""
     recorder = start.current_recorder()
     if recorder is None or not recorder.recording:
         return []
@@ -332,9 +326,8 @@ def reserve_rows(plan: Plan) -> list[int]:
 
 
 def record_operations(run: PlanRun, numbers: Sequence[int]) -> None:
-    """Add a row to the table `ops` of the trace for each operation, and for each speculative update that was not used.
-
-    The numbers are those that `reserve_rows` has returned before the step did; without numbers nothing is added."""
+    """Add a row to the table `ops` of the trace, with the numbers that `reserve_rows` has returned before the step, for
+    each operation, and each speculative update that was not used."""
     recorder = start.current_recorder()
     if recorder is None:
         return

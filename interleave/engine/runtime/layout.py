@@ -58,11 +58,9 @@ def divide(
     has_remainders: bool = False,
     rules: Sequence[UpdateRule] | None = None,
 ) -> tuple[Subgroup, ...]:
-    """Divide parameters into subgroups of `subgroup_params` elements, in order; large parameters are split, but for
-    matrices that their rule updates as a whole, and between blocks if their moments have scales.
-
-    The last subgroup before a change of dtype or rule may be smaller, since a subgroup has one. `rules` are those of
-    the parameters; None: all have the rule `adamw`."""
+    """Divide parameters into subgroups of `subgroup_params` elements of one dtype and rule (None: `adamw`), in order;
+    large parameters are split, but for matrices that their rule updates as a whole, and between blocks if their moments
+    have scales. The last subgroup before a change may be smaller."""
     subgroups: list[Subgroup] = []
     segments: list[ParamSegment] = []
     size = 0

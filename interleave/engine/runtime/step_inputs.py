@@ -63,13 +63,11 @@ class StepInputs:
 
 
 class SpeculativeUpdates:
-    """The speculative updates of a step: what they assumed, whether it came true, and what becomes of their results.
+    """The speculative updates of a step, by any thread: what they assumed, whether it came true, and their results.
 
-    They have the factors of a step that is neither clipped nor skipped. The new state is written into a spare. When the
-    factors are known to be those that an update assumed, the two are exchanged. Of state in storage the file has the
-    old version, so it is updated in the buffer into which it was read, and read again if it is not valid.
-
-    Threads may call all methods."""
+    They have the factors of a step that is neither clipped nor skipped. The new state is written into a spare, and the
+    two are exchanged when that comes true. Of state in storage the file has the old version: it is updated in its
+    buffer, and read again if it is not valid."""
 
     def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates) -> None:
         self._subgroups = subgroups

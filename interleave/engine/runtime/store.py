@@ -242,10 +242,8 @@ class Store:
         self._buffers.prepare(plan)
 
     def complete(self, plan: Plan, done: Sequence[bool]) -> None:
-        """Complete a step on the CPU, subgroup by subgroup, after an operation failed; then no state is on the device.
-
-        `done` says which operations of the plan were done. Raises EngineError if an update failed: its state is lost.
-        """
+        """Complete a step on the CPU after an operation failed; then no state is on the device. `done` says which
+        operations of the plan were done. Raises EngineError if an update failed: its state is lost."""
         # What the job has issued, gradients among it, is done.
         self.device.record("job").synchronize()
         if self._corrupted:

@@ -128,10 +128,8 @@ def _storage_options(config: CompareConfig, shape: training_runs.Shape, subgroup
 def _waits(
     config: CompareConfig, policies: Sequence[str], testbed: Testbed, shape: training_runs.Shape
 ) -> training_runs.PhaseWaits:
-    """Return how long forward and backward wait.
-
-    Updates beside the step need phases to run in, which take no core of the CPU that runs updates: by default, on an
-    emulated device, a forward as long as all updates on the CPU take, and a backward twice as long."""
+    """Return how long forward and backward wait, by default on an emulated device as long, and twice as long, as all
+    updates on the CPU take: phases for updates beside the step to run in, which take no core."""
     if config.waits is not None:
         if any(config.waits) and not testbed.emulated:
             raise UserError("--forward-ms and --backward-ms are for an emulated device: add --emulate-link, e.g. 1GB")

@@ -281,10 +281,8 @@ def train(
 
 
 def _with_phases(schedule: Schedule, step: TrainingStep) -> Schedule:
-    """Return the schedule with the phases of the training loop.
-
-    The update begins where the backward has returned, also where the optimizer first does other work than that of its
-    plan, such as a norm. The workload's forward has no waits for late updates."""
+    """Return the schedule with the phases of the training loop. The update begins where the backward has returned,
+    before the optimizer's norm, too; the workload's forward has no waits for late updates."""
     forward, backward = step.forward_s, step.backward_s
     waited_s = max(0.0, schedule.forward_s - schedule.workload.forward_s)
     return replace(

@@ -71,10 +71,9 @@ def find_testbed(
     link_bytes_per_s: float | None,
     machine: Machine | None,
 ) -> Testbed:
-    """Return the GPU of this machine, or an emulated device without a GPU or if a link rate is given.
-
-    A `machine` has the rates to predict with, which are measured where it is None; link and GPU of an emulated device
-    have its own. Raises MachineError for a missing rate."""
+    """Return the GPU of this machine, or an emulated device, with its own link and GPU, without one or if a link rate
+    is given. A `machine` has the rates to predict with, else they are measured. Raises MachineError for a missing
+    rate."""
     if torch.cuda.is_available() and link_bytes_per_s is None:
         rates = machine or calibrate(Ranks(), _CALIBRATE_S, "this machine")
         testbed = Testbed(torch.device("cuda"), torch.cuda.get_device_name(), rates, memory_budget, None, None)

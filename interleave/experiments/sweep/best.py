@@ -97,10 +97,8 @@ class BestPolicy:
 
 
 def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
-    """Return the best combination of each workload, machine, size, and free memory of device and host, in order.
-
-    Combinations that are exact come before those that are not, and those that fit before those for which that is not
-    known; those that do not fit are left out."""
+    """Return the best combination of each workload, machine, size, and free memory of device and host, in order: exact
+    ones first, then those known to fit, then the fastest; those that do not fit are left out."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in _GROUP), []).append(row)

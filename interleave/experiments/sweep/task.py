@@ -93,11 +93,10 @@ def _scaled_time(time_s: float, workload: Workload, factor: float) -> float:
 def find_pairs(
     traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str], ranks_per_host: int | None = None
 ) -> list[tuple[Workload, Machine]]:
-    """Pair each workload with each machine.
+    """Pair each workload with each machine, with the rates of one of `ranks_per_host` ranks (None: those of the trace).
 
-    Without machines each trace goes with its recorded one, else with the preset of its card. Rates are those of one of
-    `ranks_per_host` ranks on a host (None: as many as the trace has). Different workloads or machines with the same
-    name are named by their paths instead."""
+    Without machines each trace goes with its recorded one, else with the preset of its card. Different ones with the
+    same name are named by their paths instead."""
     sources: list[tuple[Trace | None, Path]] = [
         *((open_trace(path), path) for path in traces),
         *((None, path) for path in files),

@@ -26,10 +26,9 @@ def aligned(nbytes: int) -> int:
 
 
 class DirectFile:
-    """A file that one process reads and writes, with O_DIRECT where the file system has it.
-
-    It is created if it does not exist. Offsets are multiples of PAGE, and memory is whole pages. Every method raises
-    EngineError if the file cannot be used so: another optimizer uses it, it ends early, the file system is full."""
+    """A file that one process reads and writes, with O_DIRECT where there is that; created if it does not exist.
+    Offsets are multiples of PAGE, and memory is whole pages. Methods raise EngineError: it is in use, ends early, or
+    the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -32,17 +32,10 @@ _VOID = 254
 
 
 class StateFile:
-    """The state of subgroups in a file.
+    """The state of subgroups, of so many bytes each, in a file.
 
-    Args:
-        sizes: Bytes of state of each subgroup.
-        run: Name of the run, 16 bytes. Commits of another run are never read.
-        sequence: The commit to begin with; None for new state.
-
-    Raises:
-        EngineError: The file cannot be used: it has commits of another run, or not the one to begin with; or there is
-            too little space.
-    """
+    It has the commit `sequence` of a run (name of 16 bytes), None: new state. Raises EngineError if it has commits of
+    another run, or not this one, or there is too little space."""
 
     def __init__(self, path: Path, sizes: Sequence[int], run: bytes, sequence: int | None = None) -> None:
         self._sizes = list(sizes)
@@ -97,10 +90,9 @@ class StateFile:
         self.written_bytes += len(memory)
 
     def commit(self) -> int:
-        """Make the newest state of all subgroups the one to begin with after a crash, and return the commit's number.
-
-        No read or write may run meanwhile. Raises EngineError if there is too little space for the next writes, or the
-        file cannot be written; the commit before stays."""
+        """Make the newest state of all subgroups the one to begin with after a crash, and return the commit's number;
+        no read or write may run. Raises EngineError if there is too little space for the next writes; the commit before
+        stays."""
         for subgroup, region in enumerate(self._current):
             if region != _NO_REGION:
                 self._reserve(subgroup, 1 - region)
