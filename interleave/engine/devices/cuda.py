@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
+from ebbtide.interleave.engine.devices.device import Device, Direction, Mark, Stream
 from ebbtide.interleave.engine.devices.host_memory import allocate_pinned, gpu_node
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
@@ -88,6 +88,9 @@ class CudaStreams:
     def stream(self, name: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device) if name == "job" else self._streams[name]
 
+    def thread_setup(self) -> AbstractContextManager[None]:
+        return thread_setup(self._device)
+
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         for mark in marks:
             assert isinstance(mark, CudaMark)
@@ -160,7 +163,7 @@ MARGIN = 0.08
 _UNIT = 64 << 20
 
 
-class CudaDevice:
+class CudaDevice(CudaStreams, Device):
     """A GPU (without an index, the current one). Work is issued to streams, and marks are CUDA events.
 
     It has not run on a GPU yet. Raises EngineError if the calling thread captures a CUDA graph."""
@@ -175,10 +178,11 @@ class CudaDevice:
         except ImportError as error:
             raise EngineError(f"updates on a GPU need Triton ({error}): pip install triton") from error
 
-        self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        super().__init__(
+            torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        )
         self._kernel = triton_kernel
         self.numa_node = gpu_node(self._device)
-        self._streams = CudaStreams(self._device)
         self._used = 0
         self._job_memory = JobMemory()
         self._lock = threading.RLock()
@@ -203,7 +207,7 @@ class CudaDevice:
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream("memory")):
+            with torch.cuda.device(self._device), torch.cuda.stream(self.stream("memory")):
                 block = torch.empty((rows, params), dtype=torch.float32, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(f"the GPU has too little free memory: {str(error).splitlines()[0]}") from error
@@ -216,12 +220,6 @@ class CudaDevice:
         with self._lock:
             self._used -= tensor.nbytes
 
-    def claim(self, nbytes: int) -> None:
-        """Do nothing: torch's allocator counts it."""
-
-    def unclaim(self, nbytes: int) -> None:
-        """Do nothing: torch's allocator counts it."""
-
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty((nbytes,), dtype=torch.uint8, device=self._device)
 
@@ -231,29 +229,17 @@ class CudaDevice:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         return allocate_pinned(shape, dtype, self.numa_node)
 
-    def thread_setup(self) -> AbstractContextManager[None]:
-        return thread_setup(self._device)
-
-    def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
-        self._streams.wait(stream, marks)
-
-    def record(self, stream: Stream) -> Mark:
-        return self._streams.record(stream)
-
-    def begin_iteration(self) -> None:
-        self._streams.begin_iteration()
-
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream(stream)):
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream(stream)):
             work()
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream(direction)):
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream(direction)):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
 
     def update(self, updates: Sequence[TensorUpdate]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream("gpu")):
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream("gpu")):
             try:
                 self._kernel.gpu_update(updates)
             except Exception as error:
@@ -294,9 +280,6 @@ class CudaDevice:
                 return results()
 
         return wait
-
-    def close(self) -> None:
-        """Do nothing: the streams are destroyed with this object."""
 
 
 class JobMemory:

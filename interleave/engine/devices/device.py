@@ -49,6 +49,10 @@ class Device(Streams, Protocol):
     """A device that stores and updates optimizer state. The executor's threads call it, one at a time for each stream.
     `copy` and `update` return when their work is issued; a mark tells when it is done."""
 
+    numa_node: (
+        int | None
+    )  # The NUMA node of the host next to the device; None if there is one only, or it is not known.
+
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         """Allocate device memory of shape (rows, params), fp32. Raises DeviceMemoryError if there is too little.
 
@@ -108,10 +112,6 @@ class Device(Streams, Protocol):
 
     def free_bytes(self) -> float | None:
         """Return how much device memory state may use in total, in bytes; None if there is no limit."""
-
-    @property
-    def numa_node(self) -> int | None:
-        """The NUMA node of the host next to the device; None if there is one only, or it is not known."""
 
     @property
     def used_bytes(self) -> int:
