@@ -13,8 +13,7 @@ from pathlib import Path
 
 # Version 1 has a limit of this or more where there is none.
 _NO_LIMIT = 1 << 60
-# Variables that launchers set in each rank to the number of ranks on its host: torchrun, DeepSpeed, Open MPI, MPICH and
-# Intel MPI, and Slurm, where a step may have other numbers than its job.
+# The number of ranks on a host: torchrun, DeepSpeed, Open MPI, MPICH and Intel MPI, Slurm (a step's, then a job's).
 _LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",

@@ -62,8 +62,7 @@ def run_on_cluster(
     except (OSError, ValueError) as error:
         raise UserError(f"no Dask scheduler answers at {address}: {' '.join(str(error).split())}") from None
     with client:
-        # A lambda is sent by value. A named function would have to be imported there, and a worker that cannot import
-        # it ends without an error message.
+        # A lambda is sent by value; a worker that cannot import a named function ends without a message.
         own = str(importlib.import_module("ebbtide").__version__)
         versions = client.run(lambda: str(importlib.import_module("ebbtide").__version__), on_error="return")
         others = {str(version) for version in versions.values() if version != own}

@@ -43,8 +43,8 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
 
 def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
-    """Return the machine with the rates of one of the ranks of a job, without the system's share of host memory. Raises
-    MachineError for several ranks on a host without a box."""
+    """Return the machine with a rank's rates, without the system's share of host memory. Raises as
+    `Machine.for_ranks`."""
     shared = machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
     host = shared.host_memory_bytes
     return shared if host is None else replace(shared, host_memory_bytes=(1 - SYSTEM_SHARE) * host)

@@ -61,8 +61,7 @@ class PolicyResult:
     storage_written_bytes_per_day: float
     storage_busy: list[dict[str, float]]  # By path: the shares of the iteration during which it reads and writes.
     stored_subgroups: int
-    # Whether each step gives the results that the workload asks for: the same update, of all gradients, clipped if the
-    # workload clips.
+    # Whether each step gives the results that the workload asks for.
     exact: bool
     note: str | None  # How the results differ where they are not exact; None where they are.
     weights: dict[str, int] | None  # Layers that are resident and streamed; None without layers. So are the next two.
@@ -97,8 +96,7 @@ class Replay(TabularResult, table="results"):
     overlap: Overlap  # The overlap of all exact policies together.
     overlap_bound: Bound  # Lower bounds of any policy with that overlap or a part of it.
     skipped: dict[str, str]  # Built-in policies that were left out, and why.
-    # The replay of `adaptive` with updates under the next forward, beside that of all built-in policies; None where
-    # policies were named.
+    # The replay of `adaptive` with updates under the next forward; None where policies were named.
     late: Replay | None = None
 
     def simplest_lines(self) -> Iterator[str]:

@@ -65,8 +65,8 @@ class TraceAdviser:
         return _setting("deepspeed", {"offload_optimizer": offload}, text, steps, recorded_ms)
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations, with its gain over computing those of all layers again; None: not
-        known, or no choice fits."""
+        """Return the best choice of activations, with its gain over computing all again; None: not known, or none
+        fits."""
         if self._job is None:
             return None
         workload, machine = with_trace_layers(self._job.workload, self._trace), self._job.context.machine

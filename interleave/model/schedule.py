@@ -242,8 +242,7 @@ class Schedule:
 
 
 def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
-    """Return the host memory that a plan may use: the rank's part, or less where the job leaves less; None: not
-    known."""
+    """Return the host memory that a plan may use: the rank's part, or what the job leaves; None: not known."""
     limits = (machine.host_memory_bytes, workload.host_free_bytes)
     return min((limit for limit in limits if limit is not None), default=None)
 

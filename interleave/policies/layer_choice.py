@@ -136,8 +136,7 @@ def plan_with_layers(
 
 
 class LayerSearch:
-    """The search for the best choice: from choices that are alike for all layers, blocks of layers are changed as long
-    as that makes the iteration shorter, by simulation."""
+    """The search for the best choice by simulation: from one for all layers, blocks are changed while that helps."""
 
     def __init__(self, workload: Workload, machine: Machine, options: Mapping[str, str]) -> None:
         self._workload = workload

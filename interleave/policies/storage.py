@@ -112,8 +112,7 @@ class _Chains:
         return self._new
 
     def _emit(self, index: int) -> None:
-        """Append an operation, its read before it and its write after it, where it is the first or the last to use
-        state that is in storage."""
+        """Append an operation, with its read or write if it is the first or last to use state that is in storage."""
         op = self._plan.ops[index]
         use = self._uses.get(op.subgroup) if op.subgroup in self.path_of else None
         after = tuple(self._index[before] for before in op.after)

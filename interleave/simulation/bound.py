@@ -160,8 +160,7 @@ def _solve(
 
     With `windows` state may move outside of the update."""
     intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine, overlap.backward)
-    # The time that CPU and GPU need together without any waiting. With extremely different rates the update is so much
-    # longer than this that the solver fails; the time unit then has to be longer.
+    # The time of CPU and GPU without waiting; the solver fails where the update is very much longer.
     cpu_rate, gpu_rate = machine.cpu_update_rate(workload.master), machine.gpu_update_params_per_s
     compute_s = workload.params / ((cpu_rate or 0.0) + (gpu_rate or 0.0))
     # The solver also fails if free memory is so small that it cannot tell it from none. Then it counts as none.

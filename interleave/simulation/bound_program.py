@@ -22,8 +22,7 @@ _SUMMED = ("cpu updates", "gpu updates", "gradients down")
 _MAX_EDGES = 14
 # For sums of shares.
 _SHARE_TOLERANCE = 1e-9
-# Parameters in each interval: state read from storage, written to it, of that state which this cycle has updated, and
-# state flushed that it has not updated.
+# Parameters in each interval of state that is read, written, and so on.
 STORAGE_FLOWS = ("read", "written", "written updated", "flushed not updated", "kept for the next cycle")
 # State in host memory at the end of an interval, before and after its update.
 HOST_STATES = ("host not updated", "host updated")
@@ -183,8 +182,7 @@ class BoundProgram(LinearProgram):
         self.add_row(updates, upper=share)
 
     def _runs(self) -> Iterator[tuple[int, range]]:
-        """Yield runs of intervals, each with the variable of the state before it: all runs, or a selection if there
-        are many intervals."""
+        """Yield runs of intervals, a selection if there are many, each with the variable of the state before it."""
         count = len(self.intervals)
         edges: Sequence[int] = range(count + 1)
         if count >= _MAX_EDGES:

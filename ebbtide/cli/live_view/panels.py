@@ -45,8 +45,7 @@ def legend() -> Text:
 
 
 def level_rows(shares: Iterable[float], height: int) -> list[str]:
-    """Draw columns of blocks, of heights from 0 to 1 (NaN: empty; above 0 at least the lowest block), as rows from the
-    top."""
+    """Draw columns of blocks from 0 to 1 (NaN: empty; above 0 at least the lowest block), as rows from the top."""
     steps = (len(_LEVELS) - 1) * height
     levels = [0 if math.isnan(share) else min(steps, math.ceil(share * steps - 1e-9)) for share in shares]
     full = len(_LEVELS) - 1

@@ -17,8 +17,7 @@ from ebbtide.state_bytes import PARAM_BYTES
 
 # ZeRO-3 and FSDP hold the layer at work and the next one.
 GATHERED_LAYERS = 2
-# Passes over all parameters that ZeRO-3 and FSDP move between ranks per micro-step: gathers of the forward and of the
-# backward, and the reduction of gradients.
+# Passes over all parameters that ranks move per micro-step: gathers, and the reduction of gradients.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1, 2
 _FULL_BYTES = 4
 # Types of matrix products by preference.

@@ -36,8 +36,8 @@ class PlacedWorkload(NamedTuple):
 
 
 def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> PlacedWorkload:
-    """Return the workload of one rank with some settings on a machine with the rates of one rank. Raises MachineError
-    where a rate of its GPU is missing."""
+    """Return the workload of one rank on a machine with its rates. Raises MachineError where a rate of the GPU is
+    missing."""
     micro_steps = job.micro_steps_of(settings)
     times = job.compute.times(machine, settings, micro_steps)
     base = job.workload

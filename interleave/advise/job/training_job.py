@@ -157,8 +157,7 @@ class OwnMemory:
     param_bytes: float
     gather_bytes: float  # Parameters of other ranks that are on the device meanwhile, if there are several ranks.
     points: tuple[MemoryPoint, ...]  # Gradients and activations over the iteration; the first at 0.
-    # The same of tensors alone, where `points` are of memory that torch keeps when tensors are released: it grows and
-    # shrinks with the most that tensors take.
+    # The same of tensors alone, where `points` are of memory that torch keeps, which follows the most of these.
     tensors: tuple[MemoryPoint, ...] = ()
     # The share of activations that remains with checkpointing; None: it cannot be switched on.
     checkpointed: float | None = None
@@ -188,8 +187,7 @@ class TrainingJob:
     settings: TunableSettings
     compute: Compute
     memory: OwnMemory | None  # Its own memory; None: not known, the workload's free memory is that of every machine.
-    # Bytes per parameter of optimizer state if nothing is offloaded, where they differ from the workload's (which
-    # includes an fp32 master weight).
+    # Bytes per parameter of optimizer state without offload, where the workload's, with an fp32 master, differ.
     state_bytes: float | None = None
     micro_steps: int = 1
     tokens: float | None = None  # Tokens of an iteration, of all ranks, with the settings as they are; None: not known.

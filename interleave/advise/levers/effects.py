@@ -120,8 +120,7 @@ def _more_ranks(one: Variant) -> Iterable[Variant]:
         yield replace(one, settings=replace(one.settings, ranks=ranks))
 
 
-# From the least cost to the greatest: first by time, then by the risk for the quality of the results. Changes of what
-# is trained come next, and of how many GPUs train last.
+# By cost: of time, of risk for the quality of the results, of what is trained, and of GPUs.
 LEVERS = (
     Lever("micro-batch", "more and smaller micro-steps; the batch stays", _smaller_micro_batch),
     Lever("streamed gradients", "no clipping by the norm of all gradients", _streamed),

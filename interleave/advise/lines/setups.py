@@ -28,8 +28,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class PasteContext:
-    """The job and the machine that lines are for; `machine_source`: its file or preset, None: the job is to measure
-    it."""
+    """The job and the machine that lines are for; `machine_source`: its file or preset, None: it is to be measured."""
 
     job: RecordedJob
     machine: Machine
@@ -225,8 +224,7 @@ class PolicySetup:
 class LinesToPaste:
     """The lines to paste for a plan."""
 
-    # Lines of Python for the framework of the job: for DeepSpeed those before `deepspeed.initialize`, else those that
-    # make the optimizer, with FSDP2 if there are several ranks.
+    # Lines for the job's framework: before `deepspeed.initialize`, or that make the optimizer, with FSDP2 for ranks.
     python: str
     deepspeed_config: dict[str, Any]  # A configuration that `deepspeed.initialize` accepts.
     # Lines for a job of DeepSpeed, before `deepspeed.initialize`; None if the configuration suffices.

@@ -22,8 +22,7 @@ matplotlib.use("Agg")
 
 # The strip below each bar where updates run, or state and parameters are copied for them.
 _STRIP_COLOR, _STRIP_TOP, _STRIP_HEIGHT = "#1b5e20", 0.33, 0.09
-# Style by kind of operation, hatched so that kinds differ in grey, too. Copies of gradients and parameters are light,
-# copies of state dark, arithmetic in between.
+# Hatched so that kinds differ in grey; copies of gradients and parameters are light, of state dark.
 _OPERATION_LOOKS: dict[str, dict[str, Any]] = {
     "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
     "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},

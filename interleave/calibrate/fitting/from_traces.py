@@ -182,8 +182,7 @@ PRIORS: dict[str, Prior] = {
 }
 # Recorded overheads of a step on one host are within about this factor of their median.
 _MEASURED_OVERHEAD_FACTOR = 1.3
-# An update on the CPU is a pass over memory. The prior of its share of the memory bandwidth, which a good kernel
-# reaches by itself (docs/performance.md), is narrow.
+# The CPU's share of the memory bandwidth in an update, a pass over memory: a good kernel reaches it by itself.
 MEMORY_SHARE_PRIOR = Prior(0.85, 1.2)
 
 
@@ -193,8 +192,7 @@ class MachineFit:
 
     machine: Machine
     residuals: dict[str, float]  # Predicted over measured update, minus 1, by trace.
-    # The factor within which each rate is known (one standard error). `box.one_rank_...` are the rates of a rank while
-    # the others are idle.
+    # The factor within which each rate is known (one standard error); `box.one_rank_...`: while others are idle.
     uncertainty: dict[str, float]
     unidentified: tuple[str, ...]  # Rates that these traces do not determine; their values are those of the priors.
 

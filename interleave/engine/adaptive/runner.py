@@ -88,8 +88,8 @@ class AdaptiveRunner:
             self._engine = None
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """Check the policy, the machine and the budget before there is a device. Raises EngineError, PolicyError or
-        MachineError if there is no plan for the subgroups."""
+        """Raise EngineError, PolicyError or MachineError if there is no plan for the subgroups, before there is a
+        device."""
         options = self.options
         if options.machine is not None or not self._needs_rates:
             machine = options.machine or Machine(name="unknown")

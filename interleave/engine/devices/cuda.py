@@ -77,8 +77,7 @@ class CudaStreams:
         with thread_setup(device):
             names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
             self._streams = {name: torch.cuda.Stream() for name in names}
-            # Without other work: it passes an event as soon as it is recorded, unless all streams share one queue
-            # (CUDA_DEVICE_MAX_CONNECTIONS=1).
+            # Without other work, so that it passes events at once (but for CUDA_DEVICE_MAX_CONNECTIONS=1).
             self._clock_stream = torch.cuda.Stream()
             event, _ = self._next_anchor = self._record_anchor()
             event.synchronize()
@@ -156,8 +155,7 @@ def _driver() -> ctypes.CDLL:
 
 T = TypeVar("T", int, float)
 
-# Share of the device's memory that stays free: for fragments, for larger batches than the largest so far, and for what
-# other processes allocate between two samples.
+# The share of the device that stays free: for fragments, larger batches, and other processes.
 MARGIN = 0.08
 # Results are multiples of this, so that small changes do not cause a new plan.
 _UNIT = 64 << 20

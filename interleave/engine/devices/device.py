@@ -104,8 +104,7 @@ class Device(Streams, Protocol):
         """Return whether the calling thread captures its work in a CUDA graph instead of running it."""
 
     def begin_iteration(self) -> None:
-        """Use the training thread's current stream as `memory`, and set the clock of marks again, since clocks
-        drift."""
+        """Use the training thread's current stream as `memory`, and set the drifting clock of marks again."""
 
     def sample_memory(self) -> None:
         """Record how much device memory the job uses now, for `free_bytes`. The training thread calls this."""

@@ -63,8 +63,7 @@ class OffloadedParams:
         # Whether parameters have state besides the initial one, and whether a step was done.
         self._has_state = False
         self._has_stepped = False
-        # By the index of each parameter, what waits for the fingerprints of the values that the masters round to, and
-        # the place of its own among them.
+        # By index, what waits for the fingerprints of values that masters round to, and its place among them.
         self._fingerprints: dict[int, tuple[Callable[[], list[int]], int]] = {}
         # Parameters whose masters were loaded and compared with them by no step yet, since the job may load parameters
         # later. Where masters are remainders: what they are the remainders of.
@@ -226,8 +225,7 @@ class OffloadedParams:
         states: Sequence[state_dict.ParamState | None] | None = None,
         commit: Mapping[str, Any] | None = None,
     ) -> None:
-        """Divide parameters into subgroups, on the device that they are on, with these states or those of a commit, and
-        a new plan."""
+        """Divide parameters into subgroups on their device, with these states or those of a commit, and a new plan."""
         device = device_of(params)
         if self._options.device is None and device != self._device:
             self._runner.open_device(device)

@@ -40,8 +40,7 @@ class PendingParams:
     and LateParams do, and a gradient of an unread one is an error, since it would be one of old values."""
 
     def __init__(self, runner: AdaptiveRunner) -> None:
-        # Held by whole calls of the optimizer, so that one from another thread comes before or after a step. Hooks
-        # during a forward or a backward only take it while something is pending.
+        # Held by whole calls of the optimizer from any thread; by hooks only while something is pending.
         self.lock = threading.RLock()
         # The parameters of the guarded model, and their names; a step waits for all others.
         self.names: Mapping[torch.Tensor, str] = {}
@@ -83,8 +82,8 @@ class PendingParams:
         self._index = {param: number for number, param in enumerate(params)}
 
     def begin_step(self) -> None:
-        """Prepare for a step, after the late operations of the last one have ended. Raises EngineError if there is a
-        gradient of an unread parameter, which stays unread."""
+        """Prepare for a step, after the last one has ended. Raises EngineError if an unread parameter has a
+        gradient."""
         for index in self._unread:
             gradient = self._params[index].grad
             # Others are left from before, or are those of parameters that this iteration has not used.
@@ -127,8 +126,7 @@ class PendingParams:
                 self.is_active = False
 
     def wait_for(self, params: Iterable[torch.Tensor]) -> None:
-        """Wait until parameters are written; from now on the job may read and write them. Raises EngineError if an
-        operation has failed."""
+        """Wait until the job may read and write parameters. Raises EngineError if an operation has failed."""
         if not (self.is_active or self._unread):
             return
         indices = [self._index[param] for param in params if param in self._index]

@@ -16,8 +16,7 @@ from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, StoragePath
 
 _WIDTH = torch.float32.itemsize
-# Copies to the device end at once and copies to the host are slow on it, so a plan uses as much device memory as it can
-# on any machine.
+# Slow copies to the host and fast ones to the device: a plan uses as much device memory as it can.
 _WORST_CASE = Machine(
     name="worst case of device memory",
     h2d_bytes_per_s=1e13,

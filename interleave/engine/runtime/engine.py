@@ -24,8 +24,7 @@ from ebbtide.profiler.agent.spool import HOST
 
 # The latest point that the gradients can report: the backward is over only when the job calls step.
 _BACKWARD_END = UPDATE - 1e-9
-# Inputs of operations besides gradients, which have the number of their subgroup: the scalars of the step, and those
-# that speculative updates assume before.
+# Inputs beside gradients (by subgroup): the scalars of the step, and those that speculative updates assume.
 _SCALARS, _ASSUMED_SCALARS = -1, -2
 # Operations that use the scalars, or write parameters, which the backward reads.
 _STEP_KINDS = ("clip", "gradient up", "update", "upload")
@@ -107,8 +106,8 @@ class Engine:
         return self.is_running and self._speculates and not self.store.inputs.assumed
 
     def assume(self, scalars: Sequence[Scalars | None]) -> None:
-        """Let speculative updates begin, from the factors by parameter that the next step has if it is neither clipped
-        nor skipped."""
+        """Let speculative updates begin, with the factors by parameter of a step that is neither clipped nor
+        skipped."""
         self.store.inputs.assumed = list(scalars)
         self._executor.mark_available(_ASSUMED_SCALARS)
 
@@ -127,8 +126,7 @@ class Engine:
                 self._executor.mark_available(subgroup, self._gradient_marks[subgroup])
 
     def recall_gradients(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Stop the plan and return the offloaded gradients by parameter, flat and on the device, as if they were not
-        offloaded."""
+        """Stop the plan and return the offloaded gradients by parameter, flat, on the device again."""
         self.quiesce()
         gradients = {param: self.store.gradient(param, params[param]) for param in sorted(self.offloaded_params)}
         self.offloaded_params.clear()
@@ -179,8 +177,7 @@ class Engine:
         return self.finish_step()
 
     def wait_for_params(self, params: Iterable[int]) -> bool:
-        """Wait until late operations have written parameters, by their indices; False: one has failed, and
-        `finish_step` raises."""
+        """Wait until late operations have written parameters, by index; False: one has failed, `finish_step` raises."""
         writes = [
             index
             for param in params

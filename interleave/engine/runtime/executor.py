@@ -17,8 +17,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun
 from ebbtide.interleave.model.plan import RESOURCES, STEP, STORAGE_RESOURCES, Op, Plan
 
-# Operations that a stream of the device has at most, the running one included. With the next one it need not wait for
-# the host; with more the order would be fixed too early.
+# Operations of a stream: the running and the next one. With more the order would be fixed too early.
 _DEPTH = 2
 # Those whose handlers jobs replace by functions that may raise.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
@@ -99,7 +98,7 @@ class Executor:
                 self._changed.notify_all()
 
     def wait(self, is_enough: Callable[[PlanRun], bool]) -> bool:
-        """Wait until enough operations of the run are done; False: one failed or the executor was closed, and `finish`
+        """Wait until enough operations of the run are done; False: one failed, or this was closed, and `finish`
         raises."""
         with self._changed:
             run = self._run

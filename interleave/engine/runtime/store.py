@@ -191,8 +191,7 @@ class Store:
         return self._subgroups_of.get(param, set())
 
     def gradient(self, param: int, value: torch.Tensor) -> torch.Tensor | None:
-        """Return a gradient of this iteration, flat, of size and device of the parameter (value), copied back from the
-        host if necessary; None if there is none."""
+        """Return a gradient of this iteration, flat, on the device of the parameter (value); None if there is none."""
         gradient = self._inputs.gradients[param]
         if gradient is not None or not self.subgroups_of(param) <= self._offloaded:
             return gradient

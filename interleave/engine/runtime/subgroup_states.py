@@ -146,8 +146,7 @@ class SubgroupStates:
 
     @contextmanager
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
-        """Provide the host memory of a state, which is read from storage before and written to it after if it is
-        there."""
+        """Provide the host memory of a state; one in storage is read before and written after."""
         if subgroup not in self.on_host and self.stored is not None:
             self.on_host[subgroup] = self.stored.read(subgroup)
         yield self.on_host[subgroup]
@@ -168,8 +167,7 @@ class SubgroupStates:
                 buffer.copy_(self.spares[subgroup])
 
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float) -> None:
-        """Move state to where a plan has it when an iteration starts, with blocks as for `Arena.reserve`. No operation
-        may run."""
+        """Move state to where a plan has it at first, with blocks as for `Arena.reserve`. No operation may run."""
         # Resident state has blocks of its size. Other blocks are used by one subgroup after the other.
         staying = {
             subgroup

@@ -58,8 +58,7 @@ class CompareConfig:
     baselines: Sequence[str] = ()
     seed: int = 0
     storage: Sequence[Path] = ()  # Folders for state that host memory does not hold; empty for none.
-    # With storage: bytes of host memory for state and buffers; None for what gradients, parameters, half of the state
-    # and three subgroups need.
+    # With storage: host memory for state and buffers; None: for what `_storage_options` says.
     host_bytes: float | None = None
 
 
@@ -184,8 +183,7 @@ Update = Callable[[], object]
 
 
 def _update_of_masters(params: list[Any], device: torch.device, make: Callable[..., Any], **settings: bool) -> Update:
-    """Return the step of an optimizer of fp32 masters, with the copies and casts that half-precision parameters
-    need."""
+    """Return the step of an optimizer of fp32 masters, with the copies and casts of half-precision parameters."""
     masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
     for master in masters:
         master.grad = torch.zeros_like(master)
@@ -219,8 +217,7 @@ def _torchao(params: list[Any]) -> Update:
 
 
 class Baseline(NamedTuple):
-    """Another optimizer: a description for the user, and a function that returns its step for the parameters of a
-    job, without clipping."""
+    """Another optimizer: a description for the user, and its step for the parameters of a job, without clipping."""
 
     description: str
     make: Callable[[list[Any]], Update]

@@ -156,8 +156,7 @@ class Job:
         return torch.stack(columns, dim=1)
 
 
-# Settings of every optimizer. The norm is computed, and so high that no step is clipped: where updates are computed
-# before it is known, they are valid.
+# The norm is computed, and so high that no step is clipped and speculative updates are valid.
 LR = 1e-3
 MAX_GRAD_NORM = 1e4
 # Overlaps that compute updates before all gradients are there, for which gradients must not wait for the step.

@@ -49,8 +49,7 @@ class Testbed:
     memory_budget: float
     link_bytes_per_s: float | None  # Rate of an emulated link per direction; None for a GPU.
     threads: int | None  # CPU threads of updates; None for the default of the kernel.
-    # Folders for state that host memory does not hold, the paths of the machine's storage; empty: none. The host memory
-    # that there is for state and buffers is that of the machine.
+    # Folders for state that host memory does not hold: paths of the machine's storage; empty: none.
     storage: tuple[Path, ...] = ()
 
     @property

@@ -32,8 +32,7 @@ class Scenario:
     # Factor for the number of parameters. Forward and backward times grow by the same factor (the same operations per
     # parameter and token); free memory shrinks by the half-precision parameters; activations stay.
     scale_params: float = 1.0
-    # Lowest value of the free device memory, as a longer sequence or a larger batch would change it. Used memory at
-    # other times is scaled by the same factor, so that windows remain (see `with_min_free`).
+    # Lowest value of the free device memory, to which used memory at other times is scaled (`with_min_free`).
     free_bytes: float | None = None
     subgroup_params: int | None = None
     # Host memory that a plan may use; the state beyond it is in storage, where the machine has some.

@@ -131,8 +131,7 @@ def _buffer_bytes(largest: int, count: int, slots: int) -> tuple[float, ...]:
     return (*used, unused) if unused else used
 
 
-# Of each path: one subgroup is read, one updated, one written. Updates of state in memory are evenly spread, so that
-# storage is busy meanwhile: MLP-Offload reads while it updates what the iteration before has left in memory.
+# Of each path one subgroup is read, one updated, one written; updates of state in memory are evenly spread.
 _LAYOUT = StorageLayout("spread", 3)
 
 
