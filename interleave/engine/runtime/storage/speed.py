@@ -19,6 +19,8 @@ PIECE_BYTES = 32 << 20
 _MOST_OF_FREE_SPACE = 0.1
 _ROUNDS = 3
 _PROBED_BYTES = 2 * PIECE_BYTES
+# Moves a piece at an offset.
+_Move = Callable[[int], None]
 
 
 class StorageFiles:
@@ -80,14 +82,15 @@ class StorageFiles:
         """Return the bytes/s of reads, of writes and of both at once, in rounds that share a window for each kind.
 
         They take turns, since a drive that others use changes its speed by the second; `wait` is called before each."""
-        reads, writes, both = [], [], []
+        kinds: tuple[list[_Move], ...] = ([self._read], [self._write], [self._read, self._write])
+        rates: tuple[list[float], ...] = ([], [], [])
         for _ in range(_ROUNDS):
-            for own, moves in ((reads, [self._read]), (writes, [self._write]), (both, [self._read, self._write])):
+            for moves, own in zip(kinds, rates, strict=True):
                 wait()
                 own.append(self._rate(window_s / _ROUNDS, moves))
-        return reads, writes, both
+        return rates
 
-    def _rate(self, window_s: float, moves: list[Callable[[int], None]]) -> float:
+    def _rate(self, window_s: float, moves: list[_Move]) -> float:
         stop = Event()
         begin_s = time.perf_counter()
         with ThreadPoolExecutor(len(moves)) as pool:
@@ -98,7 +101,7 @@ class StorageFiles:
                 stop.set()
         return sum(task.result() for task in moved) / (time.perf_counter() - begin_s)
 
-    def _repeat(self, move: Callable[[int], None], stop: Event) -> int:
+    def _repeat(self, move: _Move, stop: Event) -> int:
         """Move the pieces of a file again and again, one at least; return the bytes."""
         for number in count():
             move(number % self._pieces * PIECE_BYTES)
