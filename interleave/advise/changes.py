@@ -28,10 +28,8 @@ _SMALLER_STATE = (
 
 
 def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
-    """Yield the settings to try: first those of the job, then greater and greater changes.
-
-    From the least: offload of optimizer state; checkpointing, which costs a forward; a micro-batch that divides the
-    job's, with more micro-steps; twice as many ranks, which cost hardware."""
+    """Yield the settings to try, first those of the job, then by the cost of the change, the least first: offload of
+    optimizer state, checkpointing, a micro-batch that divides the job's, twice as many ranks."""
     own, can_checkpoint = job.settings, job.memory is not None and job.memory.checkpointed is not None
     batch = own.micro_batch or 0
     divisors: list[int | None] = [size for size in range(batch, 0, -1) if batch % size == 0]
@@ -115,10 +113,8 @@ def _doubled(ranks: int) -> Iterator[int]:
 
 
 def alternatives(workload: Workload, machine: Machine, job: RecordedJob) -> tuple[str, ...]:
-    """Return sentences on less accumulation, a smaller batch and a smaller state, as far as figures are known.
-
-    For workloads that have to offload. Of each kind the least change is named with which all state fits on the device.
-    """
+    """Return sentences on the least accumulation, batch and state with which all state fits, for jobs that must
+    offload."""
     kinds = _without_accumulation(workload, job), _smaller_batches(workload, job), _smaller_states(workload)
     fitting = ((text for changed, text in kind if without_offload(changed, machine) is not None) for kind in kinds)
     return tuple(text for texts in fitting for text in islice(texts, 1))

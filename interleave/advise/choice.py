@@ -95,8 +95,7 @@ class PolicyChoice:
 
 def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
     """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`, or
-    `interleaved:2` where the free memory is unknown. `job` tells whether DeepSpeed runs it, which takes less overlap.
-    Raises MachineError if a rate is missing."""
+    `interleaved:2` where the free memory is unknown; `job`: what DeepSpeed runs takes less overlap."""
     on_gpu = all_on_device(own_workload(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))

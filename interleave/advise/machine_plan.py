@@ -41,12 +41,10 @@ class PolicyTime:
 
 
 def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> PolicyTime:
-    """Return the range of a policy's mean iteration on the machine that it was simulated on.
-
-    The plan is simulated again with each uncertain rate, and the times of the compute (known within `compute_factor`),
-    one standard error lower and higher. Changes of the logarithm are summed as squares, longer and shorter ones apart,
-    and extended to the 10th and the 90th percentile. For a fit to runs of the policy its residuals count instead of
-    single rates."""
+    """Return the range of a policy's mean iteration on the machine that it was simulated on. The plan is simulated
+    again with each uncertain rate, and the compute (within `compute_factor`), a standard error lower and higher.
+    Changes of the logarithm are summed as squares, each direction apart, and extended to the 10th and the 90th
+    percentile. A fit to runs of the policy has its residuals instead."""
     likely = steps.iteration_s
     squares = {True: math.log(_MODEL_FACTOR) ** 2, False: math.log(_MODEL_FACTOR) ** 2}
     for iteration_s in _varied(steps, machine, compute_factor) if likely > 0 else ():
@@ -173,9 +171,8 @@ class PlanRequest:
 
 
 def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> MachinePlan:
-    """Return the plan of a job for a machine, with the rates of its file.
-
-    Raises MachineError for a missing rate, and PolicyError for a requested policy that does not exist."""
+    """Return the plan of a job for a machine, with the rates of its file. Raises MachineError for a missing rate, and
+    PolicyError for a requested policy that does not exist."""
     asked = request or PlanRequest()
     for policy in asked.policies:
         # Policies that cannot plan a job are skipped below; those that do not exist are an error.

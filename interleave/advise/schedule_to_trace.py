@@ -11,11 +11,9 @@ _DEVICE = "cuda:0"
 
 
 def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> TraceBuilder:
-    """Build a trace that repeats the schedule of an iteration so many times, cut out of a training.
-
-    Late operations of the iteration before run under the first forward, with null as their iteration; those of the last
-    one are cut off. The pool is `device`, or `planned` with the memory of the plan only where that of the job is not
-    known."""
+    """Build a trace that repeats the schedule of an iteration, cut out of a training. Late operations of the iteration
+    before run under the first forward, with null as their iteration. The pool is `device`, or `planned` where the
+    memory of the job is not known."""
     workload = schedule.workload
     builder = TraceBuilder("simulated", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
     builder.meta["warmup_iterations"] = 0

@@ -147,9 +147,7 @@ def gains_table(steps: Sequence[AblationStep]) -> Table:
 def plan_view(
     job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | None = None, smallest: Machine | None = None
 ) -> View:
-    """Return the answer for a machine (`here`), the changes that help there, and the table of plans, which are sorted.
-
-    `smallest` is the smallest of all machines that the job fits as it is."""
+    """Return the answer for a machine (`here`), the changes that help there, and the table of the sorted plans."""
     yield from _answer(job, plans, here)
     if any((plan.hosts or 1) > 1 for plan in plans):
         yield f"  {NETWORK_NOTE}"

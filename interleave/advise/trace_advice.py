@@ -25,9 +25,7 @@ from ebbtide.units import bytes_text, ms_text
 
 def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[str] | None = None) -> Replay:
     """Replay the job of a trace under some policies, as `ebbtide replay` does; by default on its own card's machine.
-
-    Raises WorkloadError where the trace does not tell the parameters or no iteration, MachineError and PolicyError as
-    `replay`."""
+    Raises WorkloadError where the trace tells no parameters or iteration, and as `replay`."""
     rates = inputs.share_box(inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace)
     return replay(inputs.note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
 
@@ -108,9 +106,8 @@ _POLICY = "pipelined"
 
 
 def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
-    """Return an error whose remedy of offloaded state is that of a replayed plan, with its iteration time: that of
-    `pipelined`, which updates on the CPU, less what it uses on the device. It stays as it is where the trace cannot be
-    replayed."""
+    """Return an error whose remedy of offloaded state is that of `pipelined`, replayed, with its iteration time, less
+    what it uses on the device; as it is where the trace cannot be replayed."""
     bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
     machine = inputs.own_machine(trace)
     if bound is None or machine is None:

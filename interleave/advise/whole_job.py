@@ -62,9 +62,7 @@ def layers_of_job(job: TrainingJob, trace: Trace | None, machine: Machine) -> Wo
 
 
 def layered_workload(job: TrainingJob, machine: Machine) -> Workload:
-    """Return the workload of a job of known shape on one GPU, with a chunk for each micro-step.
-
-    Raises WorkloadError where the shape is not known or ranks share the parameters."""
+    """Return the workload of a job of known shape on one GPU, a chunk for each micro-step, or raise WorkloadError."""
     if not isinstance(job.compute, TransformerCompute) or job.settings.ranks > 1:
         raise WorkloadError("layers are known of a job of a given size on one rank")
     if machine.gpu_memory_bytes is None:

@@ -33,9 +33,8 @@ class Timing:
 
 
 def measure_time(run: Callable[[], object], window_s: float, ranks: Ranks) -> Timing:
-    """Call `run` once unmeasured, wait for the other ranks, then call it for `window_s` seconds, at least three times.
-
-    `run` must return only when its work has ended."""
+    """Call `run`, which returns when its work has ended, once unmeasured, wait for the other ranks, then call it for
+    `window_s` seconds, at least three times."""
     return measure_times([run], window_s, ranks)[0]
 
 

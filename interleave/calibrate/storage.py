@@ -18,9 +18,7 @@ WINDOWS = 3 + _FILL_WINDOWS
 
 
 def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
-    """Measure sequential reads and writes of a folder, alone and both at once, and add the path to the record.
-
-    Without O_DIRECT files are written through the page cache with fsync, and dropped from it before they are read."""
+    """Measure sequential reads and writes of a folder, alone and both at once, and add the path to the record."""
     try:
         with closing(StorageFiles(folder, _FILE_BYTES, setup.ranks.local_count)) as files:
             files.fill(_FILL_WINDOWS * setup.window_s)

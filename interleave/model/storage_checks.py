@@ -16,11 +16,9 @@ def check_storage(
     workload: Workload,
     has_gradients: bool = False,
 ) -> None:
-    """Check that state in storage is in host memory when it is used, that every change of it is written back, and that
-    no buffer has state of two subgroups at once, in this iteration or the next. Raises PlanError.
-
-    `ops` are otherwise valid; `not_stored` subgroups are on the device when the iteration begins; `has_gradients`:
-    storage has fp32 gradients, too, each written, and read with the state."""
+    """Check that state in storage is in host memory when it is used, that every change is written back, and that no
+    buffer has state of two subgroups at once, in this iteration or the next. Raises PlanError. `not_stored` subgroups
+    are on the device when the iteration begins; with `has_gradients` each has fp32 gradients there, too."""
     reads = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "read"}
     all_writes = [index for index, op in enumerate(ops) if op.kind == "write"]
     gradient_writes = {ops[index].subgroup: index for index in all_writes if has_gradients and ops[index].buffer < 0}

@@ -129,10 +129,8 @@ class HostWeightOperations(LayerOperations):
 def with_layer_operations(
     plan: Plan, placed: Workload, layers: LayerPlan, operations: LayerOperations | None = None
 ) -> Plan:
-    """Return a plan for the optimizer's state with the operations of a plan for layers before its own, not validated.
-
-    Parameters of streamed layers stay on, or are copied to, the host unless they stay on the device for the next
-    forward. Compute waits for the slots of gradients that leave early."""
+    """Return a plan with the operations of a plan for layers before its own, not validated. Parameters of streamed
+    layers stay on, or are copied to, the host unless they stay on the device for the next forward."""
     from_host = placed.host_gradient_bytes is not None
     ops = (operations or (HostWeightOperations if from_host else LayerOperations)(placed, layers)).run()
     first = len(ops)

@@ -73,11 +73,9 @@ def _speculating(plan: Plan, workload: Workload, overlap: Overlap, cost: Callabl
 
 
 def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) -> Plan:
-    """Return a plan whose updates may end in the next iteration, not validated; those of `on_time` end with the step.
-
-    Parameters are due when the next forward first uses them, flushed state before the next backward, from which on
-    state is fetched again. Updates of resident state are short and stay with the step, as does parked state, which
-    leaves when the iteration begins, and what uses gradients that are the job's own again when the step returns."""
+    """Return a plan, not validated, whose updates may end in the next iteration but for those of `on_time`. Parameters
+    are due when the next forward first uses them, flushed state before the next backward, which fetches again. Updates
+    of resident state are short and stay with the step, as do parked state and what uses the job's own gradients."""
     needed = forward_points(workload)
     used_in_place = plan.kept_gradients if workload.gradients_held_until_step else frozenset()
     on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked | used_in_place)

@@ -62,11 +62,9 @@ class _Chains:
         self.buffer_bytes = self._with_buffers(self.path_of, layout.buffers)
 
     def _with_buffers(self, path_of: Mapping[int, int], count: int) -> tuple[float, ...]:
-        """Give each subgroup in storage a buffer and return the bytes of the buffers.
-
-        Each path has buffers of its own, since a slow one would hold up the others: at least as many as subgroups that
-        the plan has on their way through the device at once. An update of this iteration cannot wait for a buffer that
-        a late one frees. If any comes after a late one, both kinds have buffers of their own."""
+        """Give each subgroup in storage a buffer and return the bytes of the buffers. Each path has its own, at least
+        as many as subgroups that the plan has on their way through the device at once. An update of this iteration
+        cannot wait for a buffer that a late one frees: if any comes after a late one, both kinds have their own."""
         stored = list(path_of)
         late = [subgroup for subgroup in stored if self._uses[subgroup].late]
         on_time = [subgroup for subgroup in stored if not self._uses[subgroup].late]

@@ -156,9 +156,8 @@ def _exposed_s(workload: Workload, machine: Machine, program: BoundProgram, valu
 def _solve(
     workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool, overlap: Overlap
 ) -> tuple[BoundProgram, Vector]:
-    """Return the program and the values of its variables where the exposed time is shortest.
-
-    With `windows` state may move outside of the update."""
+    """Return the program and its solution with the least exposed time; with `windows` state moves outside of the
+    update."""
     intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine, overlap.backward)
     # The time of CPU and GPU without waiting; the solver fails where the update is very much longer.
     cpu_rate, gpu_rate = machine.cpu_update_rate(workload.master), machine.gpu_update_params_per_s
@@ -180,10 +179,8 @@ def _solve(
 
 def min_layer_iteration_s(workload: Workload, machine: Machine, rounds: int = 1) -> float:
     """Return the shortest iteration, of so many forwards with their backward, of any plan that fits the device, s.
-
-    Weights that it does not hold when the forward begins, or ends, cross the link once for each; so do activations
-    twice that it does not hold until the backward. Updates are on the CPU, with state that stays on the device, or with
-    state that crosses the link."""
+    Weights that it does not hold at the forward's begin or end cross the link once for each, such activations twice.
+    Updates are on the CPU, or with state that stays on the device or crosses the link."""
     program, compute_s = LinearProgram(), workload.compute_s
     weights = sum(workload.param_bytes * layer.params for layer in workload.layers)
     unit = weights + sum(layer.forms[0].nbytes for layer in workload.layers) + workload.params

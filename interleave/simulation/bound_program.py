@@ -29,12 +29,10 @@ HOST_STATES = ("host not updated", "host updated")
 
 
 class BoundProgram(LinearProgram):
-    """The linear program, whose variables are the flows of each interval, the state on the device at its ends, the kept
-    gradients, the update without its overhead, the waits in other phases, and the exposed time. With updates in the
-    next forward intervals begin with the backward; with storage there are variables for that (`add_storage_rows`).
-
-    The solver's tolerances are absolute, so all values are kept near 1: parameters are shares of all parameters, bytes
-    are per parameter, times are in units of `time_unit_s`."""
+    """The linear program, whose variables are the flows of each interval, the state on the device at its ends, kept
+    gradients, the update without its overhead, waits in other phases, and the exposed time. With updates in the next
+    forward intervals begin with the backward. The solver's tolerances are absolute, so values are kept near 1: shares
+    of all parameters, bytes per parameter, times in units of `time_unit_s`."""
 
     def __init__(
         self,

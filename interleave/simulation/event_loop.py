@@ -121,10 +121,8 @@ class TaskGraph:
 def run_tasks(
     graph: TaskGraph, duplex_bytes_per_s: float, host_bytes_per_s: float, limit_s: float
 ) -> tuple[list[float], list[float]] | None:
-    """Return the start and the end of each task, s; None if it is certain that the last one ends after a limit.
-
-    Each resource runs the first of its ready tasks, and they are slowed as `simulate` says. Raises RuntimeError if
-    tasks wait for each other."""
+    """Return the start and the end of each task, s; None if the last one surely ends after a limit. Each resource runs
+    the first of its ready tasks, slowed as `simulate` says. Raises RuntimeError if tasks wait for each other."""
     alone_s, demand, pending, successors = graph.alone_s, graph.demand, graph.pending, graph.successors
     total = len(alone_s)
     starts, ends = [0.0] * total, [0.0] * total

@@ -204,9 +204,8 @@ def intervals_of(workload: Workload, machine: Machine, speculates: bool = False)
 
 
 def cycle_intervals_of(workload: Workload, machine: Machine, speculates: bool = False) -> list[IterationInterval]:
-    """Return the intervals from the beginning of a backward to that of the next, the forward cut into pieces.
-
-    The first piece of the forward has no length: it is the wait before it."""
+    """Return the intervals from a backward to the next, the forward in pieces, of which the first is the wait before
+    it."""
     intervals = intervals_of(workload, machine, speculates)
     before = [interval for interval in intervals if interval.phase == OTHER]
     forward = [interval for interval in intervals if interval.phase == FORWARD]

@@ -27,11 +27,9 @@ class ModeRates(NamedTuple):
 
 
 class WholeSubgroupProgram(BoundProgram):
-    """Adds what whole subgroups cost to the bound, in rows that every plan satisfies.
-
-    A subgroup that is on the device in part takes the memory of a whole one. Operations run at full speed or not at all
-    (see `modes`). The CPU updates a whole number of subgroups, the last one's upload follows its update, and a flush
-    the update of what was fetched, unless state stays on the device at the end."""
+    """Adds what whole subgroups cost to the bound, in rows that every plan satisfies: one that is on the device in part
+    takes the memory of a whole one, operations run at full speed or not at all (see `modes`), and the CPU updates a
+    whole number. The last one's upload follows its update, a flush that of what was fetched, or it stays."""
 
     def _complete(self) -> None:
         workload, overlap = self._workload, self._overlap

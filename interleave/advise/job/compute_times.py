@@ -42,10 +42,8 @@ class RecordedKernels:
     element_bytes: float
 
     def time_ratio(self, before: GpuCompute, after: GpuCompute) -> float | None:
-        """Return the time of all kernels on one GPU over that on another; None if a rate is not known.
-
-        A kernel takes the longer of its operations, at the rate of large products on the GPU, and its bytes at the peak
-        of memory (Williams et al. 2009, "Roofline")."""
+        """Return the time of all kernels on one GPU over that on another; None: a rate is not known. A kernel takes the
+        longer of its operations and its bytes, at the peak of memory (Williams et al. 2009, "Roofline")."""
         times = [self._seconds(gpu) for gpu in (before, after)]
         if times[0] is None or times[1] is None or not times[0]:
             return None
@@ -158,10 +156,8 @@ def with_collectives(
     times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int, is_exposed: bool = False
 ) -> ComputeTimes:
     """Return times with the exchanges of parameters and gradients; `gathered_bytes`: all parameters times the
-    micro-steps.
-
-    Where they are not exposed, how far compute hides them is not known: the time is the geometric mean of the longer of
-    both and of their sum, the ends of a range with a probability of 80 %."""
+    micro-steps. Where it is not known how far compute hides them, the time is the geometric mean of the longer of both
+    and of their sum, the ends of the 80 % range."""
     rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
         return times

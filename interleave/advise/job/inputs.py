@@ -116,10 +116,8 @@ def own_preset_text(name: str, trace: Trace) -> str:
 
 
 def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None) -> Machine:
-    """Return the machine with the rates of one of several ranks on a host.
-
-    By default they are as many as the trace had, but on another machine no more than it has GPUs; rates stay without a
-    `box`, and for a simulated trace, whose machine is scaled already."""
+    """Return the machine with the rates of one of several ranks on a host: by default as many as the trace had, on
+    another machine no more than it has GPUs. Rates stay without a `box`, and for a simulated trace."""
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":

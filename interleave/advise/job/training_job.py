@@ -20,9 +20,8 @@ _ASYNC_GRADIENTS = (0, 19, 5)
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """The settings of a job, as far as they are known. Without DeepSpeed it has no configuration and no stage.
-
-    `state_bytes`: bytes of optimizer state per parameter where the job keeps it on the device; None elsewhere."""
+    """The settings of a job, as far as they are known; `state_bytes`: of optimizer state on the device, per
+    parameter."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
@@ -82,9 +81,8 @@ def state_bytes_on_device(metrics: JobMetrics) -> float | None:
 
 
 def recorded_policy(trace: Trace) -> str | None:
-    """Return the policy's string that a DeepSpeed job ran under: that of ebbtide's engine, or by its configuration, in
-    which `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are keys of the published interleaving.
-    None: not known."""
+    """Return the policy that a DeepSpeed job ran under: that of ebbtide's engine, or by its configuration, with the
+    keys of the published interleaving (`prefetch_optimizer`, `part_grads_async`); None: not known."""
     from ebbtide.analysis.metrics.deepspeed import deepspeed_of, version_numbers
 
     job = deepspeed_of(trace)

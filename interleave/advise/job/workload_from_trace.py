@@ -18,10 +18,8 @@ _FP32_BYTES = 4
 
 
 def workload_of(trace: Trace) -> Workload:
-    """Return the workload of a trace.
-
-    Times are medians over the steady iterations, of the slowest rank. The free memory is the least that every iteration
-    has at the same position. Raises WorkloadError where phases or parameters were not recorded."""
+    """Return the workload of a trace: times are medians over the steady iterations, of the slowest rank, free memory is
+    the least at each position. Raises WorkloadError where phases or parameters were not recorded."""
     metrics = JobMetrics(trace)
     forward, backward, update = (metrics.phase_ms(phase) for phase in (FORWARD, BACKWARD, UPDATE))
     if forward is None or backward is None:

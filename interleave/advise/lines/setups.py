@@ -81,10 +81,9 @@ def optimizer_code(schedule: Schedule, context: PasteContext, overlap: str = "no
 
 
 def memory_budget(schedule: Schedule) -> Budget | None:
-    """Return the device memory that state may use, in bytes, so that the engine makes the plan of the schedule.
-
-    For `adaptive` it is what each phase leaves free, else what is free from the backward on, or what the plan needs if
-    that is more. None if the free memory is not known, or such a plan uses no device memory."""
+    """Return the bytes of device memory for state with which the engine makes the plan of the schedule: for `adaptive`
+    what each phase leaves free, else what is free from the backward on, or what the plan needs if that is more. None if
+    the free memory is not known, or such a plan uses no device memory."""
     workload = schedule.workload
     if workload.gpu_free is None:
         return None

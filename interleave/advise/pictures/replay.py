@@ -58,10 +58,8 @@ _LEAST_EDGED_SHARE = 0.006
 
 
 def chart(replay: Replay) -> Figure:
-    """Draw the phases of each policy as bars, the bound with the overlap of all as a line, and bytes beside them.
-
-    A strip below each bar shows when updates, or copies of state and parameters, run; what is right of the bar runs
-    under the next forward."""
+    """Draw the phases of each policy as bars, the bound with the overlap of all as a line, and bytes beside them. A
+    strip below each bar shows updates, or copies; what is right of the bar runs under the next forward."""
     bars = [policy_bars.bar_of(vars(result), number) for number, result in enumerate(replay.results)]
     kinds = policy_bars.byte_kinds(bars)
     figure = policy_bars.figure_for(kinds, 1.8 + 0.45 * len(bars))

@@ -42,10 +42,8 @@ _IDENTIFIED = 0.5
 
 
 def machine_of(paths: Sequence[Path], name: str) -> Machine:
-    """Return the machine that explains these traces best, with the key `fit` (see `MachineFit`, and the policies).
-
-    Rates that follow from the sub-steps of recorded jobs are not fitted. Raises MachineError where a trace does not
-    record how it was offloaded, or the traces are of different GPUs."""
+    """Return the machine that explains these traces best, with the key `fit`; rates that follow from the sub-steps of
+    jobs are not fitted. Raises MachineError where a trace does not record its offload, or GPUs differ."""
     traces = [open_trace(path) for path in paths]
     steps_of_traces = [step_rates(trace) for trace in traces]
     if any(_on_cpu(trace) for trace in traces):
@@ -202,8 +200,7 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
 
     Minimises the squared relative errors of the updates (and of backwards that waited for gradients), over 2 %, plus
     the squared distances from the priors, over their widths; the covariance is the inverse of J'J. Rates are those with
-    the most ranks on a host, and with several numbers those of a rank alone are fitted too. Raises MachineError without
-    a sample, or if of some samples alone is known how many ranks shared the host."""
+    the most ranks on a host, with several numbers those of a rank alone, too. Raises MachineError without a sample."""
     if not samples:
         raise MachineError("a machine cannot be fitted from no trace")
     base = measured or Machine()

@@ -52,9 +52,7 @@ def planning_rates(machine: Machine) -> dict[str, float | None]:
 
 def correct_rates(machine: Machine, schedule: Schedule) -> Machine:
     """Correct the rates of a machine by the measured schedule of a step; not if its plan cannot be simulated on it.
-
-    Each rate moves half the way, on a logarithmic scale, to where a simulation takes the measured time on its resource:
-    by the ratio of both times, which accounts for operations that share a resource."""
+    Each moves half the way, on a logarithmic scale, to where a simulation takes the time that was measured."""
     try:
         predicted = simulate(schedule.plan, schedule.workload, machine)
     except UserError:

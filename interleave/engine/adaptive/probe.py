@@ -40,10 +40,8 @@ def probe(
     rule: UpdateRule = ADAMW,
 ) -> Machine:
     """Measure the rates of a device and the CPU with at most `params` parameters and `device_bytes` (None: no limit).
-
-    `host_memory_bytes_per_s` is the traffic of updates and copies that run at once, or twice that of the update alone
-    if they did not slow each other down. Only speculative updates depend on `out_of_place`, and only masters as
-    remainders on `remainder`. `host_bytes`: host memory of this rank; None: what is available."""
+    `host_memory_bytes_per_s` is the traffic of updates and copies at once, or twice that of the update alone if they
+    did not slow each other down. `host_bytes`: host memory of this rank; None: what is available."""
     state_bytes = rule.state_bytes()
     max_params = params if device_bytes is None else int(device_bytes / (_DEVICE_STATES * state_bytes))
     cpu_params, params = min(params, _cpu_params(host_bytes, state_bytes)), max(1, min(params, _PARAMS, max_params))

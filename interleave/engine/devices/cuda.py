@@ -123,9 +123,8 @@ class CudaStreams:
 
 @contextmanager
 def _relaxed_captures() -> Iterator[None]:
-    """Return a context in which the calling thread may allocate and wait while another thread captures a CUDA graph.
-
-    By default CUDA forbids this to all threads of a process, and ends the capture with an error."""
+    """Return a context in which a thread may allocate while another one captures a CUDA graph, which CUDA else
+    forbids."""
     before = _exchange(_RELAXED)
     try:
         yield
@@ -281,9 +280,8 @@ class CudaDevice(CudaStreams, Device):
 
 
 class JobMemory:
-    """Separates the memory that torch has reserved into that of the optimizer and that of the job, at its peak so far.
-    torch keeps freed memory in a pool for each stream, so the optimizer's part is its own peak since torch last
-    returned memory."""
+    """Tells the memory that torch has reserved for the optimizer from that for the job, at its peak so far: the former
+    is its own peak since torch last returned memory of the pools that it keeps for each stream."""
 
     def __init__(self) -> None:
         # The highest sample, in bytes.

@@ -124,9 +124,7 @@ class EmulatedStreams:
 
 class EmulatedDevice(EmulatedStreams, Device):
     """A device in host memory with a capacity, throttled copies in two directions and real arithmetic; None: no limit.
-
-    As on a GPU, work is issued to a stream and done later on its thread, which exposes races, lost bytes and wrong
-    order of operations; its times say nothing about performance."""
+    Streams work as on a GPU, which exposes races and lost bytes; its times say nothing about performance."""
 
     def __init__(
         self,

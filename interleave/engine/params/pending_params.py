@@ -105,10 +105,8 @@ class PendingParams:
         on_done: Callable[[], None],
         record: Callable[[Iterable[int]], None],
     ) -> None:
-        """Run `AdaptiveRunner.step`; afterwards the updated parameters are pending if it has late operations.
-
-        `record` takes the values of parameters, by their indices, as those of the update. It is called when they are
-        written, and before the job may write them again."""
+        """Run `AdaptiveRunner.step`; afterwards updated parameters are pending if it has late operations. `record`,
+        called when they are written, takes their values, by index, as those of the update."""
         updated = [index for index, factors in enumerate(scalars) if factors is not None]
         torch.autograd.graph.increment_version([self._params[index] for index in updated])
         self._unread, self._recorded, self._record = set(updated), set(), record

@@ -46,9 +46,9 @@ class Block:
 
 
 class Arena:
-    """Hands out device memory in blocks, and gets them back when their last use is issued, to hand them out again at
-    once: the next stream waits for its mark. Memory that is free for a part of an iteration only is allocated when an
-    operation needs it, and released to the job after its last use."""
+    """Hands out device memory in blocks, again at once when their last use is issued: the next stream waits for its
+    mark. Memory that is free for a part of an iteration is allocated when it is needed, and then released to the
+    job."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -60,10 +60,8 @@ class Arena:
         self._lock = threading.Lock()
 
     def reserve(self, sizes: Sequence[int], kept_bytes: float) -> None:
-        """Hold free blocks of these sizes (in elements), besides those in use, and no others; no operation may run.
-
-        `kept_bytes` is the memory that may be held during the whole iteration; further blocks are allocated by `take`.
-        Both raise DeviceMemoryError if the device has too little free memory."""
+        """Hold free blocks of these sizes (in elements), besides those in use, and no others, of which `kept_bytes` may
+        be held during the whole iteration; no operation may run. Raises DeviceMemoryError, as does `take`."""
         with self._lock:
             missing = Counter(sizes)
             kept = []
@@ -139,9 +137,8 @@ def worst_case(plan: Plan, workload: Workload) -> Schedule:
 
 
 def gradient_elements(subgroup: Subgroup) -> int:
-    """Return the number of fp32 elements of memory for a gradient that was copied to the host and back: none if it fits
-    the parameter's memory, which nobody reads until the update writes it; not if its dtype is another, or the parameter
-    a part of the master."""
+    """Return the fp32 elements of memory for a gradient that was copied to the host and back: none if it fits the
+    memory of its parameter, with the same dtype and no part of the master, which nobody reads until the update."""
     if subgroup.has_remainders:
         return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0

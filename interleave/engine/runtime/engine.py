@@ -153,11 +153,9 @@ class Engine:
         self._executor.advance_to(UPDATE)
 
     def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule | None:
-        """Update parameters (flat), after `submit_gradients`, by factors; None for one that stays as it is.
-
-        With late operations it returns before they have ended, and `finish_step` must follow before anything but
-        `wait_for_params`. Both raise OperationFailed if the step was completed on the CPU, else EngineError: the state
-        is lost."""
+        """Update parameters (flat), after `submit_gradients`, by factors; None for one that stays as it is. With late
+        operations `finish_step` must follow before anything but `wait_for_params`. Both raise OperationFailed if the
+        step was completed on the CPU, else EngineError: the state is lost."""
         assert self.plan is not None
         assert self._clock.step_mark is not None
         self._clock.scalars_s = time.perf_counter()
@@ -300,9 +298,7 @@ class _StepClock:
 
 
 def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
-    """Return the plan of a run in which updates are speculative only if they began before the scalars were known.
-
-    The others were performed in place, or again."""
+    """Return the plan of a run, in which updates are speculative only if they began before the scalars were known."""
     if not run.plan.speculated:
         return run.plan
     known_s = scalars_s - run.begin_s

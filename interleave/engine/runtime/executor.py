@@ -28,9 +28,7 @@ class Executor:
 
     Operations on the CPU and of storage are performed by their thread. Those on the device are issued to streams, which
     wait for one another; their thread takes their times from marks. The training thread calls `begin`, `advance_to` and
-    `finish`. An operation that raises ends the run: the operations in flight end, no other starts, and `finish` raises.
-
-    `perform` performs or issues one operation, `end` is called after it. Without memory (`fits`) an operation waits for
+    `finish`. After an operation that raises no other starts, and `finish` raises. Without memory (`fits`) one waits for
     others; if there is nothing to wait for, it is performed nevertheless."""
 
     def __init__(

@@ -15,10 +15,8 @@ MASTER = 0
 
 @dataclass(frozen=True)
 class ParamSegment:
-    """A run of elements of one parameter (its index in the optimizer) in a subgroup.
-
-    `begin` is the first element and `end` the one after the last, in the flat parameter; `offset` is the first in the
-    subgroup; `shape` that of a whole matrix, for rules of such; `block` is the first block in the subgroup."""
+    """A run of elements of one parameter (its index in the optimizer) in a subgroup: `begin` to `end` in the flat
+    parameter, from `offset` on in the subgroup; `shape`: of a whole matrix; `block`: the first one, in the subgroup."""
 
     param: int
     begin: int

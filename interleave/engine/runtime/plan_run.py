@@ -21,11 +21,9 @@ def lane_of(op: Op) -> Lane:
 
 
 class PlanRun:
-    """The state of an execution. All lists are indexed by operation; times are seconds since `begin_s` (None: now) on
-    the clock of time.perf_counter. `inputs`: the input that an operation also waits for, as a number.
-
-    An operation on the device can be issued when those before it there are issued, since its stream waits for them; any
-    other can start when those before it are done."""
+    """The state of an execution. Lists are indexed by operation; times are seconds since `begin_s` (None: now) on the
+    clock of time.perf_counter. `inputs`: the input that an operation also waits for. One on the device can be issued
+    when those before it there are issued, any other can start when those before it are done."""
 
     def __init__(self, plan: Plan, inputs: Mapping[int, int], begin_s: float | None = None) -> None:
         count = len(plan.ops)

@@ -22,11 +22,9 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class SubgroupStates:
-    """The state of each subgroup, fp32, of `state_shape`: master or remainder, and moments.
-
-    It is on the host, on the device, or on both while it is copied or where the device's is the newer one; with storage
-    (`stored`) also in a file, or in a buffer between its read and its write. `host_buffers` of the caller have it again
-    after `move_all_to_host`; None: memory is allocated for all that is neither resident nor stored."""
+    """The state of each subgroup, of `state_shape`: master or remainder, and moments; on the host, on the device, or on
+    both while it is copied or where the device's is the newer one; with storage (`stored`) also in a file, or in a
+    buffer between its read and its write. `host_buffers` of the caller have it again after `move_all_to_host`."""
 
     def __init__(
         self,

@@ -93,9 +93,7 @@ def find_pairs(
     traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str], ranks_per_host: int | None = None
 ) -> list[tuple[Workload, Machine]]:
     """Pair each workload with each machine, with the rates of one of `ranks_per_host` ranks (None: those of the trace).
-
-    Without machines each trace goes with its recorded one, else with the preset of its card. Different ones with the
-    same name are named by their paths instead."""
+    Without machines a trace goes with its recorded one, else its card's preset. Equal names become paths."""
     sources: list[tuple[Trace | None, Path]] = [
         *((open_trace(path), path) for path in traces),
         *((None, path) for path in files),
@@ -200,9 +198,7 @@ def combinations(
 
 
 def compute_rows(tasks: Sequence[Task], runner: TaskRunner, progress: Callable[[int, int], None]) -> list[Row]:
-    """Compute the rows of all tasks, in their order.
-
-    `progress` is called with the numbers of finished and of all rows, at the start and after each row."""
+    """Compute the rows of all tasks, in order; `progress` takes the numbers of finished and of all rows."""
     by_key, rows = {str(number): task for number, task in enumerate(tasks)}, dict[str, Row]()
     progress(0, len(tasks))
     # Closed at once, also when this is interrupted: then all workers end.

@@ -32,10 +32,8 @@ _VOID = 254
 
 
 class StateFile:
-    """The state of subgroups, of so many bytes each, in a file.
-
-    It has the commit `sequence` of a run (name of 16 bytes), None: new state. Raises EngineError if it has commits of
-    another run, or not this one, or there is too little space."""
+    """The state of subgroups, of so many bytes each, in a file, with the commit `sequence` of a run (name of 16 bytes),
+    None: new state. Raises EngineError for commits of another run, or not this one, or too little space."""
 
     def __init__(self, path: Path, sizes: Sequence[int], run: bytes, sequence: int | None = None) -> None:
         self._sizes = list(sizes)
