@@ -135,8 +135,7 @@ class AdaptiveRunner:
         commit: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
-        `commit`: the commit whose state it has. Raises as `check`, and nothing is changed; or EngineError for a
-        file."""
+        `commit`: the commit whose state it has. Raises EngineError for a file, or as `check`, with nothing changed."""
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
@@ -212,7 +211,7 @@ class AdaptiveRunner:
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     @deferred_interrupts()
     def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None] | None = None) -> None:
-        """Run a step of the engine or the rest of it, and what follows when all its operations have ended; interrupts
+        """Run a step of the engine or its rest, and what follows when all its operations have ended; interrupts
         wait."""
         failure: OperationFailed | None = None
         try:

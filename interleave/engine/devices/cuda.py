@@ -123,8 +123,7 @@ class CudaStreams:
 
 @contextmanager
 def _relaxed_captures() -> Iterator[None]:
-    """Return a context in which a thread may allocate while another one captures a CUDA graph, which CUDA else
-    forbids."""
+    """Return a context in which a thread may allocate while another one captures a CUDA graph."""
     before = _exchange(_RELAXED)
     try:
         yield

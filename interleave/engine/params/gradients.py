@@ -224,8 +224,7 @@ def _flat_gradient(param: torch.Tensor) -> torch.Tensor:
 
 class GradientPlaceholder(torch.Tensor):  # type: ignore[misc]
     """The `p.grad` of an offloaded gradient: computing with it raises EngineError, what a backward adds to it is
-    stored. It intercepts operations (`__torch_dispatch__`), not function calls, since placeholders are also inside
-    DTensors."""
+    stored. It intercepts operations, not function calls, since placeholders are also inside DTensors."""
 
     added: list[torch.Tensor]
     used: list[bool]
