@@ -211,8 +211,7 @@ class AdaptiveRunner:
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     @deferred_interrupts()
     def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None] | None = None) -> None:
-        """Run a step of the engine or its rest, and what follows when all its operations have ended. Interrupts
-        wait."""
+        """Run the engine's step or its rest, and what follows when its operations have ended. Interrupts wait."""
         failure: OperationFailed | None = None
         try:
             run()
