@@ -14,8 +14,7 @@ from benchmarks.published import simulated
 from benchmarks.published_figures import Figure, box, fitted_rate
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 
 _RANKS = 4
 # The model that rates are fitted to.

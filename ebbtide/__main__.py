@@ -3,8 +3,7 @@
 import gc
 import sys
 
-# Most objects of a command are modules and results, which live until it ends. Looking for garbage among them as often
-# as Python does by default, and once more at the end, took a fifth of the time of `summary` and of `report`.
+# Most objects live until the end: looking for garbage as often as usual took a fifth of `summary` and `report`.
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000
 
 

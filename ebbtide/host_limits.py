@@ -13,8 +13,7 @@ from pathlib import Path
 
 # Version 1 has a limit of this or more where there is none.
 _NO_LIMIT = 1 << 60
-# Variables that launchers set in each rank to the number of ranks on its host: torchrun, DeepSpeed, Open MPI, MPICH and
-# Intel MPI, and Slurm, where a step may have other numbers than its job.
+# The number of ranks on a host: torchrun, DeepSpeed, Open MPI, MPICH and Intel MPI, Slurm (a step's, then a job's).
 _LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -109,10 +108,8 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
-    """Return how many logical cores each rank on this host may use, at least 1.
-
-    They (`local_ranks` by default) share those of their launcher, the parent of this process, which may have bound this
-    rank to fewer of them."""
+    """Return how many logical cores each rank on this host may use, at least 1: a share of those of their launcher, the
+    parent of this process, which may have bound this rank to fewer of them."""
     own = launcher = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = max(own, len(os.sched_getaffinity(os.getppid())))
@@ -136,10 +133,8 @@ def threads_per_core(root: Path = Path("/")) -> int | None:
 
 
 def too_few_threads(threads: int, possible: int, threads_per_core: int | None = None) -> bool:
-    """Return whether a rank uses at most half of the cores that it may use.
-
-    `possible`: logical cores. Where a core has two of them, or that is not known, half of these are all cores: torch
-    starts one thread for two."""
+    """Return whether a rank uses at most half of the logical cores that it may use; of the half where a core has two of
+    them, or that is not known: torch starts one thread for two."""
     return threads * 2 <= possible - (threads_per_core != 1)
 
 

@@ -43,11 +43,8 @@ def number_range(minimum: float, maximum: float) -> msgspec.Meta:
 
 
 def convert_object(values: Any, kind: type[T], name: str, error: type[UserError]) -> T:
-    """Convert a JSON object to a dataclass or struct whose fields are constrained with msgspec.
-
-    null counts as missing, a float without a fraction as an integer; keys that are not fields are ignored. Raises
-    `error` where it is no object, or a value is missing or does not fit, with its key, the value and what is allowed.
-    """
+    """Convert a JSON object to a dataclass or struct whose fields are constrained with msgspec: null counts as missing,
+    2.0 as an integer, other keys are ignored. Raises `error`, with the key, the value and what is allowed."""
     hints = get_type_hints(kind, include_extras=True)
     if not isinstance(values, dict):
         raise error(f"{name} is {values!r:.40}; it must be an object with {', '.join(hints)}")

@@ -12,10 +12,8 @@ from ebbtide.errors import UserError
 
 @contextlib.contextmanager
 def new_output(path: Path, force: bool, ours: Callable[[Path], bool], kind: str) -> Iterator[Path]:
-    """Yield a temporary path for the block to write a file or a folder to, and then move that to `path`.
-
-    If the block raises, the file system is as before. Raises UserError where something exists at `path` (with `force`:
-    that is not ours), or nothing can be written."""
+    """Yield a temporary path to write a file or a folder to, and move that to `path`, unless the block raises. Raises
+    UserError where something exists there (with `force`: that is not ours), or nothing can be written."""
     if os.path.lexists(path):
         if not force:
             raise UserError(f"{path} exists already: choose another path, or replace it with --force")

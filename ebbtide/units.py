@@ -89,4 +89,4 @@ def runs_text(numbers: Iterable[int], to: str = "-") -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, as in `1 finding` and `2 findings`."""
-    return f"{number} {noun}{'s' if number != 1 else ''}"
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"

@@ -26,14 +26,9 @@ class WorkerDied(Exception):
 def run_locally(
     work: Callable[[Task], Outcome], tasks: Mapping[str, Task], jobs: int
 ) -> Iterator[tuple[str, Outcome | WorkerDied]]:
-    """Run tasks in processes of this machine; yield (key, outcome) of each as it is finished.
+    """Run tasks in so many processes; yield (key, outcome) of each as it is finished, and raise errors of `work`.
 
-    When a worker dies, all tasks that were running are repeated one at a time, so that only the task at fault fails.
-
-    Args:
-        work: Runs one task; its errors are raised here.
-        jobs: Number of processes.
-    """
+    When a worker dies, all tasks that were running are repeated one at a time, so that only the task at fault fails."""
     waiting = deque(tasks)
     to_repeat: deque[str] = deque()
     deaths = Counter[str]()
@@ -54,13 +49,7 @@ def run_on_cluster(
     work: Callable[[Task], Outcome], tasks: Mapping[str, Task], address: str
 ) -> Iterator[tuple[str, Outcome | WorkerDied]]:
     """Run tasks on a Dask cluster, which repeats the tasks of a dead worker on others; yield (key, outcome) of each.
-
-    Args:
-        work: Runs one task; its errors are raised here.
-
-    Raises:
-        UserError: No cluster answers at the address, or its workers lack this version of ebbtide.
-    """
+    Raises errors of `work`, and UserError where no cluster answers, or its workers lack this version of ebbtide."""
     try:
         from distributed import Client, KilledWorker
     except ImportError:
@@ -73,8 +62,7 @@ def run_on_cluster(
     except (OSError, ValueError) as error:
         raise UserError(f"no Dask scheduler answers at {address}: {' '.join(str(error).split())}") from None
     with client:
-        # A lambda is sent by value. A named function would have to be imported there, and a worker that cannot import
-        # it ends without an error message.
+        # A lambda is sent by value; a worker that cannot import a named function ends without a message.
         own = str(importlib.import_module("ebbtide").__version__)
         versions = client.run(lambda: str(importlib.import_module("ebbtide").__version__), on_error="return")
         others = {str(version) for version in versions.values() if version != own}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ebbtide.cli.printing import echo, echo_line, print_view
 from ebbtide.errors import UserError
-from ebbtide.units import ms_text
+from ebbtide.units import counted, ms_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.advise.job.training_job import TrainingJob
@@ -137,10 +137,8 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
 def print_plans(
     job: TrainingJob, plans: list[MachinePlan], sort: str, explain: bool, is_named: bool, smallest: Machine | None
 ) -> None:
-    """Print a table of plans, sorted by `iteration` or `cost`; machines without the figure come last.
-
-    The first machine is answered for if machines were named (`is_named`). `smallest` as for `plan_view`. With `explain`
-    also what limits each plan, and the other policies."""
+    """Print a table of plans, sorted by `iteration` or `cost`, and the answer for the first machine if machines were
+    named; `smallest`: as for `plan_view`; `explain`: also what limits each plan, and the other policies."""
     from ebbtide.interleave.advise.tables import plan_view, policies_table
 
     def sort_key(plan: MachinePlan) -> tuple[bool, float]:
@@ -183,9 +181,9 @@ def print_code(plan: MachinePlan) -> None:
 
 
 def _title(plan: MachinePlan) -> str:
-    from ebbtide.interleave.advise.tables import fits_text, plural
+    from ebbtide.interleave.advise.tables import fits_text
 
     if plan.policy is None or plan.settings is None:
         return f"{plan.machine}: {fits_text(plan)}"
-    place = f"{plural(plan.settings.ranks, 'rank')} on {plural(plan.hosts or 1, 'host')}"
+    place = f"{counted(plan.settings.ranks, 'rank')} on {counted(plan.hosts or 1, 'host')}"
     return f"{plan.machine}: {plan.policy}, {place}; change: {fits_text(plan)}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ebbtide.machines.box import MAX_RANKS
+from ebbtide.machines.machine import MAX_RANKS
 from ebbtide.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ ProgressUpdate = Callable[[str, float, float], None]
 
 
 def echo(text: str = "", **style: Any) -> None:
-    """Print a text and a line break as output of the command, without characters that could control the terminal.
-
-    `style`: colours, unless NO_COLOR forbids them; `typer` leaves them out where it writes to a file."""
+    """Print a text and a line break, without characters that could control the terminal; `style`: for terminals
+    only."""
     text = printable(text)
     typer.echo(typer.style(text, **style) if style and not os.environ.get("NO_COLOR") else text, file=_output)
 
@@ -96,10 +95,8 @@ def on_stderr() -> Iterator[None]:
 
 @contextmanager
 def own_stdout() -> Iterator[None]:
-    """Keep standard output for `echo`: what anything else prints goes to stderr meanwhile.
-
-    Libraries in C write to descriptor 1, some of them when the process ends, and child processes inherit it. In a
-    process of its own a command therefore leaves descriptor 1 to stderr for good, and prints to a copy of it."""
+    """Keep standard output for `echo`: what libraries in C, perhaps at the end, and child processes print goes to
+    stderr. In a process of its own a command leaves descriptor 1 to stderr for good, and prints to a copy of it."""
     global _output
     if sys.stdout is None:
         # The caller has closed it.

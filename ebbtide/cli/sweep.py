@@ -100,7 +100,7 @@ def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler
     tasks = sweep.tasks(scenarios)
     processes = jobs or host_limits.cores()
     runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=processes)
-    notes = _distinct(note for task in tasks for note in task["workload"]["notes"])
+    notes = _distinct(note for task in tasks for note in task.workload.notes)
     _print(_run(tasks, runner, outputs), notes, outputs)
 
 
@@ -108,14 +108,14 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs) -> list[R
     """Compute all rows and write the outputs. Raises UserError without any row."""
     from ebbtide.errors import UserError
     from ebbtide.interleave.experiments.sweep.best import write_rows
-    from ebbtide.interleave.experiments.sweep.task import compute_rows, scenario_columns
+    from ebbtide.interleave.experiments.sweep.task import compute_rows
     from ebbtide.output_files import new_output
 
     if outputs.plot is not None:
         from ebbtide.interleave.experiments.sweep.picture import Grid, draw_sweep
 
         # Raises UserError for more panels or policies than anybody can read.
-        Grid.of([scenario_columns(task) for task in tasks])
+        Grid.of([task.columns() for task in tasks])
     with ExitStack() as files:
         # Before the work is done: a path that cannot be written is refused here.
         table, picture = (

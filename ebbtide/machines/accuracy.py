@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ebbtide.json_files import section
 from ebbtide.machines.machine import Machine
+from ebbtide.units import counted
 
 # Value of `source.kind` in machine files whose rates are those of data sheets.
 DATA_SHEETS = "data sheets"
@@ -44,8 +45,7 @@ class Accuracy:
             )
         if self.largest_error is None:
             return _NOT_VALIDATED[self.basis]
-        runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
-        error = f"{100 * self.largest_error:.1f} %"
+        error, runs = f"{100 * self.largest_error:.1f} %", counted(self.runs, "run")
         line = f"updates predicted from this machine are within {error} on the {runs} it was fitted to"
         ranks, fitted_ranks = self.ranks_per_host, self.fitted_ranks_per_host
         if ranks is not None and fitted_ranks and ranks not in fitted_ranks:
@@ -97,13 +97,9 @@ def accuracy_of(machine: Machine) -> Accuracy:
 
 
 def uncertainty_of(machine: Machine) -> dict[str, float]:
-    """Return the factor within which each rate is known: one standard error, normal in the logarithm.
-
-    It is that of the fit (`fit.uncertainty` of the file) or of the data sheets (`uncertainty`). A measured rate is
-    known as well as its runs agree, and no better than within 5 %.
-
-    Returns:
-        Factors of at least 1 by the key of the rate; rates without a known uncertainty are missing."""
+    """Return the factors (one standard error, normal in the logarithm, at least 1) within which rates are known, by
+    key: of the fit, of the data sheets, or of a measured rate as its runs agree, no better than 5 %. Others are
+    missing."""
     factors = {key: _measured_factor(entry) for key, entry in section(machine.extra, "measured").items()}
     for stated in (
         section(section(machine.extra, "fit"), "uncertainty"),

@@ -6,9 +6,8 @@ from dataclasses import replace
 from ebbtide.errors import MachineError
 from ebbtide.json_files import section
 from ebbtide.machines.accuracy import DATA_SHEETS, uncertainty_of
-from ebbtide.machines.box import Box
 from ebbtide.machines.host import UNIFIED, Host, link_bytes_per_s, memory_rate, parse_host, slower_link
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Box, Machine
 from ebbtide.machines.sheets import DEFAULT_HOSTS, GPU_SHEETS, SHARES, FigureSource, HostSheet, Share
 from ebbtide.state_bytes import GRAD_BYTES, MASTER_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -47,11 +46,9 @@ def data_sheet_machine(name: str) -> Machine:
 
 
 def with_host(machine: Machine, spec: str) -> Machine:
-    """Return a machine with its GPU in another host, such as `ddr5-2ch,16-cores,pcie4x16,256GB`.
-
-    Rates of the host and of the link are those of data sheets; those of the GPU stay. Parts that the host does not
-    state are those of the machine's own host, where its file has one (`host`). Raises MachineError where the host
-    cannot be parsed, the GPU does not have its link, or a part is not stated anywhere."""
+    """Return a machine with its GPU, and the GPU's rates, in another host, such as `ddr5-2ch,16-cores,pcie4x16,256GB`,
+    with the rates of data sheets. Parts not stated are those of its own host. Raises MachineError where the host cannot
+    be parsed, the GPU does not have its link, or a part is not stated anywhere."""
     own_spec = section(machine.extra, "host").get("spec")
     base = parse_host(own_spec) if isinstance(own_spec, str) else Host()
     if base.ranks is None:

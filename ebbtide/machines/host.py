@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ebbtide.errors import MachineError
-from ebbtide.machines.box import MAX_RANKS
+from ebbtide.machines.machine import MAX_RANKS
 from ebbtide.units import parse_bytes
 
 EXAMPLE = "ddr5-2ch,16-cores,pcie4x16,256GB"

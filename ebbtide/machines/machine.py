@@ -1,4 +1,4 @@
-"""The measured rates of a machine, and their file."""
+"""The rates of a machine, of the box that its ranks share, of its GPU and storage; and their file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from msgspec import Meta
 
 from ebbtide.errors import MachineError
 from ebbtide.json_files import convert_object, number_range, read_object
-from ebbtide.machines.box import Box, rate_of_rank
-from ebbtide.machines.storage import MAX_PATHS, StoragePath
+
+MAX_RANKS = 1024
+MAX_PATHS = 64
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0 would be a resource that the
 # machine does not have, which is null.
@@ -28,6 +29,10 @@ RateRatio = Annotated[float, number_range(0.01, 100.0)]
 OverheadS = Annotated[float, number_range(0.0, 1e4)]
 PeakFlops = Annotated[float, number_range(1e9, 1e18)]
 MemoryRate = Annotated[float, number_range(1e9, 1e15)]
+Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS, description=f"a whole number from 1 to {MAX_RANKS}")]
+TotalRate = Annotated[float, number_range(1e6, 1e15)]
+StorageBytes = Annotated[float, number_range(1e6, 1e18)]
+Text = Annotated[str, Meta(description="a text")]
 # Measured with streaming stores on a host with AVX-512: 0.90 to 0.93.
 DEFAULT_OUT_OF_PLACE_SHARE = 0.9
 # Host memory that an update reads and writes, B per parameter, with fp32 masters and with remainders.
@@ -38,7 +43,7 @@ _FP32_UPDATE_BYTES, _REMAINDER_UPDATE_BYTES = 28.0, 26.0
 class GpuCompute:
     """Peak rates of a GPU by its data sheet, for the times of a dry run; None is not known."""
 
-    name: Annotated[str, Meta(description="a text")] | None = None  # Its name, as torch reports it.
+    name: Text | None = None  # Its name, as torch reports it.
     # As in "9.0"; None for GPUs without one.
     compute_capability: Annotated[str, Meta(pattern=r"^\d+\.\d+$", description='a text as in "9.0"')] | None = None
     # Peak of dense matrix products by type: `float32`, `tf32`, `float16`, `bfloat16`, `float8`.
@@ -46,6 +51,40 @@ class GpuCompute:
     memory_bytes_per_s: MemoryRate | None = None  # Traffic with device memory.
     # Copies to other GPUs of its box, in one direction (NVLink, or PCIe where there is none).
     peer_bytes_per_s: MemoryRate | None = None
+
+
+@dataclass(frozen=True)
+class Box:
+    """Rates of a host with all its ranks busy; None is not known."""
+
+    ranks: Ranks  # Ranks that were busy.
+    cpu_update_params_per_s: TotalRate | None = None  # Parameters that all of them together update on the CPU.
+    host_memory_bytes_per_s: TotalRate | None = None  # Traffic of all of them together with host memory.
+    one_rank_cpu_update_params_per_s: TotalRate | None = None  # The rate of one rank while the others are idle.
+    one_rank_host_memory_bytes_per_s: TotalRate | None = None  # The same of host memory.
+
+
+@dataclass(frozen=True)
+class StoragePath:
+    """Rates of one path (a drive, an array, a parallel file system) for one rank while all ranks of its box use it."""
+
+    read_bytes_per_s: Rate  # Sequential reads, with no writes at the same time.
+    write_bytes_per_s: Rate  # Sequential writes, with no reads at the same time.
+    bytes: StorageBytes | None = None  # Free space for the rank; None: not known, taken as enough.
+    duplex_bytes_per_s: DuplexRate | None = None  # Reads and writes together; None: no limit beyond that of each.
+    # Bytes that may be written in the drive's rated life (its TBW); None: not known.
+    rated_write_bytes: StorageBytes | None = None
+    path: Text | None = None  # The folder that was measured, for people.
+
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds to read and write a byte of state, if reads and writes run at the same time."""
+        return max(1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s, 2 / (self.duplex_bytes_per_s or float("inf")))
+
+    def for_ranks(self, measured_ranks: int, ranks: int) -> StoragePath:
+        """Return the path of one of `ranks` ranks that share it, from that with `measured_ranks`."""
+        figures = {name: value for name, value in vars(self).items() if name != "path" and value is not None}
+        return replace(self, **{name: value * measured_ranks / ranks for name, value in figures.items()})
 
 
 @dataclass(frozen=True)
@@ -85,7 +124,7 @@ class Machine:
         storage: Paths for state that host memory does not hold; empty: none.
         extra: Further keys of the file, which are kept."""
 
-    name: Annotated[str, Meta(description="a text")] = "unnamed"
+    name: Text = "unnamed"
     gpu_memory_bytes: DeviceBytes | None = None
     host_memory_bytes: HostBytes | None = None
     h2d_bytes_per_s: Rate | None = None
@@ -161,8 +200,8 @@ class Machine:
             )
         return replace(
             self,
-            cpu_update_params_per_s=rate_of_rank(update, box.cpu_update_params_per_s, ranks),
-            host_memory_bytes_per_s=rate_of_rank(memory, box.host_memory_bytes_per_s, ranks),
+            cpu_update_params_per_s=_rate_of_rank(update, box.cpu_update_params_per_s, ranks),
+            host_memory_bytes_per_s=_rate_of_rank(memory, box.host_memory_bytes_per_s, ranks),
             host_memory_bytes=_divided(self.host_memory_bytes, measured_ranks, ranks),
             pinned_memory_bytes=_divided(self.pinned_memory_bytes, measured_ranks, ranks),
             storage=tuple(path.for_ranks(measured_ranks, ranks) for path in self.storage),
@@ -193,6 +232,11 @@ class Machine:
 
 def _largest(first: float | None, second: float | None) -> float | None:
     return max((value for value in (first, second) if value is not None), default=None)
+
+
+def _rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:
+    """Return the rate of one of several ranks: its own, or its part of the total where that is known and smaller."""
+    return rate if rate is None or total is None else min(rate, total / ranks)
 
 
 def _divided(part: float | None, ranks_before: int, ranks: int) -> float | None:

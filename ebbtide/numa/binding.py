@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import platform
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from ebbtide.numa.topology import cpus_text, node_cpus
 
@@ -79,20 +79,17 @@ def _prefer_node(address: int, nbytes: int, node: int) -> str | None:
 
 def _touch_on(cpus: frozenset[int], address: int, nbytes: int) -> bool:
     """Write a range by a thread on some cores; return whether the thread could run there."""
-    errors: list[OSError] = []
 
-    def touch() -> None:
+    def touch() -> bool:
         try:
             os.sched_setaffinity(0, cpus)
-        except OSError as error:
-            errors.append(error)
-            return
+        except OSError:
+            return False
         ctypes.memset(address, 0, nbytes)
+        return True
 
-    thread = threading.Thread(target=touch, name="ebbtide-first-touch")
-    thread.start()
-    thread.join()
-    return not errors
+    with ThreadPoolExecutor(1, "ebbtide-first-touch") as pool:
+        return pool.submit(touch).result()
 
 
 @functools.cache

@@ -31,10 +31,8 @@ def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
 
 
 def pci_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of a PCI device by its address as in NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`).
-
-    None if the firmware does not give it, and the device's list of local cores does not tell it either. On a host with
-    one node it is that node."""
+    """Return the NUMA node of a PCI device by its address as in NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`), or
+    the one node of a host; None if neither firmware nor the device's list of local cores gives it."""
     nodes = [node for node in read_nodes(root) if node.cpus]
     if len(nodes) == 1:
         return nodes[0].number
@@ -110,12 +108,7 @@ def read_allowed_cpus(pid: int | str, root: Path = Path("/")) -> frozenset[int] 
 
 def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | None:
     """Return the resident bytes of a process by NUMA node; None if it has ended or is another user's, or without NUMA.
-
-    Pages of files that are only read (libraries, data sets) are left out. Memory that a driver maps into the process is
-    not in `numa_maps`: that of `cudaHostAlloc` may be missing, that of `cudaHostRegister` is counted.
-
-    The kernel walks the page tables of the process for this, during which the process cannot map memory: about a second
-    per TB in pages of 4 KiB. Read it rarely."""
+    Read it rarely: the process cannot map memory meanwhile, about a second per TB in pages of 4 KiB."""
     sizes: dict[int, int] = {}
     try:
         with open(root / f"proc/{pid}/numa_maps", encoding="utf-8", errors="replace") as maps:

@@ -9,8 +9,7 @@ from ebbtide.interleave.advise.choice import best_static_split, fits_memory, ste
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.training_job import RecordedJob, TrainingJob, TunableSettings
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.machines.box import MAX_RANKS
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import MAX_RANKS, Machine
 from ebbtide.state_bytes import PARAM_BYTES, REMAINDER_STATE_BYTES
 
 # Host memory that plans leave to the system: MemTotal is some 2 % less than what is installed, and other processes run.
@@ -29,11 +28,8 @@ _SMALLER_STATE = (
 
 
 def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
-    """Yield the settings to try: first those of the job, then greater and greater changes.
-
-    More ranks are the greatest change, since they cost hardware; then a smaller micro-batch with more micro-steps, then
-    activation checkpointing, which costs a forward; the offload of optimizer state is the least. Ranks are doubled,
-    micro-batches are divisors of that of the job."""
+    """Yield the settings to try, first those of the job, then by the cost of the change, the least first: offload of
+    optimizer state, checkpointing, a micro-batch that divides the job's, twice as many ranks."""
     own, can_checkpoint = job.settings, job.memory is not None and job.memory.checkpointed is not None
     batch = own.micro_batch or 0
     divisors: list[int | None] = [size for size in range(batch, 0, -1) if batch % size == 0]
@@ -45,9 +41,8 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
 
 def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
-    """Return the machine with the rates of one of the ranks of a job, without what stays to the system of host memory.
-
-    Raises MachineError if the machine has no box, and several ranks on a host are requested."""
+    """Return the machine with a rank's rates, without the system's share of host memory. Raises as
+    `Machine.for_ranks`."""
     shared = machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
     host = shared.host_memory_bytes
     return shared if host is None else replace(shared, host_memory_bytes=(1 - SYSTEM_SHARE) * host)
@@ -63,9 +58,8 @@ def ranks_on_a_host(machine: Machine, ranks: int, ranks_per_host: int | None = N
 def least_settings(
     job: TrainingJob, machine: Machine, ranks_per_host: int | None = None, policies: Sequence[str] = ()
 ) -> tuple[TunableSettings, PlacedWorkload, Machine] | None:
-    """Return the least change with which a job fits a machine, its workload, and the machine's rates for one rank.
-
-    `policies` are those to choose from; empty: all. None if the job fits with none of the changes."""
+    """Return the least change with which a job fits a machine under one of `policies` (empty: of all), its workload,
+    and the machine's rates for one rank; None if no change helps."""
     for settings in settings_in_order(job):
         shared = share_host(machine, settings.ranks, ranks_per_host)
         placed = place(job, settings, shared)
@@ -119,10 +113,8 @@ def _doubled(ranks: int) -> Iterator[int]:
 
 
 def alternatives(workload: Workload, machine: Machine, job: RecordedJob) -> tuple[str, ...]:
-    """Return sentences on less accumulation, a smaller batch and a smaller state, as far as figures are known.
-
-    For workloads that have to offload. Of each kind the least change is named with which all state fits on the device.
-    """
+    """Return sentences on the least accumulation, batch and state with which all state fits, for jobs that must
+    offload."""
     kinds = _without_accumulation(workload, job), _smaller_batches(workload, job), _smaller_states(workload)
     fitting = ((text for changed, text in kind if without_offload(changed, machine) is not None) for kind in kinds)
     return tuple(text for texts in fitting for text in islice(texts, 1))

@@ -94,10 +94,8 @@ class PolicyChoice:
 
 
 def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
-    """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`.
-
-    It is `interleaved:2` in place of `adaptive` if the free memory is unknown. `job` tells whether DeepSpeed runs it,
-    which takes less overlap. Raises MachineError if the machine lacks a rate that the best policy needs."""
+    """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`, or
+    `interleaved:2` where the free memory is unknown; `job`: what DeepSpeed runs takes less overlap."""
     on_gpu = all_on_device(own_workload(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))

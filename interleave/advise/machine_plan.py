@@ -31,31 +31,27 @@ _SAME_OPERATIONS = {"twin-flow": "zero-offload"}
 
 
 @dataclass(frozen=True)
-class IterationRange:
-    """An iteration time and the range that has it with a probability of 80 %, seconds."""
+class PolicyTime:
+    """The iteration of a policy, and the range that has it with a probability of 80 %, ms."""
 
-    low_s: float
-    likely_s: float
-    high_s: float
+    policy: str
+    iteration_ms: float
+    iteration_low_ms: float
+    iteration_high_ms: float
 
 
-def iteration_range(steps: Steps, machine: Machine, compute_factor: float) -> IterationRange:
-    """Return the range of a policy's mean iteration on the machine that it was simulated on.
-
-    Each rate with a known uncertainty is set one standard error lower and higher, and so are the times of the compute,
-    which are known within `compute_factor`, and the same plan is simulated again. Changes of the logarithm of the
-    iteration are summed as squares, longer and shorter ones apart, and extended to the 10th and the 90th percentile. If
-    the machine was fitted to runs of the same policy, its rates together are known better than each of them: the
-    residuals of the fit count instead."""
+def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> PolicyTime:
+    """Return the range of a policy's mean iteration on the machine that it was simulated on. The plan is simulated
+    again with each uncertain rate, and the compute (within `compute_factor`), a standard error lower and higher.
+    Changes of the logarithm are summed as squares, each direction apart, and extended to the 10th and the 90th
+    percentile. A fit to runs of the policy has its residuals instead."""
     likely = steps.iteration_s
-    if likely <= 0:
-        return IterationRange(likely, likely, likely)
     squares = {True: math.log(_MODEL_FACTOR) ** 2, False: math.log(_MODEL_FACTOR) ** 2}
-    for iteration_s in _varied(steps, machine, compute_factor):
+    for iteration_s in _varied(steps, machine, compute_factor) if likely > 0 else ():
         change = math.log(iteration_s / likely)
         squares[change > 0] += change**2
     shorter, longer = (math.exp(DEVIATIONS_OF_RANGE * math.sqrt(squares[side])) for side in (False, True))
-    return IterationRange(likely / shorter, likely, likely * longer)
+    return PolicyTime(steps.plan.policy, likely * 1e3, likely * 1e3 / shorter, likely * 1e3 * longer)
 
 
 def residual_factor(policy: str, machine: Machine) -> float | None:
@@ -103,7 +99,7 @@ def _varied(steps: Steps, machine: Machine, compute_factor: float) -> Iterator[f
         yield simulate_steps(plan, scaled, machine).iteration_s
 
 
-_S_PER_HOUR = 3600.0
+_MS_PER_HOUR = 3.6e6
 _BILLION = 1e9
 # Shorter intervals, as a share of the iteration, are rounding errors.
 _SHORTEST_SHARE = 1e-9
@@ -116,16 +112,6 @@ _CHANGES = {
     "ranks": "{} ranks",
 }
 _RESOURCE_NAMES = {"cpu": "cpu update", "gpu": "gpu update"}
-
-
-@dataclass(frozen=True)
-class PolicyTime:
-    """The iteration of a policy, and the range that has it with a probability of 80 %, ms."""
-
-    policy: str
-    iteration_ms: float
-    iteration_low_ms: float
-    iteration_high_ms: float
 
 
 @dataclass(frozen=True)
@@ -185,9 +171,8 @@ class PlanRequest:
 
 
 def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> MachinePlan:
-    """Return the plan of a job for a machine, with the rates of its file.
-
-    Raises MachineError for a missing rate, and PolicyError for a requested policy that does not exist."""
+    """Return the plan of a job for a machine, with the rates of its file. Raises MachineError for a missing rate, and
+    PolicyError for a requested policy that does not exist."""
     asked = request or PlanRequest()
     for policy in asked.policies:
         # Policies that cannot plan a job are skipped below; those that do not exist are an error.
@@ -204,7 +189,7 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
     policy, schedule = choice.steps.plan.policy, choice.steps.valid
     change = changed(job.settings, settings, policy)
     times = _policy_times(choice, shared, placed)
-    span = next(time for time in times if time.policy == policy)
+    own = next(time for time in times if time.policy == policy)
     per_host = ranks_on_a_host(machine, settings.ranks, asked.ranks_per_host)
     hosts = -(-settings.ranks // per_host)
     tokens = job.tokens_of(settings)
@@ -217,20 +202,17 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
         machine=machine.name,
         fits=change is None,
         change=change,
-        policy=policy,
+        **vars(own),
         device_bytes=_device_bytes(schedule, shared),
         device_capacity_bytes=shared.gpu_memory_bytes,
         host_bytes=schedule.host_bytes(),
         host_capacity_bytes=machine.for_ranks(per_host).host_memory_bytes,
-        iteration_ms=span.iteration_ms,
-        iteration_low_ms=span.iteration_low_ms,
-        iteration_high_ms=span.iteration_high_ms,
-        tokens_per_s=_rate(tokens, span.iteration_ms / 1e3),
-        tokens_per_s_low=_rate(tokens, span.iteration_high_ms / 1e3),
-        tokens_per_s_high=_rate(tokens, span.iteration_low_ms / 1e3),
-        cost_per_billion_tokens=_cost(hourly, tokens, span.iteration_ms / 1e3),
-        cost_low=_cost(hourly, tokens, span.iteration_low_ms / 1e3),
-        cost_high=_cost(hourly, tokens, span.iteration_high_ms / 1e3),
+        tokens_per_s=_rate(tokens, own.iteration_ms),
+        tokens_per_s_low=_rate(tokens, own.iteration_high_ms),
+        tokens_per_s_high=_rate(tokens, own.iteration_low_ms),
+        cost_per_billion_tokens=_cost(hourly, tokens, own.iteration_ms),
+        cost_low=_cost(hourly, tokens, own.iteration_low_ms),
+        cost_high=_cost(hourly, tokens, own.iteration_high_ms),
         limited_by=_limiting_part(schedule, shared, placed.times),
         code=lines.python,
         lines=lines,
@@ -285,18 +267,13 @@ def _policy_times(choice: PolicyChoice, machine: Machine, placed: PlacedWorkload
     """Return the iteration of each policy that fits, fastest first."""
     candidates = [choice.steps, choice.best, *(steps for steps in choice.others if fits_memory(steps, machine))]
     by_policy = {steps.plan.policy: steps for steps in candidates}
-    spans = {policy: iteration_range(steps, machine, placed.times.factor) for policy, steps in by_policy.items()}
-    times = [
-        PolicyTime(policy, span.likely_s * 1e3, span.low_s * 1e3, span.high_s * 1e3) for policy, span in spans.items()
-    ]
+    times = [policy_time(steps, machine, placed.times.factor) for steps in by_policy.values()]
     return tuple(sorted(times, key=lambda time: time.iteration_ms))
 
 
 def _limiting_part(schedule: Schedule, machine: Machine, times: ComputeTimes) -> str:
-    """Return what limits an iteration.
-
-    It is `compute` or `collectives`, the longer one, if nothing is offloaded or the optimizer adds less than a tenth of
-    the iteration; else what limits the update."""
+    """Return what limits an iteration: what limits the update, or `compute` or `collectives`, the longer one, if
+    nothing is offloaded or the optimizer adds less than a tenth."""
     if schedule.plan.policy == "gpu-only" or schedule.exposed_s < _SMALL_SHARE * schedule.iteration_s:
         compute_s = times.forward_s + times.backward_s + times.other_s - times.collectives_s
         return "collectives" if times.collectives_s > max(compute_s, 0.0) else "compute"
@@ -313,11 +290,11 @@ def _device_bytes(schedule: Schedule, machine: Machine) -> float | None:
     return float(sizes[lasting].max())
 
 
-def _rate(tokens: float | None, iteration_s: float) -> float | None:
-    return tokens / iteration_s if tokens is not None and iteration_s > 0 else None
+def _rate(tokens: float | None, iteration_ms: float) -> float | None:
+    return tokens / iteration_ms * 1e3 if tokens is not None and iteration_ms > 0 else None
 
 
-def _cost(price_per_hour: float | None, tokens: float | None, iteration_s: float) -> float | None:
+def _cost(price_per_hour: float | None, tokens: float | None, iteration_ms: float) -> float | None:
     if price_per_hour is None or tokens is None:
         return None
-    return price_per_hour / _S_PER_HOUR * iteration_s / tokens * _BILLION
+    return price_per_hour / _MS_PER_HOUR * iteration_ms / tokens * _BILLION

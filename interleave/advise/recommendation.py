@@ -55,9 +55,8 @@ class Recommendation:
 def recommend(
     workload: Workload, machine: Machine, job: RecordedJob | None = None, machine_source: str | None = None
 ) -> Recommendation:
-    """Recommend the best policy that fits, with lines that repeat the settings of the job and the file of its machine.
-
-    Raises MachineError if the machine lacks a rate that the best policy needs."""
+    """Recommend the best policy that fits, with lines to paste. Raises MachineError if the machine lacks a needed
+    rate."""
     context = PasteContext(job or RecordedJob(), machine, machine_source)
     choice = choose_policy(workload, machine, context.job)
     best, overlap = best_setup(choice, context), choice.overlap

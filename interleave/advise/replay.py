@@ -61,8 +61,7 @@ class PolicyResult:
     storage_written_bytes_per_day: float
     storage_busy: list[dict[str, float]]  # By path: the shares of the iteration during which it reads and writes.
     stored_subgroups: int
-    # Whether each step gives the results that the workload asks for: the same update, of all gradients, clipped if the
-    # workload clips.
+    # Whether each step gives the results that the workload asks for.
     exact: bool
     note: str | None  # How the results differ where they are not exact; None where they are.
     weights: dict[str, int] | None  # Layers that are resident and streamed; None without layers. So are the next two.
@@ -97,8 +96,7 @@ class Replay(TabularResult, table="results"):
     overlap: Overlap  # The overlap of all exact policies together.
     overlap_bound: Bound  # Lower bounds of any policy with that overlap or a part of it.
     skipped: dict[str, str]  # Built-in policies that were left out, and why.
-    # The replay of `adaptive` with updates under the next forward, beside that of all built-in policies; None where
-    # policies were named.
+    # The replay of `adaptive` with updates under the next forward; None where policies were named.
     late: Replay | None = None
 
     def simplest_lines(self) -> Iterator[str]:
@@ -153,11 +151,8 @@ class Replay(TabularResult, table="results"):
 def replay(
     workload: Workload, machine: Machine, policies: Sequence[str] | None = None, job: RecordedJob | None = None
 ) -> Replay:
-    """Simulate a workload on a machine under some policies, of which `systems` stands for all other systems.
-
-    Without policies these are all built-in ones that the machine's rates suffice for. `gpu-only` has the job's own
-    state where that is on the device. Raises PolicyError for a policy that does not exist or cannot plan this workload,
-    and MachineError for a missing rate."""
+    """Simulate a workload under some policies, of which `systems` stands for all other systems; None: all built-in ones
+    that the rates suffice for. Raises PolicyError for one that cannot plan it, MachineError for a missing rate."""
     results, schedules = [], []
     skipped = {}
     for text in with_systems(policies or (*BUILT_IN, *[WHOLE_JOB] * bool(workload.layers))):
@@ -255,10 +250,8 @@ class AblationStep:
 
 
 def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
-    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap.
-
-    Mechanisms that need a rate or a property of the workload that is not known are left out. Where state is in storage
-    the last step is what enough host memory would gain."""
+    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap; at
+    last, where state is in storage, enough host memory. Those that need what is not known are left out."""
     steps: list[AblationStep] = []
     plan: Plan | None = None
 

@@ -11,13 +11,9 @@ _DEVICE = "cuda:0"
 
 
 def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> TraceBuilder:
-    """Build a trace that repeats the schedule of an iteration so many times.
-
-    It is cut out of a training: late operations of the iteration before run under the first forward, with null as their
-    iteration, and those of the last one are left out, or cut off, where the trace ends.
-
-    The pool `device` has the memory of the job and of the plan. If the free memory or the memory of the device is not
-    known, the pool is `planned` and has the memory of the plan only."""
+    """Build a trace that repeats the schedule of an iteration, cut out of a training. Late operations of the iteration
+    before run under the first forward, with null as their iteration. The pool is `device`, or `planned` where the
+    memory of the job is not known."""
     workload = schedule.workload
     builder = TraceBuilder("simulated", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
     builder.meta["warmup_iterations"] = 0

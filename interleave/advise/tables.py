@@ -15,7 +15,7 @@ from ebbtide.interleave.advise.replay import AblationStep, Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of, ranges_text, updates_text
 from ebbtide.machines.machine import Machine
-from ebbtide.units import bytes_text, count_text
+from ebbtide.units import bytes_text, count_text, counted
 
 # From this share on host memory decides what fits.
 _BINDING_SHARE = 0.75
@@ -147,9 +147,7 @@ def gains_table(steps: Sequence[AblationStep]) -> Table:
 def plan_view(
     job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | None = None, smallest: Machine | None = None
 ) -> View:
-    """Return the answer for a machine (`here`), the changes that help there, and the table of plans, which are sorted.
-
-    `smallest` is the smallest of all machines that the job fits as it is."""
+    """Return the answer for a machine (`here`), the changes that help there, and the table of the sorted plans."""
     yield from _answer(job, plans, here)
     if any((plan.hosts or 1) > 1 for plan in plans):
         yield f"  {NETWORK_NOTE}"
@@ -165,7 +163,7 @@ def plan_view(
     trained = f"{count_text(job.workload.params)} parameters a rank"
     if job.facts.has_adapters:
         trained = f"{count_text(job.workload.params)} trained of {count_text(total)} parameters"
-    parts = [trained, plural(settings.ranks, "rank")]
+    parts = [trained, counted(settings.ranks, "rank")]
     if settings.micro_batch is not None:
         parts.append(f"micro-batch {settings.micro_batch}")
     if settings.checkpointing:
@@ -260,11 +258,6 @@ def fits_text(plan: MachinePlan) -> str:
     if plan.change is not None:
         return ", ".join(plan.changes_text())
     return "nothing" if plan.fits else "does not fit"
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a number of things."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _range(low: float | None, high: float | None, scale: float = 1.0) -> str | None:

@@ -25,9 +25,7 @@ from ebbtide.units import bytes_text, ms_text
 
 def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[str] | None = None) -> Replay:
     """Replay the job of a trace under some policies, as `ebbtide replay` does; by default on its own card's machine.
-
-    Raises WorkloadError where the trace does not tell the parameters or no iteration, MachineError and PolicyError as
-    `replay`."""
+    Raises WorkloadError where the trace tells no parameters or iteration, and as `replay`."""
     rates = inputs.share_box(inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace)
     return replay(inputs.note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
 
@@ -65,8 +63,8 @@ class TraceAdviser:
         return _setting("deepspeed", {"offload_optimizer": offload}, text, steps, recorded_ms)
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations, with its gain over computing those of all layers again; None: not
-        known, or no choice fits."""
+        """Return the best choice of activations, with its gain over computing all again; None: not known, or none
+        fits."""
         if self._job is None:
             return None
         workload, machine = with_trace_layers(self._job.workload, self._trace), self._job.context.machine
@@ -108,11 +106,8 @@ _POLICY = "pipelined"
 
 
 def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
-    """Return an error whose remedy of offloaded state is that of a replayed plan, with its iteration time.
-
-    The plan is that of the policy `pipelined`, which updates on the CPU, on the machine of the trace. What it uses on
-    the device is subtracted. The remedy stays as it is where the trace cannot be replayed, for example since no
-    iteration was finished."""
+    """Return an error whose remedy of offloaded state is that of `pipelined`, replayed, with its iteration time, less
+    what it uses on the device; as it is where the trace cannot be replayed."""
     bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
     machine = inputs.own_machine(trace)
     if bound is None or machine is None:

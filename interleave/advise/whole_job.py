@@ -42,8 +42,7 @@ class WholeJobPlan:
 
 
 def plan_whole_job(workload: Workload, tokens: float | None, machine: Machine) -> WholeJobPlan:
-    """Return the plan of all that may move of a workload with layers on a machine; `tokens` are those of an iteration
-    of the GPU."""
+    """Return the plan of all that may move of a workload with layers; `tokens`: those of an iteration of the GPU."""
     replayed = replay(workload, machine, [WHOLE_JOB])
     (result,) = replayed.results
     speed = None if tokens is None else tokens / (result.iteration_ms / 1e3)
@@ -51,9 +50,8 @@ def plan_whole_job(workload: Workload, tokens: float | None, machine: Machine) -
 
 
 def layers_of_job(job: TrainingJob, trace: Trace | None, machine: Machine) -> Workload | None:
-    """Return the workload with layers of a job: that of its trace on the trace's own machine, or of its known shape.
-
-    None where layers are not known."""
+    """Return a job's workload with layers: of its trace on the trace's own machine, or of its shape; None: not
+    known."""
     if trace is None:
         return layered_workload(job, machine)
     recorded = workload_of(trace)
@@ -64,9 +62,7 @@ def layers_of_job(job: TrainingJob, trace: Trace | None, machine: Machine) -> Wo
 
 
 def layered_workload(job: TrainingJob, machine: Machine) -> Workload:
-    """Return the workload of a job of known shape on one GPU, with a chunk for each micro-step.
-
-    Raises WorkloadError where the shape is not known or ranks share the parameters."""
+    """Return the workload of a job of known shape on one GPU, a chunk for each micro-step, or raise WorkloadError."""
     if not isinstance(job.compute, TransformerCompute) or job.settings.ranks > 1:
         raise WorkloadError("layers are known of a job of a given size on one rank")
     if machine.gpu_memory_bytes is None:

@@ -109,19 +109,15 @@ _DEFAULT_WORKING_SET = 1 << 30
 
 
 def working_set(memory: int | None, cache: int | None) -> int:
-    """Return the number of bytes to measure over: four times the caches, so that they hold little of it.
-
-    `memory` is that of a rank, of which at most an eighth is used, `cache` that of the last-level caches; None: not
-    known."""
+    """Return the number of bytes to measure over: four times the last-level caches, so that they hold little of it, and
+    at most an eighth of the `memory` of a rank; None: not known."""
     size = max(_MIN_WORKING_SET, 4 * cache) if cache is not None else _DEFAULT_WORKING_SET
     return min(size, memory // 8) if memory else size
 
 
 def measure_bandwidth(setup: Setup, record: Record) -> None:
-    """Measure `host_memory_bytes_per_s`: bytes read plus bytes written per second with all threads of the rank.
-
-    The better one of two loops counts. Write-allocate traffic (a cache line read only because it is about to be
-    written) is not counted."""
+    """Measure `host_memory_bytes_per_s`: bytes read plus bytes written per second with all threads of the rank, by the
+    better one of two loops, without write-allocate traffic (a line read only because it is about to be written)."""
     torch.set_num_threads(setup.threads)
     count = setup.working_set // 8
     target, source = torch.ones(count), torch.ones(count)
@@ -212,9 +208,8 @@ def measure_traffic(setup: Setup, record: Record) -> None:
 
 
 def record_traffic(setup: Setup, record: Record, copy: Callable[[], int], copies: str, threads: int) -> None:
-    """Record the traffic of host memory by updates and copies at the same time.
-
-    `copy` makes some copies, which are `copies` in words, and returns the bytes that they read and write there."""
+    """Record the traffic of host memory by updates and by what `copy` does at once; `copies`: what it copies, in
+    words."""
     params = setup.working_set // KERNEL_BYTES
     update = cpu_kernels(params, threads)[record.extra["cpu_update"]["kernel"]]()
     update_s: list[float] = []

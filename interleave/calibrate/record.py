@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.machines.machine import GpuCompute
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import GpuCompute, StoragePath
 
 _MIN_RUNS = 3
 # The rates that ranks on a host share.
@@ -34,9 +33,8 @@ class Timing:
 
 
 def measure_time(run: Callable[[], object], window_s: float, ranks: Ranks) -> Timing:
-    """Call `run` once unmeasured, wait for the other ranks, then call it for `window_s` seconds, at least three times.
-
-    `run` must return only when its work has ended."""
+    """Call `run`, which returns when its work has ended, once unmeasured, wait for the other ranks, then call it for
+    `window_s` seconds, at least three times."""
     return measure_times([run], window_s, ranks)[0]
 
 

@@ -19,9 +19,7 @@ from ebbtide.interleave.calibrate.record import SHARED_RATES, Record, Setup, Tim
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.box import Box
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Box, Machine, StoragePath
 
 # Every kind of operation occurs in its plans.
 _POLICY = "interleaved:2"
@@ -41,9 +39,7 @@ _ONE_SECOND_EACH = Machine(
 
 
 def measure_operation(setup: Setup, record: Record) -> None:
-    """Measure `operation_s`: the value with which the simulator predicts the time of a plan of tiny subgroups.
-
-    `InterleavedAdamW` runs it on the GPU, else on the emulated device."""
+    """Measure `operation_s`, with which the simulator predicts InterleavedAdamW's time for a plan of tiny subgroups."""
     device = torch.device("cpu") if setup.device is None else torch.device("cuda", setup.device)
     params = [
         torch.nn.Parameter(torch.zeros(_SUBGROUP_PARAMS, dtype=torch.bfloat16, device=device))

@@ -39,8 +39,7 @@ _RATES = {
 
 
 def machine_view(machine: Machine, verbose: bool = True) -> View:
-    """Return the known rates and their source; `verbose`: also how each was measured, the box, the GPU, and how well a
-    fitted machine explains the traces."""
+    """Return the known rates; `verbose`: also how each was measured, the box, the GPU, and the errors of a fit."""
     ranks = f" while {machine.box.ranks} update on its host" if machine.box is not None else ""
     with_rate = [key for key in _RATES if getattr(machine, key) is not None]
     columns: list[Column] = [

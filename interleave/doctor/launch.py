@@ -27,9 +27,7 @@ class RankBinding:
 
 
 def rank_bindings(host: JobHost) -> list[RankBinding]:
-    """Return the binding of each rank: an even share of the cores of its GPU's node, whole cores to one rank.
-
-    Ranks whose GPU's node is not known are spread evenly over the nodes."""
+    """Return the binding of each rank: an even share of whole cores of its GPU's node, or of all nodes if not known."""
     ranks = host.ranks
     nodes = [node.number for node in host.nodes if node.cpus & host.cpus]
     homes: list[int | None] = []

@@ -20,11 +20,8 @@ Budget = float | Mapping[str, float]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of an engine, named as for InterleavedAdamW. Raises EngineError if one is not valid.
-
-    The overlap is an option of the policy: see `with_overlap_option`. `supported` are the overlaps that plans may use:
-    with `forward`, something calls `wait_for_params` before parameters are read; with `backward`, something calls
-    `Engine.assume`."""
+    """The options of an engine, as of InterleavedAdamW; EngineError if one is not valid. `supported`: something calls
+    `wait_for_params` before parameters are read (`forward`), or `Engine.assume` (`backward`)."""
 
     policy: str = "adaptive"
     machine: Machine | None = None
@@ -86,10 +83,8 @@ def _check_budget(budget: Any) -> None:
 
 
 def with_overlap_option(policy: str, overlap: str, gradients: str, supported: Overlap) -> str:
-    """Return the policy with the option `overlap`, which may also be in the policy itself.
-
-    `auto` becomes what is supported, and nothing where the policy has no overlap. Raises EngineError if the two
-    contradict each other, or there is no such overlap with gradients of this kind."""
+    """Return the policy with the option `overlap`, unless it has one. `auto` becomes what is supported. Raises
+    EngineError if the two contradict each other, or there is no such overlap with gradients of this kind."""
     if overlap not in OVERLAP:
         raise EngineError(f"overlap is {overlap!r}: it must be one of {', '.join(OVERLAP)}")
     options = parse(policy).options

@@ -14,10 +14,8 @@ _PHASES = ("other", "forward", "backward")
 
 
 def host_traffic(op: Op, workload: Workload) -> float:
-    """Return the bytes of host memory that an operation reads and writes.
-
-    An update on the CPU reads gradient and state, and writes state and parameter. A copy passes through host memory
-    once. Clipping reads all gradients if their norm is computed on the host."""
+    """Return the bytes of host memory that an operation reads and writes: an update on the CPU gradient, state and
+    parameter; a copy its bytes once; clipping all gradients if their norm is computed on the host."""
     if op.resource == "gpu":
         return 0.0
     if op.kind == "update":
@@ -30,10 +28,9 @@ def host_traffic(op: Op, workload: Workload) -> float:
 
 
 def norm_s(workload: Workload, machine: Machine) -> float:
-    """Return the seconds that the norm of all gradients takes, where clipping waits for it.
-
-    On the host it is one pass over the gradients, at `cpu_norm_params_per_s` if that is known, else at the bandwidth of
-    host memory. On the GPU it is as much shorter than an update as it moves fewer bytes."""
+    """Return the seconds that clipping waits for the norm of all gradients: on the host a pass at
+    `cpu_norm_params_per_s`, else at the bandwidth of host memory; on the GPU as much shorter than an update as it moves
+    fewer bytes."""
     if not workload.clipping or workload.norm is None:
         return 0.0
     rate = "gpu_update_params_per_s" if workload.norm == "device" else "host_memory_bytes_per_s"
@@ -85,10 +82,8 @@ def phase_before(point: float) -> str:
 
 
 class Durations:
-    """Durations of a plan's operations if nothing else runs.
-
-    A cast on the GPU whose rate is not known is as much shorter than an update there as it moves fewer bytes. Raises
-    MachineError if the machine lacks a rate that the plan needs."""
+    """Durations of a plan's operations if nothing else runs; a cast on the GPU of unknown rate is as much shorter than
+    an update as it moves fewer bytes. Raises MachineError if the machine lacks a rate that the plan needs."""
 
     def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
         needed = {"host_memory_bytes_per_s"}

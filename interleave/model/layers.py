@@ -134,11 +134,9 @@ def saved_activations(
 
 
 def place(workload: Workload, plan: LayerPlan | None) -> Workload:
-    """Return a workload with the times and the free memory that a plan for its layers leaves.
-
-    The backward has the recomputation; memory of the layers is not free; its layers and chunks are those of a round.
-    With several rounds, which are alike, the forward has all but the last backward. A workload without layers, or a
-    placed one, is returned itself."""
+    """Return a workload with the times and the free memory that a plan for its layers leaves; without layers, or
+    placed, itself. Layers and chunks are those of a round; with several, alike, the forward has all but the last
+    backward."""
     if plan is None or not workload.layers or workload.layer_memory:
         return workload
     return _placed(workload, plan)

@@ -67,8 +67,7 @@ class Op(NamedTuple):
     blocking: bool = False  # Whether forward and backward stop until it has ended.
     acquire: float = 0.0  # Bytes of device memory allocated when it starts.
     release: float = 0.0  # Bytes of device memory freed when it ends.
-    # The point of the next iteration at which compute waits until it has ended; None: it ends with the update of its
-    # own iteration. Operations with a point are called late.
+    # The point of the next iteration at which compute waits for its end; None: it ends with its own (not late).
     due: float | None = None
     # Whether an update on the CPU runs before clipping has said that it is valid, and writes beside the old state (or
     # over it, see `Plan.rolls_back`).
@@ -143,8 +142,7 @@ def point_at(workload: Workload, seconds: float) -> float:
     return UPDATE
 
 
-# Rules of valid plans that plans of other systems do not follow: their departures. `Plan.validate` leaves out the
-# checks of those that a plan names, and no others.
+# Rules of valid plans that plans of other systems may depart from; `Plan.validate` leaves out their checks.
 Rule = Literal[
     "an update on the CPU waits for its gradient of this iteration",
     "clipping comes before updates and uploads",

@@ -242,19 +242,15 @@ class Schedule:
 
 
 def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
-    """Return the host memory that a plan may use: the rank's part of the host, or less where the job leaves less.
-
-    None: it is not known."""
+    """Return the host memory that a plan may use: the rank's part, or what the job leaves; None: not known."""
     limits = (machine.host_memory_bytes, workload.host_free_bytes)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def needed_host_bytes(plan: Plan, workload: Workload) -> float:
-    """Return the host memory that a plan needs.
-
-    It is that of state that is neither resident nor in storage, of the buffers of state in storage, of a second place
-    for state that is updated speculatively, of the buffers of copies, and of streamed weights and activations. State in
-    storage needs no second place: its new version is written beside the old one."""
+    """Return the host memory that a plan needs: for state that is neither resident nor in storage, a second place for
+    what is updated speculatively (storage writes new versions beside the old), buffers of storage and of copies,
+    streamed weights and activations."""
     sizes, stored = workload.subgroups, plan.stored
     elsewhere = plan.resident | stored
     offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in elsewhere)

@@ -9,11 +9,9 @@ _AFTER = Op._fields.index("after")
 
 
 def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = False) -> Plan:
-    """Return a plan that updates some subgroups on the CPU as soon as their gradients are there, not validated.
-
-    They are the last ones that the CPU updates, whose gradients come first. Their results are uploaded when clipping
-    has said that they are valid. If the workload does not clip, or holds gradients until the step, nothing is
-    speculated. Their uploads come before all other operations of the step (`uploads_first`), or after them."""
+    """Return a plan, not validated, that updates the last subgroups, whose gradients come first, on the CPU as soon as
+    these are there. Uploads follow when clipping has said that they are valid, before all else of the step
+    (`uploads_first`) or after it. Nothing is speculated without clipping, or if gradients are held until the step."""
     if not workload.clipping or workload.gradients_held_until_step or count <= 0:
         return plan
     on_cpu = sorted(op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu")
@@ -43,10 +41,8 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
 
 
 def redone(plan: Plan) -> Plan:
-    """Return the plan of a step that clipping changes: speculative updates are computed again from the old state.
-
-    State in storage is read again for it, and written again. It is to be simulated; a plan that is run becomes this one
-    by what clipping says."""
+    """Return the plan of a step that clipping changes, to be simulated: speculative updates are computed again from the
+    old state, and state in storage is read and written again."""
     if plan.rolls_back:
         return _rolled_back(plan)
     ops: list[Op] = []

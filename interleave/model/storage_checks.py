@@ -16,17 +16,9 @@ def check_storage(
     workload: Workload,
     has_gradients: bool = False,
 ) -> None:
-    """Check that state in storage is in host memory when it is used, that every change of it is written back, and that
-    no buffer has state of two subgroups at the same time, in this iteration or the next.
-
-    Args:
-        ops: The operations of the plan, otherwise valid.
-        not_stored: Subgroups whose state is on the device when the iteration begins.
-        has_gradients: Whether storage has gradients, too, in fp32: each is written, and read with the state.
-
-    Raises:
-        PlanError: The plan is not valid.
-    """
+    """Check that state in storage is in host memory when it is used, that every change is written back, and that no
+    buffer has state of two subgroups at once, in this iteration or the next. Raises PlanError. `not_stored` subgroups
+    are on the device when the iteration begins; with `has_gradients` each has fp32 gradients there, too."""
     reads = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "read"}
     all_writes = [index for index, op in enumerate(ops) if op.kind == "write"]
     gradient_writes = {ops[index].subgroup: index for index in all_writes if has_gradients and ops[index].buffer < 0}

@@ -312,9 +312,7 @@ class _FileKeys(msgspec.Struct):
 
 
 def workload_from(values: dict[str, Any], where: str) -> Workload:
-    """Convert the object of a workload file.
-
-    Null counts as missing. `where` is the source, for messages; it names a workload without a name."""
+    """Convert a workload file's object (null: missing); `where` names it in messages, and if it has no name."""
     file = convert_object(values, _FileKeys, where, WorkloadError)
     params = round(file.params)
     subgroup_params = min(round(file.subgroup_params or params), params)

@@ -35,8 +35,7 @@ def _runs(kind: type[RunKind]) -> list[RunKind]:
 
 # The policies that are replayed if the user names none.
 BUILT_IN = tuple(run.text for run in _runs(DefaultRun))
-# The other systems, with typical values; `systems` stands for all of them where policies are asked for. And as they run
-# today.
+# Other systems with typical values (`systems` stands for all of them), and as they run today.
 SYSTEMS = tuple(run.text for run in _runs(SystemRun))
 ADVISED_SYSTEMS = tuple(
     text for run in _runs(SystemRun) for text in ((run.text,) if run.advised is None else run.advised)

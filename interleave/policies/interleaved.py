@@ -62,10 +62,8 @@ def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[in
 
 
 def keepable_gradients(workload: Workload, resident: Iterable[int], on_gpu: Iterable[int]) -> frozenset[int]:
-    """Return the streamed subgroups whose gradients fit on the device until the update.
-
-    They must fit in addition to resident state, its gradients and the buffers. All of them fit if the free memory is
-    not known. The other gradients are copied down and back up."""
+    """Return the streamed subgroups whose gradients fit on the device until the update, beside resident state, its
+    gradients and the buffers; all if the free memory is not known. Others are copied down and back up."""
     sizes = workload.subgroups
     streamed = list(on_gpu)
     if workload.gpu_free is None or workload.gradients_held_until_step or not streamed:

@@ -120,14 +120,8 @@ def plan_with_layers(
     make: Maker,
     quick: Maker,
 ) -> Plan:
-    """Return the plan of a policy for a workload with layers.
-
-    With `auto` it is the best one found: never worse than the same with one choice for all layers.
-
-    Args:
-        make: Makes the policy's plan for the optimizer's state.
-        quick: Makes a plan in its place while many choices are compared.
-    """
+    """Return the plan of a policy, which `make` makes for the state, for a workload with layers. With `auto` it is the
+    best one found, by plans of `quick`: never worse than the same with one choice for all layers."""
     search = LayerSearch(workload, machine, options)
     if len(search.singles) == 1:
         single = plan_of_choice(search.singles[0], workload, machine, make).plan
@@ -142,8 +136,7 @@ def plan_with_layers(
 
 
 class LayerSearch:
-    """The search for the best choice: from choices that are alike for all layers, blocks of layers are changed as long
-    as that makes the iteration shorter, by simulation."""
+    """The search for the best choice by simulation: from one for all layers, blocks are changed while that helps."""
 
     def __init__(self, workload: Workload, machine: Machine, options: Mapping[str, str]) -> None:
         self._workload = workload

@@ -11,14 +11,8 @@ from ebbtide.interleave.model.workload import Workload
 
 
 class LayerOperations:
-    """Collects the operations of a plan on layers in the order in which each resource runs them.
-
-    The workload is a placed one.
-
-    Attributes:
-        stretches: The compute of all rounds.
-        is_last: Whether each is the last of its layer before another one.
-    """
+    """Collects the operations of a plan on layers of a placed workload, in the order in which each resource runs them.
+    `stretches`: the compute of all rounds; `is_last`: whether each is the last of its layer before another one."""
 
     def __init__(self, workload: Workload, plan: LayerPlan, in_order: bool = False) -> None:
         """Initialize; `in_order`: each resource waits for the first of its operations, even if others are ready."""
@@ -135,10 +129,8 @@ class HostWeightOperations(LayerOperations):
 def with_layer_operations(
     plan: Plan, placed: Workload, layers: LayerPlan, operations: LayerOperations | None = None
 ) -> Plan:
-    """Return a plan for the optimizer's state with the operations of a plan for layers before its own, not validated.
-
-    Parameters of streamed layers stay on the host when the CPU has updated them, and are copied there when the GPU has,
-    unless they stay on the device for the next forward. Compute waits for the slots of gradients that leave early."""
+    """Return a plan with the operations of a plan for layers before its own, not validated. Parameters of streamed
+    layers stay on, or are copied to, the host unless they stay on the device for the next forward."""
     from_host = placed.host_gradient_bytes is not None
     ops = (operations or (HostWeightOperations if from_host else LayerOperations)(placed, layers)).run()
     first = len(ops)

@@ -43,11 +43,9 @@ def overlaps_of(option: str) -> tuple[Overlap, ...]:
 
 
 def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) -> Plan:
-    """Return a plan whose updates may run in other phases than the step.
-
-    How many subgroups are speculated is what gives the shortest mean iteration, within the memory of the host. The plan
-    must update subgroups in the order in which the forward needs them. `option` is `none`, which returns the plan
-    itself, `forward`, `backward`, `both`, or `auto`, the best of these."""
+    """Return a plan whose updates may run in other phases than the step (`none`: itself; `auto`: the best), with as
+    many speculated subgroups as give the shortest mean iteration, within the memory of the host. The plan must update
+    subgroups in the order in which the forward needs them."""
     overlaps = overlaps_of(option)
     if not overlaps:
         return plan
@@ -75,13 +73,9 @@ def _speculating(plan: Plan, workload: Workload, overlap: Overlap, cost: Callabl
 
 
 def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) -> Plan:
-    """Return a plan whose updates may end in the next iteration, not validated.
-
-    Parameters are due when the next forward first uses them, and state that is copied to the host before the next
-    backward. Updates of resident state are short and stay with the step, as does state that is parked: it leaves the
-    device when the iteration begins. State is not fetched again before the backward, by which it has been flushed.
-    Gradients that the job holds until the step are its own again when the step returns, so none is used later.
-    Operations of the subgroups `on_time` end with the step, too."""
+    """Return a plan, not validated, whose updates may end in the next iteration but for those of `on_time`. Parameters
+    are due when the next forward first uses them, flushed state before the next backward, which fetches again. Updates
+    of resident state are short and stay with the step, as do parked state and what uses the job's own gradients."""
     needed = forward_points(workload)
     used_in_place = plan.kept_gradients if workload.gradients_held_until_step else frozenset()
     on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked | used_in_place)

@@ -122,11 +122,7 @@ def policy(
 
 
 def parse(text: str) -> PolicySpec:
-    """Parse a policy's string.
-
-    Raises:
-        PolicyError: The policy, an option or an option's value does not exist.
-    """
+    """Parse a policy's string. Raises PolicyError where the policy, an option or an option's value does not exist."""
     head, *option_texts = (part.strip() for part in text.split(","))
     name, colon, value = head.partition(":")
     if name not in POLICIES:

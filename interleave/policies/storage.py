@@ -8,9 +8,8 @@ from ebbtide.interleave.model.plan import BACKWARD, Op, OpKind, Plan, Resource, 
 from ebbtide.interleave.model.schedule import available_host_bytes, exceeds_host, needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
-from ebbtide.units import bytes_text
+from ebbtide.machines.machine import Machine, StoragePath
+from ebbtide.units import bytes_text, counted
 
 # Below all indices of operations.
 _SPECULATIVE_PLACE = -(10**9)
@@ -63,11 +62,9 @@ class _Chains:
         self.buffer_bytes = self._with_buffers(self.path_of, layout.buffers)
 
     def _with_buffers(self, path_of: Mapping[int, int], count: int) -> tuple[float, ...]:
-        """Give each subgroup in storage a buffer and return the bytes of the buffers.
-
-        Each path has buffers of its own, since a slow one would hold up the others: at least as many as subgroups that
-        the plan has on their way through the device at once. An update of this iteration cannot wait for a buffer that
-        a late one frees. If any comes after a late one, both kinds have buffers of their own."""
+        """Give each subgroup in storage a buffer and return the bytes of the buffers. Each path has its own, at least
+        as many as subgroups that the plan has on their way through the device at once. An update of this iteration
+        cannot wait for a buffer that a late one frees: if any comes after a late one, both kinds have their own."""
         stored = list(path_of)
         late = [subgroup for subgroup in stored if self._uses[subgroup].late]
         on_time = [subgroup for subgroup in stored if not self._uses[subgroup].late]
@@ -113,8 +110,7 @@ class _Chains:
         return self._new
 
     def _emit(self, index: int) -> None:
-        """Append an operation, its read before it and its write after it, where it is the first or the last to use
-        state that is in storage."""
+        """Append an operation, with its read or write if it is the first or last to use state that is in storage."""
         op = self._plan.ops[index]
         use = self._uses.get(op.subgroup) if op.subgroup in self.path_of else None
         after = tuple(self._index[before] for before in op.after)
@@ -230,11 +226,9 @@ def layouts(paths: int) -> list[StorageLayout]:
 
 
 def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a plan with as much of its state in storage as host memory does not hold.
-
-    A plan that fits into host memory, or has state in storage already, is returned as it is, as is any plan where the
-    machine has no storage or its host memory is not known. Of all layouts that fit, the one with the shortest mean
-    iteration is taken; if none fits, the one that needs the least host memory."""
+    """Return a plan with as much of its state in storage as host memory does not hold; itself where it fits or has
+    state in storage, or storage or host memory are not known. Of layouts that fit the one with the shortest mean
+    iteration is taken, else the one that needs the least host memory."""
     if not _needs_storage(plan, workload, machine):
         return plan
     plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in layouts(len(machine.storage)))
@@ -270,5 +264,5 @@ def storage_summary(plan: Plan, workload: Workload) -> str:
     buffers = len({op.buffer for op in plan.ops if op.kind == "read"})
     return (
         f"state of {len(stored)} of {plan.subgroups} subgroups ({bytes_text(size)}) in storage, through "
-        f"{buffers} buffer{'s' if buffers != 1 else ''} in host memory"
+        f"{counted(buffers, 'buffer')} in host memory"
     )

@@ -36,10 +36,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class OptimalShares:
-    """Shares of all parameters with which the bound is reached.
-
-    `early` and `late` are further state that is on the device when the update begins, and when the iteration begins;
-    `exposed_s` is the bound itself."""
+    """Shares of all parameters with which the bound `exposed_s` is reached; `early` and `late`: further state that is
+    on the device when the update begins, and when the iteration begins."""
 
     resident: float
     early: float
@@ -50,11 +48,9 @@ class OptimalShares:
 
 
 def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -> Bound:
-    """Compute the bounds of a workload on a machine.
-
-    With an overlap they hold for all plans without it, too. A step that is clipped has no use of speculation, so the
-    bound is the mean of both kinds of steps. If the free memory is not known, all memory of the device counts as free:
-    no policy is below that bound."""
+    """Compute the bounds of a workload on a machine, also of plans with less overlap. Clipped steps have no use of
+    speculation: the bound is the mean of both kinds. Without known free memory all memory of the device counts as
+    free."""
     machine.need(_NEEDED, "the bound")
     if workload.layers and not workload.layer_memory:
         return _bound_with_layers(workload, machine, overlap)
@@ -69,9 +65,8 @@ def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -
 
 
 def _bound_with_layers(workload: Workload, machine: Machine, overlap: Overlap) -> Bound:
-    """Return the bound of plans that also move weights and activations: that of the state alone, in all memory that the
-    layers may leave and with parameters that need not return to the device, and that of all bytes, whichever is
-    longer."""
+    """Return the longer bound of plans that also move weights and activations: of the state in all memory that layers
+    may leave, with parameters that need not return to the device; or of all bytes."""
     state = bound(replace(workload, sizes=workload.subgroups, layers=(), param_bytes=0.0), machine, overlap)
     least_s = min_layer_iteration_s(workload, machine) - workload.compute_s
     exposed_s = max(state.exposed_s, least_s)
@@ -161,12 +156,10 @@ def _exposed_s(workload: Workload, machine: Machine, program: BoundProgram, valu
 def _solve(
     workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool, overlap: Overlap
 ) -> tuple[BoundProgram, Vector]:
-    """Return the program and the values of its variables where the exposed time is shortest.
-
-    With `windows` state may move outside of the update."""
+    """Return the program and its solution with the least exposed time; with `windows` state moves outside of the
+    update."""
     intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine, overlap.backward)
-    # The time that CPU and GPU need together without any waiting. With extremely different rates the update is so much
-    # longer than this that the solver fails; the time unit then has to be longer.
+    # The time of CPU and GPU without waiting; the solver fails where the update is very much longer.
     cpu_rate, gpu_rate = machine.cpu_update_rate(workload.master), machine.gpu_update_params_per_s
     compute_s = workload.params / ((cpu_rate or 0.0) + (gpu_rate or 0.0))
     # The solver also fails if free memory is so small that it cannot tell it from none. Then it counts as none.
@@ -185,15 +178,9 @@ def _solve(
 
 
 def min_layer_iteration_s(workload: Workload, machine: Machine, rounds: int = 1) -> float:
-    """Return the shortest iteration of any plan that fits the device, s, by the bytes that cannot be in its memory.
-
-    Weights that the device does not hold when the forward begins, or when it ends, cross the link once for each. It
-    holds activations in some form until the backward, or they cross it twice. Subgroups are updated on the CPU, with
-    state that stays on the device, or with state that crosses the link.
-
-    Args:
-        rounds: Forwards with their backward in an iteration.
-    """
+    """Return the shortest iteration, of so many forwards with their backward, of any plan that fits the device, s.
+    Weights that it does not hold at the forward's begin or end cross the link once for each, such activations twice.
+    Updates are on the CPU, or with state that stays on the device or crosses the link."""
     program, compute_s = LinearProgram(), workload.compute_s
     weights = sum(workload.param_bytes * layer.params for layer in workload.layers)
     unit = weights + sum(layer.forms[0].nbytes for layer in workload.layers) + workload.params

@@ -22,23 +22,17 @@ _SUMMED = ("cpu updates", "gpu updates", "gradients down")
 _MAX_EDGES = 14
 # For sums of shares.
 _SHARE_TOLERANCE = 1e-9
-# Parameters in each interval: state read from storage, written to it, of that state which this cycle has updated, and
-# state flushed that it has not updated.
+# Parameters in each interval of state that is read, written, and so on.
 STORAGE_FLOWS = ("read", "written", "written updated", "flushed not updated", "kept for the next cycle")
 # State in host memory at the end of an interval, before and after its update.
 HOST_STATES = ("host not updated", "host updated")
 
 
 class BoundProgram(LinearProgram):
-    """The linear program.
-
-    Variables: the flows of each interval, the state on the device after each interval and before the first, the kept
-    gradients, the length of the update without its overhead, the waits in other phases, and the exposed time. Where
-    updates may end in the next forward the intervals begin with the backward (`cycle_intervals_of`). Where state may be
-    in storage also what is read and written, and the state in host memory (see `storage_rows`).
-
-    The solver's tolerances are absolute, so all values are kept near 1: parameters are shares of all parameters,
-    bytes are per parameter, times are in units of `time_unit_s`."""
+    """The linear program, whose variables are the flows of each interval, the state on the device at its ends, kept
+    gradients, the update without its overhead, waits in other phases, and the exposed time. With updates in the next
+    forward intervals begin with the backward. The solver's tolerances are absolute, so values are kept near 1: shares
+    of all parameters, bytes per parameter, times in units of `time_unit_s`."""
 
     def __init__(
         self,
@@ -121,11 +115,9 @@ class BoundProgram(LinearProgram):
         return interval.phase in (OTHER, FORWARD) and (self._overlap.forward or self._storage is not None)
 
     def _limit_rate(self, terms: dict[int, float], index: int, rate: float, left: float = 1.0) -> None:
-        """Require that the terms take at most the interval's length at this rate, of which the job's collectives leave
-        the share `left` while compute goes on. Waits have all of it.
-
-        Terms are divided by the rate: the solver may neglect work that takes hardly any time, but not a rate that
-        multiplies the length."""
+        """Require that the terms take at most the interval's length at this rate, of which collectives leave the share
+        `left` during compute. They are divided by the rate: the solver may neglect work that takes hardly any time, but
+        not a rate that multiplies the length."""
         times = {variable: factor / rate for variable, factor in terms.items()}
         interval = self.intervals[index]
         if interval.phase == UPDATE:
@@ -188,8 +180,7 @@ class BoundProgram(LinearProgram):
         self.add_row(updates, upper=share)
 
     def _runs(self) -> Iterator[tuple[int, range]]:
-        """Yield runs of intervals, each with the variable of the state before it: all runs, or a selection if there
-        are many intervals."""
+        """Yield runs of intervals, a selection if there are many, each with the variable of the state before it."""
         count = len(self.intervals)
         edges: Sequence[int] = range(count + 1)
         if count >= _MAX_EDGES:
@@ -240,11 +231,9 @@ class BoundProgram(LinearProgram):
     def _limit_memory(
         self, interval: IterationInterval, state: int, gradients_ready: float, intervals_passed: int
     ) -> None:
-        """Require that what is on the device at one end of an interval fits into its free memory.
-
-        The kept gradients may be the last ones that the backward computes. Each is freed with its update. `state` is
-        the variable at that end, `gradients_ready` the share of the gradients computed by then, and so many intervals
-        have passed."""
+        """Require that what is on the device at one end of an interval, after so many, fits: the state there (a
+        variable) and the kept gradients, perhaps the last ones that the backward computes, each freed with its
+        update."""
         workload, free = self._workload, interval.free_bytes / self._workload.params
         self.add_row({state: workload.state_bytes}, upper=free)
         if gradients_ready and not workload.gradients_held_until_step:
@@ -306,11 +295,8 @@ def add_storage_rows(
     program: LinearProgram, workload: Workload, limits: StorageLimits, phases: Sequence[str], late_updates: bool
 ) -> None:
     """Require that state is in host memory when it is updated, fetched or written, that host memory holds what is
-    there, and that state which leaves both memories is written and read in each cycle.
-
-    A cycle updates all parameters once. When it begins, what is in host memory waits either for its next update or
-    still for its write. With `late_updates` updates may end in the next forward, so that the cycle begins with the
-    backward."""
+    there, and that state which leaves both memories is written and read in each cycle, which begins with the backward
+    if updates are late. What is in host memory then waits for its update or for its write."""
     count = len(phases)
     start, stays = program.add_variable("host not updated at start"), program.add_variable("in memory all the time")
     written_at_start = program.add_variable("host updated at start")

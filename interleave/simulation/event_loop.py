@@ -16,10 +16,8 @@ _WHOLE_LINK = (1.0, 1.0)
 
 
 class StorageChannels:
-    """The channels of all paths: of path p, 2 p reads and 2 p + 1 writes.
-
-    Both channels of a path are slowed by one factor if together they exceed what the path moves, and all by the factor
-    by which host memory slows everything."""
+    """The channels of all paths: of path p, 2 p reads and 2 p + 1 writes. Both are slowed by one factor if together
+    they exceed what the path moves, and all by the factor of host memory."""
 
     def __init__(self, limits: Sequence[float], queues: Sequence[list[int]]) -> None:
         """Initialize without any running task."""
@@ -123,11 +121,8 @@ class TaskGraph:
 def run_tasks(
     graph: TaskGraph, duplex_bytes_per_s: float, host_bytes_per_s: float, limit_s: float
 ) -> tuple[list[float], list[float]] | None:
-    """Return the start and the end of each task, s; None if it is certain that the last one ends after a limit.
-
-    Each resource runs the first of its ready tasks. Both directions of the link are slowed if together they exceed the
-    duplex limit (see `link_factors`), reads and writes of a path of the storage by one factor, then CPU, link and
-    storage by one factor if they exceed host memory. Raises RuntimeError if tasks wait for each other."""
+    """Return the start and the end of each task, s; None if the last one surely ends after a limit. Each resource runs
+    the first of its ready tasks, slowed as `simulate` says. Raises RuntimeError if tasks wait for each other."""
     alone_s, demand, pending, successors = graph.alone_s, graph.demand, graph.pending, graph.successors
     total = len(alone_s)
     starts, ends = [0.0] * total, [0.0] * total

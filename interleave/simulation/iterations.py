@@ -100,10 +100,8 @@ def is_exact(plan: Plan) -> bool:
 
 
 def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
-    """Return the schedule of an iteration, from an iteration without late operations before it and the next forward.
-
-    It is that of the second one until its backward, and from there that of the first. None if it takes longer than the
-    limit, beyond which its exact length does not matter."""
+    """Return the schedule of an iteration from two in a row: of the second until its backward, and from there of the
+    first, before which there are no late operations. None if it takes longer than the limit."""
     # Operations that the next iteration may start before its backward, numbered in their order.
     early: dict[int, int] = {}
     for index, op in enumerate(work.plan.ops):

@@ -95,10 +95,8 @@ class LinearProgram:
         self._rows.append(_Row(terms, lower, upper))
 
     def minimize(self, variable: int) -> Vector | None:
-        """Return the values of all variables where this one is smallest, None if no values satisfy the rows.
-
-        The open relaxation with the smallest value is branched next, so the first one whose integers are whole is
-        optimal."""
+        """Return the values of all variables where this one is smallest, None if no values satisfy the rows. The
+        smallest open relaxation is branched next, so the first one whose integers are whole is optimal."""
         solver = self._solver(variable)
         variables = np.arange(len(self._upper), dtype=np.int32)
         open_relaxations: list[_Relaxation] = []
@@ -206,9 +204,8 @@ def intervals_of(workload: Workload, machine: Machine, speculates: bool = False)
 
 
 def cycle_intervals_of(workload: Workload, machine: Machine, speculates: bool = False) -> list[IterationInterval]:
-    """Return the intervals from the beginning of a backward to that of the next, the forward cut into pieces.
-
-    The first piece of the forward has no length: it is the wait before it."""
+    """Return the intervals from a backward to the next, the forward in pieces, of which the first is the wait before
+    it."""
     intervals = intervals_of(workload, machine, speculates)
     before = [interval for interval in intervals if interval.phase == OTHER]
     forward = [interval for interval in intervals if interval.phase == FORWARD]

@@ -51,10 +51,9 @@ class Simulator:
         self._compute_s: list[float] = []
 
     def run(self, plan: Plan, limit_s: float = INFINITE, steady: bool = True) -> Schedule | None:
-        """Run a plan; None if the iteration was given up since it takes longer than the limit.
-
-        With `steady` an iteration with late operations is repeated until it takes as long as the one before. One cycle
-        (see `run_cycle`) is nearly as exact, and a quarter of the work. Raises as `simulate`."""
+        """Run a plan; None if it was given up since it takes longer than the limit. With `steady` an iteration with
+        late operations is repeated until it is as long as the one before; one cycle is nearly as exact, and a quarter
+        of the work."""
         work = self.iteration_work(plan)
         if not plan.has_late_operations:
             return run_once(work, limit_s)

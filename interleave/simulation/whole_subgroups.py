@@ -27,12 +27,9 @@ class ModeRates(NamedTuple):
 
 
 class WholeSubgroupProgram(BoundProgram):
-    """Adds what whole subgroups cost to the bound, in rows that every plan satisfies.
-
-    A subgroup that is on the device in part takes the memory of a whole one. Operations run at full speed or not at
-    all, so the time of an interval divides into modes, by what runs at the same time (see `modes`). The CPU updates a
-    whole number of subgroups, and the last one's upload follows its update. State fetched in the update is updated
-    after it has arrived, and flushed after that unless state stays on the device at the end."""
+    """Adds what whole subgroups cost to the bound, in rows that every plan satisfies: one that is on the device in part
+    takes the memory of a whole one, operations run at full speed or not at all (see `modes`), and the CPU updates a
+    whole number. The last one's upload follows its update, a flush that of what was fetched, or it stays."""
 
     def _complete(self) -> None:
         workload, overlap = self._workload, self._overlap
@@ -174,10 +171,9 @@ class WholeSubgroupProgram(BoundProgram):
         self.add_row(terms, lower=-(size - last) / cpu_rate)
 
     def _limit_memory_time(self, min_length: float) -> None:
-        """Limit the product of memory and time in every run of intervals, in parameters x units of time.
-
-        State that moves takes the memory of a whole subgroup while it is copied, state that stays takes it all the
-        time. `min_length` is a lower bound of the length of the update."""
+        """Limit memory x time in every run of intervals, parameters x units of time, for an update of `min_length` at
+        least. State that moves takes the memory of a whole subgroup while it is copied, state that stays all the
+        time."""
         size, last = self._size, self._last_size
         fetch_time, flush_time = (
             self._workload.state_bytes / self._link_rate(direction) for direction in ("h2d", "d2h")
@@ -231,10 +227,8 @@ class WholeSubgroupProgram(BoundProgram):
 
 
 def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
-    """Return the rates of each set of resources that can run at the same time, shared as in the simulator.
-
-    The link shares its duplex limit, and all of them share the host's memory, slowed by one factor. A plan may run the
-    CPU with fewer threads, down to those for which copies leave enough memory: any other number is between the two."""
+    """Return the rates of each set of resources that can run at the same time, shared as in the simulator. The CPU may
+    have fewer threads, down to those for which copies leave enough memory: any other number is between the two."""
     cpu_bytes = workload.cpu_update_bytes
     cpu = machine.cpu_update_rate(workload.master) or 0.0
     up = (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share)

@@ -8,8 +8,7 @@ from statistics import NormalDist
 from typing import TypeVar
 
 from ebbtide.machines.accuracy import uncertainty_of
-from ebbtide.machines.box import Box
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Box, Machine
 
 _Rates = TypeVar("_Rates", Machine, Box)
 # Keys whose values are times, not rates.

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
-from ebbtide.machines.box import Box
 from ebbtide.machines.catalog import preset, presets
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Box, Machine
 
 FIT: dict[str, Any] = {
     "residuals": {"a": 0.01, "b": -0.037},

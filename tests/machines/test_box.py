@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError
-from ebbtide.machines.box import Box
-from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.machines.machine import Box, Machine, machine_from
 
 # A rank alone updates 2.5 G parameters/s, two together 4, and more ranks no more than that.
 SHARED = Machine(

@@ -17,10 +17,9 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
-from ebbtide.machines.box import Box
 from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
-from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.machines.machine import Box, Machine, machine_from
 from ebbtide.machines.sheets import GPU_SHEETS, SHARES
 from tests.interleave.published import runs
 from tests.machines.quantiles import at_quantile

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import MachineError
-from ebbtide.machines.box import Box
-from ebbtide.machines.machine import Machine, load_machine, machine_from
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Box, Machine, StoragePath, load_machine, machine_from
 from tests.conftest import ebbtide_in_process
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check this host: cores, threads, memory, links, storage and software, as a job would have them."""
-    from ebbtide.interleave.doctor.check import checks_of, diagnosis_view, examine
+    from ebbtide.interleave.doctor.check import checks_of, diagnosis_view, examine, measured_checks
     from ebbtide.interleave.doctor.host import this_host
     from ebbtide.interleave.doctor.launch import launch_line
 
@@ -38,8 +38,6 @@ def doctor(
     host = this_host(job or [])
     checks = examine(host)
     if measure:
-        from ebbtide.interleave.doctor.measured import measured_checks
-
         checks += measured_checks(host)
     if as_json:
         echo(json.dumps({"checks": [asdict(check) for check in checks]}))

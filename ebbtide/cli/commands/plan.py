@@ -10,7 +10,7 @@ from ebbtide.cli import options
 from ebbtide.cli.command import command
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line
-from ebbtide.machines.box import MAX_RANKS
+from ebbtide.machines.machine import MAX_RANKS
 
 
 @command(

@@ -33,8 +33,8 @@ def watch(
 
     A finished trace is shown in the same way. The job is not touched."""
     from ebbtide.analysis.live import LiveTrace
+    from ebbtide.cli.live_view.snapshot import newest_recording
     from ebbtide.cli.live_view.terminal import require_terminal, show
-    from ebbtide.cli.live_view.watched import newest_recording
 
     if not view and metrics is None:
         raise typer.BadParameter("--no-view is for --metrics: name a port, or leave it out to see the view")

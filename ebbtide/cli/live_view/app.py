@@ -129,8 +129,7 @@ class LiveView(App[str]):
         self._wake.set()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Show the key of the job's output only where the view runs the job, and those of ranks where there are
-        several."""
+        """Show keys of the output only where the view runs the job, and of ranks where there are several."""
         if len(self.screen_stack) > 1:
             # A page lies over the view.
             return action in _PAGE_ACTIONS

@@ -45,15 +45,7 @@ def legend() -> Text:
 
 
 def level_rows(shares: Iterable[float], height: int) -> list[str]:
-    """Draw columns of blocks.
-
-    Args:
-        shares: Height of each column, from 0 to 1; NaN leaves it empty. A value above 0 has at least the lowest block.
-        height: Number of rows.
-
-    Returns:
-        The rows, the top one first.
-    """
+    """Draw columns of blocks from 0 to 1 (NaN: empty; above 0 at least the lowest block), as rows from the top."""
     steps = (len(_LEVELS) - 1) * height
     levels = [0 if math.isnan(share) else min(steps, math.ceil(share * steps - 1e-9)) for share in shares]
     full = len(_LEVELS) - 1

@@ -5,8 +5,8 @@ import time
 
 import typer
 
+from ebbtide.cli.live_view.snapshot import tail
 from ebbtide.cli.live_view.terminal import require_terminal, show
-from ebbtide.cli.live_view.watched import tail
 from ebbtide.cli.printing import echo_error
 from ebbtide.errors import UserError
 from ebbtide.profiler.recording.collector import RecordedCommand
@@ -18,10 +18,8 @@ _LAST_LINES = 15
 
 
 def profile_and_show(command: RecordedCommand) -> int:
-    """Record a job until it ends, and show its recording, or its output when the user has left the view.
-
-    Returns the exit code of the job; of one that a signal has ended 128 plus its number. Raises UserError where there
-    is no terminal, or the recording cannot begin; the job has not been started then."""
+    """Record a job until it ends, and show its recording, or its output when the user has left the view; return its
+    exit code, 128 plus the number of a signal. Raises UserError before the job starts: no terminal, or no recording."""
     require_terminal(
         "--watch", f"`ebbtide profile` without it records, and `ebbtide watch {command.output}` shows it elsewhere"
     )

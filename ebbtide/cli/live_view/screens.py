@@ -11,8 +11,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from ebbtide.cli.live_view.panels import finding_line, legend
-from ebbtide.cli.live_view.snapshot import RecordingSnapshot
-from ebbtide.cli.live_view.watched import tail
+from ebbtide.cli.live_view.snapshot import RecordingSnapshot, tail
 from ebbtide.profiler.recording.launch import BackgroundJob
 
 _PERIOD_S = 1.0

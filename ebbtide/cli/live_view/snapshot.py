@@ -1,5 +1,6 @@
-"""Reads what the view shows: one snapshot of a recording after the other."""
+"""Reads what the view shows: one snapshot of a recording after the other, and the end of the output of its job."""
 
+import os
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,10 @@ from ebbtide.analysis.findings import Finding, find
 from ebbtide.analysis.live import LiveRank, LiveTrace, State
 from ebbtide.analysis.live.series import time_range
 from ebbtide.analysis.metrics.windows import Windows, find_windows
+from ebbtide.errors import TraceError, UserError
+from ebbtide.profiler.recording.lock import collector_runs
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.files import META, read_meta
 
 # Iterations that are kept: the most that the view can show.
 MAX_ITERATIONS = 100
@@ -20,6 +24,8 @@ _LOOK_SHARE = 50
 _FINDINGS_SHARE = 100
 _MIN_PERIOD_S = 1.0
 _MIN_FINDINGS_PERIOD_S = 10.0
+# Of a longer output only the end is shown.
+_TAIL_BYTES = 20_000
 
 
 @dataclass(frozen=True)
@@ -112,3 +118,32 @@ class SnapshotReader:
         pause_s = max(_MIN_FINDINGS_PERIOD_S, _FINDINGS_SHARE * (time.thread_time() - begun_s))
         self._next_findings_s = time.monotonic() + pause_s
         return True
+
+
+def tail(log: Path) -> str:
+    """Return the end of a job's output."""
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"the output cannot be read: {error.strerror or error}"
+    return text if size <= _TAIL_BYTES else text.partition("\n")[2]
+
+
+def newest_recording(folder: Path) -> Path:
+    """Return the trace of a folder whose recording runs and began last. Raises UserError where none runs."""
+    began: list[tuple[int, Path]] = []
+    for path in sorted(folder.glob(f"*/{META}")):
+        try:
+            meta = read_meta(path.parent)
+        except TraceError:
+            continue
+        if meta.get("state") == "recording" and collector_runs(path.parent):
+            began.append((int(meta.get("started_wall_ns") or 0), path.parent))
+    if not began:
+        raise UserError(
+            "no recording runs in this folder: name a trace (ebbtide watch RUN.ebb), or begin one (ebbtide profile)"
+        )
+    return max(began)[1]

@@ -17,8 +17,7 @@ from ebbtide.state_bytes import PARAM_BYTES
 
 # ZeRO-3 and FSDP hold the layer at work and the next one.
 GATHERED_LAYERS = 2
-# Passes over all parameters that ZeRO-3 and FSDP move between ranks per micro-step: gathers of the forward and of the
-# backward, and the reduction of gradients.
+# Passes over all parameters that ranks move per micro-step: gathers, and the reduction of gradients.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1, 2
 _FULL_BYTES = 4
 # Types of matrix products by preference.
@@ -43,10 +42,8 @@ class RecordedKernels:
     element_bytes: float
 
     def time_ratio(self, before: GpuCompute, after: GpuCompute) -> float | None:
-        """Return the time of all kernels on one GPU over that on another; None if a rate is not known.
-
-        A kernel takes the longer of its operations, at the rate of large products on the GPU, and its bytes at the peak
-        of memory (Williams et al. 2009, "Roofline")."""
+        """Return the time of all kernels on one GPU over that on another; None: a rate is not known. A kernel takes the
+        longer of its operations and its bytes, at the peak of memory (Williams et al. 2009, "Roofline")."""
         times = [self._seconds(gpu) for gpu in (before, after)]
         if times[0] is None or times[1] is None or not times[0]:
             return None
@@ -158,11 +155,9 @@ class RecordedCompute:
 def with_collectives(
     times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int, is_exposed: bool = False
 ) -> ComputeTimes:
-    """Return times with the exchanges of parameters and gradients between ranks.
-
-    Exposed ones add their time. Else how far compute hides them is not known: between the longer of the two and their
-    sum. The time is the geometric mean of both ends, which are taken as the ends of a range with a probability of 80 %.
-    `gathered_bytes` are those of all parameters, times the micro-steps."""
+    """Return times with the exchanges of parameters and gradients; `gathered_bytes`: all parameters times the
+    micro-steps. Where it is not known how far compute hides them, the time is the geometric mean of the longer of both
+    and of their sum, the ends of the 80 % range."""
     rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
         return times

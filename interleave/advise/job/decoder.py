@@ -30,10 +30,8 @@ MATH = "math"
 
 
 class ElementwiseWork(NamedTuple):
-    """Work of a layer beside products and attention, in one direction: launches, and bytes of device memory per token.
-
-    The bytes are for each hidden unit, each unit of the feed-forward network, and each entry of the vocabulary (once).
-    """
+    """Work of a layer beside products and attention, in one direction: launches, and bytes of device memory per token
+    and hidden unit, unit of the feed-forward network, and entry of the vocabulary (once)."""
 
     hidden_bytes: float
     feed_forward_bytes: float
@@ -118,9 +116,8 @@ class TransformerShape:
         return max(weights - 4 * self.hidden**2, 0.5 * weights) / 3 / self.hidden
 
     def forward_flops(self, tokens: float) -> float:
-        """Return the operations of a forward; a backward has twice as many.
-
-        2 per weight and token, and for causal attention 2 layers x hidden x sequence per token."""
+        """Return the operations of a forward, half those of a backward: 2 per weight and token, and for causal
+        attention 2 layers x hidden x sequence per token."""
         weights = self.layers * self.layer_weights + self.vocabulary * self.hidden
         return tokens * 2.0 * (weights + self.layers * self.hidden * self.sequence)
 
@@ -169,10 +166,8 @@ def shape_of(
 def compute_span(
     shape: TransformerShape, tokens: float, machine: Machine, precision: str, implementation: Implementation
 ) -> tuple[PriorRange, PriorRange]:
-    """Return the times of a forward and of a backward of `tokens` tokens without recomputation, s.
-
-    Where the implementation is not known, the ends are those of all that are likely, and the typical time is their
-    geometric mean."""
+    """Return the times of a forward and of a backward of `tokens` tokens without recomputation, s. Where the
+    implementation is not known, the ends are those of all likely ones, and the typical time is their geometric mean."""
     rates = GpuRates(machine)
     kinds = [implementation.attention] if implementation.attention else rates.fused_attention
     choices = list(product(implementation.runtimes, kinds))

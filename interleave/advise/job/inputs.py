@@ -16,7 +16,7 @@ from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
 from ebbtide.machines.machine import GpuCompute, Machine, machine_from
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text
+from ebbtide.units import bytes_text, counted
 
 # Devices whose memory differs by less than this share count as the same.
 _SAME_CAPACITY = 0.05
@@ -41,10 +41,8 @@ def resolve_workload(
     host_free_bytes: int | None = None,
     policies: Sequence[str] = (),
 ) -> Workload:
-    """Return the workload of a trace, a workload file or a size: exactly one of them.
-
-    That of a trace has its layers, if it has any, where one of the policies moves them. The least free device memory,
-    and host memory that the optimizer may use, take the place of what the source has."""
+    """Return the workload of a trace, a workload file or a size: exactly one of them; that of a trace with its layers
+    where one of the policies moves them. Stated free memory of device and host replaces that of the source."""
     if sum(source is not None for source in (trace, file, size)) != 1:
         raise WorkloadError("name a trace, a --workload file, or a size (--params): one of the three")
     if file is not None:
@@ -66,10 +64,8 @@ def resolve_workload(
 
 
 def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemorySteps:
-    """Return a step function of free memory whose lowest value is `min_bytes`.
-
-    The highest value stays: it is the memory that the job never uses. The memory in use beyond that is scaled. A
-    function that is None, or never higher than `min_bytes`, becomes constant."""
+    """Return a step function of free memory whose lowest value is `min_bytes`: the highest, which the job never uses,
+    stays, and the memory in use beyond is scaled. One that is None, or never higher, becomes constant."""
     sizes = [size for _, size in free or ()]
     low, high = min(sizes, default=min_bytes), max(sizes, default=min_bytes)
     if free is None or min_bytes >= high or low == high:
@@ -86,7 +82,7 @@ def workload_of_size(size: JobSize) -> Workload:
     if size.params < 1 or size.ranks < 1:
         raise WorkloadError("--params and --ranks must be at least 1")
     values = {
-        "name": f"{size.params / 1e9:.3g} G parameters on {size.ranks} rank{'s' if size.ranks > 1 else ''}",
+        "name": f"{size.params / 1e9:.3g} G parameters on {counted(size.ranks, 'rank')}",
         "params": -(-size.params // size.ranks),
         "subgroup_params": 1e8,
         "forward_s": size.forward_s,
@@ -120,11 +116,8 @@ def own_preset_text(name: str, trace: Trace) -> str:
 
 
 def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None) -> Machine:
-    """Return the machine with the rates of one of several ranks on a host.
-
-    Without `ranks_per_host` they are as many as the trace had, if the machine has a `box`, else the rates stay; on
-    another machine than that of the trace no more than it has GPUs. A simulated trace is of a single rank whose machine
-    is scaled already."""
+    """Return the machine with the rates of one of several ranks on a host: by default as many as the trace had, on
+    another machine no more than it has GPUs. Rates stay without a `box`, and for a simulated trace."""
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":
@@ -151,10 +144,8 @@ def ranks_on_host(trace: Trace) -> int | None:
 def note_other_machine(
     workload: Workload, machine: Machine, trace: Trace | None, free_is_stated: bool = False
 ) -> Workload:
-    """Return the workload of a trace on a machine, with a note if the machine is not the one of the trace.
-
-    Times of forward and backward are those of the recording on any machine. On a GPU with less memory so much less is
-    free, unless it is stated what is."""
+    """Return the workload of a trace on a machine, with a note if the machine is not the one of the trace. Times stay
+    as recorded; on a GPU with less memory so much less is free, unless it is stated what is."""
     if trace is None:
         return workload
     other, lacking = _other_machine(machine, trace)
@@ -211,10 +202,8 @@ class PlanTarget:
 def find_targets(
     names: Sequence[str], host: str | None, prices: Sequence[float], trace: Trace | None
 ) -> list[PlanTarget]:
-    """Return the machines to plan for: presets or files, else the machine of the trace, else all presets.
-
-    `host` is another one for their GPUs. `prices` of a host per hour are none, one for all machines, or one for each.
-    """
+    """Return the machines to plan for: presets or files, else the machine of the trace, else all presets; `host`:
+    another one for their GPUs; `prices` of a host per hour: none, one for all machines, or one for each."""
     recorded = trace.meta.machine if trace is not None and not names else None
     sources: list[str | None] = [None] if recorded is not None else [*(names or presets())]
     if len(prices) not in (0, 1, len(sources)):

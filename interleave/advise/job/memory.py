@@ -36,9 +36,8 @@ class PlacedWorkload(NamedTuple):
 
 
 def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> PlacedWorkload:
-    """Return the workload of one rank with some settings on a machine, which has the rates of one of its ranks.
-
-    Raises MachineError if the machine does not state a rate of its GPU that is needed."""
+    """Return the workload of one rank on a machine with its rates. Raises MachineError where a rate of the GPU is
+    missing."""
     micro_steps = job.micro_steps_of(settings)
     times = job.compute.times(machine, settings, micro_steps)
     base = job.workload
@@ -64,10 +63,8 @@ def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> Plac
 def own_bytes(
     memory: OwnMemory, job: TrainingJob, settings: TunableSettings, share: float, grad_bytes: float
 ) -> list[tuple[float, float]]:
-    """Return (point, bytes) of the job's own device memory with some settings.
-
-    `share` is a rank's share of the parameters, as a share of what it had; `grad_bytes` are those of gradients that
-    stay on the device for all of the iteration, since micro-steps were added."""
+    """Return (point, bytes) of the job's own device memory with some settings; `share`: a rank's share of the
+    parameters it had; `grad_bytes`: of gradients that stay on the device since micro-steps were added."""
     batch = 1.0
     if settings.micro_batch is not None and job.settings.micro_batch is not None:
         batch = settings.micro_batch / job.settings.micro_batch
@@ -149,11 +146,9 @@ def points_of(free: FreeMemorySteps, lengths: tuple[float, float, float], capaci
 
 
 def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> tuple[OwnMemory | None, float | None]:
-    """Return the memory of a job beside its optimizer state, and the recorded bytes of state per parameter.
-
-    What every moment of the iteration has is fixed, but for the parameters. Of the rest, gradients that stay on the
-    device until the step (`gradients_held`) are counted as they are computed in the backward; all else counts as
-    activations. None where the memory of the device is not known, and where the state is not known to be there."""
+    """Return the memory of a job beside its optimizer state, and the recorded bytes of state per parameter; None where
+    either is not known. Fixed is what every moment of the iteration has, but for the parameters. Of the rest, gradients
+    held until the step count as they are computed; all else counts as activations."""
     metrics = JobMetrics(trace)
     capacity = capacity_bytes(trace, trace.ranks[0])
     if workload.gpu_free is None or capacity is None:

@@ -143,10 +143,8 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
 
 
 def _times_factor(trace: Trace, workload: Workload) -> float:
-    """Return the factor within which the times of a trace are known.
-
-    Of a dry run its own range counts as one with a probability of 80 %. A wait for gradients that was estimated and
-    taken off the backward is known within a share of it."""
+    """Return the factor within which the times of a trace are known: a dry run has a range with a probability of 80 %;
+    an estimated wait for gradients that was taken off the backward is known within a share of it."""
     if (span := predicted_range(trace, "iteration")) is not None and 0 < span.low_ms < span.high_ms:
         return math.exp(math.log(span.high_ms / span.low_ms) / 2 / DEVIATIONS_OF_RANGE)
     wait = gradient_wait(JobMetrics(trace))

@@ -19,10 +19,8 @@ from ebbtide.profiler.trace import Trace
 
 
 def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
-    """Return the workload of a trace with its layers, or itself where the trace does not have them.
-
-    They need modules of all allocations, and kernels, as dry runs have them, and one rank. Recomputation in a layer's
-    backward is taken out of its times, and becomes that of its second form."""
+    """Return the workload of a trace with its layers; itself without modules of all allocations, or kernels, or with
+    ranks. Recomputation in a layer's backward is taken out of its times, and becomes that of its second form."""
     rank = trace.ranks[0]
     device, capacity = main_device(trace, rank), capacity_bytes(trace, rank)
     numbers = steady_iterations(trace).numbers
@@ -84,15 +82,9 @@ class _Phase(NamedTuple):
 
 
 class _TracedLayers:
-    """Allocations and kernels of an iteration by layer.
-
-    Attributes:
-        names: The layers' modules, in the order of the forward.
-        rows: Allocations.
-        layer: The layer of each allocation, -1 outside of layers.
-        is_saved: Allocations of the iteration that layers hold from the forward to the backward.
-        is_recomputed: Those that they compute again in the backward, and hold when that is done.
-    """
+    """Allocations (`rows`) and kernels of an iteration by layer: `names` in the order of the forward; the `layer` of
+    each allocation, -1 outside; those that layers hold from the forward to the backward (`is_saved`), and that they
+    compute again in the backward and hold when that is done (`is_recomputed`)."""
 
     def __init__(self, kernels: pd.DataFrame, rows: pd.DataFrame, phases: pd.DataFrame) -> None:
         self.rows, self.phases, self._kernels = rows, phases, kernels
@@ -154,9 +146,8 @@ class _TracedLayers:
         return result
 
     def phase_shares(self, phase: str) -> Floats:
-        """Return shares of a phase by layer, and a second row of recomputation by layer.
-
-        A kernel belongs to what is allocated, or in the backward released, next."""
+        """Return shares of a phase by layer, and a second row of recomputation by layer. A kernel belongs to what is
+        allocated, or in the backward released, next."""
         count = len(self.names)
         spent, length = np.zeros(2 * count), 0
         for one in self._parts(phase):
@@ -190,9 +181,8 @@ class _TracedLayers:
         return np.concatenate([starts, np.stack([self._ends[selected], -self._bytes[selected]], axis=1)])
 
     def _spans_of_layers(self) -> Iterator[Ints]:
-        """Yield (ns, bytes) of activations with their sign reversed, all those of a layer from the first to the last.
-
-        So a plan counts them; allocations come and go one by one in between."""
+        """Yield (ns, bytes) of activations with their sign reversed, all those of a layer at once, as a plan counts
+        them."""
         for phase, selected in ((FORWARD, self.is_saved), (BACKWARD, self.is_recomputed)):
             for one in self._parts(phase):
                 for layer in range(len(self.names)):
@@ -202,9 +192,8 @@ class _TracedLayers:
                         yield np.array([(self._starts[own].min(), -size), (self._ends[own].max(), size)], np.int64)
 
     def free_memory(self, workload: Workload, capacity: float, phases: pd.DataFrame) -> FreeMemorySteps:
-        """Return (s, bytes) that are free beside parameters, gradients and activations of layers, and optimizer state.
-
-        `phases` are those up to the end of the iteration. Of several micro-steps the least of all counts."""
+        """Return (s, bytes) that are free beside parameters, gradients and activations of layers, and optimizer state:
+        the least of all micro-steps. `phases` are those up to the end of the iteration."""
         changes = np.concatenate([self._changes(self._rest), *self._spans_of_layers()])
         changes = changes[np.argsort(changes[:, 0], kind="stable")]
         timeline = FreeTimeline(changes[:, 0], int(capacity) - changes[:, 1].cumsum())

@@ -20,9 +20,8 @@ _ASYNC_GRADIENTS = (0, 19, 5)
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """The settings of a job, as far as they are known. Without DeepSpeed it has no configuration and no stage.
-
-    `state_bytes`: bytes of optimizer state per parameter where the job keeps it on the device; None elsewhere."""
+    """The settings of a job, as far as they are known; `state_bytes`: of optimizer state on the device, per
+    parameter."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
@@ -82,11 +81,8 @@ def state_bytes_on_device(metrics: JobMetrics) -> float | None:
 
 
 def recorded_policy(trace: Trace) -> str | None:
-    """Return the policy's string that a DeepSpeed job ran under.
-
-    It is the policy of ebbtide's engine if that ran the job's updates; otherwise it follows from the configuration.
-    `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are the keys of the published implementation
-    of interleaving. None if it is not known."""
+    """Return the policy that a DeepSpeed job ran under: that of ebbtide's engine, or by its configuration, with the
+    keys of the published interleaving (`prefetch_optimizer`, `part_grads_async`); None: not known."""
     from ebbtide.analysis.metrics.deepspeed import deepspeed_of, version_numbers
 
     job = deepspeed_of(trace)
@@ -159,8 +155,7 @@ class OwnMemory:
     param_bytes: float
     gather_bytes: float  # Parameters of other ranks that are on the device meanwhile, if there are several ranks.
     points: tuple[MemoryPoint, ...]  # Gradients and activations over the iteration; the first at 0.
-    # The same of tensors alone, where `points` are of memory that torch keeps when tensors are released: it grows and
-    # shrinks with the most that tensors take.
+    # The same of tensors alone, where `points` are of memory that torch keeps, which follows the most of these.
     tensors: tuple[MemoryPoint, ...] = ()
     # The share of activations that remains with checkpointing; None: it cannot be switched on.
     checkpointed: float | None = None
@@ -190,8 +185,7 @@ class TrainingJob:
     settings: TunableSettings
     compute: Compute
     memory: OwnMemory | None  # Its own memory; None: not known, the workload's free memory is that of every machine.
-    # Bytes per parameter of optimizer state if nothing is offloaded, where they differ from the workload's (which
-    # includes an fp32 master weight).
+    # Bytes per parameter of optimizer state without offload, where the workload's, with an fp32 master, differ.
     state_bytes: float | None = None
     micro_steps: int = 1
     tokens: float | None = None  # Tokens of an iteration, of all ranks, with the settings as they are; None: not known.

@@ -18,10 +18,8 @@ _FP32_BYTES = 4
 
 
 def workload_of(trace: Trace) -> Workload:
-    """Return the workload of a trace.
-
-    Times are medians over the steady iterations, of the slowest rank. The free memory is the least that every iteration
-    has at the same position. Raises WorkloadError where phases or parameters were not recorded."""
+    """Return the workload of a trace: times are medians over the steady iterations, of the slowest rank, free memory is
+    the least at each position. Raises WorkloadError where phases or parameters were not recorded."""
     metrics = JobMetrics(trace)
     forward, backward, update = (metrics.phase_ms(phase) for phase in (FORWARD, BACKWARD, UPDATE))
     if forward is None or backward is None:
@@ -89,9 +87,8 @@ def workload_of(trace: Trace) -> Workload:
 def swap_buffer_bytes(metrics: JobMetrics) -> int | None:
     """Return the bytes of host memory that a job used for state on storage; None if its state was not there.
 
-    DeepSpeed has `buffer_count` buffers, each of the largest subgroup in fp32. It also holds gradients in half
-    precision and parameters that are copied up, and fp32 gradients unless these go to storage too
-    (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py)."""
+    DeepSpeed has `buffer_count` buffers of the largest subgroup in fp32, gradients and parameters in half precision,
+    and fp32 gradients unless these are stored (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py)."""
     job = metrics.deepspeed
     if job is None or job.offload_config.get("device") != "nvme" or not job.subgroups:
         return None

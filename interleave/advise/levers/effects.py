@@ -6,7 +6,7 @@ from functools import partial
 
 from ebbtide.interleave.advise.job.decoder import guessed_layers
 from ebbtide.interleave.advise.job.training_job import TrainingJob, TunableSettings
-from ebbtide.machines.box import MAX_RANKS
+from ebbtide.machines.machine import MAX_RANKS
 
 # Moments in 8 bits have a scale in fp32 for each 256 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise
 # Quantization").
@@ -120,8 +120,7 @@ def _more_ranks(one: Variant) -> Iterable[Variant]:
         yield replace(one, settings=replace(one.settings, ranks=ranks))
 
 
-# From the least cost to the greatest: first by time, then by the risk for the quality of the results. Changes of what
-# is trained come next, and of how many GPUs train last.
+# By cost: of time, of risk for the quality of the results, of what is trained, and of GPUs.
 LEVERS = (
     Lever("micro-batch", "more and smaller micro-steps; the batch stays", _smaller_micro_batch),
     Lever("streamed gradients", "no clipping by the norm of all gradients", _streamed),

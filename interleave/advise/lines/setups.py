@@ -28,10 +28,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class PasteContext:
-    """The job and the machine that lines are for.
-
-    The lines repeat settings of the job. `machine_source` is a file or preset; None: the job is to measure its machine.
-    """
+    """The job and the machine that lines are for; `machine_source`: its file or preset, None: it is to be measured."""
 
     job: RecordedJob
     machine: Machine
@@ -84,11 +81,9 @@ def optimizer_code(schedule: Schedule, context: PasteContext, overlap: str = "no
 
 
 def memory_budget(schedule: Schedule) -> Budget | None:
-    """Return the device memory that state may use, in bytes, so that the engine makes the plan of the schedule.
-
-    For `adaptive` it is what each phase leaves free. For other policies it is one number: what is free from the
-    backward on, or what the plan needs if that is more. None if the free memory is not known, or the plan of a policy
-    other than `adaptive` uses no device memory."""
+    """Return the bytes of device memory for state with which the engine makes the plan of the schedule: for `adaptive`
+    what each phase leaves free, else what is free from the backward on, or what the plan needs if that is more. None if
+    the free memory is not known, or such a plan uses no device memory."""
     workload = schedule.workload
     if workload.gpu_free is None:
         return None
@@ -146,9 +141,8 @@ def _call(function: str, arguments: list[str]) -> list[str]:
 
 
 def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, stage: int = 3) -> dict[str, Any]:
-    """Return a configuration that `deepspeed.initialize` accepts, with the settings of the job.
-
-    `ratio` is the share of the state that is offloaded to the CPU; None: nothing is. One below 1 needs stage 3."""
+    """Return a configuration that `deepspeed.initialize` accepts, with the settings of the job. `ratio`: share of the
+    state that is offloaded to the CPU, stage 3 if below 1; None: nothing is."""
     offload: dict[str, Any] = {"device": "none"}
     if ratio is not None:
         offload = {"device": "cpu", "pin_memory": True, "ratio": ratio}
@@ -229,8 +223,7 @@ class PolicySetup:
 class LinesToPaste:
     """The lines to paste for a plan."""
 
-    # Lines of Python for the framework of the job: for DeepSpeed those before `deepspeed.initialize`, else those that
-    # make the optimizer, with FSDP2 if there are several ranks.
+    # Lines for the job's framework: before `deepspeed.initialize`, or that make the optimizer, with FSDP2 for ranks.
     python: str
     deepspeed_config: dict[str, Any]  # A configuration that `deepspeed.initialize` accepts.
     # Lines for a job of DeepSpeed, before `deepspeed.initialize`; None if the configuration suffices.

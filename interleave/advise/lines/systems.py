@@ -11,7 +11,7 @@ from ebbtide.interleave.advise.lines.setups import PasteContext, deepspeed_confi
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import ADVISED_SYSTEMS, PolicySpec, parse
-from ebbtide.interleave.policies.systems.zero_infinity import BUFFERS_OF_SUBGROUP
+from ebbtide.interleave.policies.systems.on_storage import BUFFERS_OF_SUBGROUP
 from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES

@@ -22,8 +22,7 @@ matplotlib.use("Agg")
 
 # The strip below each bar where updates run, or state and parameters are copied for them.
 _STRIP_COLOR, _STRIP_TOP, _STRIP_HEIGHT = "#1b5e20", 0.33, 0.09
-# Style by kind of operation, hatched so that kinds differ in grey, too. Copies of gradients and parameters are light,
-# copies of state dark, arithmetic in between.
+# Hatched so that kinds differ in grey; copies of gradients and parameters are light, of state dark.
 _OPERATION_LOOKS: dict[str, dict[str, Any]] = {
     "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
     "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
@@ -59,11 +58,8 @@ _LEAST_EDGED_SHARE = 0.006
 
 
 def chart(replay: Replay) -> Figure:
-    """Draw the phases of each policy as bars, in the order requested, the bound as a line, and bytes beside them.
-
-    Policies that do not fit, or are not known to fit, and those that are not exact, are labelled. A strip below each
-    bar shows when updates, or copies of state and parameters, run; what is right of the bar runs under the next
-    forward. The bound is that with the overlap of all policies."""
+    """Draw the phases of each policy as bars, the bound with the overlap of all as a line, and bytes beside them. A
+    strip below each bar shows updates, or copies; what is right of the bar runs under the next forward."""
     bars = [policy_bars.bar_of(vars(result), number) for number, result in enumerate(replay.results)]
     kinds = policy_bars.byte_kinds(bars)
     figure = policy_bars.figure_for(kinds, 1.8 + 0.45 * len(bars))
@@ -123,10 +119,8 @@ def schedules_height(schedules: Sequence[Schedule]) -> float:
 
 
 def draw_lanes(figure: Figure | SubFigure, schedules: Sequence[Schedule], titles: Sequence[str]) -> Axes:
-    """Draw the lanes of all resources in each schedule, under the phases of the iteration; return the last axes.
-
-    Operations that end in the next iteration continue at the left. All schedules have the same scale. Device memory of
-    plans for layers is above their lanes."""
+    """Draw the lanes of all resources in each schedule, under the phases of the iteration, in one scale; return the
+    last axes. Operations that end in the next iteration continue at the left; memory of plans for layers is above."""
     has_layers = [bool(schedule.workload.layer_memory) for schedule in schedules]
     ratios = [
         ratio

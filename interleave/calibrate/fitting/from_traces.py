@@ -17,8 +17,7 @@ from ebbtide.interleave.advise.job.inputs import ranks_on_host
 from ebbtide.interleave.calibrate.fitting.samples import FitSample, StepRates, sample_of, step_rates
 from ebbtide.interleave.calibrate.record import SHARED_RATES
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.machines.box import Box
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Box, Machine
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.units import bytes_text
 
@@ -43,11 +42,8 @@ _IDENTIFIED = 0.5
 
 
 def machine_of(paths: Sequence[Path], name: str) -> Machine:
-    """Return the machine that explains these traces best.
-
-    Rates that follow from the sub-steps of recorded jobs are taken from them and not fitted. The key `fit` of the
-    machine file says how good the fit is (see `MachineFit`), and which policies the traces ran under. Raises
-    MachineError where a trace does not record how it was offloaded, or the traces are of different GPUs."""
+    """Return the machine that explains these traces best, with the key `fit`; rates that follow from the sub-steps of
+    jobs are not fitted. Raises MachineError where a trace does not record its offload, or GPUs differ."""
     traces = [open_trace(path) for path in paths]
     steps_of_traces = [step_rates(trace) for trace in traces]
     if any(_on_cpu(trace) for trace in traces):
@@ -184,8 +180,7 @@ PRIORS: dict[str, Prior] = {
 }
 # Recorded overheads of a step on one host are within about this factor of their median.
 _MEASURED_OVERHEAD_FACTOR = 1.3
-# An update on the CPU is a pass over memory. The prior of its share of the memory bandwidth, which a good kernel
-# reaches by itself (docs/performance.md), is narrow.
+# The CPU's share of the memory bandwidth in an update, a pass over memory: a good kernel reaches it by itself.
 MEMORY_SHARE_PRIOR = Prior(0.85, 1.2)
 
 
@@ -195,8 +190,7 @@ class MachineFit:
 
     machine: Machine
     residuals: dict[str, float]  # Predicted over measured update, minus 1, by trace.
-    # The factor within which each rate is known (one standard error). `box.one_rank_...` are the rates of a rank while
-    # the others are idle.
+    # The factor within which each rate is known (one standard error); `box.one_rank_...`: while others are idle.
     uncertainty: dict[str, float]
     unidentified: tuple[str, ...]  # Rates that these traces do not determine; their values are those of the priors.
 
@@ -205,10 +199,8 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     """Fit a machine: the maximum a posteriori for errors that are normal in the logarithm.
 
     Minimises the squared relative errors of the updates (and of backwards that waited for gradients), over 2 %, plus
-    the squared distances from the priors, over their widths. The covariance is the inverse of J'J. Samples may be of
-    several models and of several numbers of ranks on a host; the rates are those with the largest number of them, and
-    with several numbers the rates of a rank alone are fitted too. `measured` rates are not fitted. Raises MachineError
-    without a sample, or if of some samples alone is known how many ranks shared the host."""
+    the squared distances from the priors, over their widths; the covariance is the inverse of J'J. Rates are those with
+    the most ranks on a host, with several numbers those of a rank alone, too. Raises MachineError without a sample."""
     if not samples:
         raise MachineError("a machine cannot be fitted from no trace")
     base = measured or Machine()

@@ -87,10 +87,8 @@ class StepRates:
 
 
 def step_rates(trace: Trace) -> StepRates | None:
-    """Return the rates that follow from the sub-steps of a trace.
-
-    DeepSpeed's kernel updates fp32 state alone: its rate is that of `update`. `parameters` converts, and on a GPU also
-    copies. The part of it that is not a pageable copy is the conversion. None if the trace has no update on the CPU."""
+    """Return the rates that follow from the sub-steps of a trace: DeepSpeed's kernel updates fp32 state alone in
+    `update`; `parameters` converts, and on a GPU also makes a pageable copy. None without an update on the CPU."""
     metrics = JobMetrics(trace)
     update, parameters = metrics.sub_step("update", ("cpu",)), metrics.sub_step("parameters")
     on_cpu = _params_on_cpu(metrics)

@@ -8,6 +8,7 @@ from ebbtide import host_limits
 from ebbtide.interleave.doctor.check import Answer, check
 from ebbtide.interleave.doctor.host import JobHost
 from ebbtide.numa.topology import nodes_of, parse_cpus, read_text
+from ebbtide.units import counted
 
 # A rank needs one core for its Python and launches, and others for loading data and for updates on the CPU.
 _MIN_RANK_CORES = 2
@@ -20,7 +21,7 @@ def cores(host: JobHost) -> Iterator[Answer]:
     """Compare the cores that the job may use with its ranks, and with those of the host."""
     online = parse_cpus(read_text(host.root / "sys/devices/system/cpu/online") or "")
     total = max(len(online), len(host.cpus))
-    text = f"{host.cores} of {total} logical cores for {_ranks(host)}, {host.rank_cores} each"
+    text = f"{host.cores} of {total} logical cores for {counted(host.ranks, 'rank')}, {host.rank_cores} each"
     remedy = "docker run --cpus N --cpuset-cpus LIST, --cpus-per-task N of Slurm, limits.cpu of Kubernetes"
     if host.rank_cores < _MIN_RANK_CORES:
         yield "warning", f"{text}: launches, data loading and updates on the CPU take turns", f"give it more: {remedy}"
@@ -52,12 +53,13 @@ def threads(host: JobHost) -> Iterator[Answer]:
         by = "OMP_NUM_THREADS" if host.job.environment.get("OMP_NUM_THREADS") else f"default of {host.job.launcher}"
         yield (
             "warning",
-            f"{own} thread{'s' if own > 1 else ''} a rank ({by}) on {possible} cores: DeepSpeedCPUAdam runs at about "
+            f"{counted(own, 'thread')} a rank ({by}) on {possible} cores: DeepSpeedCPUAdam runs at about "
             f"{own}/{possible} of its speed; {own_text}",
             remedy,
         )
     elif own is not None and own * host.ranks > 2 * host.cores:
-        text = f"OMP_NUM_THREADS={own} for {_ranks(host)} on {host.cores} cores: threads wait for each other"
+        where = f"for {counted(host.ranks, 'rank')} on {host.cores} cores"
+        text = f"OMP_NUM_THREADS={own} {where}: threads wait for each other"
         yield "warning", text, remedy
     else:
         yield "ok", f"{own or possible} a rank for OpenMP (DeepSpeedCPUAdam); {own_text}"
@@ -101,7 +103,3 @@ def instruction_set(host: JobHost) -> Iterator[Answer]:
         yield "warning", text, "let the virtual machine pass the CPU through (-cpu host of QEMU)"
     else:
         yield "unknown", f"the kernel does not list the instructions of this {platform.machine()}"
-
-
-def _ranks(host: JobHost) -> str:
-    return f"{host.ranks} rank{'s' if host.ranks > 1 else ''}"

@@ -23,9 +23,8 @@ def gpu(host: JobHost) -> Iterator[Answer]:
 
 @check("link")
 def link(host: JobHost) -> Iterator[Answer]:
-    """Compare the lanes of each link with those that card and slot could use.
-
-    A link at rest has a lower generation, so that is compared with the card's only where the slot limits it."""
+    """Compare the lanes of each link with those of card and slot; the generation, lower at rest, where the slot limits
+    it."""
     if not host.cards:
         yield "unknown", "no GPU, no link"
     for card in host.cards:

@@ -18,8 +18,7 @@ from ebbtide.interleave.model.schedule import Schedule, needed_host_bytes
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 from ebbtide.interleave.policies import depends_on_rates, make_plan, parse, refuse_simulation_only
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
@@ -53,11 +52,7 @@ def planning_rates(machine: Machine) -> dict[str, float | None]:
 
 def correct_rates(machine: Machine, schedule: Schedule) -> Machine:
     """Correct the rates of a machine by the measured schedule of a step; not if its plan cannot be simulated on it.
-
-    Each rate moves half the way, on a logarithmic scale, to the value with which a simulation of the plan takes the
-    measured time on its resource. Rates are scaled by the ratio of simulated and measured times, so that the effect of
-    operations that run at once and share a resource stays accounted for. What a path of the storage reads and writes
-    together is scaled by the ratio of both."""
+    Each moves half the way, on a logarithmic scale, to where a simulation takes the time that was measured."""
     try:
         predicted = simulate(schedule.plan, schedule.workload, machine)
     except UserError:
@@ -111,10 +106,8 @@ _WARM_UP_STEPS = 2
 
 
 class Planner:
-    """Makes plans for a running job; new ones only for policies that depend on rates.
-
-    `machine` has the first rates, then those corrected by the steps so far. Plans have no other overlaps than supported
-    ones."""
+    """Makes plans for a running job, with supported overlaps alone; new ones only for policies that depend on rates.
+    `machine` has the first rates, then those corrected by the steps so far."""
 
     def __init__(
         self,
@@ -160,10 +153,8 @@ class Planner:
         self._planning_s = 0.0
 
     def plan(self, budget: Budget | None) -> Plan:
-        """Make a plan from the rates and phases measured so far.
-
-        Raises PolicyError and MachineError as `make_plan` does, and EngineError if the plan needs more memory than the
-        budget of device memory for state (None: no limit)."""
+        """Make a plan from the rates and phases measured so far. Raises as `make_plan`, and EngineError if it needs
+        more device memory than the budget for state (None: no limit)."""
         begin_s = self._planned_s = time.perf_counter()
         # Also where there is no plan, so that the next one waits.
         self._planned_step = self._steps

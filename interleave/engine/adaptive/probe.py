@@ -39,18 +39,9 @@ def probe(
     host_bytes: float | None = None,
     rule: UpdateRule = ADAMW,
 ) -> Machine:
-    """Measure the rates of a device and the CPU.
-
-    `host_memory_bytes_per_s` is the traffic of updates and copies that run at once, or twice the traffic of the update
-    alone if they did not slow each other down.
-
-    Args:
-        params: Number of parameters of the job. At most this many are measured.
-        device_bytes: Device memory that the measurement may use, in bytes; None for no limit.
-        out_of_place: Whether to also measure `cpu_out_of_place_share`, which only speculative updates depend on.
-        remainder: Whether to also measure `cpu_remainder_ratio`, which only masters as remainders depend on.
-        host_bytes: Host memory of this rank, in bytes; None: what is available.
-    """
+    """Measure the rates of a device and the CPU with at most `params` parameters and `device_bytes` (None: no limit).
+    `host_memory_bytes_per_s` is the traffic of updates and copies at once, or twice that of the update alone if they
+    did not slow each other down. `host_bytes`: host memory of this rank; None: what is available."""
     state_bytes = rule.state_bytes()
     max_params = params if device_bytes is None else int(device_bytes / (_DEVICE_STATES * state_bytes))
     cpu_params, params = min(params, _cpu_params(host_bytes, state_bytes)), max(1, min(params, _PARAMS, max_params))

@@ -88,8 +88,8 @@ class AdaptiveRunner:
             self._engine = None
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """Check the policy, the machine and the budget before there is a device. Raises EngineError, PolicyError or
-        MachineError if there is no plan for the subgroups."""
+        """Raise EngineError, PolicyError or MachineError if there is no plan for the subgroups, before there is a
+        device."""
         options = self.options
         if options.machine is not None or not self._needs_rates:
             machine = options.machine or Machine(name="unknown")
@@ -135,13 +135,7 @@ class AdaptiveRunner:
         commit: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
-
-        Raises as `check`, and nothing is changed; or EngineError if a file cannot be used.
-
-        Args:
-            host_buffers: Host memory of the caller for the states; see SubgroupStates.
-            commit: What `commit` has returned, whose state the new engine has; None for new state.
-        """
+        `commit`: the commit whose state it has. Raises EngineError for a file, or as `check`, with nothing changed."""
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
@@ -195,11 +189,9 @@ class AdaptiveRunner:
         on_done: Callable[[], None],
         on_finished: Callable[[], None] | None = None,
     ) -> None:
-        """Run `Engine.step`, and make a new plan if one is due.
-
-        If the plan has late operations, `finish_step` must follow before anything else but `wait_for_params`. All three
-        raise EngineError if the state is lost, or an operation failed for another reason than device memory. `on_done`
-        is called when the step is done, `on_finished` when its late operations have ended, too."""
+        """Run `Engine.step`, and make a new plan if one is due. If the plan has late operations, `finish_step` must
+        follow before anything but `wait_for_params`. All three raise EngineError if the state is lost, or an operation
+        failed. `on_done` is called when the step is done, `on_finished` when its late operations have ended, too."""
         self._on_finished = on_finished
         if self.options.memory_budget is None:
             # Again after the step: jobs may return memory to the device before it, or use more memory then.
@@ -219,9 +211,7 @@ class AdaptiveRunner:
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     @deferred_interrupts()
     def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None] | None = None) -> None:
-        """Run a step of the engine or the rest of it, and what follows when all its operations have ended.
-
-        Interrupts wait for that: a step that is half done would be lost."""
+        """Run the engine's step or its rest, and what follows when its operations have ended. Interrupts wait."""
         failure: OperationFailed | None = None
         try:
             run()
@@ -252,10 +242,8 @@ class AdaptiveRunner:
                 self._replace_plan(budget)
 
     def commit(self) -> dict[str, Any]:
-        """Make the state in storage the one to resume from after a crash, and return what `rebuild` takes for that.
-
-        The plan has stopped before. Raises EngineError if there is no storage, or it is full; the commit before stays.
-        """
+        """Make the state in storage the one to resume from, and return what `rebuild` takes for that, after the plan
+        has stopped. Raises EngineError if there is no storage, or it is full; the commit before stays."""
         states = self.engine.store.states
         if states.stored is None:
             raise EngineError("commit() is for optimizers with storage=: save the state_dict() of others")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
+from ebbtide.interleave.engine.devices.device import Device, Direction, Mark, Stream
 from ebbtide.interleave.engine.devices.host_memory import allocate_pinned, gpu_node
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
@@ -77,8 +77,7 @@ class CudaStreams:
         with thread_setup(device):
             names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
             self._streams = {name: torch.cuda.Stream() for name in names}
-            # Without other work: it passes an event as soon as it is recorded, unless all streams share one queue
-            # (CUDA_DEVICE_MAX_CONNECTIONS=1).
+            # Without other work, so that it passes events at once (but for CUDA_DEVICE_MAX_CONNECTIONS=1).
             self._clock_stream = torch.cuda.Stream()
             event, _ = self._next_anchor = self._record_anchor()
             event.synchronize()
@@ -87,6 +86,9 @@ class CudaStreams:
 
     def stream(self, name: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device) if name == "job" else self._streams[name]
+
+    def thread_setup(self) -> AbstractContextManager[None]:
+        return thread_setup(self._device)
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         for mark in marks:
@@ -121,9 +123,7 @@ class CudaStreams:
 
 @contextmanager
 def _relaxed_captures() -> Iterator[None]:
-    """Return a context in which the calling thread may allocate and wait while another thread captures a CUDA graph.
-
-    By default CUDA forbids this to all threads of a process, and ends the capture with an error."""
+    """Return a context in which a thread may allocate while another one captures a CUDA graph."""
     before = _exchange(_RELAXED)
     try:
         yield
@@ -153,14 +153,13 @@ def _driver() -> ctypes.CDLL:
 
 T = TypeVar("T", int, float)
 
-# Share of the device's memory that stays free: for fragments, for larger batches than the largest so far, and for what
-# other processes allocate between two samples.
+# The share of the device that stays free: for fragments, larger batches, and other processes.
 MARGIN = 0.08
 # Results are multiples of this, so that small changes do not cause a new plan.
 _UNIT = 64 << 20
 
 
-class CudaDevice:
+class CudaDevice(CudaStreams, Device):
     """A GPU (without an index, the current one). Work is issued to streams, and marks are CUDA events.
 
     It has not run on a GPU yet. Raises EngineError if the calling thread captures a CUDA graph."""
@@ -175,10 +174,11 @@ class CudaDevice:
         except ImportError as error:
             raise EngineError(f"updates on a GPU need Triton ({error}): pip install triton") from error
 
-        self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        super().__init__(
+            torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        )
         self._kernel = triton_kernel
         self.numa_node = gpu_node(self._device)
-        self._streams = CudaStreams(self._device)
         self._used = 0
         self._job_memory = JobMemory()
         self._lock = threading.RLock()
@@ -203,7 +203,7 @@ class CudaDevice:
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream("memory")):
+            with torch.cuda.device(self._device), torch.cuda.stream(self.stream("memory")):
                 block = torch.empty((rows, params), dtype=torch.float32, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(f"the GPU has too little free memory: {str(error).splitlines()[0]}") from error
@@ -216,12 +216,6 @@ class CudaDevice:
         with self._lock:
             self._used -= tensor.nbytes
 
-    def claim(self, nbytes: int) -> None:
-        """Do nothing: torch's allocator counts it."""
-
-    def unclaim(self, nbytes: int) -> None:
-        """Do nothing: torch's allocator counts it."""
-
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty((nbytes,), dtype=torch.uint8, device=self._device)
 
@@ -231,29 +225,17 @@ class CudaDevice:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         return allocate_pinned(shape, dtype, self.numa_node)
 
-    def thread_setup(self) -> AbstractContextManager[None]:
-        return thread_setup(self._device)
-
-    def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
-        self._streams.wait(stream, marks)
-
-    def record(self, stream: Stream) -> Mark:
-        return self._streams.record(stream)
-
-    def begin_iteration(self) -> None:
-        self._streams.begin_iteration()
-
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream(stream)):
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream(stream)):
             work()
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream(direction)):
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream(direction)):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
 
     def update(self, updates: Sequence[TensorUpdate]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream("gpu")):
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream("gpu")):
             try:
                 self._kernel.gpu_update(updates)
             except Exception as error:
@@ -295,15 +277,10 @@ class CudaDevice:
 
         return wait
 
-    def close(self) -> None:
-        """Do nothing: the streams are destroyed with this object."""
-
 
 class JobMemory:
-    """Separates the memory that torch has reserved into that of the optimizer and that of the job, at its peak so far.
-
-    torch keeps memory that was freed in pools, one for each stream. So the optimizer's memory stays reserved after a
-    release, and its part of the reserved memory is its own peak since torch last returned memory to the device."""
+    """Tells the memory that torch has reserved for the optimizer from that for the job, at its peak so far: the former
+    is its own peak since torch last returned memory of the pools that it keeps for each stream."""
 
     def __init__(self) -> None:
         # The highest sample, in bytes.

@@ -35,10 +35,8 @@ class Streams(Protocol):
     """Work on a device: each stream does what is issued to it in order."""
 
     def thread_setup(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread may use the device and wait for it, whatever others do.
-
-        A GPU is then the current device of the thread: calls on events would else open a context on the first GPU. And
-        they do not end the capture of a CUDA graph on another thread."""
+        """Return a context in which the calling thread may use the device and wait for it: a GPU is the thread's
+        current device, and its calls do not end the capture of a CUDA graph on another thread."""
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         """Let a stream wait for marks, before it does what is issued to it from now on."""
@@ -48,10 +46,11 @@ class Streams(Protocol):
 
 
 class Device(Streams, Protocol):
-    """A device that stores and updates optimizer state.
+    """A device that stores and updates optimizer state. The executor's threads call it, one at a time for each stream.
+    `copy` and `update` return when their work is issued; a mark tells when it is done."""
 
-    The threads of the executor call it, with at most one call at a time for each stream. `copy` and `update` return
-    when their work is issued; a mark tells when it is done."""
+    # The NUMA node of the host next to the device; None if there is one only, or it is not known.
+    numa_node: int | None
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         """Allocate device memory of shape (rows, params), fp32. Raises DeviceMemoryError if there is too little.
@@ -65,9 +64,11 @@ class Device(Streams, Protocol):
         """Count device memory that the job itself has allocated. Raises DeviceMemoryError if there is too little.
 
         Only an emulated device counts it: the allocator of a GPU has its own limit."""
+        return
 
     def unclaim(self, nbytes: int) -> None:
         """Count no longer what `claim` has counted."""
+        return
 
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
         """Allocate device memory (uint8) in the order of the calling thread's current stream, to be claimed before."""
@@ -104,19 +105,15 @@ class Device(Streams, Protocol):
         """Return whether the calling thread captures its work in a CUDA graph instead of running it."""
 
     def begin_iteration(self) -> None:
-        """Use the training thread's current stream as `memory`, and set the clock of marks again, since clocks drift.
-
-        The training thread calls this."""
+        """Use the training thread's current stream as `memory`, and set the drifting clock of marks again."""
+        return
 
     def sample_memory(self) -> None:
         """Record how much device memory the job uses now, for `free_bytes`. The training thread calls this."""
+        return
 
     def free_bytes(self) -> float | None:
         """Return how much device memory state may use in total, in bytes; None if there is no limit."""
-
-    @property
-    def numa_node(self) -> int | None:
-        """The NUMA node of the host next to the device; None if there is one only, or it is not known."""
 
     @property
     def used_bytes(self) -> int:
@@ -124,6 +121,7 @@ class Device(Streams, Protocol):
 
     def close(self) -> None:
         """End the threads of the device."""
+        return
 
 
 def copy_now(device: Device, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

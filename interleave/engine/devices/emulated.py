@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
+from ebbtide.interleave.engine.devices.device import Device, Direction, Mark, Stream
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
@@ -122,12 +122,9 @@ class EmulatedStreams:
                 self._error = self._error or error
 
 
-class EmulatedDevice(EmulatedStreams):
-    """A device whose memory is host memory with an enforced capacity.
-
-    Its link has two directions of throttled copies, and its arithmetic is real. As on a GPU, a copy or an update is
-    issued to a stream and done later, on a thread of the stream. It exposes races, lost bytes and wrong order of
-    operations; its times say nothing about performance. None is no limit of the capacity, and no throttling."""
+class EmulatedDevice(EmulatedStreams, Device):
+    """A device in host memory with a capacity, throttled copies in two directions and real arithmetic; None: no limit.
+    Streams work as on a GPU, which exposes races and lost bytes; its times say nothing about performance."""
 
     def __init__(
         self,
@@ -154,9 +151,6 @@ class EmulatedDevice(EmulatedStreams):
     @property
     def used_bytes(self) -> int:
         return self._used - self._claimed
-
-    def sample_memory(self) -> None:
-        """Do nothing: the job uses no memory of this device."""
 
     def free_bytes(self) -> float | None:
         """Return the capacity without the memory that the job's activations have claimed at their peak."""
@@ -258,9 +252,6 @@ class EmulatedDevice(EmulatedStreams):
 
     def is_capturing(self) -> bool:
         return False
-
-    def begin_iteration(self) -> None:
-        """Do nothing: marks have the times of the host."""
 
     def close(self) -> None:
         super().close()

@@ -22,15 +22,11 @@ _CHUNK_BYTES = 64 << 20
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None = None) -> torch.Tensor:
-    """Allocate host memory and pin it; it is unpinned and freed with the tensor. Raises EngineError if that fails.
+    """Allocate host memory (an element at least) and pin it; it is unpinned and freed with the tensor. It is taken from
+    the NUMA node, if that has room. Raises EngineError if that fails.
 
-    torch rounds pinned memory up to a power of two. This memory is a mapping of its own, so its size is exact and no
-    page is pinned twice.
-
-    A forked process (a worker of a DataLoader, say) does not have the mapping. If it had it, the next write of this
-    process would move the page (copy on write), while the GPU kept using the old one.
-
-    It has at least one element. It is taken from the NUMA node, if that has room; None: the kernel chooses."""
+    torch rounds pinned memory up to a power of two; a mapping has the exact size. A forked process does not have it:
+    else the next write of this one would move the page, while the GPU kept using the old one."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_DONTFORK)

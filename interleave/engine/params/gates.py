@@ -27,9 +27,7 @@ _READERS: list[tuple[Any, str]] = [
 
 
 class MethodGate:
-    """Replaces a method of one object by one that first calls a function with the same arguments.
-
-    Several gates of one method may be removed in any order. What the function raises, the method raises."""
+    """Replaces a method of one object by one that first calls a function with the same arguments, which may raise."""
 
     def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
         self._owner = owner
@@ -59,15 +57,9 @@ class MethodGate:
 
 
 class ShardedGates:
-    """Gates of everything that gathers parameters of `fully_shard`: forwards, prefetches, backwards, `unshard()`.
-
-    A gate delays a gather; it never leaves one out or changes the order of gathers. It is on the group's `unshard`,
-    since the module's own hook gathers before any other hook of its modules runs, and prefetches before that.
-
-    Gathers on CUDA copy the shards on a stream of their own. The wait ends when the host has seen the event behind the
-    upload, so everything that any stream is given afterwards follows it.
-
-    Raises EngineError if the installed torch has other parameter groups than those known here."""
+    """Gates on the `unshard` of the groups of `fully_shard`, whose own hook gathers and prefetches before any other.
+    Gathers on CUDA copy the shards on a stream of their own; the wait ends when the host has seen the event behind the
+    upload. Raises EngineError for groups that are not those known here."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait) -> None:
         groups = _parameter_groups(model)
@@ -177,14 +169,10 @@ class _ModuleGate:
 
 
 class ForwardGates:
-    """Hooks before everything in a model that uses parameters: forwards and gathers of shards.
-
-    Which modules are called is known after the first iteration. Parameters of others, as of a projection that an
-    attention layer reads itself, are waited for by the nearest called module around them. Until then, none may be late.
-
-    Copies and pickles of any module have no hooks. The model keeps `wait` and `finish` alive: pass functions with a
-    weak reference. Raises EngineError if the model is not a module, or shards or converts its parameters in a way that
-    is not supported."""
+    """Hooks before everything in a model that uses parameters: forwards and gathers of shards. No parameter may be late
+    before the first iteration has shown which modules are called; the nearest called module around others waits for
+    theirs. The model keeps `wait` and `finish` alive: pass weak references. Raises EngineError if the model is not a
+    module, or converts its parameters in a way that is not supported."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
         if not isinstance(model, torch.nn.Module):

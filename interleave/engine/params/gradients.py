@@ -22,9 +22,7 @@ _EPS = 1e-6
 
 
 class GradientNorm:
-    """Adds up the squares of a step's gradients, and returns the factor that scales and clips them.
-
-    `max_norm` is the maximum norm of all gradients, over all ranks that share the parameters; None to not clip."""
+    """Adds up the squares of a step's gradients on all ranks, and returns the factor that scales and clips them."""
 
     def __init__(self, device: Device, max_norm: float | None) -> None:
         self._device = device
@@ -33,10 +31,8 @@ class GradientNorm:
         self._pending: list[tuple[Sequence[int], Callable[[], list[float]]]] = []
 
     def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Add the gradients of parameters, given by their index, with the values that they have now.
-
-        Their squares are work of the calling thread, like what computed them: memory that is freed or written by later
-        work of that thread holds them long enough."""
+        """Add gradients, by index, with the values that they have now, as work of the calling thread, which computed
+        them: memory that it frees, or writes later, holds them long enough."""
         if gradients:
             self._pending.append((list(gradients), self._device.sums_of_squares(list(gradients.values()))))
 
@@ -63,9 +59,7 @@ class GradientNorm:
 
 
 def _sum_over_ranks(params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
-    """Return the sum over all gradients, with all shards of the parameters that are sharded over ranks.
-
-    The result has the same bits on every rank. All ranks must call this."""
+    """Return the sum over all gradients and shards, with the same bits on every rank. All ranks must call this."""
     sums = []
     sharded: dict[Any, list[float]] = {}
     for param, square in zip(params, squares, strict=True):
@@ -98,15 +92,10 @@ _ADDITIONS = (_aten.add.Tensor, _aten.add_.Tensor)
 
 
 class GradientCollector:
-    """Collects the gradients of parameters for an engine.
-
-    With streamed gradients, each gradient is offloaded when it is computed for the last time in a step, and `p.grad` is
-    a placeholder that only has its shape. A job may set that to None, or run one more backward: then the gradients are
-    recalled, without the dropped ones and with what was added, and are submitted at the step.
-
-    A step may have several backwards: as many as the step before had. In the first step that number is not known, and
-    nothing is offloaded or reported. `expected_scalars` returns the factors by parameter that the next step has if it
-    is neither clipped nor skipped."""
+    """Collects the gradients of parameters for an engine, over as many backwards as the step before had. Streamed
+    gradients are offloaded when they are computed for the last time, and `p.grad` is a placeholder. If a job sets that
+    to None, or runs one more backward, they are recalled and submitted at the step. `expected_scalars` returns the
+    factors of a step that is neither clipped nor skipped."""
 
     def __init__(
         self,
@@ -234,10 +223,8 @@ def _flat_gradient(param: torch.Tensor) -> torch.Tensor:
 
 
 class GradientPlaceholder(torch.Tensor):  # type: ignore[misc]
-    """A tensor with the shape of an offloaded gradient and no values: every computation with it raises EngineError.
-
-    Gradients that a backward adds to it are stored, in order, unless a step has used the gradient. Placeholders are
-    also inside DTensors, so this class intercepts operations (`__torch_dispatch__`) and not function calls."""
+    """The `p.grad` of an offloaded gradient: computing with it raises EngineError, what a backward adds to it is
+    stored. It intercepts operations, not function calls, since placeholders are also inside DTensors."""
 
     added: list[torch.Tensor]
     used: list[bool]

@@ -73,17 +73,13 @@ def has_shared_memory(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(param: torch.Tensor) -> torch.Tensor:
-    """Return the memory of this rank's part of a dense tensor, with one dimension, in the order of the memory.
-
-    Writes to it do not count as versions of the tensor."""
+    """Return this rank's part of a dense tensor, flat, in the order of memory; its writes do not count as versions."""
     shard = local_shard(param).data
     return shard.as_strided((shard.numel(),), (1,))
 
 
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the shape of a parameter's local part, flat, in the order of the memory of that part.
-
-    The result shares memory with the tensor if both have the same order."""
+    """Return a tensor of the shape of a parameter's local part, flat, in the order of the memory of that part."""
     shard = local_shard(param)
     if tensor.requires_grad:
         tensor = tensor.detach()

@@ -31,11 +31,8 @@ _Layout = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 class OffloadedParams:
-    """The parameters that an engine updates: opens it, and begins and ends its steps.
-
-    Parameters on the CPU may be on their way to a GPU, so their device is opened at the first use. Until the first step
-    they may still move or change their dtype. At every step, parameters that the job has changed since the step before
-    are found by their fingerprints, and their masters follow."""
+    """The parameters that an engine updates. Until the first step they may move, or change their dtype. Those that the
+    job has changed are found by their fingerprints at every step, and their masters follow."""
 
     norm: GradientNorm
     collector: GradientCollector
@@ -64,17 +61,15 @@ class OffloadedParams:
         # Whether parameters have state besides the initial one, and whether a step was done.
         self._has_state = False
         self._has_stepped = False
-        # By the index of each parameter, what waits for the fingerprints of the values that the masters round to, and
-        # the place of its own among them.
+        # By index, what waits for the fingerprints of values that masters round to, and its place among them.
         self._fingerprints: dict[int, tuple[Callable[[], list[int]], int]] = {}
         # Parameters whose masters were loaded and compared with them by no step yet, since the job may load parameters
         # later. Where masters are remainders: what they are the remainders of.
         self._loaded: dict[int, torch.Tensor | None] = {}
 
     def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
-        """Open the engine for new parameters, or only check that there is a plan if they may still move.
-
-        Raises EngineError, PolicyError or MachineError if there is none."""
+        """Open the engine for new parameters, or check that there is a plan if they may still move. Raises as
+        `check`."""
         self.check(params)
         if (self._options.device is None and device_of(params).type == "cpu") or self._runner.storage is not None:
             # With storage, since a checkpoint that is loaded next may name the file to use.
@@ -118,9 +113,8 @@ class OffloadedParams:
             return state_dict.gather_states(rules, engine.store.states, self.params, changed, self._loaded)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[state_dict.ParamState | None]) -> None:
-        """Set the states of all parameters that the engine has, and perhaps more, and recall offloaded gradients.
-
-        A state is None before the first update. If all are None and the engine is not open, it stays so."""
+        """Set the states of all parameters, None before the first update, and recall offloaded gradients. If all are
+        None and the engine is not open, it stays so."""
         if not self.params and not any(states):
             return
         if len(params) > len(self.params):
@@ -147,15 +141,9 @@ class OffloadedParams:
     def begin_step(
         self, params: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], set[int]]:
-        """Follow what the job did to the parameters since the last step, which ends first, and submit the gradients.
-
-        Args:
-            params: The parameters that need state; the engine may have more.
-
-        Returns:
-            All parameters, flat, in the order of their memory; the gradients that were not offloaded, by the
-            parameter's index; and the indices of all parameters that have a gradient.
-        """
+        """Submit the gradients, after the last step has ended and changed parameters are followed. Returns all
+        parameters, flat; the gradients that were not offloaded, by index; and the indices of all that have a
+        gradient."""
         engine = self.open(params)
         self.pending.finish_updates()
         if self.has_submitted:
@@ -232,8 +220,7 @@ class OffloadedParams:
         states: Sequence[state_dict.ParamState | None] | None = None,
         commit: Mapping[str, Any] | None = None,
     ) -> None:
-        """Divide parameters into subgroups, on the device that they are on, with these states or those of a commit, and
-        a new plan."""
+        """Divide parameters into subgroups on their device, with these states or those of a commit, and a new plan."""
         device = device_of(params)
         if self._options.device is None and device != self._device:
             self._runner.open_device(device)

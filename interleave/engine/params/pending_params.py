@@ -36,14 +36,11 @@ _MEMORY = ("data", "data_ptr", "untyped_storage", "storage", "numpy", "__array__
 
 
 class PendingParams:
-    """The parameters that the last step has updated, each until something has waited for it.
-
-    Until then a parameter is unread: gates of its model and LateParams wait as soon as something uses it, and a
-    gradient of it is an error, since it would be one of old values."""
+    """The parameters that the last step has updated, each unread until something has waited for it: gates of its model
+    and LateParams do, and a gradient of an unread one is an error, since it would be one of old values."""
 
     def __init__(self, runner: AdaptiveRunner) -> None:
-        # Held by whole calls of the optimizer, so that one from another thread comes before or after a step. Hooks
-        # during a forward or a backward only take it while something is pending.
+        # Held by whole calls of the optimizer from any thread; by hooks only while something is pending.
         self.lock = threading.RLock()
         # The parameters of the guarded model, and their names; a step waits for all others.
         self.names: Mapping[torch.Tensor, str] = {}
@@ -85,8 +82,8 @@ class PendingParams:
         self._index = {param: number for number, param in enumerate(params)}
 
     def begin_step(self) -> None:
-        """Prepare for a step, after the late operations of the last one have ended. Raises EngineError if there is a
-        gradient of an unread parameter, which stays unread."""
+        """Prepare for a step, after the last one has ended. Raises EngineError if an unread parameter has a
+        gradient."""
         for index in self._unread:
             gradient = self._params[index].grad
             # Others are left from before, or are those of parameters that this iteration has not used.
@@ -108,10 +105,8 @@ class PendingParams:
         on_done: Callable[[], None],
         record: Callable[[Iterable[int]], None],
     ) -> None:
-        """Run `AdaptiveRunner.step`; afterwards the updated parameters are pending if it has late operations.
-
-        `record` takes the values of parameters, by their indices, as those of the update. It is called when they are
-        written, and before the job may write them again."""
+        """Run `AdaptiveRunner.step`; afterwards updated parameters are pending if it has late operations. `record`,
+        called when they are written, takes their values, by index, as those of the update."""
         updated = [index for index, factors in enumerate(scalars) if factors is not None]
         torch.autograd.graph.increment_version([self._params[index] for index in updated])
         self._unread, self._recorded, self._record = set(updated), set(), record
@@ -129,8 +124,7 @@ class PendingParams:
                 self.is_active = False
 
     def wait_for(self, params: Iterable[torch.Tensor]) -> None:
-        """Wait until parameters are written; from now on the job may read and write them. Raises EngineError if an
-        operation has failed."""
+        """Wait until the job may read and write parameters. Raises EngineError if an operation has failed."""
         if not (self.is_active or self._unread):
             return
         indices = [self._index[param] for param in params if param in self._index]
@@ -257,10 +251,9 @@ def _functions(names: Iterable[str], assigned: Iterable[str]) -> frozenset[Any]:
 
 
 class LateParams:
-    """Gives late parameters a class whose every use in Python waits, as an argument of any function of torch.
-
-    `wait` waits until parameters are written, and makes them ordinary again by `clear`; `finish` does so for all. Only
-    functions of C++ code that is not torch's own, and compiled and scripted code, do not show their arguments so."""
+    """Gives late parameters a class whose every use in Python waits (`wait`, `finish` for all), and makes them ordinary
+    again by `clear`. Only C++ code that is not torch's own, and compiled and scripted code, do not show their arguments
+    so."""
 
     def __init__(self, wait: Callable[[Sequence[torch.Tensor]], None], finish: Callable[[], None]) -> None:
         self._wait = wait

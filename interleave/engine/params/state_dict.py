@@ -59,10 +59,8 @@ def gather_states(
     changed: Collection[int] = (),
     loaded: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
 ) -> list[ParamState]:
-    """Return the state of each parameter, in new host memory. `rules` are those of the parameters.
-
-    Where masters are remainders: those of parameters that were changed since the states (their indices) are the
-    parameters; those of `loaded`, as for `update_masters`, which no step has used yet, are the loaded ones."""
+    """Return the state of each parameter in new host memory; `changed`: masters as remainders that are the parameters;
+    `loaded`: those that no step has used yet, which are the loaded ones."""
     param_states = [rule.zero_rows(local_shard(param).numel()) for param, rule in zip(params, rules, strict=True)]
     for number, subgroup in enumerate(states.subgroups):
         segments = subgroup.segments
@@ -118,13 +116,10 @@ def update_masters(
     changed: Collection[int],
     loaded: Mapping[int, torch.Tensor | None],
 ) -> set[int]:
-    """Set the masters of changed parameters to the parameters, except elements whose master already rounds to them.
-
-    Nobody knows which elements were written of a parameter that is a part of its masters: all remainders become 0,
-    unless they were loaded together with what they are the remainders of (`rounded_masters`, by the parameter's index).
-    Those whose master rounds to the parameter, to even or away from zero, stay, and the parameter becomes the latter.
-
-    Returns the parameters of which a master was not kept."""
+    """Set the masters of changed parameters to them, except elements whose master already rounds to them, and return
+    the parameters of which a master was not kept. Remainders become 0, since nobody knows which elements were written,
+    unless they were loaded: those whose master rounds to the parameter, to even or away from zero, stay, and the
+    parameter becomes the latter."""
     replaced: set[int] = set()
     for number, subgroup in enumerate(states.subgroups):
         segments = [segment for segment in subgroup.segments if segment.param in changed]
@@ -150,9 +145,7 @@ def update_masters(
 
 
 def make_entry(rule: UpdateRule, param: torch.Tensor, state: ParamState, step: int) -> dict[str, Any]:
-    """Return the entry of a parameter in a state dict: that of the optimizer of a rule, and the fp32 master.
-
-    The tensors of a DTensor's entry are DTensors."""
+    """Return the entry of a parameter, perhaps a DTensor, in a state dict: its rule's, and the fp32 master."""
     # bitsandbytes casts a tensor to the type of the parameter, which not all numbers of steps fit in.
     entry: dict[str, Any] = {"step": step if rule.scales else torch.tensor(float(step), **_HOST)}
     for name, row in zip(rule.row_names, state, strict=True):
@@ -169,10 +162,9 @@ def read_state_dict(
     updated_params: Collection[torch.Tensor],
     check: Callable[[Sequence[torch.Tensor]], None],
 ) -> SavedStates:
-    """Read a state dict of this optimizer or that of its rule, or a commit, without a change of anything.
-
-    Raises EngineError if it is not one of the same rules for the same model. `check` does so for parameters that the
-    optimizer cannot update; `updated_params` are those that it has state of, and it needs state of all of them."""
+    """Read a state dict of this optimizer or that of its rule, or a commit, without a change of anything. Raises
+    EngineError for other rules or models, and where states of `updated_params` are missing; `check` raises for a
+    parameter."""
     name_of, saved = _saved_names(rules, state_dict, param_groups)
     rule_of = rules.by_param(param_groups)
     # Parameters that are frozen now may have been updated before.

@@ -13,12 +13,10 @@ from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 
 _WIDTH = torch.float32.itemsize
-# Copies to the device end at once and copies to the host are slow on it, so a plan uses as much device memory as it can
-# on any machine.
+# Slow copies to the host and fast ones to the device: a plan uses as much device memory as it can.
 _WORST_CASE = Machine(
     name="worst case of device memory",
     h2d_bytes_per_s=1e13,
@@ -48,11 +46,9 @@ class Block:
 
 
 class Arena:
-    """Hands out device memory in blocks, and gets them back when their last use is issued.
-
-    A block that comes back is handed out again at once: the next stream waits for the mark of its last use. So
-    operations allocate nothing, except in memory that is free for a part of an iteration only: that is allocated when
-    an operation needs it, and released to the job after its last use."""
+    """Hands out device memory in blocks, again at once when their last use is issued: the next stream waits for its
+    mark. Memory that is free for a part of an iteration is allocated when it is needed, and then released to the
+    job."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -64,10 +60,8 @@ class Arena:
         self._lock = threading.Lock()
 
     def reserve(self, sizes: Sequence[int], kept_bytes: float) -> None:
-        """Hold free blocks of these sizes (in elements), besides those in use, and no others; no operation may run.
-
-        `kept_bytes` is the memory that may be held during the whole iteration; further blocks are allocated by `take`.
-        Both raise DeviceMemoryError if the device has too little free memory."""
+        """Hold free blocks of these sizes (in elements), besides those in use, and no others, of which `kept_bytes` may
+        be held during the whole iteration; no operation may run. Raises DeviceMemoryError, as does `take`."""
         with self._lock:
             missing = Counter(sizes)
             kept = []
@@ -143,11 +137,8 @@ def worst_case(plan: Plan, workload: Workload) -> Schedule:
 
 
 def gradient_elements(subgroup: Subgroup) -> int:
-    """Return the number of fp32 elements of memory for a gradient that was copied to the host and back.
-
-    It is written to the memory of the parameter, which nobody reads until the update has written it again from the
-    master, so it needs none. A gradient of another dtype than the parameter has a block of its own; so has one whose
-    parameter is a part of the master."""
+    """Return the fp32 elements of memory for a gradient that was copied to the host and back: none if it fits the
+    memory of its parameter, with the same dtype and no part of the master, which nobody reads until the update."""
     if subgroup.has_remainders:
         return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0
@@ -161,10 +152,8 @@ def acquired_elements(op: Op, subgroups: Sequence[Subgroup]) -> int:
 
 
 def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
-    """Return the sizes of the blocks that a plan works with, besides those of resident state, in fp32 elements.
-
-    Blocks are used again, so even subgroups need the peak of the plan's memory and no more. With uneven ones a block
-    has the size of the largest that it is used for. The schedule is the worst case of the plan."""
+    """Return the sizes of the blocks that a plan works with, besides those of resident state, in fp32 elements, by its
+    worst case. A block is used again, and has the size of the largest that it is used for."""
     blocks = _Blocks()
     # In the second iteration parked state begins where the first one left it.
     for _ in range(2):

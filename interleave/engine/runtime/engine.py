@@ -24,18 +24,15 @@ from ebbtide.profiler.agent.spool import HOST
 
 # The latest point that the gradients can report: the backward is over only when the job calls step.
 _BACKWARD_END = UPDATE - 1e-9
-# Inputs of operations besides gradients, which have the number of their subgroup: the scalars of the step, and those
-# that speculative updates assume before.
+# Inputs beside gradients (by subgroup): the scalars of the step, and those that speculative updates assume.
 _SCALARS, _ASSUMED_SCALARS = -1, -2
 # Operations that use the scalars, or write parameters, which the backward reads.
 _STEP_KINDS = ("clip", "gradient up", "update", "upload")
 
 
 class Engine:
-    """Runs a plan at every step, on parameters that are divided into subgroups.
-
-    The training thread calls it; autograd's thread calls `report_progress` and `offload_gradient`. `params` is the
-    number of tensors."""
+    """Runs a plan at every step, on parameters (so many tensors) that are divided into subgroups. The training thread
+    calls it; autograd's thread calls `report_progress` and `offload_gradient`."""
 
     _workload: Workload
 
@@ -90,10 +87,8 @@ class Engine:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which no operation runs, so that state can be read and written where it is.
-
-        The plan goes on afterwards. Before the step, it has updated nothing yet, but for speculative updates, which are
-        done again."""
+        """Return a context in which no operation runs, so that state can be read and written where it is. The plan goes
+        on afterwards; before the step only speculative updates are done again."""
         with self._executor.paused():
             self.store.speculative.invalidate()
             yield
@@ -111,8 +106,8 @@ class Engine:
         return self.is_running and self._speculates and not self.store.inputs.assumed
 
     def assume(self, scalars: Sequence[Scalars | None]) -> None:
-        """Let speculative updates begin, from the factors by parameter that the next step has if it is neither clipped
-        nor skipped."""
+        """Let speculative updates begin, with the factors by parameter of a step that is neither clipped nor
+        skipped."""
         self.store.inputs.assumed = list(scalars)
         self._executor.mark_available(_ASSUMED_SCALARS)
 
@@ -131,8 +126,7 @@ class Engine:
                 self._executor.mark_available(subgroup, self._gradient_marks[subgroup])
 
     def recall_gradients(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Stop the plan and return the offloaded gradients by parameter, flat and on the device, as if they were not
-        offloaded."""
+        """Stop the plan and return the offloaded gradients by parameter, flat, on the device again."""
         self.quiesce()
         gradients = {param: self.store.gradient(param, params[param]) for param in sorted(self.offloaded_params)}
         self.offloaded_params.clear()
@@ -159,11 +153,9 @@ class Engine:
         self._executor.advance_to(UPDATE)
 
     def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule | None:
-        """Update parameters (flat), after `submit_gradients`, by factors; None for one that stays as it is.
-
-        With late operations it returns before they have ended: `finish_step` must follow before anything else but
-        `wait_for_params`. Both raise OperationFailed if an operation of the plan failed and the step was completed on
-        the CPU, and EngineError if it could not be: the state is lost."""
+        """Update parameters (flat), after `submit_gradients`, by factors; None for one that stays as it is. With late
+        operations `finish_step` must follow before anything but `wait_for_params`. Both raise OperationFailed if the
+        step was completed on the CPU, else EngineError: the state is lost."""
         assert self.plan is not None
         assert self._clock.step_mark is not None
         self._clock.scalars_s = time.perf_counter()
@@ -183,9 +175,7 @@ class Engine:
         return self.finish_step()
 
     def wait_for_params(self, params: Iterable[int]) -> bool:
-        """Wait until late operations have written parameters, by their indices, and return whether they have.
-
-        If not, an operation has failed, and `finish_step` raises."""
+        """Wait until late operations have written parameters, by index; False: one has failed, `finish_step` raises."""
         writes = [
             index
             for param in params
@@ -308,9 +298,7 @@ class _StepClock:
 
 
 def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
-    """Return the plan of a run in which updates are speculative only if they began before the scalars were known.
-
-    The others were performed in place, or again."""
+    """Return the plan of a run, in which updates are speculative only if they began before the scalars were known."""
     if not run.plan.speculated:
         return run.plan
     known_s = scalars_s - run.begin_s
@@ -322,9 +310,8 @@ def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
 
 
 def reserve_rows(plan: Plan) -> list[int]:
-    """Return numbers for the rows of a step, so that they belong to this iteration even if they are added later.
-
-    They are for all operations, and as many executions that were repeated. There are none where nothing is recorded."""
+    """Return numbers for the rows of a step, all operations and as many repeated ones, so that they belong to this
+    iteration even if they are added later. There are none where nothing is recorded."""
     recorder = start.current_recorder()
     if recorder is None or not recorder.recording:
         return []
@@ -332,9 +319,8 @@ def reserve_rows(plan: Plan) -> list[int]:
 
 
 def record_operations(run: PlanRun, numbers: Sequence[int]) -> None:
-    """Add a row to the table `ops` of the trace for each operation, and for each speculative update that was not used.
-
-    The numbers are those that `reserve_rows` has returned before the step did; without numbers nothing is added."""
+    """Add a row to the table `ops` of the trace, with the numbers that `reserve_rows` has returned before the step, for
+    each operation, and each speculative update that was not used."""
     recorder = start.current_recorder()
     if recorder is None:
         return

@@ -17,29 +17,19 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun
 from ebbtide.interleave.model.plan import RESOURCES, STEP, STORAGE_RESOURCES, Op, Plan
 
-# Operations that a stream of the device has at most, the running one included. With the next one it need not wait for
-# the host; with more the order would be fixed too early.
+# Operations of a stream: the running and the next one. With more the order would be fixed too early.
 _DEPTH = 2
 # Those whose handlers jobs replace by functions that may raise.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Executor:
-    """Executes plans on a thread for each resource.
+    """Executes plans on a thread for each resource; storage has one for each path and direction.
 
-    Operations on the CPU and of storage are performed by their thread; storage has one for each path and direction.
-    Those on the device are issued to streams, which wait for one another; their thread waits for the end, and takes
-    their times from marks.
-
-    `begin`, `advance_to` and `finish` are called by the training thread. An operation that raises ends the run: the
-    operations in flight end, no other operation starts, and `finish` raises.
-
-    Args:
-        perform: Performs or issues one operation. The threads of the executor call it.
-        fits: Whether the device has memory for an operation. Without it, the operation waits for others, and if there
-            is nothing to wait for, it is performed nevertheless.
-        end: Called after an operation was done.
-    """
+    Operations on the CPU and of storage are performed by their thread. Those on the device are issued to streams, which
+    wait for one another; their thread takes their times from marks. The training thread calls `begin`, `advance_to` and
+    `finish`. After an operation that raises no other starts, and `finish` raises. Without memory (`fits`) one waits for
+    others; if there is nothing to wait for, it is performed nevertheless."""
 
     def __init__(
         self,
@@ -106,9 +96,8 @@ class Executor:
                 self._changed.notify_all()
 
     def wait(self, is_enough: Callable[[PlanRun], bool]) -> bool:
-        """Wait until enough operations of the run are done, and return whether they are.
-
-        If not, an operation failed or the executor was closed before; `finish` then raises."""
+        """Wait until enough operations of the run are done; False: one failed, or this was closed, and `finish`
+        raises."""
         with self._changed:
             run = self._run
             if run is None:
@@ -298,10 +287,8 @@ class OperationFailed(EngineError):
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Return a context in which no signal handler runs; the handlers of all signals that arrive run at its end.
-
-    It is for work that must not be left half done. Python runs handlers on the main thread, so on any other one there
-    is nothing to defer."""
+    """Return a context for work that must not be left half done: handlers of signals that arrive run at its end. Python
+    runs them on the main thread, so on any other one there is nothing to defer."""
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:

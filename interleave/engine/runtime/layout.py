@@ -15,10 +15,8 @@ MASTER = 0
 
 @dataclass(frozen=True)
 class ParamSegment:
-    """A run of elements of one parameter (its index in the optimizer) in a subgroup.
-
-    `begin` is the first element and `end` the one after the last, in the flat parameter; `offset` is the first in the
-    subgroup; `shape` that of a whole matrix, for rules of such; `block` is the first block in the subgroup."""
+    """A run of elements of one parameter (its index in the optimizer) in a subgroup: `begin` to `end` in the flat
+    parameter, from `offset` on in the subgroup; `shape`: of a whole matrix; `block`: the first one, in the subgroup."""
 
     param: int
     begin: int
@@ -58,11 +56,9 @@ def divide(
     has_remainders: bool = False,
     rules: Sequence[UpdateRule] | None = None,
 ) -> tuple[Subgroup, ...]:
-    """Divide parameters into subgroups of `subgroup_params` elements, in order; large parameters are split, but for
-    matrices that their rule updates as a whole, and between blocks if their moments have scales.
-
-    The last subgroup before a change of dtype or rule may be smaller, since a subgroup has one. `rules` are those of
-    the parameters; None: all have the rule `adamw`."""
+    """Divide parameters into subgroups of `subgroup_params` elements of one dtype and rule (None: `adamw`), in order;
+    large parameters are split, but for matrices that their rule updates as a whole, and between blocks if their moments
+    have scales. The last subgroup before a change may be smaller."""
     subgroups: list[Subgroup] = []
     segments: list[ParamSegment] = []
     size = 0

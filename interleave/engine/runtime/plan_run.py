@@ -21,15 +21,9 @@ def lane_of(op: Op) -> Lane:
 
 
 class PlanRun:
-    """The state of an execution. All lists are indexed by operation.
-
-    An operation on the CPU or of storage can start when the operations before it are done. One on the device can be
-    issued when those before it that run on the device are issued, since its stream then waits for them.
-
-    Args:
-        inputs: The input that an operation also waits for, as a number.
-        begin_s: Start of the run, on the clock of time.perf_counter; None: now. All other times are seconds since then.
-    """
+    """The state of an execution. Lists are indexed by operation; times are seconds since `begin_s` (None: now) on the
+    clock of time.perf_counter. `inputs`: the input that an operation also waits for. One on the device can be issued
+    when those before it there are issued, any other can start when those before it are done."""
 
     def __init__(self, plan: Plan, inputs: Mapping[int, int], begin_s: float | None = None) -> None:
         count = len(plan.ops)

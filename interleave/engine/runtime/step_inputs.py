@@ -13,11 +13,9 @@ from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 @dataclass
 class StepInputs:
-    """The tensors (flat, on the device) and factors of a step. Lists are indexed by parameter.
-
-    `scalars` is None for a parameter that this step does not update; speculative updates assume the factors `assumed`
-    before. Gradients have the dtype of the parameter, and are `streamed` if they are dropped on the device after their
-    copy to the host."""
+    """The tensors (flat, on the device) and factors of a step, by parameter; `scalars`: None for one that this step
+    does not update; `assumed`: the factors of speculative updates. `streamed` gradients are dropped on the device after
+    their copy to the host."""
 
     values: list[torch.Tensor]
     gradients: list[torch.Tensor | None] = field(default_factory=list)
@@ -63,13 +61,9 @@ class StepInputs:
 
 
 class SpeculativeUpdates:
-    """The speculative updates of a step: what they assumed, whether it came true, and what becomes of their results.
-
-    They have the factors of a step that is neither clipped nor skipped. The new state is written into a spare. When the
-    factors are known to be those that an update assumed, the two are exchanged. Of state in storage the file has the
-    old version, so it is updated in the buffer into which it was read, and read again if it is not valid.
-
-    Threads may call all methods."""
+    """The speculative updates of a step, by any thread, with the factors of a step that is neither clipped nor skipped.
+    The new state is written into a spare, and the two are exchanged when that comes true. State in storage is updated
+    in its buffer, and read again from its file if it is not valid."""
 
     def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates) -> None:
         self._subgroups = subgroups
@@ -88,9 +82,8 @@ class SpeculativeUpdates:
         self._outdated: set[int] = set()
 
     def begin(self, subgroup: int, assumed: Sequence[Scalars | None]) -> bool:
-        """Begin an update with the factors that it assumes, by parameter, and return whether it is speculative.
-
-        If not, the factors of the step are known, and the state is the old one."""
+        """Begin an update with the factors that it assumes, by parameter; False if the factors of the step are
+        known."""
         with self._lock:
             is_speculative = self._scalars is None
             if is_speculative:

@@ -191,8 +191,7 @@ class Store:
         return self._subgroups_of.get(param, set())
 
     def gradient(self, param: int, value: torch.Tensor) -> torch.Tensor | None:
-        """Return a gradient of this iteration, flat, of size and device of the parameter (value), copied back from the
-        host if necessary; None if there is none."""
+        """Return a gradient of this iteration, flat, on the device of the parameter (value); None if there is none."""
         gradient = self._inputs.gradients[param]
         if gradient is not None or not self.subgroups_of(param) <= self._offloaded:
             return gradient
@@ -242,10 +241,8 @@ class Store:
         self._buffers.prepare(plan)
 
     def complete(self, plan: Plan, done: Sequence[bool]) -> None:
-        """Complete a step on the CPU, subgroup by subgroup, after an operation failed; then no state is on the device.
-
-        `done` says which operations of the plan were done. Raises EngineError if an update failed: its state is lost.
-        """
+        """Complete a step on the CPU after an operation failed; then no state is on the device. `done` says which
+        operations of the plan were done. Raises EngineError if an update failed: its state is lost."""
         # What the job has issued, gradients among it, is done.
         self.device.record("job").synchronize()
         if self._corrupted:

@@ -22,16 +22,9 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class SubgroupStates:
-    """The state of each subgroup, fp32, of `state_shape`: master or remainder, and moments.
-
-    A state is on the host, on the device, or on both while it is copied or where the device's is the newer one. With
-    storage it may also be in a file, or pass through a buffer on the host between its read and its write.
-
-    Args:
-        host_buffers: Host memory of the caller for each state, which has the state again after `move_all_to_host`. None
-            to allocate host memory for every state that is neither resident on the device nor in storage.
-        stored: Files for state that host memory does not hold; None: it holds all.
-    """
+    """The state of each subgroup, of `state_shape`: master or remainder, and moments; on the host, on the device, or on
+    both while it is copied or where the device's is the newer one; with storage (`stored`) also in a file, or in a
+    buffer between its read and its write. `host_buffers` of the caller have it again after `move_all_to_host`."""
 
     def __init__(
         self,
@@ -151,8 +144,7 @@ class SubgroupStates:
 
     @contextmanager
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
-        """Provide the host memory of a state, which is read from storage before and written to it after if it is
-        there."""
+        """Provide the host memory of a state; one in storage is read before and written after."""
         if subgroup not in self.on_host and self.stored is not None:
             self.on_host[subgroup] = self.stored.read(subgroup)
         yield self.on_host[subgroup]
@@ -173,9 +165,7 @@ class SubgroupStates:
                 buffer.copy_(self.spares[subgroup])
 
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float) -> None:
-        """Move state to where a plan has it when an iteration starts. No operation may run meanwhile.
-
-        For the `block_sizes` of the plan and `kept_bytes` see `Arena.reserve`."""
+        """Move state to where a plan has it at first, with blocks as for `Arena.reserve`. No operation may run."""
         # Resident state has blocks of its size. Other blocks are used by one subgroup after the other.
         staying = {
             subgroup

@@ -58,8 +58,7 @@ class CompareConfig:
     baselines: Sequence[str] = ()
     seed: int = 0
     storage: Sequence[Path] = ()  # Folders for state that host memory does not hold; empty for none.
-    # With storage: bytes of host memory for state and buffers; None for what gradients, parameters, half of the state
-    # and three subgroups need.
+    # With storage: host memory for state and buffers; None: for what `_storage_options` says.
     host_bytes: float | None = None
 
 
@@ -128,10 +127,8 @@ def _storage_options(config: CompareConfig, shape: training_runs.Shape, subgroup
 def _waits(
     config: CompareConfig, policies: Sequence[str], testbed: Testbed, shape: training_runs.Shape
 ) -> training_runs.PhaseWaits:
-    """Return how long forward and backward wait.
-
-    Updates beside the step need phases to run in, which take no core of the CPU that runs updates: by default, on an
-    emulated device, a forward as long as all updates on the CPU take, and a backward twice as long."""
+    """Return how long forward and backward wait, by default on an emulated device as long, and twice as long, as all
+    updates on the CPU take: phases for updates beside the step to run in, which take no core."""
     if config.waits is not None:
         if any(config.waits) and not testbed.emulated:
             raise UserError("--forward-ms and --backward-ms are for an emulated device: add --emulate-link, e.g. 1GB")
@@ -186,8 +183,7 @@ Update = Callable[[], object]
 
 
 def _update_of_masters(params: list[Any], device: torch.device, make: Callable[..., Any], **settings: bool) -> Update:
-    """Return the step of an optimizer of fp32 masters, with the copies and casts that half-precision parameters
-    need."""
+    """Return the step of an optimizer of fp32 masters, with the copies and casts of half-precision parameters."""
     masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
     for master in masters:
         master.grad = torch.zeros_like(master)
@@ -221,8 +217,7 @@ def _torchao(params: list[Any]) -> Update:
 
 
 class Baseline(NamedTuple):
-    """Another optimizer: a description for the user, and a function that returns its step for the parameters of a
-    job, without clipping."""
+    """Another optimizer: a description for the user, and its step for the parameters of a job, without clipping."""
 
     description: str
     make: Callable[[list[Any]], Update]

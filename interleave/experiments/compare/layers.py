@@ -85,12 +85,8 @@ class LoggingDevice(EmulatedDevice):
 
 @dataclass(frozen=True)
 class LayerRun:
-    """The figures of one choice.
-
-    Attributes:
-        kinds: Number of layers of each kind, as the plan chooses.
-        measured: The iteration of median length; without operations and memory on a GPU, which does not log them.
-    """
+    """The figures of one choice; `kinds`: number of layers of each; `measured`: the iteration of median length, on a
+    GPU without operations and memory."""
 
     activations: str
     weights: str
@@ -237,10 +233,8 @@ def compare_layers(
     progress: ProgressCallback = lambda *_: None,
     choices: Sequence[tuple[str, str]] = CHOICES,
 ) -> LayerComparison:
-    """Train under each choice, one after the other, on an emulated device, or on a GPU if there is one and no rate of a
-    link is given. The first choice keeps all. Settings of policies are not used.
-
-    Raises UserError where a setting is invalid, or no plan fits the budget."""
+    """Train under each choice, one after the other, of which the first keeps all, on a GPU, or an emulated device
+    without one or with the rate of a link. Raises UserError where a setting is invalid, or no plan fits the budget."""
     iterations, memory_budget, link_bytes_per_s = config.iterations, config.memory_budget, config.link_bytes_per_s
     if iterations < WARMUP + 2:
         raise UserError(f"--steps must be at least {WARMUP + 2} with --layers: the first {WARMUP} make the plan")

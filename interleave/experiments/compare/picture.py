@@ -23,9 +23,8 @@ _TITLE: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10.5, "parse_math
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw the figures of each policy, measured and predicted, and below them the lanes of its resources.
-
-    Figures are the median iteration by phase, device and host memory, and the traffic of storage."""
+    """Draw each policy's medians by phase, memory and storage, measured and predicted, above the lanes of its
+    resources."""
     results = comparison.results
     schedules = [schedule for result in results for schedule in (result.measured, result.predicted)]
     parts = (0.95 + _POLICY_HEIGHT * len(results), schedules_height(schedules))

@@ -156,8 +156,7 @@ class Job:
         return torch.stack(columns, dim=1)
 
 
-# Settings of every optimizer. The norm is computed, and so high that no step is clipped: where updates are computed
-# before it is known, they are valid.
+# The norm is computed, and so high that no step is clipped and speculative updates are valid.
 LR = 1e-3
 MAX_GRAD_NORM = 1e4
 # Overlaps that compute updates before all gradients are there, for which gradients must not wait for the step.
@@ -281,10 +280,8 @@ def train(
 
 
 def _with_phases(schedule: Schedule, step: TrainingStep) -> Schedule:
-    """Return the schedule with the phases of the training loop.
-
-    The update begins where the backward has returned, also where the optimizer first does other work than that of its
-    plan, such as a norm. The workload's forward has no waits for late updates."""
+    """Return the schedule with the phases of the training loop. The update begins where the backward has returned,
+    before the optimizer's norm, too; the workload's forward has no waits for late updates."""
     forward, backward = step.forward_s, step.backward_s
     waited_s = max(0.0, schedule.forward_s - schedule.workload.forward_s)
     return replace(

@@ -17,8 +17,7 @@ _LOSSES = text("losses", lambda result: "equal" if result.losses_equal else "DIF
 
 
 def comparison_view(comparison: Comparison, verbose: bool = True) -> View:
-    """Return whether losses are equal, measured and predicted times of each policy, and other optimizers; `verbose`:
-    also each phase, memory, storage and busy shares."""
+    """Return losses and times of each policy, and other optimizers; `verbose`: also phases, memory, busy shares."""
     shape, testbed = comparison.shape, comparison.testbed
     if len(comparison.results) == 1:
         yield "losses: of one policy, so there is nothing to compare them with (name several with --policy)"

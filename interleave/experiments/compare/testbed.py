@@ -49,8 +49,7 @@ class Testbed:
     memory_budget: float
     link_bytes_per_s: float | None  # Rate of an emulated link per direction; None for a GPU.
     threads: int | None  # CPU threads of updates; None for the default of the kernel.
-    # Folders for state that host memory does not hold, the paths of the machine's storage; empty: none. The host memory
-    # that there is for state and buffers is that of the machine.
+    # Folders for state that host memory does not hold: paths of the machine's storage; empty: none.
     storage: tuple[Path, ...] = ()
 
     @property
@@ -71,10 +70,9 @@ def find_testbed(
     link_bytes_per_s: float | None,
     machine: Machine | None,
 ) -> Testbed:
-    """Return the GPU of this machine, or an emulated device without a GPU or if a link rate is given.
-
-    A `machine` has the rates to predict with, which are measured where it is None; link and GPU of an emulated device
-    have its own. Raises MachineError for a missing rate."""
+    """Return the GPU of this machine, or an emulated device, with its own link and GPU, without one or if a link rate
+    is given. A `machine` has the rates to predict with, else they are measured. Raises MachineError for a missing
+    rate."""
     if torch.cuda.is_available() and link_bytes_per_s is None:
         rates = machine or calibrate(Ranks(), _CALIBRATE_S, "this machine")
         testbed = Testbed(torch.device("cuda"), torch.cuda.get_device_name(), rates, memory_budget, None, None)

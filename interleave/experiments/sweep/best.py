@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,8 @@ class BestPolicy:
 
 
 def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
-    """Return the best combination of each workload, machine, size, and free memory of device and host, in order.
-
-    Combinations that are exact come before those that are not, and those that fit before those for which that is not
-    known; those that do not fit are left out."""
+    """Return the best combination of each workload, machine, size, and free memory of device and host, in order: exact
+    ones first, then those known to fit, then the fastest; those that do not fit are left out."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in _GROUP), []).append(row)
@@ -218,12 +216,8 @@ def write_rows(rows: Sequence[Row], tasks: Sequence[Task], path: Path) -> None:
     """Write a table with a row per combination, with all workloads and machines as JSON in its metadata `ebbtide`."""
     metadata = {
         "version": ebbtide.__version__,
-        "workloads": _distinct(tasks, "workload"),
-        "machines": _distinct(tasks, "machine"),
+        "workloads": list({task.workload.name: asdict(task.workload) for task in tasks}.values()),
+        "machines": list({task.machine.name: task.machine.as_json() for task in tasks}.values()),
     }
     schema = SCHEMA.with_metadata({"ebbtide": json.dumps(metadata)})
     pq.write_table(pa.Table.from_pylist(list(rows), schema), path, compression="zstd")
-
-
-def _distinct(tasks: Sequence[Task], part: str) -> list[object]:
-    return list({task[part]["name"]: task[part] for task in tasks}.values())

@@ -95,8 +95,7 @@ class Grid:
 
 
 def draw_sweep(rows: Sequence[Row]) -> Figure:
-    """Draw iterations of each policy as lines over the swept column with most values; without one, iterations and bytes
-    as bars."""
+    """Draw iterations as lines over the swept column with most values; without one, iterations and bytes as bars."""
     grid = Grid.of(rows)
     figure = _draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis)
     figure.set_label("ebbtide: sweep of " + ", ".join(map(plain_text, values_of(rows, "workload"))))

@@ -1,4 +1,4 @@
-"""Combinations of a sweep, whose input and rows are plain data, so that they can run in any process."""
+"""Combinations of a sweep, which can run in any process, and their rows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import ebbtide
 from ebbtide.errors import UserError, WorkloadError
 from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.catalog import find_machine
-from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.units import bytes_text
 from ebbtide.workers import WorkerDied
@@ -33,8 +32,7 @@ class Scenario:
     # Factor for the number of parameters. Forward and backward times grow by the same factor (the same operations per
     # parameter and token); free memory shrinks by the half-precision parameters; activations stay.
     scale_params: float = 1.0
-    # Lowest value of the free device memory, as a longer sequence or a larger batch would change it. Used memory at
-    # other times is scaled by the same factor, so that windows remain (see `with_min_free`).
+    # Lowest value of the free device memory, to which used memory at other times is scaled (`with_min_free`).
     free_bytes: float | None = None
     subgroup_params: int | None = None
     # Host memory that a plan may use; the state beyond it is in storage, where the machine has some.
@@ -94,11 +92,8 @@ def _scaled_time(time_s: float, workload: Workload, factor: float) -> float:
 def find_pairs(
     traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str], ranks_per_host: int | None = None
 ) -> list[tuple[Workload, Machine]]:
-    """Pair each workload with each machine.
-
-    Without machines each trace goes with its recorded one, else with the preset of its card. Rates are those of one of
-    `ranks_per_host` ranks on a host (None: as many as the trace has). Different workloads or machines with the same
-    name are named by their paths instead."""
+    """Pair each workload with each machine, with the rates of one of `ranks_per_host` ranks (None: those of the trace).
+    Without machines a trace goes with its recorded one, else its card's preset. Equal names become paths."""
     sources: list[tuple[Trace | None, Path]] = [
         *((open_trace(path), path) for path in traces),
         *((None, path) for path in files),
@@ -131,8 +126,27 @@ def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
     ]
 
 
-Task = dict[str, Any]
 Row = dict[str, Any]
+
+
+class Task(NamedTuple):
+    """A combination to replay."""
+
+    workload: Workload
+    machine: Machine
+    scenario: Scenario
+    policy: str
+
+    def columns(self) -> Row:
+        """Return the columns of its row that identify it."""
+        return {
+            "workload": self.workload.name,
+            "machine": self.machine.name,
+            "policy": self.policy,
+            **asdict(self.scenario),
+        }
+
+
 # Runs a function on tasks by key, and yields (key, outcome) as each is finished.
 TaskRunner: TypeAlias = Callable[[Callable[[Task], Row], Mapping[str, Task]], Iterator[tuple[str, Row | WorkerDied]]]
 
@@ -143,8 +157,6 @@ NOT_COLUMNS = ("busy", "storage_busy", "weights", "activations", "job_peak_devic
 
 def run_task(task: Task) -> Row:
     """Compute the row of a task: its figures, or the reason in `error` if there are none."""
-    if task["ebbtide"] != ebbtide.__version__:
-        raise UserError(f"a worker has ebbtide {ebbtide.__version__}: install {task['ebbtide']} there")
     try:
         return _replayed_row(task)
     except UserError as error:
@@ -156,26 +168,15 @@ def run_task(task: Task) -> Row:
 
 def failed_row(task: Task, error: str) -> Row:
     """Return the row of a task that has no figures."""
-    return {**scenario_columns(task), "error": " ".join(error.split())}
-
-
-def scenario_columns(task: Task) -> Row:
-    """Return the columns of a row that identify its combination."""
-    return {
-        "workload": task["workload"]["name"],
-        "machine": task["machine"]["name"],
-        "policy": task["policy"],
-        **task["scenario"],
-    }
+    return {**task.columns(), "error": " ".join(error.split())}
 
 
 def _replayed_row(task: Task) -> Row:
-    workload = Scenario(**task["scenario"]).apply_to(Workload(**task["workload"]))
-    machine = machine_from(task["machine"], task["machine"]["name"])
-    replayed = replay(workload, machine, [task["policy"]]).as_json()
+    workload = task.scenario.apply_to(task.workload)
+    replayed = replay(workload, task.machine, [task.policy]).as_json()
     (result,) = replayed["results"]
     return {
-        **scenario_columns(task),
+        **task.columns(),
         "params": workload.params,
         "subgroups": len(workload.subgroups),
         "largest_subgroup_params": max(workload.subgroups),
@@ -192,25 +193,12 @@ def _replayed_row(task: Task) -> Row:
 def combinations(
     pairs: Sequence[tuple[Workload, Machine]], scenarios: Sequence[Scenario], policies: Sequence[str]
 ) -> list[Task]:
-    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order.
-
-    A task is everything that its row depends on, as names, numbers and lists of them."""
-    return [
-        {
-            "ebbtide": ebbtide.__version__,
-            "workload": asdict(workload),
-            "machine": machine.as_json(),
-            "scenario": asdict(scenario),
-            "policy": policy,
-        }
-        for (workload, machine), scenario, policy in itertools.product(pairs, scenarios, policies)
-    ]
+    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order."""
+    return [Task(*pair, scenario, policy) for pair, scenario, policy in itertools.product(pairs, scenarios, policies)]
 
 
 def compute_rows(tasks: Sequence[Task], runner: TaskRunner, progress: Callable[[int, int], None]) -> list[Row]:
-    """Compute the rows of all tasks, in their order.
-
-    `progress` is called with the numbers of finished and of all rows, at the start and after each row."""
+    """Compute the rows of all tasks, in order; `progress` takes the numbers of finished and of all rows."""
     by_key, rows = {str(number): task for number, task in enumerate(tasks)}, dict[str, Row]()
     progress(0, len(tasks))
     # Closed at once, also when this is interrupted: then all workers end.

@@ -86,11 +86,7 @@ def _forms(workload: Workload, machine: Machine, rounds: int, slots: Slots) -> l
 
 
 def dataflow_layers(workload: Workload, rounds: int, slots: Slots, numbers: Sequence[int]) -> LayerPlan:
-    """Return the plan for the layers.
-
-    Args:
-        numbers: How many activations on the host are kept in each form. The last activations stay on the device.
-    """
+    """Return the plan for the layers; `numbers`: activations on the host in each form. The last stay on the device."""
     layers, chunks = workload.layers, len(workload.chunk_shares) // rounds
     forms = _spread(numbers, len(layers) * chunks - slots.activations, chunks)
     forms += [0] * (len(layers) * chunks - len(forms))

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import pytest
 
-from ebbtide.cli.live_view.watched import newest_recording
+from ebbtide.cli.live_view.snapshot import newest_recording
 from ebbtide.errors import UserError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.recording.lifecycle import open_recording

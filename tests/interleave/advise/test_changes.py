@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ebbtide.interleave.advise.changes import changed, fits, least_settings, settings_in_order, share_host
 from ebbtide.interleave.advise.job.memory import place
 from ebbtide.interleave.advise.job.training_job import TunableSettings
-from ebbtide.machines.box import MAX_RANKS
+from ebbtide.machines.machine import MAX_RANKS
 from tests.interleave.advise.jobs import gpu_machine, sized
 
 device_bytes = st.sampled_from([4e9, 8e9, 12e9, 16e9, 24e9, 32e9, 48e9, 80e9])

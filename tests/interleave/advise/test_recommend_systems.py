@@ -13,7 +13,7 @@ from ebbtide.interleave.advise.lines.systems import SystemSetup, other_systems, 
 from ebbtide.interleave.advise.recommendation import recommend
 from ebbtide.interleave.policies import make_plan, parse
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import StoragePath
 from tests.interleave.model.test_speculation import BOX, JOB
 
 HOUR_S = 3600.0

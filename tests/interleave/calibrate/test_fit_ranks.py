@@ -10,8 +10,7 @@ from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate.fitting.from_traces import fit, machine_of
 from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.machines.box import Box
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Box, Machine
 from ebbtide.profiler.trace import open_trace
 from tests.interleave.published import TRACES
 

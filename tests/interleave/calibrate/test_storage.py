@@ -89,6 +89,5 @@ def test_measure_storage__refuses_what_it_cannot_measure(tmp_path: Path, monkeyp
     monkeypatch.setattr(storage, "_FILE_BYTES", 1)
     with pytest.raises(MachineError, match="too little to measure"):
         storage.measure_storage(tmp_path, SETUP, Record())
-    monkeypatch.setattr(storage, "_LEAST_BLOCKS", 0)
     with pytest.raises(MachineError, match="--storage /proc"):
         storage.measure_storage(Path("/proc"), SETUP, Record())

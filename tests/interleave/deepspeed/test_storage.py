@@ -13,7 +13,7 @@ import torch
 
 from ebbtide.interleave.deepspeed import enable
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import StoragePath
 from tests.interleave.engine.training import MACHINE
 
 from .training import batches, config, digest, engine, loss_of, train

@@ -21,8 +21,7 @@ from ebbtide.interleave.policies.storage import STORED_VERSIONS, StorageLayout, 
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.event_loop import STORAGE, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import examples
 from tests.interleave.simulation.explicit_iterations import run_explicitly
 from tests.interleave.simulation.stored_plans import paths

@@ -16,8 +16,7 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.registry import plan_in_memory
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import examples
 from tests.interleave.policies.test_storage import COPIES, GB, JOB, MACHINE, jobs
 

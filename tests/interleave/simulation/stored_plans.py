@@ -16,8 +16,7 @@ from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, FreeMemory
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
 from ebbtide.interleave.policies.storage import StorageLayout, stored_in
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from tests.interleave.engine import plans as engine_plans
 from tests.interleave.strategies import machines, spread, workloads
 

@@ -15,8 +15,7 @@ from ebbtide.interleave.policies import PlanBuilder, make_plan
 from ebbtide.interleave.policies.storage import StorageLayout, stored_in
 from ebbtide.interleave.simulation.event_loop import COMPUTE, GPU, H2D, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import examples
 from tests.interleave.simulation.explicit_iterations import Iteration, run_explicitly
 from tests.interleave.simulation.stored_plans import cases

@@ -2,33 +2,22 @@
 
 import errno
 import fcntl
-import mmap
 import os
-import threading
-import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ebbtide import host_limits
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.machines.storage import StoragePath
 
 # Offsets, lengths and addresses of direct I/O are multiples of this.
 PAGE = 4096
-_BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 8 << 20
 # A smaller piece is not worth a second request.
 _MIN_BLOCK_BYTES = 1 << 20
 # With one thread the drive idles between requests.
-_THREADS = 2
+THREADS = 2
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-_FILE_BYTES = 64 << 20
-# In pieces, since this is host memory that the job may not have.
-_RANDOM_BYTES = 1 << 20
-# The part of the free space that the two files may take together.
-_MOST_OF_FREE_SPACE = 0.1
-_ROUNDS = 3
 
 
 def aligned(nbytes: int) -> int:
@@ -37,10 +26,9 @@ def aligned(nbytes: int) -> int:
 
 
 class DirectFile:
-    """A file that one process reads and writes, with O_DIRECT where the file system has it.
-
-    It is created if it does not exist. Offsets are multiples of PAGE, and memory is whole pages. Every method raises
-    EngineError if the file cannot be used so: another optimizer uses it, it ends early, the file system is full."""
+    """A file that one process reads and writes, with O_DIRECT where there is that; created if it does not exist.
+    Offsets are multiples of PAGE, and memory is whole pages. Methods raise EngineError: it is in use, ends early, or
+    the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +47,7 @@ class DirectFile:
             ) from None
         # In bytes, when it was opened.
         self.size = os.fstat(self._file).st_size
-        self._pool = ThreadPoolExecutor(_THREADS, "ebbtide-storage")
+        self._pool = ThreadPoolExecutor(THREADS, "ebbtide-storage")
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Read as many bytes as the memory has."""
@@ -93,6 +81,10 @@ class DirectFile:
         except OSError as error:
             raise EngineError(f"{self.path} cannot be written to its drive: {error.strerror}") from None
 
+    def drop_cache(self, offset: int, nbytes: int) -> None:
+        """Drop a part from the page cache, so that the next read comes from the drive."""
+        os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         self._pool.shutdown()
         os.close(self._file)
@@ -110,12 +102,12 @@ class DirectFile:
     def _move(self, verb: str, move: Callable[..., int], offset: int, memory: memoryview) -> None:
         """Move blocks in both threads, and return when all have moved, even if one cannot."""
         # As many blocks of the same size for each thread, so that they end together.
-        rounds = -(-len(memory) // (_THREADS * _BLOCK_BYTES))
-        block_bytes = max(_MIN_BLOCK_BYTES, aligned(-(-len(memory) // (_THREADS * rounds))))
+        rounds = -(-len(memory) // (THREADS * BLOCK_BYTES))
+        block_bytes = max(_MIN_BLOCK_BYTES, aligned(-(-len(memory) // (THREADS * rounds))))
         blocks = [(start, min(start + block_bytes, len(memory))) for start in range(0, len(memory), block_bytes)]
         tasks = [
-            self._pool.submit(self._move_blocks, verb, move, offset, memory, blocks[number::_THREADS])
-            for number in range(min(_THREADS, len(blocks)))
+            self._pool.submit(self._move_blocks, verb, move, offset, memory, blocks[number::THREADS])
+            for number in range(min(THREADS, len(blocks)))
         ]
         errors = [error for task in tasks if (error := task.exception()) is not None]
         if errors:
@@ -155,57 +147,3 @@ def file_system(folder: Path) -> str | None:
         if fields.split()[2] == number:
             return rest.split()[0]
     return None
-
-
-def probe_storage(folder: Path) -> StoragePath:
-    """Measure reads and writes of a folder, alone and both at once, as those of state; its files are removed.
-
-    Raises EngineError if the folder cannot be written, or has too little free space."""
-    space = os.statvfs(folder)
-    free = space.f_bavail * space.f_frsize
-    if free * _MOST_OF_FREE_SPACE < 2 * _FILE_BYTES:
-        raise EngineError(f"storage {folder} has {free / 1e6:,.0f} MB free, too little: name another folder")
-    files: list[DirectFile] = []
-    try:
-        for number in range(2):
-            path = folder / f".ebbtide-probe-{os.getpid()}-{number}"
-            files.append(DirectFile(path))
-            path.unlink()
-        with mmap.mmap(-1, _FILE_BYTES) as pages:
-            # Some drives compress, and some file systems leave out blocks of zeros.
-            for _ in range(_FILE_BYTES // _RANDOM_BYTES):
-                pages.write(os.urandom(_RANDOM_BYTES))
-            with memoryview(pages) as memory:
-                return _measured(folder, files[0], files[1], memory, free)
-    finally:
-        for file in files:
-            file.close()
-
-
-def _measured(folder: Path, read: DirectFile, written: DirectFile, memory: memoryview, free: float) -> StoragePath:
-    for file in (read, written):
-        # First writes are slower.
-        file.write(0, memory)
-        file.synchronize()
-
-    def write_all() -> None:
-        written.write(0, memory)
-        if not written.is_direct:
-            written.synchronize()
-
-    def both() -> None:
-        reader = threading.Thread(target=read.read, args=(0, memory))
-        reader.start()
-        write_all()
-        reader.join()
-
-    def rate(work: Callable[[], None]) -> float:
-        return _FILE_BYTES / min(timeit.repeat(work, repeat=_ROUNDS, number=1))
-
-    return StoragePath(
-        read_bytes_per_s=rate(lambda: read.read(0, memory)),
-        write_bytes_per_s=rate(write_all),
-        bytes=free / host_limits.local_ranks(),
-        duplex_bytes_per_s=2 * rate(both),
-        path=str(folder.resolve()),
-    )

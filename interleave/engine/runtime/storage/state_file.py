@@ -32,17 +32,8 @@ _VOID = 254
 
 
 class StateFile:
-    """The state of subgroups in a file.
-
-    Args:
-        sizes: Bytes of state of each subgroup.
-        run: Name of the run, 16 bytes. Commits of another run are never read.
-        sequence: The commit to begin with; None for new state.
-
-    Raises:
-        EngineError: The file cannot be used: it has commits of another run, or not the one to begin with; or there is
-            too little space.
-    """
+    """The state of subgroups, of so many bytes each, in a file, with the commit `sequence` of a run (name of 16 bytes),
+    None: new state. Raises EngineError for commits of another run, or not this one, or too little space."""
 
     def __init__(self, path: Path, sizes: Sequence[int], run: bytes, sequence: int | None = None) -> None:
         self._sizes = list(sizes)
@@ -97,10 +88,9 @@ class StateFile:
         self.written_bytes += len(memory)
 
     def commit(self) -> int:
-        """Make the newest state of all subgroups the one to begin with after a crash, and return the commit's number.
-
-        No read or write may run meanwhile. Raises EngineError if there is too little space for the next writes, or the
-        file cannot be written; the commit before stays."""
+        """Make the newest state of all subgroups the one to begin with after a crash, and return the commit's number;
+        no read or write may run. Raises EngineError if there is too little space for the next writes; the commit before
+        stays."""
         for subgroup, region in enumerate(self._current):
             if region != _NO_REGION:
                 self._reserve(subgroup, 1 - region)
@@ -222,8 +212,7 @@ class _CommitHeaders:
         ]
 
     def write(self, commit: _Commit) -> None:
-        """Write the header of a commit, and return when it is on the drive. One with an even number replaces one with
-        an even number."""
+        """Write the header of a commit to the drive, over the other one with an even, or odd, number."""
         content = _SEQUENCE.pack(commit.sequence) + commit.regions
         offset = _header_offset(commit.sequence % 2, self._identity.count)
         self._write_pages(offset, content, self._identity.run)

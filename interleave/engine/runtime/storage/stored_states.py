@@ -14,7 +14,8 @@ from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements, state_shape
-from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned, memory_file_system, probe_storage
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned, memory_file_system
+from ebbtide.interleave.engine.runtime.storage.speed import probe_storage
 from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.machines.machine import Machine
@@ -26,12 +27,8 @@ _HOST_SHARE = 0.8
 
 
 class StoredStates:
-    """The states that are in files, one file for each path. Raises EngineError if one cannot be used; see StateFile.
-
-    Args:
-        run: Name of the run, 16 bytes.
-        commit: What `commit` has returned, to begin with; None for new state.
-    """
+    """The states in files, one for each path. `run`: name of 16 bytes; `commit`: what `commit` has returned, None for
+    new state. Raises EngineError if a file cannot be used; see StateFile."""
 
     def __init__(
         self,
@@ -130,10 +127,8 @@ class StoredStates:
         del self._path_of[subgroup]
 
     def commit(self, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-        """Make the newest state of all subgroups the one to resume from; return what `StorageOptions.open` takes.
-
-        No operation may run meanwhile, and no buffer may be in use. `read` returns the state of a subgroup that is not
-        in a file."""
+        """Make the newest state of all subgroups the one to resume from; return what `StorageOptions.open` takes. No
+        operation may run, and no buffer may be in use. `read` returns a state that is not in a file."""
         paths = []
         for subgroup in range(len(self._sizes)):
             path = self._path_of.get(subgroup)
@@ -195,10 +190,9 @@ def _bytes_of(pages: torch.Tensor) -> memoryview:
 
 
 class StorageOptions:
-    """Folders for state that host memory does not hold, and how much host memory there is for state and buffers.
-
-    Each folder has a file of this rank, and all are used at the same time. `host_memory_budget` and `host_bytes` are
-    bytes; None: most of what is available. Raises EngineError if an option is not valid."""
+    """Folders for state that host memory does not hold, used at the same time with a file of this rank in each, and
+    bytes of host memory for state and buffers (None: most of what is available). Raises EngineError if one is not
+    valid."""
 
     def __init__(self, storage: str | Path | Sequence[str | Path], host_memory_budget: float | None) -> None:
         folders = [storage] if isinstance(storage, str | Path) else list(storage)

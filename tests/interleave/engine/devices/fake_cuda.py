@@ -216,7 +216,7 @@ class CheckedDevice(CudaDevice):
 
     def stream_name(self, stream: StreamName) -> str:
         """Return the name of a stream in the order."""
-        return str(self._streams.stream(stream).name)  # type: ignore[attr-defined]
+        return str(self.stream(stream).name)  # type: ignore[attr-defined]
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if threading.current_thread().name.startswith("ebbtide-"):

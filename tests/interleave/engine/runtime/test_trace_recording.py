@@ -13,7 +13,7 @@ import torch
 from ebbtide.analysis.timeline.boxes import substep_lanes
 from ebbtide.interleave import InterleavedAdamW
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import StoragePath
 from ebbtide.profiler import Tracer
 from ebbtide.profiler.trace import Trace
 from tests.interleave.engine.training import MACHINE

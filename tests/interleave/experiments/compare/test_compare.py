@@ -22,8 +22,7 @@ from ebbtide.interleave.experiments.compare.results import Comparison, Pair
 from ebbtide.interleave.experiments.compare.runs import PhaseWaits, TrainingRun, find_shape, run_policy
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from ebbtide.state_bytes import STATE_BYTES
 from tests.interleave.experiments.compare.conftest import LINK, TINY
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ebbtide.errors import UserError
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.experiments.sweep.best import SCHEMA, find_best, write_rows
 from ebbtide.interleave.experiments.sweep.task import (
@@ -23,7 +22,7 @@ from ebbtide.interleave.experiments.sweep.task import (
     run_task,
 )
 from ebbtide.machines.catalog import preset
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import StoragePath
 from ebbtide.workers import run_locally
 from tests.interleave.experiments.sweep.sweeps import machine, rows, tasks, workload, write_files
 
@@ -67,12 +66,6 @@ def test_run_task__a_combination_that_cannot_be_replayed_has_an_error(task: list
     assert message in row["error"]
     scenario = {field.name for field in fields(Scenario)}
     assert set(row) == {"workload", "machine", "policy", *scenario, "error"}
-
-
-def test_run_task__refuses_a_task_of_another_version() -> None:
-    (task,) = tasks(["pipelined"])
-    with pytest.raises(UserError, match=r"install 0\.0\.1 there"):
-        run_task(task | {"ebbtide": "0.0.1"})
 
 
 def test_compute_rows__any_number_of_processes_gives_the_same_rows() -> None:

@@ -19,8 +19,7 @@ from ebbtide.interleave.model.plan import OTHER, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.storage import StorageLayout, stored_in
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import examples
 from tests.interleave.engine.plans import plans, workload_of
 from tests.interleave.engine.twins import Jitter, JitteryDevice, JitteryKernel, Twin, hasty_switches, twins

@@ -18,7 +18,7 @@ import torch
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.storage.direct_file import aligned
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import StoragePath
 from tests.conftest import examples
 from tests.interleave.engine.test_edits import follow
 from tests.interleave.engine.test_late_updates import expected_outcome, late_optimizer, random_job
