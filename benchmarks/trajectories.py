@@ -1,6 +1,6 @@
 """Compare training with each update rule to the same in double precision: ebbtide's optimizer and torch's.
 
-    python benchmarks/trajectories.py [--steps 300] [--policy zero-offload]
+    python benchmarks/trajectories.py [--steps 100] [--policy zero-offload]
 
 A network of two matrices learns the outputs of another one from random inputs, the same in all runs, in fp32. In double
 precision the formula of the rule runs with moments that are not rounded. Errors of a step are those of the change of
@@ -81,7 +81,7 @@ def train(make: Callable[[Iterator[torch.nn.Parameter]], Any], dtype: torch.dtyp
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--steps", type=int, default=300)
+    flags.add_argument("--steps", type=int, default=100)
     flags.add_argument("--policy", default="zero-offload")
     args = flags.parse_args()
     rows = []
