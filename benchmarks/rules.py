@@ -1,10 +1,11 @@
-"""Measure the update on the CPU of each rule: ebbtide's kernel, torch's fused optimizer, and a copy of as many bytes.
+"""Measure the update on the CPU of each rule: ebbtide's kernel, torch's and DeepSpeed's, and a copy of as many bytes.
 
     python benchmarks/rules.py [--params 50] [--rounds 9]
 
-Each takes a bf16 gradient and returns a bf16 parameter. Torch needs an fp32 gradient, so its casts count; its moments
-are fp32. Rules of whole matrices update one of 1,024 x 1,024, and torch's have no fused version. The copy is numba's
-loop `a = b` over fp32 arrays. All take turns, and ratios are of medians. Prints Markdown.
+Each takes a bf16 gradient and returns a bf16 parameter. Torch (`fused` and `foreach`) and DeepSpeed (where it is
+installed) need an fp32 gradient, so their casts count; their moments are fp32. Rules of whole matrices update one of
+1,024 x 1,024; torch's have neither version. The copy is numba's loop `a = b` over fp32 arrays. All take turns, times
+are of the processor, on which other work has little influence, and ratios are of medians. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import RULES, UpdateRule
 
 SHAPE = (1024, 1024)
+FUSED, FOREACH, DEEPSPEED = OTHERS = "fused", "foreach", "DeepSpeed"
 GROUPS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9, "weight_decay": 0.01}}
 
 
@@ -40,16 +43,27 @@ def ebbtide_step(rule: UpdateRule, params: int, kernel: CpuKernel) -> Callable[[
     return lambda: kernel.update(gradient, state, half, scalars, rule=rule, shape=shape)
 
 
-def torch_step(rule: UpdateRule, params: int) -> Callable[[], object] | None:
-    make = getattr(torch.optim, rule.title, None)
-    if make is None:
+def other_step(rule: UpdateRule, params: int, name: str) -> Callable[[], object] | None:
+    """Return the step of torch's optimizer or of DeepSpeed's, with the casts around it; None: there is none."""
+    options = {**rule.defaults, **GROUPS.get(rule.name, {})}
+    if name == DEEPSPEED:
+        if rule.name not in ("adam", "adamw", "lion"):
+            return None
+        from deepspeed.ops import adam, lion
+
+        make = lion.DeepSpeedCPULion if rule.name == "lion" else adam.DeepSpeedCPUAdam
+        options |= {} if rule.name == "lion" else {"adamw_mode": rule.name == "adamw"}
+    elif (make := getattr(torch.optim, rule.title, None)) is None:
         return None
+    elif rule.finish is None:
+        options[name] = True
+    elif name == FOREACH:
+        return None
+    options.pop("stochastic_rounding", None)
     gradient = torch.full((params,), 1e-3, dtype=torch.bfloat16)
     half, shape = torch.ones_like(gradient), (params,) if rule.finish is None else SHAPE
     master = torch.ones(shape)
     master.grad = torch.ones(shape)
-    options = {**rule.defaults, **GROUPS.get(rule.name, {})} | ({"fused": True} if rule.finish is None else {})
-    options.pop("stochastic_rounding", None)
     optimizer = make([master], **options)
 
     def step() -> None:
@@ -85,22 +99,24 @@ def main() -> None:
     for rule in RULES.values():
         params = args.params * 1_000_000 if rule.finish is None else SHAPE[0] * SHAPE[1]
         steps = {"ebbtide": ebbtide_step(rule, params, kernel), "copy": copy_step(params, threads)}
-        if other := torch_step(rule, params):
-            steps["torch"] = other
+        for name in OTHERS:
+            if (name != DEEPSPEED or find_spec("deepspeed")) and (other := other_step(rule, params, name)):
+                steps[name] = other
         times: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(args.rounds + 2):
             for name, step in steps.items():
-                begin = time.perf_counter()
+                begin = time.process_time()
                 step()
                 if number > 1:
-                    times[name].append(time.perf_counter() - begin)
+                    times[name].append(time.process_time() - begin)
         own, copied = statistics.median(times["ebbtide"]), statistics.median(times["copy"])
         nbytes = 4 + 2 * rule.state_bytes()
-        ratio = f"{statistics.median(times['torch']) / own:.2f}" if "torch" in times else "-"
+        ratios = [f"{statistics.median(times[name]) / own:.2f}" if name in times else "-" for name in OTHERS]
         copies = f"{nbytes / own / (8 / copied):.2f}" if rule.finish is None else "-"
-        rows.append((f"`{rule.name}`", f"{params / own / 1e9:.3g}", ratio, copies))
+        rows.append((f"`{rule.name}`", f"{own / params * 1e9:.3g}", *ratios, copies))
     print(f"{machine_line()}, torch {torch.__version__}, {args.params} M parameters, {args.rounds} rounds.\n")
-    table(("rule", "Gparam/s", "rate / torch's", "bytes/s / those of a copy"), rows)
+    others = ("rate / torch's fused", "rate / torch's foreach", "rate / DeepSpeed's")
+    table(("rule", "ns of a core per parameter", *others, "bytes/s / those of a copy"), rows)
 
 
 if __name__ == "__main__":

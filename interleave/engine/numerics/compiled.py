@@ -27,7 +27,7 @@ from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_
 from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
 from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
-from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
+from ebbtide.interleave.engine.numerics.reference import FLOAT16_NAN, NAN
 from ebbtide.interleave.engine.numerics.rounding import MIX_FACTORS
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
@@ -37,7 +37,7 @@ _SOURCES = sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()[:8
 
 F = np.float32
 U = np.uint32
-_NAN, _BFLOAT16_NAN, _FLOAT16_NAN = U(NAN), U(BFLOAT16_NAN), U(FLOAT16_NAN)
+_NAN, _FLOAT16_NAN = U(NAN), U(FLOAT16_NAN)
 _INFINITE = U(0x7F800000)
 _FACTOR, _MIX_FACTOR = U(FACTOR), U(MIX_FACTOR)
 _FIRST_MIX_FACTOR, _SECOND_MIX_FACTOR = map(U, MIX_FACTORS)
@@ -77,9 +77,8 @@ def _to_bfloat16(value):
 
 @register_jitable
 def _to_bfloat16_by(value, noise):
-    bits = F(value).view(U)
-    rounded = U(U(bits + noise) >> U(16))
-    return np.uint16(_BFLOAT16_NAN if (bits & _MAGNITUDE) > _INFINITE else rounded)
+    # The one NaN becomes that of bfloat16, whatever the noise.
+    return np.uint16(U(F(value).view(U) + noise) >> U(16))
 
 
 @register_jitable
@@ -110,7 +109,7 @@ def _widen(stored):
 
 
 def store(array, i, value):
-    """Round to the type of the array and store. The body is chosen by type, below."""
+    """Round a result of a step to the type of the array and store. The body is chosen by type, below."""
 
 
 @register_jitable
@@ -214,9 +213,9 @@ def make_step(rule):
     @register_jitable
     def step_and_round(stored, state, scalars, position):
         g = _widen(stored) * scalars[0]
-        new = formula(g, *(_widen_each(state) + scalars[1:-1]))
+        new = _canonical(formula(g, *(_widen_each(state) + scalars[1:-1])))
         moments = _round_each(new[1:], _random_bits(scalars[-1], position), scalars[-1] > F(0))
-        return (_canonical_nan(new[0]), *moments)
+        return (new[0], *moments)
 
     return step_and_round if rule.rounds else step
 

@@ -34,11 +34,11 @@ from ebbtide.interleave.engine.numerics.compiled import (
 LINE_BYTES = 64
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
-# Results wait on the stack until they fill lines of any type: so many elements of the state, which LLVM computes side
-# by side in registers, and so many of the parameter.
-_GROUP, _BLOCK = 32, 64
-# Elements of the largest state in a group: master and two moments.
-_STACK = 3 * _GROUP
+# Results wait on the stack until they fill lines of any type: so many elements, which LLVM computes side by side in
+# registers.
+_BLOCK = 32
+# Elements of the largest state in a block: master and two moments.
+_STACK = 3 * _BLOCK
 _STATE_PER_LINE = LINE_BYTES // 4
 
 
@@ -117,18 +117,18 @@ def elements_before_line(array, first):
 
 
 slice_rows = over_rows("rows, begin, end", "rows[K][begin:end]")
-group_rows = over_rows("rows, memory", "memory[K * _GROUP : (K + 1) * _GROUP]", _GROUP=_GROUP)
+block_rows = over_rows("rows, memory", "memory[K * _BLOCK : (K + 1) * _BLOCK]", _BLOCK=_BLOCK)
 # The same of rows with several types, each in memory of its own.
 typed_rows = over_rows(
     "rows, memory",
-    "carray(stack_memory(rows[K].dtype, _GROUP), _GROUP)",
+    "carray(stack_memory(rows[K].dtype, _BLOCK), _BLOCK)",
     carray=carray,
     stack_memory=stack_memory,
-    _GROUP=_GROUP,
+    _BLOCK=_BLOCK,
 )
 are_line_begins = over_rows("rows, first", "is_line_begin(rows[K], first)", is_line_begin=is_line_begin)
 put_rows = over_rows(
-    "rows, first, sources, streams", "put(rows[K], first, sources[K], 0, _GROUP, streams[K])", put=put, _GROUP=_GROUP
+    "rows, first, sources, streams", "put(rows[K], first, sources[K], 0, _BLOCK, streams[K])", put=put, _BLOCK=_BLOCK
 )
 
 
@@ -147,21 +147,19 @@ def _update_elements(grad, old, new, out, scalars, position, begin, end):
 
 def _update_blocks(grad, old, new, out, scalars, position, begin, end):
     """Update elements of whole blocks with streaming stores."""
-    results = group_rows(new, carray(stack_memory(np.float32, _STACK), _STACK))
+    results = block_rows(new, carray(stack_memory(np.float32, _STACK), _STACK))
     streams = are_line_begins(new, begin)
     if out is not None:
         half = carray(stack_memory(out.dtype, _BLOCK), _BLOCK)
         streams_half = is_line_begin(out, begin)
     for block in range(begin, end, _BLOCK):
-        for group in range(0, _BLOCK, _GROUP):
-            first = block + group
-            g, old_rows = grad[first : first + _GROUP], slice_rows(old, first, first + _GROUP)
-            for i in range(_GROUP):
-                values = step(g[i], load(old_rows, i), scalars, position + first + i)
-                save(results, i, values)
-                if out is not None:
-                    store(half, group + i, values[0])
-            put_rows(new, first, results, streams)
+        g, old_rows = grad[block : block + _BLOCK], slice_rows(old, block, block + _BLOCK)
+        for i in range(_BLOCK):
+            values = step(g[i], load(old_rows, i), scalars, position + block + i)
+            save(results, i, values)
+            if out is not None:
+                store(half, i, values[0])
+        put_rows(new, block, results, streams)
         if out is not None:
             put(out, block, half, 0, _BLOCK, streams_half)
 
@@ -196,7 +194,7 @@ def _copy(old, new):
 @cache
 def update_of(rule):
     """Return the loop that updates the state of a rule out of place."""
-    functions = {"step": make_step(rule), "group_rows": typed_rows if rule.rounds else group_rows}
+    functions = {"step": make_step(rule), "block_rows": typed_rows if rule.rounds else block_rows}
     parts = [register_jitable(with_functions(part, **functions)) for part in (_update_elements, _update_blocks)]
     return compile_loop(_update, rule=rule, _update_elements=parts[0], _update_blocks=parts[1])
 

@@ -2,7 +2,7 @@
 
 The results of a block wait on the stack, in fp32, until its scales are known, where LLVM computes them side by side in
 registers. A code is that of a table for the upper bits of the quotient, or the next one: at most one middle between two
-numbers has the same upper bits.
+numbers has the same upper bits. The addition of the lower bits compares with it, by its carry.
 """
 
 # numba types these functions, for each combination of argument types.
@@ -31,46 +31,49 @@ from ebbtide.interleave.engine.numerics.compiled_beside import slice_rows, stack
 from ebbtide.interleave.engine.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.rules.rule import BLOCK
 
+_SIGNED = np.int32
 _MAGNITUDE, _INFINITE = U(0x7FFFFFFF), U(0x7F800000)
 # Magnitudes from 2**-24 on, below which there is no middle, by exponent and 7 bits of the fraction; up to 1.
 _SHIFT, _FIRST, _LAST = U(16), (127 - 24) << 7, 127 << 7
-_COUNT, _MOMENTS = _LAST - _FIRST + 1, 2 * BLOCK
+_COUNT, _MOMENTS, _LOW = U(_LAST - _FIRST + 1), 2 * BLOCK, U(0xFFFF)
 
 
-def _least_codes(number):
-    """Return the codes of the least quotients with the same upper bits, those of negative ones after the others."""
-    magnitudes = (np.arange(_FIRST, _LAST + 2, dtype=np.uint32) << _SHIFT).view(F)
-    magnitudes[0] = 0
-    least = np.concatenate([magnitudes[:-1], -magnitudes[1:]])
-    return np.searchsorted(MIDDLES[number], least).astype(np.uint8)
+def _codes_and_steps(number):
+    """Return the codes of the least quotients with the same upper bits, those of negative ones after the others.
+
+    The lower 16 bits are what a quotient's own add a carry to if it is above the middle there."""
+    words = MIDDLES[number].view(_SIGNED)
+    # Integers in the order of the numbers: all bits but the sign of negative ones are inverted.
+    middles = np.append(words ^ (words >> 31 & 0x7FFFFFFF), _SIGNED(0x7FFFFFFF))
+    upper = np.arange(_FIRST, _LAST + 1, dtype=_SIGNED)
+    upper = np.concatenate([upper, ~upper])
+    codes = np.searchsorted(middles, upper << 16)
+    following = middles[codes]
+    return ((codes << 16) + np.where(following >> 16 == upper, ~following & 0xFFFF, 0)).astype(U)
 
 
-_CODES = tuple(map(_least_codes, range(len(MIDDLES))))
-# No number is above the last code's.
-_MIDDLES = tuple(np.append(middles, F(np.inf)) for middles in MIDDLES)
+_CODES = tuple(map(_codes_and_steps, range(len(MIDDLES))))
 
 
 @register_jitable
-def _quantize(moment, codes, scales, block, least_codes, middles):
-    bits = moment.view(U)
+def _quantize(moment, codes, scales, block, table):
+    words = moment.view(U)
     largest = U(0)
     for i in range(codes.size):
-        largest = max(largest, U(bits[i] & _MAGNITUDE))
+        largest = max(largest, U(words[i] & _MAGNITUDE))
     scale = U(largest).view(F)
     scales[block] = scale
     if largest == U(0) or largest >= _INFINITE:
         codes[:] = 0
         return
-    keys = carray(stack_memory(np.int32, BLOCK), BLOCK)
+    keys = carray(stack_memory(np.uint32, BLOCK), BLOCK)
     for i in range(codes.size):
-        quotient = F(moment[i] / scale)
-        word = quotient.view(U)
-        key = max(np.int32(U(word & _MAGNITUDE) >> _SHIFT) - np.int32(_FIRST), np.int32(0))
-        keys[i] = key + np.int32(_COUNT) * np.int32(word >> U(31))
-        moment[i] = quotient
+        word = F(moment[i] / scale).view(U)
+        key = U(max(_SIGNED(U(word & _MAGNITUDE) >> _SHIFT) - _SIGNED(_FIRST), _SIGNED(0)))
+        keys[i] = U(key + U(_COUNT * U(word >> U(31))))
+        words[i] = U(U(word ^ U(_SIGNED(word) >> _SIGNED(31))) & _LOW)
     for i in range(codes.size):
-        code = least_codes[keys[i]]
-        codes[i] = np.uint8(code + (moment[i] > middles[code]))
+        codes[i] = np.uint8(U(table[keys[i]] + words[i]) >> _SHIFT)
 
 
 @register_jitable
@@ -87,10 +90,9 @@ _widen_each = over_rows(
 )
 _quantize_each = over_rows(
     "codes, moments, scales, block",
-    "quantize(moments[K], codes[K], scales[K], block, least_codes[K], middles[K])",
+    "quantize(moments[K], codes[K], scales[K], block, tables[K])",
     quantize=_quantize,
-    least_codes=_CODES,
-    middles=_MIDDLES,
+    tables=_CODES,
 )
 _stacks = over_rows("rows, memory", "memory[K * BLOCK : (K + 1) * BLOCK]", BLOCK=BLOCK)
 

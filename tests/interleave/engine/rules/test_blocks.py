@@ -69,16 +69,13 @@ def test_codes__of_the_table_are_those_of_the_next_numbers() -> None:
         moments[::BLOCK] = 1
         expected, scales = quantize_moment(moments, number)
         assert (scales == 1).all()
-        codes, tables = (
-            np.zeros(len(moments), np.uint8),
-            (compiled_blocks._CODES[number], compiled_blocks._MIDDLES[number]),
-        )
+        codes, table = np.zeros(len(moments), np.uint8), compiled_blocks._CODES[number]
         from numba import njit
 
         quantize = njit(compiled_blocks._quantize)
         for block in range(len(scales)):
             own = slice(block * BLOCK, (block + 1) * BLOCK)
-            quantize(moments[own].copy(), codes[own], scales, block, *tables)
+            quantize(moments[own].copy(), codes[own], scales, block, table)
         assert np.array_equal(codes, expected)
 
 
