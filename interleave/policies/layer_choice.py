@@ -30,7 +30,7 @@ _MOST_SLOTS = 4
 # So many operations the search simulates, at least so many for each plan, and so many plans of the policy it makes.
 _SEARCHED_OPS, _LEAST_OPS, _PLANS = 200_000, 100, 3
 # Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time.
-_EXACT_CHOICES, _PAIRED_BLOCKS = 2100, 6
+_EXACT_CHOICES, _PAIRED_BLOCKS = 1100, 6
 
 
 class LayerChoice(NamedTuple):
