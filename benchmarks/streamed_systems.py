@@ -1,5 +1,4 @@
-"""Published figures of MegaTrain and RoundPipe, which stream weights, and of torchtitan, which chooses what happens to
-activations, for the table of benchmarks/systems.py."""
+"""Published figures of MegaTrain and RoundPipe, which stream weights, for the table of benchmarks/systems.py."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from benchmarks.published_figures import Figure, fitted_rate
 from ebbtide.interleave.advise.job.decoder import Implementation, shape_of
 from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size
 from ebbtide.interleave.advise.whole_job import layered_workload
-from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine
@@ -58,35 +56,3 @@ def roundpipe() -> list[Figure]:
         Figure("RoundPipe", f"tokens a second, {name}", "", value, rate(job, speed), is_fitted=job is first)
         for name, (job, value) in jobs.items()
     ]
-
-
-def torchtitan() -> list[Figure]:
-    """torchtitan#4636: Qwen3-32B on 8 H100, a sequence of 2,048 tokens each, under budgets of peak memory.
-
-    The source names neither model nor batch. Its 29.11 % of 989 TFLOP/s at 1,406 tokens/s are 204.8 GFLOP a token,
-    which is this model with this sequence; the number of ranks and the batch follow from the memory. State, gradients
-    and weights are divided among ranks; what the step has beyond compute is that of full recomputation."""
-    machine = replace(preset("h100-80gb").for_ranks(1), gpu_update_params_per_s=1e15, host_memory_bytes=None)
-    job = _job(machine, 32.76e9, 64, 5120, 151936, BatchSettings(1, 1, 2048, None))
-    layers = tuple(layer._replace(params=layer.params // 8) for layer in job.layers)
-    job = replace(job, params=job.params // 8, sizes=None, subgroup_params=10**8, layers=layers, grad_bytes=4.0)
-
-    def schedule(activations: str, free_bytes: float) -> Schedule:
-        own = replace(job, gpu_free=((0.0, free_bytes),), missing_bytes=0.0, host_free_bytes=None)
-        return simulated(f"gpu-only,activations={activations}", own, machine)
-
-    full = schedule("recompute", 1e13)
-    peak_bytes = full.peak_job_bytes() or 0.0
-    rest_s = 2048 / 1406 - full.iteration_s
-    figures = [
-        Figure("torchtitan", "tokens a second, full recomputation", "", 1406, 1406, is_fitted=True),
-        Figure("torchtitan", "peak memory, full recomputation", "GiB", 68.56, peak_bytes / 2**30),
-    ]
-    for budget, published in ((69, 1484), (72, 1487)):
-        chosen = schedule("auto", peak_bytes + (budget - 68.56) * 2**30)
-        tokens_per_s = 2048 / (chosen.iteration_s + rest_s)
-        reason = "3 GiB more gain it 0.2 %, so that it waits for something else, which is not published"
-        figures.append(
-            Figure("torchtitan", f"tokens a second, {budget} GiB", "", published, tokens_per_s, reason=reason)
-        )
-    return figures

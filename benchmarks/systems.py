@@ -12,7 +12,7 @@ from dataclasses import replace
 from benchmarks.published import jobs, simulated, simulated_sample
 from benchmarks.published_figures import Figure, box, fitted_rate
 from benchmarks.storage_systems import mlp_offload, zero_infinity
-from benchmarks.streamed_systems import megatrain, roundpipe, torchtitan
+from benchmarks.streamed_systems import megatrain, roundpipe
 from benchmarks.tables import machine_line, percent, table
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -246,7 +246,6 @@ def main() -> None:
         mlp_offload,
         megatrain,
         roundpipe,
-        torchtitan,
     ):
         for figure in source():
             by_system.setdefault(figure.system, []).append(figure)

@@ -65,7 +65,7 @@ class PolicyResult:
     exact: bool
     note: str | None  # How the results differ where they are not exact; None where they are.
     weights: dict[str, int] | None  # Layers that are resident and streamed; None without layers. So are the next two.
-    activations: dict[str, int] | None  # Layers by what most of their activations are: keep, recompute or offload.
+    activations: dict[str, int] | None  # Layers of each of ACTIVATION_KINDS, by most of their activations.
     job_peak_device_bytes: float | None  # Largest device memory of the layers and of what the plan puts there.
 
     @property

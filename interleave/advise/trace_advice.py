@@ -79,7 +79,9 @@ class TraceAdviser:
         if layers is None or best.valid.fits_device(None) is False:
             return None
         counts = layers.counts(len(workload.chunk_shares))[1]
-        text = ", ".join(f"{kind} those of {count} layers" for kind, count in counts.items() if count)
+        text = ", ".join(
+            f"{kind.replace('-', ' and ')} those of {count} layers" for kind, count in counts.items() if count
+        )
         if copied := layers.host_bytes(workload):
             text += f": {bytes_text(copied)} to the host in the forward, and back in the backward"
         return _setting("activations", counts, f"activations: {text}", best, again.iteration_s * 1e3)

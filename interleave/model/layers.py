@@ -12,6 +12,8 @@ from ebbtide.interleave.model.workload import Layer, LayerMemory, Workload, valu
 
 # Slots through which streamed weights, gradients and offloaded activations pass: one is used while others are copied.
 SLOTS = 2
+# What may happen to the activations of a layer: some recomputation may follow what was kept, or came from the host.
+ACTIVATION_KINDS = ("keep", "recompute", "offload", "recompute-offload")
 # Shares of a phase that differ by less differ by rounding.
 _ROUNDING = 1e-12
 
@@ -27,6 +29,11 @@ class SavedActivation(NamedTuple):
     def moves(self) -> bool:
         """Whether it is not simply kept on the device."""
         return self.offloaded or self.recompute_s > 0
+
+    @property
+    def kind(self) -> str:
+        """One of `ACTIVATION_KINDS`."""
+        return ACTIVATION_KINDS[(self.recompute_s > 0) + 2 * self.offloaded]
 
 
 class LayerPlan(NamedTuple):
@@ -61,10 +68,10 @@ class LayerPlan(NamedTuple):
     def counts(self, chunks: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the number of layers of each kind: by their weights, and by what most of their activations are."""
         layers = len(self.activations) // chunks
-        activations = dict.fromkeys(("keep", "recompute", "offload"), 0)
+        activations = dict.fromkeys(ACTIVATION_KINDS, 0)
         for layer in range(layers):
             saved = self.activations[layer * chunks : (layer + 1) * chunks]
-            kinds = ["offload" if one.offloaded else "recompute" if one.recompute_s else "keep" for one in saved]
+            kinds = [one.kind for one in saved]
             activations[max(kinds, key=kinds.count)] += 1
         return {"resident": layers - len(self.streamed), "streamed": len(self.streamed)}, activations
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.durations import link_rates
-from ebbtide.interleave.model.layers import SLOTS, LayerPlan, place, saved_activations
+from ebbtide.interleave.model.layers import ACTIVATION_KINDS, SLOTS, LayerPlan, place, saved_activations
 from ebbtide.interleave.model.operations import LAYER_KINDS, NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
@@ -24,19 +24,18 @@ from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.machine import Machine
 
 WEIGHTS = ("resident", "streamed", "auto")
-ACTIVATIONS = ("keep", "recompute", "offload", "auto")
+ACTIVATIONS = (*ACTIVATION_KINDS, "auto")
 LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
-# Activations that are kept in their last form, and offloaded in their first one; others are numbers of forms.
-_OFFLOAD = -1
 _MOST_SLOTS = 4
 # So many operations the search simulates, at least so many for each plan, and so many plans of the policy it makes.
 _SEARCHED_OPS, _LEAST_OPS, _PLANS = 200_000, 100, 3
 # Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time.
-_EXACT_CHOICES, _PAIRED_BLOCKS = 900, 6
+_EXACT_CHOICES, _PAIRED_BLOCKS = 1100, 6
 
 
 class LayerChoice(NamedTuple):
-    """The choice for each layer: whether its weights are streamed, and a form of its activations or `_OFFLOAD`."""
+    """The choice for each layer: whether its weights are streamed, and the form in which its activations are kept, or
+    `~form` where they are offloaded."""
 
     streamed: tuple[bool, ...]
     forms: tuple[int, ...]
@@ -49,8 +48,8 @@ class LayerChoice(NamedTuple):
             frozenset(layer for layer, streamed in enumerate(self.streamed) if streamed),
             saved_activations(
                 workload,
-                [max(0, form) for form in self.forms],
-                [layer for layer, form in enumerate(self.forms) if form == _OFFLOAD],
+                [form if form >= 0 else ~form for form in self.forms],
+                [layer for layer, form in enumerate(self.forms) if form < 0],
             ),
             self.weight_slots,
             self.activation_slots,
@@ -145,12 +144,13 @@ class LayerSearch:
         self._missing: dict[LayerChoice, float] = {}  # Bytes of device memory that a choice lacks whatever the plan.
         self._ops_left, self._plan_ops = _SEARCHED_OPS, 0
         count, last = len(workload.layers), min(len(layer.forms) for layer in workload.layers) - 1
-        named = {"keep": 0, "recompute": last, "offload": _OFFLOAD}
+        named = dict(zip(ACTIVATION_KINDS, (0, last, ~0, ~last), strict=True))
         weights, activations = options.get("weights", "resident"), options.get("activations", "keep")
-        if activations == "recompute" and not last:
-            raise PolicyError("activations=recompute needs layers with recompute_s, or with several forms")
+        if activations.startswith("recompute") and not last:
+            raise PolicyError(f"activations={activations} needs layers with recompute_s, or with several forms")
         self._weights = (False, True) if weights == "auto" else (weights == "streamed",)
-        self._forms = (*range(last + 1), _OFFLOAD) if activations == "auto" else (named[activations],)
+        kept = range(last + 1)
+        self._forms = (*kept, *(~form for form in kept)) if activations == "auto" else (named[activations],)
         overlaps = overlaps_of(options.get("overlap", "none"))
         self._overlap = Overlap(*(any(flags) for flags in zip(NO_OVERLAP, *overlaps, strict=True)))
         self.singles = [
@@ -237,7 +237,7 @@ class LayerSearch:
         for change in (-1, 1):
             if any(choice.streamed) and 1 <= choice.weight_slots + change <= _MOST_SLOTS:
                 yield choice._replace(weight_slots=choice.weight_slots + change)
-            if _OFFLOAD in choice.forms and 1 <= choice.activation_slots + change <= _MOST_SLOTS:
+            if min(choice.forms) < 0 and 1 <= choice.activation_slots + change <= _MOST_SLOTS:
                 yield choice._replace(activation_slots=choice.activation_slots + change)
 
     def _change_layers(self, choice: LayerChoice, layers: range) -> Iterator[LayerChoice]:

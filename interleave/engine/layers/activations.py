@@ -244,7 +244,8 @@ def offload_activations(
         memory_budget: Bytes of device memory that tensors saved by the layers for their backward may use. By default,
             what the device has free. After `stream_weights` the sum of both is for activations and weights.
         device: By default the device of the parameters; for parameters on the CPU an emulated one.
-        activations: `auto`, or `keep`, `recompute` or `offload` for all layers.
+        activations: `auto`, or `keep`, `recompute`, `offload` or `recompute-offload` (inputs go to the host,
+            and the rest is computed again) for all layers.
 
     Returns:
         An object that is in effect at once: until its `close`, or the end of its `with` block.

@@ -171,8 +171,8 @@ class MovedLayers:
 
     @property
     def choices(self) -> dict[str, str]:
-        """By layer, in the order of the forward, of the last pass: `keep`, `recompute` or `offload` for activations,
-        `resident` or `streamed` for weights."""
+        """By layer, in the order of the forward, of the last pass: `keep`, `recompute`, `offload` or
+        `recompute-offload` for activations, `resident` or `streamed` for weights."""
         # While all is kept, layers do not count themselves.
         numbers = {layer.name: len(self._layers) if layer.number is None else layer.number for layer in self._layers}
         return {name: self._choice(numbers[name]) for name in sorted(numbers, key=numbers.__getitem__)}

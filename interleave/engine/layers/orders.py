@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ebbtide.interleave.engine.devices.device import Direction
-from ebbtide.interleave.model.layers import SLOTS, LayerPlan, place, stretches_of
+from ebbtide.interleave.model.layers import ACTIVATION_KINDS, SLOTS, LayerPlan, place, stretches_of
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
@@ -97,8 +97,8 @@ class LayerOrders:
         return self.copied is None or layer in self.copied
 
     def kind(self, layer: int) -> str:
-        """Return `keep`, `recompute` or `offload`. What would not have left when its backward begins is kept."""
-        return "recompute" if layer in self.recomputed else "offload" if self.is_copied(layer) else "keep"
+        """Return one of `ACTIVATION_KINDS`. What would not have left when its backward begins is kept."""
+        return ACTIVATION_KINDS[(layer in self.recomputed) + 2 * self.is_copied(layer)]
 
 
 KEEP_ALL = LayerOrders()
@@ -119,8 +119,8 @@ def plan_orders(
     machine = machine_of_rates(rates)
     fits = budget_bytes is None or sum(layer.saved_bytes + layer.weight_bytes for layer in layers) <= budget_bytes
     workload = workload_of_layers(layers, None if fits else budget_bytes, machine, options, outside)
-    if options.activations in ("auto", "recompute") and not any(layer.is_recomputable for layer in layers):
-        options = options._replace(activations="offload" if options.activations == "auto" else "keep")
+    if options.activations not in ("keep", "offload") and not any(layer.is_recomputable for layer in layers):
+        options = options._replace(activations="keep" if options.activations == "recompute" else "offload")
     plan = make_plan(options.policy(fits), workload, machine)
     assert plan.layers is not None
     placed = place(workload, plan.layers)
@@ -183,7 +183,7 @@ def orders_of_plan(plan: Plan, layers: LayerPlan, placed: Workload) -> LayerOrde
             awaited[taker] = awaited.get(taker, frozenset()) | {op.subgroup}
         elif op.kind == "activation up":
             returned.append((ends[op.point], op.subgroup))
-    recomputed = (layer for layer, saved in enumerate(layers.activations) if saved.recompute_s and not saved.offloaded)
+    recomputed = (layer for layer, saved in enumerate(layers.activations) if saved.recompute_s)
     return LayerOrders(
         plan,
         frozenset(recomputed),

@@ -92,6 +92,21 @@ def test_offload_activations__has_the_bits_of_the_plain_job_within_the_budget(la
     assert "forward" not in vars(model.layers[0])
 
 
+def test_offload_activations__offloads_inputs_of_what_it_recomputes() -> None:
+    expected, peaks = train(stack(8), 5), []
+    for kind in ("recompute", "recompute-offload"):
+        model = stack(8)
+        with offload_activations(model, memory_budget=8 * LAYER_BYTES, device=EmulatedDevice(), activations=kind) as one:
+            assert same(train(model, 5), expected)
+            # The last ones stay in their slots.
+            assert set(one.choices.values()) == {kind, "recompute"}
+            assert one.used_bytes == 0
+            one._transfers.memory.peak_bytes = 0
+            train(model)
+            peaks.append(one.peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
 def test_offload_activations__recomputes_where_copies_are_slow() -> None:
     expected, model = train(stack(8), 4), stack(8)
     with offloaded(model, 5.2, h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e5) as activations:
