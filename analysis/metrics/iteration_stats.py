@@ -99,8 +99,8 @@ def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iter
                 far = outliers(steady.numbers[recorded], values)
                 spreads.append(Spread(rank, phase, median, scaled_mad(values), least, most, far))
         times = zip(*(table.columns[phase].tolist() for phase in _TIMES), strict=True)
-        for number, values in zip(table.numbers.tolist(), times, strict=True):
-            figures = {f"{p}_ms": None if np.isnan(ms) else ms for p, ms in zip(_TIMES, values, strict=True)}
+        for number, row in zip(table.numbers.tolist(), times, strict=True):
+            figures = {f"{p}_ms": None if np.isnan(ms) else ms for p, ms in zip(_TIMES, row, strict=True)}
             rows.append({"rank": rank, "iteration": number, "warmup": number in warmup, **figures})
     return Iterations(len(numbers), sorted(warmup), spreads, rows, _slowest(totals))
 

@@ -95,8 +95,8 @@ def test_offload_activations__has_the_bits_of_the_plain_job_within_the_budget(la
 def test_offload_activations__offloads_inputs_of_what_it_recomputes() -> None:
     expected, peaks = train(stack(8), 5), []
     for kind in ("recompute", "recompute-offload"):
-        model = stack(8)
-        with offload_activations(model, memory_budget=8 * LAYER_BYTES, device=EmulatedDevice(), activations=kind) as one:
+        model, budget = stack(8), 8 * LAYER_BYTES
+        with offload_activations(model, memory_budget=budget, device=EmulatedDevice(), activations=kind) as one:
             assert same(train(model, 5), expected)
             # The last ones stay in their slots.
             assert set(one.choices.values()) == {kind, "recompute"}
