@@ -31,13 +31,22 @@ _LONG, _SIGNED, _LIST_OPCODE, _TEXT_OPCODE = 0x8A, ord("J"), ord("]"), 0x8C
 _INTEGERS = {"time_us": "time_us", "size": "bytes", "addr": "address"}
 _FIELDS = {"action": _REFERENCE, **dict.fromkeys(_INTEGERS, _INTEGER), "frames": _FRAMES}
 _MAX_CACHED = 1 << 16
-# An event, where the pickle has it.
-EVENT = object()
+# An event, where the pickle has it, and its position in `PlainPickle.objects`.
+_EVENT_OBJECT, _EVENT_AT = object(), 0
+
+
+class EventCount:
+    """Events of a list that follow each other."""
+
+    count = 0
 
 
 class _Stack(NamedTuple):
+    """A list of frames, its number, and its position in `PlainPickle.objects`."""
+
     frames: list[dict[str, Any]]
     number: int
+    at: int
 
 
 class _Form(NamedTuple):
@@ -50,7 +59,7 @@ class _Form(NamedTuple):
 
 
 class SnapshotPickle(PlainPickle):
-    """Reads a snapshot in which each event of the allocator is EVENT.
+    """Reads a snapshot in which lists of the allocator's events have an EventCount.
 
     `columns` get the events: `action` (by `codes`, or -1), `time_us`, `bytes`, `address` and `stack` (by `number`; the
     lists of frames are kept). `rows_added` is called then."""
@@ -66,6 +75,7 @@ class SnapshotPickle(PlainPickle):
     ) -> None:
         super().__init__(file, progress)
         self._number_of, self._columns, self._rows_added = number, columns, rows_added
+        self.objects.append(_EVENT_OBJECT)
         self._form: _Form | None = None
         # The first byte of the dict that was begun last, and the dicts and lists since the last event by identity.
         self._dict_at: int | None = None
@@ -97,9 +107,20 @@ class SnapshotPickle(PlainPickle):
 
     def remembered(self, index: int) -> Any:
         value = super().remembered(index)
-        if value is EVENT:
+        if value is _EVENT_OBJECT:
             raise PickleError("it has the same event twice")
         return value
+
+    def extend_list(self, values: list[Any]) -> None:
+        if values[:1] != [_EVENT_OBJECT]:
+            super().extend_list(values)
+            return
+        if values.count(_EVENT_OBJECT) < len(values):
+            raise TypeError("not a list of events alone")
+        events = self.stack[-1]
+        if not (type(events) is list and events and type(events[-1]) is EventCount):
+            super().extend_list([EventCount()])
+        events[-1].count += len(values)
 
     def refill(self, least_bytes: int) -> None:
         super().refill(least_bytes)
@@ -113,7 +134,8 @@ class SnapshotPickle(PlainPickle):
         key = tuple(map(id, frames))
         stack = self._stacks.get(key)
         if stack is None:
-            stack = self._stacks[key] = _Stack(frames, self._number_of(frames))
+            stack = self._stacks[key] = _Stack(frames, self._number_of(frames), len(self.objects))
+            self.objects.append(frames)
         return stack
 
     def _read_event(self, event: dict[str, Any]) -> None:
@@ -126,10 +148,10 @@ class SnapshotPickle(PlainPickle):
             self._columns[column].append(event[name] if name == "size" and action >= 0 else event.get(name, missing))
         stack = self._stack(event.get("frames") or [])
         self._columns["stack"].append(stack.number)
-        self.stack[-1] = EVENT
-        for value, kept in ((event, EVENT), (event.get("frames"), stack.frames)):
+        self.stack[-1] = _EVENT_OBJECT
+        for value, kept in ((event, _EVENT_OBJECT), (event.get("frames"), stack.frames)):
             if id(value) in self._recent:
-                self.memo[self._recent[id(value)]] = kept
+                self.objects[self.memo[self._recent[id(value)]]] = kept
         self._recent.clear()
         if self._dict_at is not None:
             self._form = self._form_of(self.data[self._dict_at : self.at]) or self._form
@@ -170,19 +192,20 @@ class SnapshotPickle(PlainPickle):
             columns["stack"].extend([-1] * count)
         memo, by_opcodes, numbers = self.memo, self._stack_opcodes, columns["stack"]
         for opcodes_of_event in zip(*(values[group] for group in form.added), strict=True):
-            memo.append(EVENT)
+            memo.append(_EVENT_AT)
             for opcodes in opcodes_of_event:
                 stack = by_opcodes.get(opcodes)
                 if stack is not None:
-                    memo.append(stack.frames)
+                    memo.append(stack.at)
                     numbers.append(stack.number)
                 elif opcodes[0] == _TEXT_OPCODE:
-                    memo.append(opcodes[2:-1].decode("utf-8", "surrogatepass"))
+                    memo.append(len(self.objects))
+                    self.objects.append(opcodes[2:-1].decode("utf-8", "surrogatepass"))
                 else:
                     numbers.append(self._new_stack(opcodes))
         if not form.added:
-            memo.extend([EVENT] * count)
-        self.stack.extend([EVENT] * count)
+            memo.extend([_EVENT_AT] * count)
+        self.stack.extend([_EVENT_OBJECT] * count)
         self._rows_added()
 
     def _new_stack(self, opcodes: bytes) -> int:
@@ -191,7 +214,7 @@ class SnapshotPickle(PlainPickle):
             return self._number_of(self._referred(opcodes))
         frames = [self._referred(reference) for reference in _REFERENCES.findall(opcodes, 2)]
         stack = self._stack_opcodes[opcodes] = self._stack(frames)
-        self.memo.append(stack.frames)
+        self.memo.append(stack.at)
         return stack.number
 
 

@@ -1,6 +1,7 @@
 """Reads pickles of numbers, text, lists, tuples and dicts as a stream, and runs nothing that they ask for."""
 
 import struct
+from array import array
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
@@ -19,7 +20,8 @@ class PickleError(ValueError):
 class PlainPickle:
     """Reads one pickle. A subclass may take events out as they are read.
 
-    `memo`: the objects that later opcodes can refer to, in the order in which the writer numbered them."""
+    `objects`: those that later opcodes can refer to; `memo`: positions in them, in the order in which the writer
+    numbered the objects, so that one of many numbers takes little memory."""
 
     def __init__(self, file: IO[bytes], progress: Callable[[int], None]) -> None:
         self._file = file
@@ -32,7 +34,8 @@ class PlainPickle:
         # The values since the last mark, and those before it.
         self.stack: list[Any] = []
         self._outer: list[list[Any]] = []
-        self.memo: list[Any] = []
+        self.objects: list[Any] = []
+        self.memo = array("I")
         self._opcodes = self._handlers()
 
     def load(self) -> object:
@@ -108,8 +111,8 @@ class PlainPickle:
             b"\x86": lambda: push(tuple(self._pop(2))),
             b"\x87": lambda: push(tuple(self._pop(3))),
             b"t": lambda: push(tuple(self._pop_mark())),
-            b"a": lambda: self._extend(self._pop(1)),
-            b"e": lambda: self._extend(self._pop_mark()),
+            b"a": lambda: self.extend_list(self._pop(1)),
+            b"e": lambda: self.extend_list(self._pop_mark()),
             b"s": lambda: self._set_items(self._pop(2)),
             b"u": self.end_dict,
             b"\x94": lambda: self.memoize(len(self.memo)),
@@ -133,13 +136,14 @@ class PlainPickle:
         """Remember the object on top of the stack. All writers count from zero."""
         if index != len(self.memo):
             raise PickleError(f"it numbers its objects in another order than pickle does ({index})")
-        self.memo.append(self.stack[-1])
+        self.memo.append(len(self.objects))
+        self.objects.append(self.stack[-1])
 
     def remembered(self, index: int) -> Any:
         """Return the object of a number."""
         if index >= len(self.memo):
             raise PickleError(f"it refers to object {index} before it has one")
-        return self.memo[index]
+        return self.objects[self.memo[index]]
 
     def _text(self, size_bytes: int) -> str:
         return self._take(self._number(size_bytes)).decode("utf-8", "surrogatepass")
@@ -158,7 +162,7 @@ class PlainPickle:
         values, self.stack = self.stack, self._outer.pop()
         return values
 
-    def _extend(self, values: list[Any]) -> None:
+    def extend_list(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
             raise TypeError("not a list")

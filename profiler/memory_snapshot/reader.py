@@ -7,20 +7,20 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 import ebbtide
-from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS, ROWS, STATES, TABLES
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS, ROWS, TABLES
 
 _CHUNK_BYTES = 1 << 20
 _BLOCK_BYTES = ROWS * sum(np.dtype(code).itemsize for code in EVENT_COLUMNS.values())
@@ -35,9 +35,8 @@ _MAX_DEVICES = 1024
 # No device has this many bytes, and no job allocates this many in sum.
 _MAX_BYTES = 1 << 48
 _MAX_SUM_BYTES = float(1 << 62)
-POOLS = ("requested", "reserved")
-_RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-_MISSING = np.iinfo(np.int64).min
+_LIMITS = {"device": _MAX_DEVICES, "time_us": _MAX_US, "bytes": _MAX_BYTES, "requested": _MAX_BYTES}
+EVENT = np.dtype([*EVENT_COLUMNS.items(), ("position", "q")])
 
 
 class SnapshotError(ValueError):
@@ -45,43 +44,66 @@ class SnapshotError(ValueError):
 
 
 class Events:
-    """The events of a device in order: columns of EVENT_COLUMNS, without those of unknown actions.
+    """The events of a device in order, without those of unknown actions: arrays with the fields EVENT_COLUMNS and
+    `position`, read block by block from the unpickler's answer, as all of them take too much memory.
 
-    A column is read from the unpickler's answer whenever it is asked for: all of them take more memory than the tables
-    that are made of them. Events without times (of torch before 2.2) have their positions as times."""
+    Events without times (of torch before 2.2) have their positions as times."""
 
     def __init__(self, answer: int, rows: range) -> None:
         self._answer, self._rows = answer, rows
-        self._understood = self._read("action") >= 0
+        # Whether times are Unix times.
+        self.have_times = False
+        self._sizes = [0] * (-(-rows.stop // ROWS) - rows.start // ROWS)
+        for number in range(len(self._sizes)):
+            block = self._read(number)
+            self._sizes[number] = len(block)
+            self.have_times |= bool((block["time_us"] >= 0).any())
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(self._understood))
+        return sum(self._sizes)
 
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        if name == "time_us" and not self.have_times:
-            return np.arange(len(self))
-        column = self._read(name)
-        return column if len(column) == len(self) else column[self._understood]
+    def blocks(self, actions: Iterable[str] = ACTIONS, backwards: bool = False) -> Iterator[npt.NDArray[Any]]:
+        """Yield the events of some actions, block by block."""
+        codes = [ACTIONS[action] for action in actions]
+        numbers = range(len(self._sizes))
+        for number in reversed(numbers) if backwards else numbers:
+            block = self._read(number)
+            block["position"] = np.arange(len(block)) + sum(self._sizes[:number])
+            if not self.have_times:
+                block["time_us"] = block["position"]
+            yield block[np.isin(block["action"], codes)]
+
+    def changes(self, actions: Collection[str]) -> Iterator[npt.NDArray[Any]]:
+        """Yield the events of some actions, from the last block to the first. Their times do not fall, from the first
+        event of all on: clocks of cores differ a little."""
+        latest = [self.start_us]
+        for block in self.blocks(actions):
+            latest.append(int(block["time_us"].max(initial=latest[-1])))
+        for block, before in zip(self.blocks(actions, backwards=True), latest[-2::-1], strict=True):
+            block["time_us"] = np.maximum.accumulate(np.maximum(block["time_us"], before))
+            yield block
 
     @cached_property
-    def have_times(self) -> bool:
-        """Whether times are Unix times."""
-        return bool((self._read("time_us")[self._understood] >= 0).any())
+    def start_us(self) -> int:
+        """The time of the first event."""
+        return next((int(block["time_us"][0]) for block in self.blocks() if len(block)), 0)
 
     @cached_property
     def release(self) -> str:
         """The action that ends a block: the request of its release, as in torch's `allocated_bytes`; where none was
         recorded the completed release, as in its `active_bytes` (CUDACachingAllocator.cpp)."""
-        return "free_requested" if (self["action"] == ACTIONS["free_requested"]).any() else "free_completed"
+        return "free_requested" if any(map(len, self.blocks(["free_requested"]))) else "free_completed"
 
-    def _read(self, name: str) -> npt.NDArray[Any]:
-        names = [*EVENT_COLUMNS]
-        offset = ROWS * sum(np.dtype(EVENT_COLUMNS[before]).itemsize for before in names[: names.index(name)])
-        first = self._rows.start // ROWS
-        blocks = np.empty((-(-self._rows.stop // ROWS) - first, ROWS), EVENT_COLUMNS[name])
-        for number, block in enumerate(blocks, first):
-            os.preadv(self._answer, [block.data], number * _BLOCK_BYTES + offset)
-        return blocks.reshape(-1)[self._rows.start - first * ROWS :][: len(self._rows)]
+    def _read(self, number: int) -> npt.NDArray[Any]:
+        """Return the events of a block that are of this device and of known actions."""
+        number += self._rows.start // ROWS
+        data, offset = os.pread(self._answer, _BLOCK_BYTES, number * _BLOCK_BYTES), 0
+        block = np.empty(ROWS, EVENT)
+        for name, code in EVENT_COLUMNS.items():
+            block[name] = np.frombuffer(data, code, ROWS, offset)
+            offset += ROWS * np.dtype(code).itemsize
+        own = block[max(self._rows.start - number * ROWS, 0) : self._rows.stop - number * ROWS]
+        return own[own["action"] >= 0]
 
 
 _NO_EVENTS = Events(-1, range(0))
@@ -108,8 +130,8 @@ class Snapshot:
     @cached_property
     def span_ns(self) -> tuple[int, int]:
         """Return the times of the first and the last event of all devices."""
-        times = [(int(t.min()) * 1000, int(t.max()) * 1000) for t in (e["time_us"] for e in self.events.values())]
-        return min(times)[0], max(last for _, last in times)
+        times = [block["time_us"] for events in self.events.values() for block in events.blocks() if len(block)]
+        return min(int(own.min()) for own in times) * 1000, max(int(own.max()) for own in times) * 1000
 
 
 def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS) -> Snapshot:
@@ -132,7 +154,7 @@ def _read_answer(answer: IO[bytes]) -> Snapshot:
         raise SnapshotError(head["error"])
     ends = [0, *accumulate(head["device_events"])]
     rows = {device: range(*own) for device, own in enumerate(pairwise(ends)) if own[0] < own[1]}
-    _check_range("device", np.array([*rows]), _MAX_DEVICES)
+    _check_range("device", [np.array([*rows])])
     answer.seek(-(-ends[-1] // ROWS) * _BLOCK_BYTES)
     tables = {
         table: pd.DataFrame({name: np.frombuffer(answer.read(8 * head["rows"][table]), np.int64) for name in columns})
@@ -162,161 +184,21 @@ def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], a
 
 def _check_ranges(snapshot: Snapshot) -> None:
     """Raise SnapshotError for numbers that no allocator counts, so that no sum overflows."""
-    limits = {"device": _MAX_DEVICES, "time_us": _MAX_US, "bytes": _MAX_BYTES, "requested": _MAX_BYTES}
-    tables: list[tuple[Any, Any]] = [(table, [*table]) for table in (snapshot.blocks, snapshot.segments)]
-    for rows, columns in [*tables, *((events, EVENT_COLUMNS) for events in snapshot.events.values())]:
-        for name in filter(columns.__contains__, limits):
-            _check_range(name, np.asarray(rows[name]), limits[name])
+    for table in (snapshot.blocks, snapshot.segments):
+        for name in filter(_LIMITS.__contains__, table):
+            _check_range(name, [table[name].to_numpy()])
+    for events, name in product(snapshot.events.values(), ("time_us", "bytes")):
+        _check_range(name, (block[name] for block in events.blocks()))
     if len({events.have_times for events in snapshot.events.values()}) > 1:
         raise SnapshotError("some of its events have no times")
 
 
-def _check_range(name: str, values: npt.NDArray[Any], limit: int) -> None:
-    low, high = int(values.min(initial=0)), int(values.max(initial=0))
-    if low < 0 or high >= limit:
-        raise SnapshotError(f"it has {low if low < 0 else high} for {name}")
-    if limit == _MAX_BYTES and values.sum(dtype=float) >= _MAX_SUM_BYTES:
+def _check_range(name: str, blocks: Iterable[npt.NDArray[Any]]) -> None:
+    limit, total = _LIMITS[name], 0.0
+    for values in blocks:
+        low, high = int(values.min(initial=0)), int(values.max(initial=0))
+        if low < 0 or high >= limit:
+            raise SnapshotError(f"it has {low if low < 0 else high} for {name}")
+        total += values.sum(dtype=float)
+    if limit == _MAX_BYTES and total >= _MAX_SUM_BYTES:
         raise SnapshotError("its sizes add up to more than any device has")
-
-
-class PoolTimeline(NamedTuple):
-    """Bytes of a pool over time."""
-
-    t_ns: npt.NDArray[np.int64]  # Times in Unix ns: the first event, each change, the last event of all devices.
-    bytes: npt.NDArray[np.int64]
-    missing_bytes: int  # Bytes by which the events would fall below zero, given the size at the end.
-    has_releases: bool  # Whether the events have releases; if they do not, and bytes are missing, the times say nothing
-
-
-def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
-    """Return the bytes of one of POOLS on a device over time.
-
-    A snapshot has the recorded events (or the last of them), and the blocks and segments at its end. So each pool ends
-    at the size at that moment, and starts at that size minus the changes of the events: it includes what was allocated
-    before. `requested` falls with `Events.release`."""
-    events = snapshot.events_of(device)
-    if pool == "requested":
-        signs, end_bytes = {"alloc": 1, events.release: -1}, int(blocks_in_use(snapshot, device)["requested"].sum())
-    else:
-        segments = snapshot.segments
-        signs, end_bytes = _RESERVED, int(segments.loc[segments["device"] == device, "bytes"].sum())
-    sign = np.zeros(len(ACTIONS), np.int8)
-    sign[[ACTIONS[action] for action in signs]] = list(signs.values())
-    signed = sign[events["action"]]
-    changing = signed != 0
-    changes = events["bytes"][changing]
-    changes *= signed[changing]
-    # Millions of events: sums and times are made in place.
-    sums, times = np.zeros(len(changes) + 2, np.int64), np.empty(len(changes) + 2, np.int64)
-    np.cumsum(changes, out=sums[1:-1])
-    del changes
-    sums[-1] = sums[-2]
-    missing = max(int(sums[-1] - sums.min()) - end_bytes, 0)
-    sums += end_bytes - sums[-1] + missing
-    times[0], times[-1] = start_ns(snapshot, device), snapshot.span_ns[1]
-    times[1:-1] = _times_ns(events, changing)
-    return PoolTimeline(times, sums, missing, bool((signed < 0).any()))
-
-
-def _times_ns(events: Events, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return times of some events of a device, monotonic from its first event on: clocks of cores differ a little."""
-    all_times = events["time_us"]
-    times: npt.NDArray[np.int64] = all_times[chosen]
-    if len(times):
-        times[0] = max(times[0], all_times[0])
-        np.maximum.accumulate(times, out=times)
-        times *= 1000
-    return times
-
-
-def start_ns(snapshot: Snapshot, device: int) -> int:
-    """Return the Unix time of a device's first event, in ns; of the first one of all devices if it has none."""
-    own = snapshot.events_of(device)
-    return int(own["time_us"][0]) * 1000 if len(own) else snapshot.span_ns[0]
-
-
-def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
-    """Return columns t_ns, pool and bytes of all POOLS of a device."""
-    timelines = {pool: pool_timeline(snapshot, device, pool) for pool in POOLS}
-    parts = [pd.DataFrame({"t_ns": own.t_ns, "pool": pool, "bytes": own.bytes}) for pool, own in timelines.items()]
-    return pd.concat(parts, ignore_index=True)
-
-
-def allocator_state(snapshot: Snapshot, device: int) -> dict[str, int]:
-    """Return the entry of `allocators` in meta.json for a device at the end of a snapshot (docs/trace-format.md)."""
-    segments = snapshot.segments[snapshot.segments["device"] == device]
-    blocks = snapshot.blocks[snapshot.blocks["device"] == device]
-    free = blocks[blocks["state"] == STATES["inactive"]]
-    in_use = blocks[blocks["state"] != STATES["inactive"]]
-    private = segments[segments["pool"] == 1]
-    return {
-        "segments": len(segments),
-        "private_segments": len(private),
-        "reserved_bytes": int(segments["bytes"].sum()),
-        "private_bytes": int(private["bytes"].sum()),
-        "allocated_bytes": int(in_use["bytes"].sum()),
-        "requested_bytes": int(in_use["requested"].sum()),
-        "inactive_bytes": int(free.loc[free["segment"].isin(in_use["segment"]), "bytes"].sum()),
-        "largest_free_bytes": int(free["bytes"].max()) if len(free) else 0,
-    }
-
-
-def blocks_in_use(snapshot: Snapshot, device: int) -> pd.DataFrame:
-    """Return the blocks of a device that are held at the end of a snapshot."""
-    states, blocks = ["active_allocated"], snapshot.blocks
-    if snapshot.events_of(device).release == "free_completed":
-        states.append("active_awaiting_free")
-    return blocks[(blocks["device"] == device) & blocks["state"].isin([STATES[state] for state in states])]
-
-
-def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFrame:
-    """Return each block that a device held at any time of a snapshot: at each time they add up to the pool `requested`.
-
-    `start_ns`: the start of blocks that were allocated before the first event. Columns: start_ns, end_ns (missing: held
-    at the end), bytes (as requested), address, and stack (the text, missing where it was not recorded)."""
-    events = snapshot.events_of(device)
-    live = blocks_in_use(snapshot, device)
-    action = events["action"]
-    chosen = (action == ACTIONS["alloc"]) | (action == ACTIONS[events.release])
-    made = action[chosen] == ACTIONS["alloc"]
-    address = events["address"][chosen]
-    following, after_made = _following(address, made)
-    older = ~made & ~after_made
-    # Blocks held at the end without an allocation in the events are older than these.
-    remaining = live[~live["address"].isin(address[made & (following < 0)])]
-
-    def of_blocks(values: npt.NDArray[Any], of_remaining: Any) -> npt.NDArray[Any]:
-        """Return values of the blocks, given those of events: older blocks first, by their releases."""
-        return np.concatenate([np.broadcast_to(of_remaining, len(remaining)), values[older], values[made]])
-
-    columns: dict[str, Any] = {"address": of_blocks(address, remaining["address"])}
-    del address
-    times = _times_ns(events, chosen)
-    ends = np.where(following >= 0, times[following], _MISSING)
-    ends[older], times[older] = times[older], start_ns
-    ends = of_blocks(ends, _MISSING)
-    columns["start_ns"] = of_blocks(times, start_ns)
-    columns["end_ns"] = pd.arrays.IntegerArray(ends, ends == _MISSING)
-    del following, times
-    columns["bytes"] = of_blocks(events["bytes"][chosen], remaining["requested"])
-    stacks = events["stack"][chosen]
-    stacks[older] = -1
-    stacks = of_blocks(stacks, remaining["stack"].astype(np.int32))
-    columns["stack"] = pd.Categorical.from_codes(stacks, categories=snapshot.stacks)
-    return pd.DataFrame(columns, copy=False)
-
-
-def _following(
-    address: npt.NDArray[np.int64], made: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """Return the position of the next event of each event's address, or -1, and whether an allocation was before it.
-
-    The events of one address in turn: each one ends the allocation before it."""
-    order = np.argsort(address, kind="stable").astype(np.int32)
-    in_turn = address[order]
-    same = in_turn[1:] == in_turn[:-1]
-    del in_turn
-    before, after = order[:-1][same], order[1:][same]
-    following, after_made = np.full(len(address), -1, np.int32), np.zeros(len(address), bool)
-    following[before], after_made[after] = after, made[before]
-    return following, after_made

@@ -12,7 +12,8 @@ from msgspec import UNSET
 
 from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntArray, spans
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
-from ebbtide.profiler.memory_snapshot.reader import SnapshotError, allocation_rows, pool_rows, read_snapshot
+from ebbtide.profiler.memory_snapshot.allocations import allocation_rows, pool_rows
+from ebbtide.profiler.memory_snapshot.reader import SnapshotError, read_snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ENGINE
 
 _NEVER = np.iinfo(np.int64).max
@@ -44,7 +45,8 @@ def read_recorded(description_file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
             snapshot = read_snapshot(lambda: path.open("rb"))
         except SnapshotError as error:
             raise ValueError(str(error)) from None
-        rows = allocation_rows(snapshot, number, snapshot.span_ns[0])
+        columns = allocation_rows(snapshot, number, snapshot.span_ns[0])
+        rows = pd.DataFrame({name: column[:] for name, column in columns.items()})
         memory = pool_rows(snapshot, number)
         for table, columns in ((rows, ("start_ns", "end_ns")), (memory, ("t_ns",))):
             for column in columns:

@@ -20,7 +20,7 @@ import sys
 from array import array
 from typing import Any
 
-from ebbtide.profiler.memory_snapshot.event_stream import EVENT, SnapshotPickle
+from ebbtide.profiler.memory_snapshot.event_stream import EventCount, SnapshotPickle
 
 # Rows of a block of events, and the type codes of their columns.
 ROWS = 1 << 16
@@ -138,9 +138,9 @@ def device_events(snapshot: dict[str, Any]) -> list[int]:
     traces = snapshot.get("device_traces", ())
     if len({id(trace) for trace in traces}) < len(traces):
         raise ValueError("two devices have the same list of events")
-    if any(event is not EVENT for trace in traces for event in trace):
+    if any(type(part) is not EventCount for trace in traces for part in trace):
         raise TypeError("not an event")
-    return [len(trace) for trace in traces]
+    return [sum(part.count for part in trace) for trace in traces]
 
 
 def block_columns(snapshot: dict[str, Any], stacks: StackTable) -> dict[str, Columns]:
@@ -224,7 +224,7 @@ def main(seconds: int) -> None:
         _write_error("opening it takes more memory than allowed")
     except KeyError as error:
         _write_error(f"it lacks {error}")
-    except (AttributeError, TypeError):
+    except (AttributeError, IndexError, TypeError, UnicodeError):
         _write_error("it is a pickle, but does not have the structure of a torch memory snapshot")
     except Exception as error:
         # Damaged bytes raise nearly any exception, and all of them get the same answer.

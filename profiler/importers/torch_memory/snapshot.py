@@ -3,22 +3,18 @@
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-
-import numpy as np
+from itertools import islice
 
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.memory_snapshot.reader import (
-    Snapshot,
-    SnapshotError,
+from ebbtide.profiler.memory_snapshot.allocations import (
     allocation_rows,
     allocator_state,
     blocks_in_use,
     pool_timeline,
-    read_snapshot,
     start_ns,
 )
-from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
+from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 _MAX_NOTES = 3
@@ -114,7 +110,8 @@ class _DeviceSnapshot:
         """Add the pools `requested` and `reserved`, and each allocation."""
         if self._add_pool("requested"):
             rows = allocation_rows(self._snapshot, self._device, start_ns(self._snapshot, self._device))
-            self._rank.extend("allocations", device=self._name, **rows.drop(columns="address"))
+            del rows["address"]
+            self._rank.extend("allocations", device=self._name, **rows)
         self._add_pool("reserved")
         in_use = blocks_in_use(self._snapshot, self._device)
         requested, blocked = (f"{in_use[sizes].sum() / 1e6:,.1f} MB" for sizes in ("requested", "bytes"))
@@ -135,16 +132,15 @@ class _DeviceSnapshot:
 
     def add_out_of_memory(self) -> None:
         """Add the first failed allocations, with a note for each, and one for the number of the others."""
-        failed = np.flatnonzero(self._events["action"] == ACTIONS["oom"])
-        times_us, sizes = (self._events[name][failed[:_MAX_NOTES]].tolist() for name in ("time_us", "bytes"))
-        for t_us, size in zip(times_us, sizes, strict=True):
+        failures = (row for block in self._events.blocks(["oom"]) for row in block[["time_us", "bytes"]].tolist())
+        for t_us, size in islice(failures, _MAX_NOTES):
             error = {"t_ns": t_us * 1000, "device": self._name, "requested_bytes": size}
             self._rank.meta.setdefault("out_of_memory", []).append(error)
             moment = f"{datetime.fromtimestamp(t_us // 1_000_000, UTC):%Y-%m-%d %H:%M:%S} UTC"
             moment = moment if self._events.have_times else f"event {t_us}"
             self._note(f"out of memory at {moment}, when {size / 1e9:.2f} GB were requested")
-        if len(failed) > _MAX_NOTES:
-            self._note(f"out of memory {len(failed) - _MAX_NOTES} more times")
+        if others := sum(1 for _ in failures):
+            self._note(f"out of memory {others} more times")
 
     def _note(self, text: str) -> None:
         self._builder.note(f"{self._file}, {self._name}: {text}")

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
-from ebbtide.profiler.memory_snapshot.reader import Snapshot, pool_timeline, read_snapshot
+from ebbtide.profiler.memory_snapshot.allocations import pool_timeline
+from ebbtide.profiler.memory_snapshot.reader import Snapshot, read_snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
 
 PHASES = ("forward", "backward", "update")
@@ -126,7 +127,7 @@ def predicted_line(job: Callable[[], Iterator[str]], device_name: str, relative:
 def snapshot_line(path: Path) -> MemoryLine:
     """Return the line of a snapshot of torch's allocator with one device."""
     snapshot = read_snapshot(lambda: path.open("rb"))
-    events = snapshot.events[0]
+    events = np.concatenate([*snapshot.events[0].blocks()])
     signs = np.select([events["action"] == ACTIONS["alloc"], events["action"] == ACTIONS["free_requested"]], [1, -1], 0)
     rows = signs != 0
     changes = (signs * events["bytes"])[rows]
@@ -139,7 +140,7 @@ def snapshot_line(path: Path) -> MemoryLine:
         if len(positions):
             names.append(name)
             bounds.append(int(positions[0]) if bounds else 0)
-    reserved = int(pool_timeline(snapshot, 0, "reserved").bytes.max())
+    reserved = int(pool_timeline(snapshot, 0, "reserved").bytes[:].max())
     return MemoryLine(_phases(requested, names, [*bounds, len(changes)]), reserved)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
-from ebbtide.profiler.memory_snapshot.reader import allocation_rows, read_snapshot
+from ebbtide.profiler.memory_snapshot.allocations import allocation_rows
+from ebbtide.profiler.memory_snapshot.reader import read_snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "snapshots"
@@ -72,13 +75,13 @@ def test_caching_allocator__takes_the_segments_of_a_real_run(name: str) -> None:
     snapshot = read_snapshot(lambda: path.open("rb"))
     names = {number: action for action, number in ACTIONS.items()}
     allocator = CachingAllocator()
-    rows = allocation_rows(snapshot, 0, start_ns=0)
+    rows = pd.DataFrame({name: column[:] for name, column in allocation_rows(snapshot, 0, start_ns=0).items()})
     older = rows[rows["start_ns"] == 0].sort_values("address")
     live = {address: allocator.allocate(size) for address, size in zip(older["address"], older["bytes"], strict=True)}
     reserved_before, segments_before = allocator.reserved_bytes, allocator.segments_allocated
     segments = grown = errors = 0
-    events = snapshot.events[0]
-    for number, address, size in zip(*(events[name].tolist() for name in ("action", "address", "bytes")), strict=True):
+    events = np.concatenate([*snapshot.events[0].blocks()])
+    for number, address, size in events[["action", "address", "bytes"]].tolist():
         action = names[number]
         if action == "segment_alloc":
             segments, grown = segments + 1, grown + size

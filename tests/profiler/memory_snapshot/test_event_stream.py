@@ -35,11 +35,12 @@ def check(path: Path) -> None:
     read = [
         (device, *row)
         for device, rows in snapshot.events.items()
-        for row in zip(*(rows[name].tolist() for name in COLUMNS), strict=True)
+        for block in rows.blocks()
+        for row in block[[*COLUMNS]].tolist()
     ]
     assert read == events
     texts = [lines(e.get("frames")) for t in expected["device_traces"] for e in t if e["action"] in ACTIONS]
-    stacks = [number for rows in snapshot.events.values() for number in rows["stack"]]
+    stacks = [number for rows in snapshot.events.values() for block in rows.blocks() for number in block["stack"]]
     assert [snapshot.stacks[number] if number >= 0 else "" for number in stacks] == texts
 
 

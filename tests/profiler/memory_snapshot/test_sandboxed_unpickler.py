@@ -165,7 +165,8 @@ def test_read_snapshot__reads_plain_data(protocol: int, source: Path) -> None:
     unknown = {"action": "user_defined", "size": 0}
     source.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[EVENT, unknown], []]}, protocol))
     snapshot = read(source)
-    assert {device: [int(events[name][0]) for name in EVENT_COLUMNS] for device, events in snapshot.events.items()} == {
+    first = {device: next(events.blocks())[0] for device, events in snapshot.events.items()}
+    assert {device: [int(event[name]) for name in EVENT_COLUMNS] for device, event in first.items()} == {
         0: [0, EVENT["time_us"], 512, 1, -1]
     }
     assert snapshot.segments.to_dict("records") == [{"device": 1, "bytes": 4096, "pool": 0}]
@@ -194,7 +195,7 @@ def test_read_snapshot__keeps_the_python_frames_of_stacks_and_each_stack_once(so
         "autograd engine\nMulBackward0\nrecompute (/job/train.py:1)",
         "autograd engine\nMulBackward0\ncuBLAS workspace",
     ]
-    assert snapshot.events[0]["stack"].tolist() == [0, 0, 1, 2, -1, -1, 3]
+    assert next(snapshot.events[0].blocks())["stack"].tolist() == [0, 0, 1, 2, -1, -1, 3]
 
 
 def test_read_snapshot__removes_control_characters_from_stacks(source: Path) -> None:
