@@ -95,8 +95,9 @@ def categorized_allocations(trace: Trace, rank: int, device: str) -> pd.DataFram
     without a stack, have no category, nor have those outside of modules where no backward was recorded. Returns the
     table `allocations` with `end_ns` as int64 (held to the end: the largest int64), and a column `part`."""
     table = trace.columns(rank, "allocations")
-    own = table.equal("device", device)
-    # Of millions of blocks, a frame of the whole table would take too much memory.
+    # Of millions of blocks, a frame of the whole table would take too much memory, and copies of what stays as it is.
+    selected = table.equal("device", device)
+    own = slice(None) if selected.all() else selected
     starts, ends = table.ints("start_ns")[own], np.where(table.recorded("end_ns"), table.ints("end_ns"), _NEVER)[own]
     recorded, module, stack = (_labels(*table.codes(name), own) for name in ("category", "module", "stack"))
     part = _parts(trace, rank, starts, stack)
@@ -122,7 +123,7 @@ def categorized_allocations(trace: Trace, rank: int, device: str) -> pd.DataFram
     return pd.DataFrame({"start_ns": starts, "end_ns": ends, "bytes": sizes, **texts}, copy=False)
 
 
-def _labels(codes: npt.NDArray[Any], labels: list[str], selected: Bools) -> pd.Categorical:
+def _labels(codes: npt.NDArray[Any], labels: list[str], selected: Bools | slice) -> pd.Categorical:
     return pd.Categorical.from_codes(codes[selected], labels).reorder_categories(sorted(labels))
 
 

@@ -1,5 +1,6 @@
-"""Checks of host memory: limits, pages, pinning, swap."""
+"""Checks of host memory: limits, pages, pinning, shared memory, swap."""
 
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ _MIN_AVAILABLE_SHARE = 0.1
 _MIN_SWAPPED_BYTES = 1 << 30
 # Registered memory of libaio and io_uring, of RDMA, and of some drivers counts against the limit.
 _MIN_MEMLOCK_BYTES = 8 << 20  # the default of Linux since 5.16; it was 64 KiB
+# Docker's default is 64 MiB; NCCL asks for 1 GiB.
+_MIN_SHARED_BYTES = 1 << 30
 
 
 @check("memory")
@@ -82,6 +85,22 @@ def locked_memory(host: JobHost) -> Iterator[Answer]:
         )
     else:
         yield "ok", f"a process may lock {bytes_text(limit)}"
+
+
+@check("shared-memory")
+def shared_memory(host: JobHost) -> Iterator[Answer]:
+    """Check the size of /dev/shm, through which workers of a DataLoader pass batches, and NCCL data of ranks."""
+    try:
+        space = os.statvfs(host.root / "dev/shm")
+    except OSError:
+        yield "unknown", "no /dev/shm can be seen"
+        return
+    size = space.f_blocks * space.f_frsize
+    if size < _MIN_SHARED_BYTES:
+        text = f"/dev/shm has {bytes_text(size)}: workers of a DataLoader end with a bus error, NCCL cannot start"
+        yield "warning", text, "docker run --shm-size 16g, or --ipc=host; an emptyDir of medium Memory in Kubernetes"
+    else:
+        yield "ok", f"/dev/shm has {bytes_text(size)}"
 
 
 @check("pinned-memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ CGROUP = {"proc__self__cgroup": "0::/job"}
 
 def faults(host: Any) -> dict[str, str]:
     """Return remedies of the warnings by name, without those of the software and the limits of this machine."""
-    own = ("torch", "deepspeed", "storage", "locked-memory")
+    own = ("torch", "deepspeed", "storage", "locked-memory", "shared-memory")
     return {result.name: str(result.remedy) for result in checks_of(examine(host), "warning") if result.name not in own}
 
 
@@ -91,6 +92,15 @@ def test_locked_memory__warns_of_small_limits(
     assert [state for state, *_ in host_memory.locked_memory(make_host(tmp_path))] == states
 
 
+@pytest.mark.parametrize(("mebibytes", "state"), [(64, "warning"), (2048, "ok")])
+def test_shared_memory__warns_of_the_default_of_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mebibytes: int, state: str
+) -> None:
+    size = os.statvfs_result((4096, 4096, mebibytes << 8, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: size)
+    assert [answer[0] for answer in host_memory.shared_memory(make_host(tmp_path))] == [state]
+
+
 def test_checks__say_what_they_cannot_see(tmp_path: Path) -> None:
     from dataclasses import replace
 
@@ -98,7 +108,7 @@ def test_checks__say_what_they_cannot_see(tmp_path: Path) -> None:
         make_host(tmp_path, cards=[]), missing_cards="no GPU can be seen (NVML: no library)", root=Path("/no")
     )
     unknown = {result.name for result in checks_of(examine(host), "unknown")}
-    assert unknown >= {"gpu", "link", "numa", "memory", "swap", "huge-pages", "instruction-set"}
+    assert unknown >= {"gpu", "link", "numa", "memory", "swap", "huge-pages", "instruction-set", "shared-memory"}
 
 
 def test_torch__is_compared_with_driver_and_gpu(tmp_path: Path) -> None:
