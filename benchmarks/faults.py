@@ -262,6 +262,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="Names of cases")
     only = parser.parse_args().only
     print(machine_line(), flush=True)
+    # One thread on two cores would be a fault of its own.
+    os.environ.pop("OMP_NUM_THREADS", None)
     rows, named, alarms = [], 0, 0
     faults, healthy = ([case for case in cases if not only or case.name in only] for cases in (FAULTS, HEALTHY))
     for case in faults:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,7 +71,7 @@ class Events:
             block["position"] = np.arange(len(block)) + sum(self._sizes[:number])
             if not self.have_times:
                 block["time_us"] = block["position"]
-            yield block[np.isin(block["action"], codes)]
+            yield block if len(codes) == len(ACTIONS) else block[np.isin(block["action"], codes)]
 
     def changes(self, actions: Collection[str]) -> Iterator[npt.NDArray[Any]]:
         """Yield the events of some actions, from the last block to the first. Their times do not fall, from the first
@@ -103,7 +103,8 @@ class Events:
             block[name] = np.frombuffer(data, code, ROWS, offset)
             offset += ROWS * np.dtype(code).itemsize
         own = block[max(self._rows.start - number * ROWS, 0) : self._rows.stop - number * ROWS]
-        return own[own["action"] >= 0]
+        known = own["action"] >= 0
+        return own if known.all() else own[known]
 
 
 _NO_EVENTS = Events(-1, range(0))
@@ -130,8 +131,9 @@ class Snapshot:
     @cached_property
     def span_ns(self) -> tuple[int, int]:
         """Return the times of the first and the last event of all devices."""
-        times = [block["time_us"] for events in self.events.values() for block in events.blocks() if len(block)]
-        return min(int(own.min()) for own in times) * 1000, max(int(own.max()) for own in times) * 1000
+        times = (block["time_us"] for events in self.events.values() for block in events.blocks() if len(block))
+        firsts, lasts = zip(*((int(own.min()), int(own.max())) for own in times), strict=True)
+        return min(firsts) * 1000, max(lasts) * 1000
 
 
 def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS) -> Snapshot:
@@ -154,7 +156,8 @@ def _read_answer(answer: IO[bytes]) -> Snapshot:
         raise SnapshotError(head["error"])
     ends = [0, *accumulate(head["device_events"])]
     rows = {device: range(*own) for device, own in enumerate(pairwise(ends)) if own[0] < own[1]}
-    _check_range("device", [np.array([*rows])])
+    if max(rows, default=0) >= _MAX_DEVICES:
+        raise SnapshotError(f"it has {max(rows)} for device")
     answer.seek(-(-ends[-1] // ROWS) * _BLOCK_BYTES)
     tables = {
         table: pd.DataFrame({name: np.frombuffer(answer.read(8 * head["rows"][table]), np.int64) for name in columns})
@@ -185,20 +188,21 @@ def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], a
 def _check_ranges(snapshot: Snapshot) -> None:
     """Raise SnapshotError for numbers that no allocator counts, so that no sum overflows."""
     for table in (snapshot.blocks, snapshot.segments):
-        for name in filter(_LIMITS.__contains__, table):
-            _check_range(name, [table[name].to_numpy()])
-    for events, name in product(snapshot.events.values(), ("time_us", "bytes")):
-        _check_range(name, (block[name] for block in events.blocks()))
+        _check_blocks([table.to_records()])
+    for events in snapshot.events.values():
+        _check_blocks(events.blocks())
     if len({events.have_times for events in snapshot.events.values()}) > 1:
         raise SnapshotError("some of its events have no times")
 
 
-def _check_range(name: str, blocks: Iterable[npt.NDArray[Any]]) -> None:
-    limit, total = _LIMITS[name], 0.0
-    for values in blocks:
-        low, high = int(values.min(initial=0)), int(values.max(initial=0))
-        if low < 0 or high >= limit:
-            raise SnapshotError(f"it has {low if low < 0 else high} for {name}")
-        total += values.sum(dtype=float)
-    if limit == _MAX_BYTES and total >= _MAX_SUM_BYTES:
-        raise SnapshotError("its sizes add up to more than any device has")
+def _check_blocks(blocks: Iterable[npt.NDArray[Any]]) -> None:
+    totals = dict.fromkeys(_LIMITS, 0.0)
+    for block in blocks:
+        for name in _LIMITS.keys() & {*(block.dtype.names or ())}:
+            values, limit = block[name], _LIMITS[name]
+            low, high = int(values.min(initial=0)), int(values.max(initial=0))
+            if low < 0 or high >= limit:
+                raise SnapshotError(f"it has {low if low < 0 else high} for {name}")
+            totals[name] += values.sum(dtype=float)
+            if limit == _MAX_BYTES and totals[name] >= _MAX_SUM_BYTES:
+                raise SnapshotError("its sizes add up to more than any device has")

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import pickle
+import random
+import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.importers.torch_memory.snapshot import import_snapshot
+from ebbtide.profiler.memory_snapshot.allocations import allocation_rows, pool_timeline
+from ebbtide.profiler.memory_snapshot.reader import Events, Snapshot
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS, ROWS, TABLES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples
 from tests.profiler.importers.torch_memory.made_snapshots import START_US, event, job, segment
@@ -61,6 +68,71 @@ def test_allocation_rows__end_at_the_request_of_the_release(tmp_path: Path) -> N
         (10, None, 200),
         (12, None, 50),
     ]
+
+
+def snapshot_of(answer: IO[bytes], columns: dict[str, Any]) -> Snapshot:
+    """Return a snapshot of events, which are written as the unpickler does."""
+    count = len(columns["action"])
+    for start in range(0, count, ROWS):
+        for name, code in EVENT_COLUMNS.items():
+            block = np.zeros(ROWS, code)
+            rows = columns[name][start : start + ROWS]
+            block[: len(rows)] = rows
+            answer.write(block.tobytes())
+    answer.flush()
+    blocks, segments = (pd.DataFrame({name: np.empty(0, np.int64) for name in names}) for names in TABLES.values())
+    return Snapshot({0: Events(answer.fileno(), range(count))}, blocks, segments, ["a", "b"], [])
+
+
+def test_allocation_rows__of_several_blocks_are_those_of_a_replay(tmp_path: Path) -> None:
+    drawn = random.Random(7)
+    count, now, times = ROWS + 20_000, 1000, []
+    for _ in range(count):
+        now += drawn.randrange(-2, 6)  # clocks of cores differ
+        times.append(now)
+    actions = [ACTIONS[drawn.choice(["alloc", "alloc", "free_completed", "oom"])] for _ in range(count)]
+    addresses, sizes = ([drawn.randrange(1, limit) for _ in range(count)] for limit in (2000, 1 << 30))
+    stacks = [drawn.randrange(-1, 2) for _ in range(count)]
+    columns = {"action": actions, "time_us": times, "bytes": sizes, "address": addresses, "stack": stacks}
+    with (tmp_path / "answer").open("w+b") as answer:
+        rows = allocation_rows(snapshot_of(answer, columns), 0, start_ns=5)
+        made = pd.DataFrame({name: column[:] for name, column in rows.items()})
+    # The last event of each address: the row of an allocation, or None.
+    latest_us, last, older, newer = times[0], {}, [], []
+    for action, time_us, size, address, stack in zip(actions, times, sizes, addresses, stacks, strict=True):
+        if action == ACTIONS["oom"]:
+            continue
+        latest_us = max(latest_us, time_us)
+        row = last.get(address)
+        if row is not None:
+            row["end_ns"] = latest_us * 1000
+        last[address] = None
+        if action == ACTIONS["alloc"]:
+            last[address] = {"start_ns": latest_us * 1000, "end_ns": None, "bytes": size, "stack": stack}
+            newer.append(last[address])
+        elif row is None:
+            older.append({"start_ns": 5, "end_ns": latest_us * 1000, "bytes": size, "stack": -1})
+    expected = pd.DataFrame([*older, *newer])
+    assert made["end_ns"].equals(expected["end_ns"].astype("Int64"))
+    assert made["stack"].cat.codes.tolist() == expected["stack"].tolist()
+    assert made[["start_ns", "bytes"]].equals(expected[["start_ns", "bytes"]])
+
+
+def test_allocation_rows__take_little_memory_of_many_events(tmp_path: Path) -> None:
+    count = 18 * ROWS
+    steps = np.arange(count)
+    columns = {"action": steps % 2 * ACTIONS["free_completed"], "time_us": steps, "bytes": steps // 2 % 5000 * 512}
+    columns |= {"address": steps // 2 % 3000, "stack": steps % 2}
+    with (tmp_path / "answer").open("w+b") as answer:
+        snapshot = snapshot_of(answer, columns)
+        tracemalloc.start()
+        rows, timeline = allocation_rows(snapshot, 0, 0), pool_timeline(snapshot, 0, "requested")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert (len(rows["bytes"]), len(timeline.bytes)) == (count // 2, count + 2)
+    assert int(timeline.bytes[:].max()) == 4999 * 512
+    # The columns alone take 40 MB.
+    assert peak_bytes < 28 << 20, peak_bytes
 
 
 def test_allocator_state__tells_private_pools_and_memory_that_cannot_be_returned(tmp_path: Path) -> None:
