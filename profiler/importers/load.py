@@ -17,7 +17,6 @@ from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
 from ebbtide.profiler.trace.merge import refuse_gaps
-from ebbtide.profiler.trace.stored_column import blocks_of
 
 _MAX_NAMES = 4
 # Names that torch.profiler's tensorboard_trace_handler gives: host and process, time.
@@ -224,9 +223,8 @@ class _Addition:
 
     def span_ns(self) -> tuple[int, int] | None:
         """Return the first and last time of the rows; None if there are none."""
-        columns = (part[name] for part in self.parts for name in _SPAN_COLUMNS if name in part)
-        blocks = (pd.Series(block).dropna() for column in columns for block in blocks_of(column))
-        spans = [(int(times.min()), int(times.max())) for times in blocks if times.size]
+        columns = (pd.Series(part[name]).dropna() for part in self.parts for name in _SPAN_COLUMNS if name in part)
+        spans = [(int(times.min()), int(times.max())) for times in columns if times.size]
         return (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
 
     def shift(self, offset_ns: int) -> None:

@@ -1,6 +1,5 @@
 """Makes rows of the tables `allocations` and `memory` from the events of a snapshot, a block of events at a time."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +8,6 @@ import pandas as pd
 
 from ebbtide.profiler.memory_snapshot.reader import EVENT, Snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, STATES
-from ebbtide.profiler.trace.stored_column import StoredColumn
 
 POOLS = ("requested", "reserved")
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -19,8 +17,8 @@ _MISSING = np.iinfo(np.int64).min
 class PoolTimeline(NamedTuple):
     """Bytes of a pool over time."""
 
-    t_ns: StoredColumn  # Times in Unix ns: the first event, each change, the last event of all devices.
-    bytes: StoredColumn
+    t_ns: npt.NDArray[np.int64]  # Times in Unix ns: the first event, each change, the last event of all devices.
+    bytes: npt.NDArray[np.int64]
     missing_bytes: int  # Bytes by which the events would fall below zero, given the size at the end.
     has_releases: bool  # Whether the events have releases; if they do not, and bytes are missing, the times say nothing
 
@@ -39,24 +37,22 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
         signs, end_bytes = _RESERVED, int(segments.loc[segments["device"] == device, "bytes"].sum())
     sign = np.zeros(len(ACTIONS), np.int8)
     sign[[ACTIONS[action] for action in signs]] = list(signs.values())
-    times, sizes = (StoredColumn("q", len(events) + 2) for _ in range(2))
-    # Sizes are relative to the one at the end.
-    size = lowest = 0
-    has_releases = False
-    times.prepend([snapshot.span_ns[1]])
-    sizes.prepend([size])
+    # From the end, at which the size is known, to the start.
+    row = len(events) + 2
+    times, sizes = np.empty((2, row), np.int64)
+    size, lowest, has_releases = end_bytes, end_bytes, False
+    times[-1], sizes[-1] = snapshot.span_ns[1], size
     for block in events.changes(signs):
         changes = block["bytes"] * sign[block["action"]]
         has_releases |= bool((changes < 0).any())
-        before = size - int(changes.sum())
-        after = before + np.cumsum(changes)
-        times.prepend(block["time_us"] * 1000)
-        sizes.prepend(after)
-        size, lowest = before, int(after.min(initial=min(lowest, before)))
-    times.prepend([start_ns(snapshot, device)])
-    sizes.prepend([size])
-    missing = max(-lowest - end_bytes, 0)
-    return PoolTimeline(times, sizes + (end_bytes + missing), missing, has_releases)
+        rows = slice(row - 1 - len(block), row - 1)
+        times[rows], sizes[rows] = block["time_us"] * 1000, size - changes.sum() + np.cumsum(changes)
+        size -= int(changes.sum())
+        lowest, row = int(sizes[rows].min(initial=min(lowest, size))), rows.start + 1
+    times[row - 2], sizes[row - 2] = start_ns(snapshot, device), size
+    missing = max(-lowest, 0)
+    sizes += missing
+    return PoolTimeline(times[row - 2 :], sizes[row - 2 :], missing, has_releases)
 
 
 def start_ns(snapshot: Snapshot, device: int) -> int:
@@ -68,9 +64,7 @@ def start_ns(snapshot: Snapshot, device: int) -> int:
 def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
     """Return columns t_ns, pool and bytes of all POOLS of a device."""
     timelines = {pool: pool_timeline(snapshot, device, pool) for pool in POOLS}
-    parts = [
-        pd.DataFrame({"t_ns": own.t_ns[:], "pool": pool, "bytes": own.bytes[:]}) for pool, own in timelines.items()
-    ]
+    parts = [pd.DataFrame({"t_ns": own.t_ns, "pool": pool, "bytes": own.bytes}) for pool, own in timelines.items()]
     return pd.concat(parts, ignore_index=True)
 
 
@@ -101,21 +95,21 @@ def blocks_in_use(snapshot: Snapshot, device: int) -> pd.DataFrame:
     return blocks[(blocks["device"] == device) & blocks["state"].isin([STATES[state] for state in states])]
 
 
-def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> dict[str, StoredColumn]:
+def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFrame:
     """Return each block that a device held at any time of a snapshot: at each time they add up to the pool `requested`.
 
     `start_ns`: the start of blocks that were allocated before the first event. Columns: start_ns, end_ns (missing: held
     at the end), bytes (as requested), address, and stack (the text, missing where it was not recorded)."""
     events, live = snapshot.events_of(device), blocks_in_use(snapshot, device)
-    stacks = partial(pd.Categorical.from_codes, dtype=pd.CategoricalDtype(snapshot.stacks))
-    kinds: dict[str, Any] = {"start_ns": "q", "end_ns": "q", "bytes": "q", "address": "q", "stack": "i"}
-    values: dict[str, Any] = {"end_ns": _with_missing, "stack": stacks}
-    most_rows = len(events) + len(live)
-    columns = {name: StoredColumn(kind, most_rows, values.get(name, np.asarray)) for name, kind in kinds.items()}
+    row = len(events) + len(live)
+    kinds = {"start_ns": "q", "end_ns": "q", "bytes": "q", "address": "q", "stack": "i"}
+    columns: dict[str, Any] = {name: np.empty(row, kind) for name, kind in kinds.items()}
 
-    def prepend(rows: Any, *values: Any) -> None:
+    def prepend(count: int, *values: Any) -> None:
+        nonlocal row
         for column, own in zip(columns.values(), values, strict=True):
-            column.prepend(np.broadcast_to(own, len(rows)))
+            column[row - count : row] = own
+        row -= count
 
     # The first one of the later events of each address: the events of one address in turn, each one ends the allocation
     # before it. A release without an allocation before it is of an older block.
@@ -127,21 +121,20 @@ def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> dict[str,
         own = np.flatnonzero(made[: len(block)])
         new, next_rows = block[own], after[own]
         ends = np.where(next_rows >= 0, rows["time_us"][next_rows] * 1000, _MISSING)
-        prepend(new, new["time_us"] * 1000, ends, new["bytes"], new["address"], new["stack"])
+        prepend(len(new), new["time_us"] * 1000, ends, new["bytes"], new["address"], new["stack"])
         held.append(new["address"][next_rows < 0])
         older.append(rows[~made & (before >= 0) & ~made[before]])
         following = rows[before < 0]
     older.append(following[following["action"] != ACTIONS["alloc"]])
     released = np.sort(np.concatenate(older), order="position")
-    prepend(released, start_ns, released["time_us"] * 1000, released["bytes"], released["address"], -1)
+    prepend(len(released), start_ns, released["time_us"] * 1000, released["bytes"], released["address"], -1)
     # Blocks held at the end without an allocation in the events are older than these.
     remaining = live[~live["address"].isin(np.concatenate(held))]
-    prepend(remaining, start_ns, _MISSING, *(remaining[name] for name in ("requested", "address", "stack")))
-    return columns
-
-
-def _with_missing(times: npt.NDArray[np.int64]) -> pd.arrays.IntegerArray:
-    return pd.arrays.IntegerArray(times, times == _MISSING)
+    prepend(len(remaining), start_ns, _MISSING, *(remaining[name] for name in ("requested", "address", "stack")))
+    columns = {name: column[row:] for name, column in columns.items()}
+    columns["end_ns"] = pd.arrays.IntegerArray(columns["end_ns"], columns["end_ns"] == _MISSING)
+    columns["stack"] = pd.Categorical.from_codes(columns["stack"], categories=snapshot.stacks)
+    return pd.DataFrame(columns, copy=False)
 
 
 def _neighbors(address: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

@@ -32,13 +32,7 @@ _INTEGERS = {"time_us": "time_us", "size": "bytes", "addr": "address"}
 _FIELDS = {"action": _REFERENCE, **dict.fromkeys(_INTEGERS, _INTEGER), "frames": _FRAMES}
 _MAX_CACHED = 1 << 16
 # An event, where the pickle has it, and its position in `PlainPickle.objects`.
-_EVENT_OBJECT, _EVENT_AT = object(), 0
-
-
-class EventCount:
-    """Events of a list that follow each other."""
-
-    count = 0
+EVENT, _EVENT_AT = object(), 0
 
 
 class _Stack(NamedTuple):
@@ -59,7 +53,7 @@ class _Form(NamedTuple):
 
 
 class SnapshotPickle(PlainPickle):
-    """Reads a snapshot in which lists of the allocator's events have an EventCount.
+    """Reads a snapshot in which each event of the allocator is EVENT.
 
     `columns` get the events: `action` (by `codes`, or -1), `time_us`, `bytes`, `address` and `stack` (by `number`; the
     lists of frames are kept). `rows_added` is called then."""
@@ -75,7 +69,7 @@ class SnapshotPickle(PlainPickle):
     ) -> None:
         super().__init__(file, progress)
         self._number_of, self._columns, self._rows_added = number, columns, rows_added
-        self.objects.append(_EVENT_OBJECT)
+        self.objects.append(EVENT)
         self._form: _Form | None = None
         # The first byte of the dict that was begun last, and the dicts and lists since the last event by identity.
         self._dict_at: int | None = None
@@ -107,20 +101,9 @@ class SnapshotPickle(PlainPickle):
 
     def remembered(self, index: int) -> Any:
         value = super().remembered(index)
-        if value is _EVENT_OBJECT:
+        if value is EVENT:
             raise PickleError("it has the same event twice")
         return value
-
-    def extend_list(self, values: list[Any]) -> None:
-        if values[:1] != [_EVENT_OBJECT]:
-            super().extend_list(values)
-            return
-        if values.count(_EVENT_OBJECT) < len(values):
-            raise TypeError("not a list of events alone")
-        events = self.stack[-1]
-        if not (type(events) is list and events and type(events[-1]) is EventCount):
-            super().extend_list([EventCount()])
-        events[-1].count += len(values)
 
     def refill(self, least_bytes: int) -> None:
         super().refill(least_bytes)
@@ -148,8 +131,8 @@ class SnapshotPickle(PlainPickle):
             self._columns[column].append(event[name] if name == "size" and action >= 0 else event.get(name, missing))
         stack = self._stack(event.get("frames") or [])
         self._columns["stack"].append(stack.number)
-        self.stack[-1] = _EVENT_OBJECT
-        for value, kept in ((event, _EVENT_OBJECT), (event.get("frames"), stack.frames)):
+        self.stack[-1] = EVENT
+        for value, kept in ((event, EVENT), (event.get("frames"), stack.frames)):
             if id(value) in self._recent:
                 self.objects[self.memo[self._recent[id(value)]]] = kept
         self._recent.clear()
@@ -205,7 +188,7 @@ class SnapshotPickle(PlainPickle):
                     numbers.append(self._new_stack(opcodes))
         if not form.added:
             memo.extend([_EVENT_AT] * count)
-        self.stack.extend([_EVENT_OBJECT] * count)
+        self.stack.extend([EVENT] * count)
         self._rows_added()
 
     def _new_stack(self, opcodes: bytes) -> int:

@@ -111,8 +111,8 @@ class PlainPickle:
             b"\x86": lambda: push(tuple(self._pop(2))),
             b"\x87": lambda: push(tuple(self._pop(3))),
             b"t": lambda: push(tuple(self._pop_mark())),
-            b"a": lambda: self.extend_list(self._pop(1)),
-            b"e": lambda: self.extend_list(self._pop_mark()),
+            b"a": lambda: self._extend(self._pop(1)),
+            b"e": lambda: self._extend(self._pop_mark()),
             b"s": lambda: self._set_items(self._pop(2)),
             b"u": self.end_dict,
             b"\x94": lambda: self.memoize(len(self.memo)),
@@ -162,7 +162,7 @@ class PlainPickle:
         values, self.stack = self.stack, self._outer.pop()
         return values
 
-    def extend_list(self, values: list[Any]) -> None:
+    def _extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
             raise TypeError("not a list")

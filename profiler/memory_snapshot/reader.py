@@ -187,10 +187,9 @@ def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], a
 
 def _check_ranges(snapshot: Snapshot) -> None:
     """Raise SnapshotError for numbers that no allocator counts, so that no sum overflows."""
-    for table in (snapshot.blocks, snapshot.segments):
-        _check_blocks([table.to_records()])
-    for events in snapshot.events.values():
-        _check_blocks(events.blocks())
+    tables = [[table.to_records()] for table in (snapshot.blocks, snapshot.segments)]
+    for blocks in (*tables, *(events.blocks() for events in snapshot.events.values())):
+        _check_blocks(blocks)
     if len({events.have_times for events in snapshot.events.values()}) > 1:
         raise SnapshotError("some of its events have no times")
 

@@ -45,8 +45,7 @@ def read_recorded(description_file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
             snapshot = read_snapshot(lambda: path.open("rb"))
         except SnapshotError as error:
             raise ValueError(str(error)) from None
-        columns = allocation_rows(snapshot, number, snapshot.span_ns[0])
-        rows = pd.DataFrame({name: column[:] for name, column in columns.items()})
+        rows = allocation_rows(snapshot, number, snapshot.span_ns[0])
         memory = pool_rows(snapshot, number)
         for table, columns in ((rows, ("start_ns", "end_ns")), (memory, ("t_ns",))):
             for column in columns:

@@ -20,7 +20,7 @@ import sys
 from array import array
 from typing import Any
 
-from ebbtide.profiler.memory_snapshot.event_stream import EventCount, SnapshotPickle
+from ebbtide.profiler.memory_snapshot.event_stream import EVENT, SnapshotPickle
 
 # Rows of a block of events, and the type codes of their columns.
 ROWS = 1 << 16
@@ -138,9 +138,9 @@ def device_events(snapshot: dict[str, Any]) -> list[int]:
     traces = snapshot.get("device_traces", ())
     if len({id(trace) for trace in traces}) < len(traces):
         raise ValueError("two devices have the same list of events")
-    if any(type(part) is not EventCount for trace in traces for part in trace):
+    if any(event is not EVENT for trace in traces for event in trace):
         raise TypeError("not an event")
-    return [sum(part.count for part in trace) for trace in traces]
+    return [len(trace) for trace in traces]
 
 
 def block_columns(snapshot: dict[str, Any], stacks: StackTable) -> dict[str, Columns]:

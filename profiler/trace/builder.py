@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +40,7 @@ class RankBuilder:
         return self
 
     def extend(self, table: str, **columns: Any) -> RankBuilder:
-        """Add many rows as columns and return the builder. A column: an array, a StoredColumn, or one value for all."""
+        """Add many rows as columns and return the builder. A column is an array, or one value for all rows."""
         self._columns[table].append(columns)
         return self
 
@@ -53,18 +52,18 @@ class RankBuilder:
 
     def frame(self, table: str) -> pd.DataFrame:
         """Return the rows so far. Raises ValueError for rows that do not fit the table."""
-        return _joined(table, (_cut(part, 0, None) for part in self._columns[table]), self._rows[table])
+        return _joined(table, self._columns[table], self._rows[table])
 
     def frames_of(self, table: str) -> Iterator[pd.DataFrame]:
         """Yield the rows so far as frames in the order of time, of a large table several: one takes too much memory."""
         parts = self._columns[table]
-        times = [part[SORT[table]] for part in parts]
-        longest = max(times, key=np.size, default=())
-        if np.size(longest) <= _FRAME_ROWS or self._rows[table] or not all(map(_ascend, times)):
+        times = [np.asarray(part[SORT[table]]) for part in parts]
+        longest = max(times, key=np.size, default=np.empty(0))
+        if longest.size <= _FRAME_ROWS or self._rows[table] or not all((np.diff(own) >= 0).all() for own in times):
             yield self.frame(table)
             return
-        limits = [longest[row] for row in range(_FRAME_ROWS, len(longest), _FRAME_ROWS)]
-        cuts = [pairwise([0, *(bisect_left(own, limit) for limit in limits), len(own)]) for own in times]
+        limits = longest[_FRAME_ROWS::_FRAME_ROWS]
+        cuts = [pairwise([0, *np.searchsorted(own, limits), len(own)]) for own in times]
         for bounds in zip(*cuts, strict=True):
             frame = _joined(table, [_cut(part, *rows) for part, rows in zip(parts, bounds, strict=True)])
             texts = frame.select_dtypes("category").items()
@@ -186,13 +185,7 @@ class TraceBuilder:
         return open_trace(path)
 
 
-def _ascend(times: Any) -> bool:
-    """Return whether times are in order."""
-    starts = range(0, len(times), _FRAME_ROWS)
-    return all((np.diff(times[start : start + _FRAME_ROWS + 1]) >= 0).all() for start in starts)
-
-
-def _cut(columns: dict[str, Any], start: int, end: int | None) -> dict[str, Any]:
+def _cut(columns: dict[str, Any], start: int, end: int) -> dict[str, Any]:
     """Return some rows of columns, each an array or one value for all rows."""
     return {name: values if np.ndim(values) == 0 else values[start:end] for name, values in columns.items()}
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -143,6 +144,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         meta = json.loads(read_regular(path / META, MAX_META_BYTES))
     except RecursionError:
         raise TraceError(f"{path} is not a trace: its {META} is nested too deeply") from None
+    except NotADirectoryError:
+        remedy = f"what another tool wrote becomes one by `ebbtide import {shlex.quote(str(path))} -o run.ebb`"
+        raise TraceError(f"{path} is a file, and a trace is a folder: {remedy}") from None
     except OSError as error:
         raise TraceError(f"{path} is not a trace: it has no readable {META} ({error.strerror})") from None
     except ValueError:
@@ -263,20 +267,13 @@ def _read_from(table: str, source: pa.NativeFile, size: int) -> Columns:
         names = [column.name for column in TABLES[table] if column.name in stored]
         if parquet.metadata.num_rows > _LARGE_ROWS:
             # Joining the row groups of all columns at once would take the memory of the table twice.
-            rows = pa.table({name: _joined(parquet.read([name], use_threads=False).column(name)) for name in names})
+            chunks = ((name, parquet.read([name], use_threads=False).column(name)) for name in names)
+            rows = pa.table({name: column.unify_dictionaries().combine_chunks() for name, column in chunks})
         else:
             rows = parquet.read(names, use_threads=False)
         columns = Columns(table, typed_rows(table, rows))
     check_values(table, columns)
     return columns
-
-
-def _joined(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array, and few different texts with a byte for each row."""
-    values = column.unify_dictionaries().combine_chunks()
-    if pa.types.is_dictionary(values.type) and len(values.dictionary) < 1 << 7:
-        return pa.DictionaryArray.from_arrays(values.indices.cast(pa.int8()), values.dictionary)
-    return values
 
 
 @cache

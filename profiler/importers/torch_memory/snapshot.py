@@ -110,8 +110,7 @@ class _DeviceSnapshot:
         """Add the pools `requested` and `reserved`, and each allocation."""
         if self._add_pool("requested"):
             rows = allocation_rows(self._snapshot, self._device, start_ns(self._snapshot, self._device))
-            del rows["address"]
-            self._rank.extend("allocations", device=self._name, **rows)
+            self._rank.extend("allocations", device=self._name, **rows.drop(columns="address"))
         self._add_pool("reserved")
         in_use = blocks_in_use(self._snapshot, self._device)
         requested, blocked = (f"{in_use[sizes].sum() / 1e6:,.1f} MB" for sizes in ("requested", "bytes"))

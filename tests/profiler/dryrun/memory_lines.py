@@ -140,7 +140,7 @@ def snapshot_line(path: Path) -> MemoryLine:
         if len(positions):
             names.append(name)
             bounds.append(int(positions[0]) if bounds else 0)
-    reserved = int(pool_timeline(snapshot, 0, "reserved").bytes[:].max())
+    reserved = int(pool_timeline(snapshot, 0, "reserved").bytes.max())
     return MemoryLine(_phases(requested, names, [*bounds, len(changes)]), reserved)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
@@ -75,7 +74,7 @@ def test_caching_allocator__takes_the_segments_of_a_real_run(name: str) -> None:
     snapshot = read_snapshot(lambda: path.open("rb"))
     names = {number: action for action, number in ACTIONS.items()}
     allocator = CachingAllocator()
-    rows = pd.DataFrame({name: column[:] for name, column in allocation_rows(snapshot, 0, start_ns=0).items()})
+    rows = allocation_rows(snapshot, 0, start_ns=0)
     older = rows[rows["start_ns"] == 0].sort_values("address")
     live = {address: allocator.allocate(size) for address, size in zip(older["address"], older["bytes"], strict=True)}
     reserved_before, segments_before = allocator.reserved_bytes, allocator.segments_allocated

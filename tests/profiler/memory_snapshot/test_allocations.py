@@ -95,8 +95,7 @@ def test_allocation_rows__of_several_blocks_are_those_of_a_replay(tmp_path: Path
     stacks = [drawn.randrange(-1, 2) for _ in range(count)]
     columns = {"action": actions, "time_us": times, "bytes": sizes, "address": addresses, "stack": stacks}
     with (tmp_path / "answer").open("w+b") as answer:
-        rows = allocation_rows(snapshot_of(answer, columns), 0, start_ns=5)
-        made = pd.DataFrame({name: column[:] for name, column in rows.items()})
+        made = allocation_rows(snapshot_of(answer, columns), 0, start_ns=5)
     # The last event of each address: the row of an allocation, or None.
     latest_us, last, older, newer = times[0], {}, [], []
     for action, time_us, size, address, stack in zip(actions, times, sizes, addresses, stacks, strict=True):
@@ -129,10 +128,10 @@ def test_allocation_rows__take_little_memory_of_many_events(tmp_path: Path) -> N
         rows, timeline = allocation_rows(snapshot, 0, 0), pool_timeline(snapshot, 0, "requested")
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert (len(rows["bytes"]), len(timeline.bytes)) == (count // 2, count + 2)
-    assert int(timeline.bytes[:].max()) == 4999 * 512
-    # The columns alone take 40 MB.
-    assert peak_bytes < 28 << 20, peak_bytes
+    assert (len(rows), len(timeline.bytes)) == (count // 2, count + 2)
+    assert int(timeline.bytes.max()) == 4999 * 512
+    # The rows, and memory for those of blocks that were not in use: 52 B an event. All events at once take 37 more.
+    assert peak_bytes < 67 * count, peak_bytes / count
 
 
 def test_allocator_state__tells_private_pools_and_memory_that_cannot_be_returned(tmp_path: Path) -> None:
