@@ -312,6 +312,26 @@ DAMAGE = [
 ]
 
 
+def test_open_trace__of_a_file_says_how_it_becomes_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "a snapshot.pickle"
+    file.write_bytes(b"")
+    assert f"ebbtide import '{file}' -o run.ebb" in refusal(lambda: open_trace(file))
+
+
+def test_open_trace__reads_large_tables_column_by_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, reads = sample(tmp_path / "t.ebb"), []
+    read = pq.ParquetFile.read
+    monkeypatch.setattr("ebbtide.profiler.trace.files._LARGE_ROWS", 0)
+    monkeypatch.setattr("ebbtide.profiler.trace.files._SMALL_BYTES", 0)
+    monkeypatch.setattr(
+        pq.ParquetFile, "read", lambda file, names, **how: reads.append(names) or read(file, names, **how)
+    )
+    trace = open_trace(tmp_path / "t.ebb")
+    for table in TABLES:
+        pd.testing.assert_frame_equal(trace.table(0, table), written.table(0, table))
+    assert {len(names) for names in reads} == {1}
+
+
 @pytest.fixture(scope="module")
 def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("undamaged") / "t.ebb"
