@@ -51,8 +51,9 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
         lowest, row = int(sizes[rows].min(initial=min(lowest, size))), rows.start + 1
     times[row - 2], sizes[row - 2] = start_ns(snapshot, device), size
     missing = max(-lowest, 0)
+    times, sizes = times[row - 2 :], sizes[row - 2 :]
     sizes += missing
-    return PoolTimeline(times[row - 2 :], sizes[row - 2 :], missing, has_releases)
+    return PoolTimeline(times, sizes, missing, has_releases)
 
 
 def start_ns(snapshot: Snapshot, device: int) -> int:

@@ -267,13 +267,20 @@ def _read_from(table: str, source: pa.NativeFile, size: int) -> Columns:
         names = [column.name for column in TABLES[table] if column.name in stored]
         if parquet.metadata.num_rows > _LARGE_ROWS:
             # Joining the row groups of all columns at once would take the memory of the table twice.
-            chunks = ((name, parquet.read([name], use_threads=False).column(name)) for name in names)
-            rows = pa.table({name: column.unify_dictionaries().combine_chunks() for name, column in chunks})
+            rows = pa.table({name: _joined(parquet.read([name], use_threads=False).column(name)) for name in names})
         else:
             rows = parquet.read(names, use_threads=False)
         columns = Columns(table, typed_rows(table, rows))
     check_values(table, columns)
     return columns
+
+
+def _joined(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array, and few different texts with a byte for each row."""
+    values = column.unify_dictionaries().combine_chunks()
+    if pa.types.is_dictionary(values.type) and len(values.dictionary) < 1 << 7:
+        return pa.DictionaryArray.from_arrays(values.indices.cast(pa.int8()), values.dictionary)
+    return values
 
 
 @cache
