@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ebbtide.profiler.memory_snapshot.reader import EVENT, Snapshot
+from ebbtide.profiler.memory_snapshot.reader import EVENT_TYPE, Snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, STATES
 
 POOLS = ("requested", "reserved")
@@ -114,7 +114,7 @@ def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFr
 
     # The first one of the later events of each address: the events of one address in turn, each one ends the allocation
     # before it. A release without an allocation before it is of an older block.
-    following, older, held = np.empty(0, EVENT), [], [np.empty(0, np.int64)]
+    following, older, unfinished = np.empty(0, EVENT_TYPE), [], [np.empty(0, np.int64)]
     for block in events.changes(("alloc", events.release)):
         rows = np.concatenate([block, following])
         after, before = _neighbors(rows["address"])
@@ -123,14 +123,14 @@ def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFr
         new, next_rows = block[own], after[own]
         ends = np.where(next_rows >= 0, rows["time_us"][next_rows] * 1000, _MISSING)
         prepend(len(new), new["time_us"] * 1000, ends, new["bytes"], new["address"], new["stack"])
-        held.append(new["address"][next_rows < 0])
+        unfinished.append(new["address"][next_rows < 0])
         older.append(rows[~made & (before >= 0) & ~made[before]])
         following = rows[before < 0]
     older.append(following[following["action"] != ACTIONS["alloc"]])
     released = np.sort(np.concatenate(older), order="position")
     prepend(len(released), start_ns, released["time_us"] * 1000, released["bytes"], released["address"], -1)
     # Blocks held at the end without an allocation in the events are older than these.
-    remaining = live[~live["address"].isin(np.concatenate(held))]
+    remaining = live[~live["address"].isin(np.concatenate(unfinished))]
     prepend(len(remaining), start_ns, _MISSING, *(remaining[name] for name in ("requested", "address", "stack")))
     columns = {name: column[row:] for name, column in columns.items()}
     columns["end_ns"] = pd.arrays.IntegerArray(columns["end_ns"], columns["end_ns"] == _MISSING)

@@ -36,7 +36,7 @@ _MAX_DEVICES = 1024
 _MAX_BYTES = 1 << 48
 _MAX_SUM_BYTES = float(1 << 62)
 _LIMITS = {"device": _MAX_DEVICES, "time_us": _MAX_US, "bytes": _MAX_BYTES, "requested": _MAX_BYTES}
-EVENT = np.dtype([*EVENT_COLUMNS.items(), ("position", "q")])
+EVENT_TYPE = np.dtype([*EVENT_COLUMNS.items(), ("position", "q")])
 
 
 class SnapshotError(ValueError):
@@ -98,13 +98,13 @@ class Events:
         """Return the events of a block that are of this device and of known actions."""
         number += self._rows.start // ROWS
         data, offset = os.pread(self._answer, _BLOCK_BYTES, number * _BLOCK_BYTES), 0
-        block = np.empty(ROWS, EVENT)
+        block = np.empty(ROWS, EVENT_TYPE)
         for name, code in EVENT_COLUMNS.items():
             block[name] = np.frombuffer(data, code, ROWS, offset)
             offset += ROWS * np.dtype(code).itemsize
         own = block[max(self._rows.start - number * ROWS, 0) : self._rows.stop - number * ROWS]
-        known = own["action"] >= 0
-        return own if known.all() else own[known]
+        understood = own["action"] >= 0
+        return own if understood.all() else own[understood]
 
 
 _NO_EVENTS = Events(-1, range(0))
