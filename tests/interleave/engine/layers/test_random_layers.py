@@ -56,7 +56,7 @@ class RandomPlanner:
         need = max(one.total for one in placed.layer_memory) + left_bytes
         # Peaks before were in the memory of one layer at a time.
         memory.peak_bytes = 0
-        memory.limit_bytes = need
+        memory.budgets = {"activations": need}
         result = orders.orders_of_plan(plan, plan.layers, placed)
         self.kinds = [*map(result.kind, range(len(layers)))]
         return result
