@@ -47,7 +47,7 @@ class LayerMemoryCount:
                 raise DeviceMemoryError(
                     f"{' and '.join(sorted(self.budgets))} need {bytes_text(nbytes)} of device memory beside "
                     f"{bytes_text(self.used_bytes)}, and their memory_budget is {bytes_text(limit_bytes)}: raise it, "
-                    "or use smaller batches"
+                    "use smaller batches, or let custom autograd functions use save_for_backward"
                 )
             self._device.claim(nbytes)
             self.used_bytes += nbytes
