@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import median_low
 
 import torch
 
@@ -24,7 +24,7 @@ class PassMeasurement:
     """
 
     def __init__(self, transfers: StorageTransfers, before: "PassMeasurement | None") -> None:
-        """Initialize; `before`: the pass before, since times are medians of all."""
+        """Initialize; `before`: the pass before, since times are (lower) medians."""
         self._transfers = transfers
         transfers.measures = True
         transfers.waits.clear()
@@ -57,8 +57,11 @@ class PassMeasurement:
         self._transfers.waits.clear()
 
     def _passes(self) -> "list[PassMeasurement]":
-        """Return this pass and those before it, the last one first."""
-        return [self, *([] if self._before is None else self._before._passes())]
+        """Return this pass and those before it, the last one first, without the very first: it has not warmed up."""
+        passes: list[PassMeasurement] = [self]
+        while (before := passes[-1]._before) is not None:
+            passes.append(before)
+        return passes[:-1] or passes
 
     def outside(self) -> PassTimes:
         """Return the medians of the times outside of layers, of passes before the one that begins now."""
@@ -66,7 +69,7 @@ class PassMeasurement:
         following = [self._transfers.device.record("job"), *(one._began for one in passes)]
         turns = [one._turn_s() for one in passes]
         others = [_seconds_between([one._ended, mark]) for one, mark in zip(passes, following, strict=False)]
-        return PassTimes(median(turns), median(others))
+        return PassTimes(median_low(turns), median_low(others))
 
     def _turn_s(self) -> float:
         last = max(layer for is_backward, layer in self._marks if not is_backward)
@@ -119,7 +122,9 @@ class PassMeasurement:
     def _seconds(self, is_backward: bool, layer: int) -> float:
         marks = [one._marks.get((is_backward, layer), []) for one in self._passes()]
         waits = [sum(map(_seconds_between, zip(one[2::2], one[3::2], strict=True))) for one in marks]
-        return max(LEAST_S, median(_seconds_between(one[:2]) - wait for one, wait in zip(marks, waits, strict=True)))
+        return max(
+            LEAST_S, median_low(_seconds_between(one[:2]) - wait for one, wait in zip(marks, waits, strict=True))
+        )
 
 
 def _seconds_between(marks: Sequence[Mark | None]) -> float:

@@ -22,7 +22,7 @@ from ebbtide.interleave.policies.layer_choice import WEIGHTS
 log = logging.getLogger("ebbtide")
 
 
-# Passes before there is a plan, whose median times count: the first one has not warmed up yet.
+# Passes before there is a plan. The times of the first one do not count: it has not warmed up.
 MEASURED_PASSES = 3
 
 
