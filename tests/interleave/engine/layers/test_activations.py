@@ -289,17 +289,6 @@ def test_offload_activations__two_forwards_before_their_backwards() -> None:
             assert same(both(model), expected)
 
 
-def test_offload_activations__compiled_layers_have_their_own_bits() -> None:
-    def compiled(model: nn.Module) -> nn.Module:
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-        return model
-
-    expected, model = train(compiled(stack()), 4), compiled(stack())
-    with offloaded(model, 2.2):
-        assert same(train(model, 4), expected)
-
-
 def test_offload_activations__copies_of_the_model_are_plain() -> None:
     model = stack()
     with offloaded(model, 2.2):

@@ -375,7 +375,8 @@ def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_t
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_stream_weights__compiled_layers_and_models(whole: bool) -> None:
+@pytest.mark.parametrize("what", ["weights", "activations"])
+def test_compiled_layers_and_models__have_their_own_bits(what: str, whole: bool) -> None:
     def compiled(model: Any) -> Any:
         if whole:
             return torch.compile(model, backend="aot_eager")
@@ -386,10 +387,13 @@ def test_stream_weights__compiled_layers_and_models(whole: bool) -> None:
     torch.compiler.reset()
     expected, model = train(compiled(stack()), 4), stack()
     layers = model if whole else compiled(model)
-    with stream_weights(layers, memory_budget=2.1 * WEIGHT_BYTES, device=EmulatedDevice()) as streamed:
+    move, budget = (
+        (stream_weights, 2.1 * WEIGHT_BYTES) if what == "weights" else (offload_activations, 2.2 * LAYER_BYTES)
+    )
+    with move(layers, memory_budget=budget, device=EmulatedDevice()) as owner:
         assert same(train(compiled(model) if whole else model, 4), expected)
-        assert not streamed.kept
-        assert WEIGHT_BYTES < streamed.peak_bytes <= 2.1 * WEIGHT_BYTES
+        assert 0.5 * budget < owner.peak_bytes <= budget
+        assert set(owner.choices.values()) & {"streamed", "offload"}
 
 
 def test_stream_weights__comes_before_activations() -> None:
