@@ -149,11 +149,10 @@ def add_lane_legend(figure: Figure | SubFigure, schedules: Sequence[Schedule]) -
     handles = [
         Patch(**looks, **_OPERATION_EDGE, label=kind) for kind, looks in _OPERATION_LOOKS.items() if kind in kinds
     ]
-    with_layers = [schedule for schedule in schedules if schedule.workload.layer_memory]
-    used = np.sum([_memory(schedule)[1].sum(axis=1) for schedule in with_layers], axis=0) if with_layers else []
-    names = [name for name, size in zip(_MEMORY_LOOKS, used, strict=False) if size > 0]
+    memory = [_memory(schedule)[1] for schedule in schedules if schedule.workload.layer_memory]
+    names = [name for row, name in enumerate(_MEMORY_LOOKS) if any(sizes[row].any() for sizes in memory)]
     handles += [Patch(**_MEMORY_LOOKS[name], label=f"memory: {name}") for name in names]
-    columns = 5 if with_layers else 9
+    columns = 5 if memory else 9
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=_FONT)
 
 

@@ -356,6 +356,7 @@ def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_t
         plain.layers = torch.nn.ModuleList(LayerOfReferences() for _ in range(5))
         return plain
 
+    move: Any
     move, layer_bytes = (stream_weights, WEIGHT_BYTES) if what == "weights" else (offload_activations, LAYER_BYTES)
     expected = train(model(), 5)
     for layers in (11, 2.2):
@@ -387,6 +388,7 @@ def test_compiled_layers_and_models__have_their_own_bits(what: str, whole: bool)
     torch.compiler.reset()
     expected, model = train(compiled(stack()), 4), stack()
     layers = model if whole else compiled(model)
+    move: Any
     move, budget = (
         (stream_weights, 2.1 * WEIGHT_BYTES) if what == "weights" else (offload_activations, 2.2 * LAYER_BYTES)
     )
