@@ -104,10 +104,12 @@ test-newest:
 # of `main`, and its own in place of them.
 # Dry runs need builds of torch for the CPU.
 $(RECIPES)/%/installed: export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+# GPTQModel is built beside the torch that is installed, without its kernels (a 0 here turns isolation off).
+$(RECIPES)/gptq/installed: BUILD := BUILD_CUDA_EXT=0 PIP_NO_BUILD_ISOLATION=0
 $(RECIPES)/%/installed: tests/recipes/requirements-%.txt
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-deps --requirement tests/recipes/requirements-main.txt
-	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	$(BUILD) $(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
 	$(@D)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -29,6 +29,8 @@ _MESSAGES = (
     ),
     (re.compile(r"(DispatchStub: missing kernel|(?<=dummy base class )\w+)"), _NEEDS_CUDA),
     (re.compile(r"module '(torch\._C)' has no attribute '(\w+)'"), _NEEDS_CUDA),
+    # An error of this dry run that a library quotes in one of its own.
+    (re.compile(r"cannot dry-run (torch\.utils\.cpp_extension\.\w+\([^)]*\))"), _COMPILED),
     (re.compile(r"(CUDA) is not available|not compiled with (CUDA)"), _NEEDS_CUDA),
     (re.compile(r"(lib(?:c10_cuda|torch_cuda|cu[a-z]+|nv\w+|nccl)\.so[.\d]*): cannot open"), _COMPILED),
     (

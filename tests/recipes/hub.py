@@ -24,6 +24,8 @@ _CHAT = (
 )
 _SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "[CLS]", "[SEP]", "[MASK]")
 _ROLES = ("system", "user", "assistant")
+# Data types of the tensors that quantized weights consist of, and bytes of a value.
+_QUANTIZED_TYPES = {"qweight": ("I32", 4), "qzeros": ("I32", 4), "g_idx": ("I32", 4), "scales": ("F16", 2)}
 # Tokens of the vocabulary that texts consist of.
 _WORDS = 400
 
@@ -71,9 +73,32 @@ def _write_config(target: Path, model: Model) -> Any:
         module = getattr(transformers, model.architecture)(config)
     tied = set(getattr(module, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     tensors = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items() if name not in tied}
-    _write_weights(target, tensors, model.shards)
+    _write_weights(target, _quantized(tensors, model.config.get("quantization_config")), model.shards)
     transformers.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=3).save_pretrained(target)
     return config
+
+
+def _quantized(tensors: dict[str, tuple[int, ...]], settings: dict[str, Any] | None) -> dict[str, tuple[int, ...]]:
+    """Return the tensors with those of GPTQ or AWQ in place of the weights of the layers' linear modules."""
+    if settings is None:
+        return tensors
+    quantized = {}
+    for name, shape in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or len(shape) != 2 or ".layers." not in name:
+            quantized[name] = shape
+            continue
+        outputs, inputs = shape
+        packed, groups = 32 // settings["bits"], inputs // settings["group_size"]
+        is_awq = settings["quant_method"] == "awq"
+        quantized |= {
+            f"{module}.qweight": (inputs, outputs // packed) if is_awq else (inputs // packed, outputs),
+            f"{module}.qzeros": (groups, outputs // packed),
+            f"{module}.scales": (groups, outputs),
+        }
+        if not is_awq:
+            quantized[f"{module}.g_idx"] = (inputs,)
+    return quantized
 
 
 def _write_weights(target: Path, tensors: dict[str, tuple[int, ...]], shards: int) -> None:
@@ -93,12 +118,13 @@ def _write_weights(target: Path, tensors: dict[str, tuple[int, ...]], shards: in
 
 
 def write_sparse_safetensors(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Write a safetensors file of bfloat16 zeros, which takes no room on most file systems."""
+    """Write a safetensors file of zeros, which takes no room on most file systems: bfloat16, or as GPTQ has them."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
-        start, end = end, end + 2 * prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        dtype, width = _QUANTIZED_TYPES.get(name.rpartition(".")[2], ("BF16", 2))
+        start, end = end, end + width * prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

@@ -61,6 +61,11 @@ _LLAMA_3_1_8B = _llama(
     vocab_size=128_256, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, max_position_embeddings=131_072, rope_parameters=_LLAMA_3_ROPE, tie_word_embeddings=False,
 )  # fmt: skip
+_GPTQ = {
+    "bits": 4, "quant_method": "gptq", "group_size": 128, "desc_act": True, "sym": True, "damp_percent": 0.1,
+    "true_sequential": True, "checkpoint_format": "gptq",
+}  # fmt: skip
+_AWQ = {"bits": 4, "quant_method": "awq", "group_size": 128, "version": "gemm", "zero_point": True}
 _QWEN2_0_5B = _qwen2(
     vocab_size=151_936, hidden_size=896, intermediate_size=4_864, num_hidden_layers=24, num_attention_heads=14,
     num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True,
@@ -80,6 +85,12 @@ _SDXL_AUTOENCODER = {
 MODELS = {
     "meta-llama/Llama-3.1-8B": _LLAMA_3_1_8B,
     "meta-llama/Meta-Llama-3.1-8B-Instruct": replace(_LLAMA_3_1_8B, shards=4, tiktoken_tokens=128_000),
+    "hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4": replace(
+        _LLAMA_3_1_8B, config={**_LLAMA_3_1_8B.config, "dtype": "float16", "quantization_config": _GPTQ}
+    ),
+    "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4": replace(
+        _LLAMA_3_1_8B, config={**_LLAMA_3_1_8B.config, "dtype": "float16", "quantization_config": _AWQ}
+    ),
     "meta-llama/Llama-3.2-1B-Instruct": _llama(
         vocab_size=128_256,
         hidden_size=2_048,

@@ -37,6 +37,7 @@ _TRL = ("TRL", "trl")
 _DEEPSPEED = ("DeepSpeed", "deepspeed")
 _MEGATRON = ("Megatron-core", "megatron-core")
 _MEGATRON_PAGE = "https://docs.nvidia.com/megatron-core/developer-guide/latest/get-started/quickstart.html"
+_QUANTIZATION_PAGE = "https://huggingface.co/docs/peft/developer_guides/quantization"
 _TORCHTUNE, _TORCHTUNE_PAGE = ("torchtune", "torchtune"), "https://github.com/meta-pytorch/torchtune"
 _TORCHTUNE_NEEDS = ("meta-llama/Meta-Llama-3.1-8B-Instruct", "yahma/alpaca-cleaned")
 # Where the model is; the configurations of torchtune name a folder below /tmp.
@@ -78,7 +79,7 @@ PROGRAMS = (
         ("bitsandbytes", "bitsandbytes"),
         "Llama-3.1-8B, QLoRA (NF4, double), 4 x 512, paged 8-bit AdamW",
         "python jobs/peft_qlora.py",
-        "https://huggingface.co/docs/peft/developer_guides/quantization",
+        _QUANTIZATION_PAGE,
         ("meta-llama/Llama-3.1-8B", "tatsu-lab/alpaca"),
         "rtx4090",
     ),
@@ -114,7 +115,7 @@ PROGRAMS = (
         ("bitsandbytes", "bitsandbytes"),
         "Llama-3.1-8B, int8 with LoRA 16, 4 x 512, 8-bit AdamW",
         "python jobs/peft_int8.py",
-        "https://huggingface.co/docs/peft/developer_guides/quantization",
+        _QUANTIZATION_PAGE,
         ("meta-llama/Llama-3.1-8B", "tatsu-lab/alpaca"),
         "a100-40gb-pcie",
     ),
@@ -267,7 +268,7 @@ PROGRAMS = (
         ("torchao", "torchao"),
         "Llama-3.1-8B, int8 weights with LoRA 8, 1 x 2,048",
         "python jobs/torchao_int8_lora.py",
-        "https://huggingface.co/docs/peft/developer_guides/quantization",
+        _QUANTIZATION_PAGE,
         ("meta-llama/Llama-3.1-8B",),
         "a100-40gb-pcie",
     ),
@@ -279,6 +280,26 @@ PROGRAMS = (
         "https://github.com/dropbox/hqq",
         ("meta-llama/Llama-3.1-8B",),
         "a100-40gb-pcie",
+    ),
+    Program(
+        "peft-gptq",
+        ("GPTQModel", "gptqmodel"),
+        "Llama-3.1-8B, 4-bit GPTQ with LoRA 16, fp16, 1 x 2,048, checkpointing",
+        "python jobs/peft_quantized.py hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4",
+        _QUANTIZATION_PAGE,
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4",),
+        "rtx4090",
+        environment="gptq",
+    ),
+    Program(
+        "peft-awq",
+        ("GPTQModel", "gptqmodel"),
+        "Llama-3.1-8B, 4-bit AWQ with LoRA 16, fp16, 1 x 2,048, checkpointing",
+        "python jobs/peft_quantized.py hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
+        _QUANTIZATION_PAGE,
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",),
+        "rtx4090",
+        environment="gptq",
     ),
     Program(
         "megatron-gpt3",

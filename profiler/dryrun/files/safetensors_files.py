@@ -1,4 +1,4 @@
-"""Safetensors files as fake tensors: only their headers are read."""
+"""Safetensors files as fake tensors: their headers are read, and values of small tensors, on which a job may branch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 
 from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -35,7 +37,7 @@ class FakeSafetensors:
             raise ValueError(f"{filename!r} is not a safetensors file")
         self._entries: dict[str, Any] = json.loads(header)
         self._metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
-        self._device = device
+        self._device, self._source, self._start = device, filename, 8 + size
 
     def __enter__(self) -> FakeSafetensors:
         return self
@@ -60,14 +62,24 @@ class FakeSafetensors:
 
     def get_slice(self, name: str) -> FakeSlice:
         """Return a tensor that is made when it is indexed."""
-        return FakeSlice(self._entries[name], self._device)
+        return FakeSlice(self._entries[name], self._device, self._read)
+
+    def _read(self, start: int, end: int) -> bytearray:
+        """Return bytes of the file's data, with zeros for those that it lacks."""
+        if isinstance(self._source, bytes):
+            data = self._source[self._start + start : self._start + end]
+        else:
+            with open(os.fspath(self._source), "rb") as file:
+                file.seek(self._start + start)
+                data = file.read(end - start)
+        return bytearray(data.ljust(end - start, b"\0"))
 
 
 class FakeSlice:
     """A tensor of a file, which is made when it is indexed."""
 
-    def __init__(self, entry: dict[str, Any], device: Any) -> None:
-        self._entry, self._device = entry, device
+    def __init__(self, entry: dict[str, Any], device: Any, read: Callable[[int, int], bytearray]) -> None:
+        self._entry, self._device, self._read = entry, device, read
 
     def get_shape(self) -> list[int]:
         return list(self._entry["shape"])
@@ -76,7 +88,11 @@ class FakeSlice:
         return str(self._entry["dtype"])
 
     def __getitem__(self, index: Any) -> Any:
-        whole = torch.empty(self._entry["shape"], dtype=_DTYPES[self._entry["dtype"]], device="cpu")
+        shape, dtype = self._entry["shape"], _DTYPES[self._entry["dtype"]]
+        if 0 < prod(shape) <= MAX_ELEMENTS:
+            whole = torch.frombuffer(self._read(*self._entry["data_offsets"]), dtype=dtype).reshape(shape)
+        else:
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
         return whole[index].to(self._device)
 
 

@@ -54,6 +54,11 @@ CANNOT = {
         'from torch.utils.cpp_extension import load_inline; load_inline("own", "", "void f() {}")', "load_inline",
         "operations of torch",
     ),
+    "extension of CUDA, quoted": (
+        'from torch.utils.cpp_extension import load\ntry: load("own", ["own.cu"])\n'
+        'except Exception as error: message = str(error)\nraise ModuleNotFoundError(f"no kernels: {message}")',
+        "torch.utils.cpp_extension.load('own')", COMPILED,
+    ),
     "library of CUDA": ('import ctypes; ctypes.CDLL("libcudart.so.99")', "libcudart.so.99", COMPILED),
     "flash attention": ("import flash_attn_2_cuda", "flash_attn", COMPILED),
     "kernels of GPTQ": ('raise ImportError("gptqmodel is required to load GPTQ weights")', "gptqmodel", COMPILED),

@@ -13,6 +13,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.profiler.dryrun.files import user_files
 from ebbtide.profiler.dryrun.session import DryRun
@@ -93,6 +94,24 @@ def test_safetensors__gives_fake_tensors_from_the_header_alone(tmp_path: Path) -
     )
     with pytest.raises(Exception, match=r".+"):
         safetensors.torch.load_file(path)
+
+
+def test_safetensors__gives_small_tensors_their_values(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    groups = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    safetensors.torch.save_file({"groups": groups, "scale": torch.tensor(0.5), "none": torch.ones(0)}, path)
+    content = path.read_bytes()
+
+    def observe() -> Any:
+        with DryRun():
+            tensors = safetensors.torch.load_file(path, device="cuda")
+            assert isinstance(tensors["groups"], FakeTensor)
+            return [
+                {name: tensor.tolist() for name, tensor in loaded.items()}
+                for loaded in (tensors, safetensors.torch.load(content))
+            ]
+
+    assert run_forked(observe) == [{"groups": [[0, 1, 2], [3, 4, 5]], "scale": 0.5, "none": []}] * 2
 
 
 def test_opened_files__are_listed_where_they_are_written(tmp_path: Path) -> None:
