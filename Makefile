@@ -115,6 +115,7 @@ $(RECIPES)/%/installed: tests/recipes/requirements-%.txt
 
 test-recipes: $(patsubst tests/recipes/requirements-%.txt,$(RECIPES)/%/installed,$(wildcard tests/recipes/requirements-*.txt))
 	$(RECIPES)/main/bin/python -m tests.recipes.run $(RECIPES)/hub --environments $(RECIPES) --page docs/dry-run-recipes.md
+	$(RECIPES)/main/bin/python -m tests.recipes.record_megatron $(RECIPES)
 
 # The source distribution and the wheel of a release, after the tests of both.
 dist: $(VENV)/tested

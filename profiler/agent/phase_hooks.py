@@ -148,10 +148,28 @@ def wrap_backward(
         recorder.leave()
 
 
-def hook_megatron(recorder: Recorder, compiling: Callable[[], bool], patches: Patches) -> None:
-    """Wrap the backward of Megatron's schedules once they are imported."""
-    wrappers = {"": {"custom_backward": functools.partial(wrap_backward, recorder, compiling)}}
-    patches.wrap_when_imported("megatron.core.pipeline_parallel.schedules", wrappers)
+def hook_megatron(
+    recorder: Recorder, compiling: Callable[[], bool], patches: Patches, wrap_step: Callable[..., Callable[..., Any]]
+) -> None:
+    """Wrap the backward of Megatron's schedules, and by `wrap_step` its optimizers' steps, once they are imported."""
+    backward = {"": {"custom_backward": functools.partial(wrap_backward, recorder, compiling)}}
+    patches.wrap_when_imported("megatron.core.pipeline_parallel.schedules", backward)
+    for module, classes in _MEGATRON_OPTIMIZERS.items():
+        steps = {name: {"step": wrap_step} for name in classes}
+        patches.wrap_when_imported(f"megatron.core.optimizer.{module}", steps)
+
+
+_MEGATRON_OPTIMIZERS = {
+    "optimizer": ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"),
+    "layer_wise_optimizer": ("LayerWiseDistributedOptimizer",),
+}
+
+
+def megatron_inner_optimizer(optimizer: Any) -> Any:
+    """Return the first torch optimizer in one of Megatron's, which may be chained; itself where there is none."""
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    inner = (getattr(part, "optimizer", None) for part in parts)
+    return next((candidate for candidate in inner if candidate is not None), optimizer)
 
 
 class TorchHooks:
@@ -167,7 +185,7 @@ class TorchHooks:
         run_backward = wrap_backward(recorder, self._compiling, torch.autograd._engine_run_backward)
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
         self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
-        hook_megatron(recorder, self._compiling, self._patches)
+        hook_megatron(recorder, self._compiling, self._patches, self._wrap_megatron_step)
         PipelineHooks(recorder, self._patches)
         scaler = torch.amp.GradScaler
         self._patches.set(scaler, "step", self._wrap_update(scaler.step, optimizer_index=1))
@@ -216,6 +234,18 @@ class TorchHooks:
 
         step._ebbtide_update = True  # type: ignore[attr-defined]
         return step
+
+    @wrapper
+    def _wrap_megatron_step(self, original: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Wrap a step that copies and clips gradients, steps torch's optimizers, and copies and gathers parameters."""
+        outermost = self._recorder.enter(UPDATE)
+        try:
+            return original(optimizer, *args, **kwargs)
+        finally:
+            if outermost:
+                # Also where gradients that are not finite have left out the step of the inner optimizers.
+                self._recorder.stepped.append(megatron_inner_optimizer(optimizer))
+                self._recorder.leave()
 
     @wrapper
     def _wrap_patch_step_function(self, original: Callable[..., Any], optimizer: Any) -> None:

@@ -117,13 +117,12 @@ def _add_memory(run: DryRun, rank: Any) -> None:
     blocks = run.memory.blocks
     if not blocks:
         return
-    texts = run.stacks.texts
     rank.extend(
         "allocations",
         end_ns=pd.array([block.end_ns for block in blocks], dtype="Int64"),
         device=_DEVICE,
         bytes=[block.size for block in blocks],
-        stack=[texts[block.stack] for block in blocks],
+        stack=pd.Categorical.from_codes([block.stack for block in blocks], run.stacks.texts),
         **_columns(blocks, "start_ns", "category", "module"),
     )
 

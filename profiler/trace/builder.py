@@ -187,7 +187,10 @@ class TraceBuilder:
 
 def _cut(columns: dict[str, Any], start: int, end: int) -> dict[str, Any]:
     """Return some rows of columns, each an array or one value for all rows."""
-    return {name: values if np.ndim(values) == 0 else values[start:end] for name, values in columns.items()}
+    # Not by `np.ndim`, which makes an array of a list: of long texts one with the longest text's size for each.
+    return {
+        name: values if values is None or np.isscalar(values) else values[start:end] for name, values in columns.items()
+    }
 
 
 def _joined(table: str, parts: Iterable[dict[str, Any]], rows: list[dict[str, Any]] | None = None) -> pd.DataFrame:

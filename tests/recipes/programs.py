@@ -316,6 +316,13 @@ PROGRAMS = (
         _MEGATRON_PAGE,
     ),
     Program(
+        "megatron-offload",
+        _MEGATRON,
+        "GPT-3 175 B, as in megatron-gpt3, all updates on the host",
+        "torchrun --nproc_per_node 8 --nnodes 16 jobs/megatron_gpt.py --optimizer-cpu-offload",
+        _MEGATRON_PAGE,
+    ),
+    Program(
         "ray-train",
         ("Ray Train", "ray"),
         "BERT base, Trainer, 2 ranks, 8 x 512",

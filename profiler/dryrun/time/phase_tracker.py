@@ -1,5 +1,6 @@
 """Phases and iterations of a dry run, on its clock."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,12 @@ from torch.optim import optimizer as torch_optimizers
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule
 from ebbtide.profiler.agent.patches import Patches, wrapper
-from ebbtide.profiler.agent.phase_hooks import OutermostCall, hook_megatron, wrap_backward
+from ebbtide.profiler.agent.phase_hooks import (
+    OutermostCall,
+    hook_megatron,
+    megatron_inner_optimizer,
+    wrap_backward,
+)
 from ebbtide.profiler.agent.threads import TrainingThreads
 from ebbtide.profiler.dryrun.time.clock import Times, VirtualClock
 from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
@@ -115,7 +121,8 @@ class PhaseTracker:
         for owner in (torch.autograd, torch.autograd.graph):
             original = torch.autograd.graph._engine_run_backward
             patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))
-        hook_megatron(self, torch.compiler.is_compiling, patches)  # type: ignore[arg-type]
+        wrap_step = functools.partial(self.wrap_update, megatron_inner_optimizer)
+        hook_megatron(self, torch.compiler.is_compiling, patches, wrap_step)  # type: ignore[arg-type]
         scaler_step = self.wrap_update(lambda _scaler, optimizer, *_: optimizer, torch.amp.GradScaler.step)
         patches.set(torch.amp.GradScaler, "step", scaler_step)
         for handle in (

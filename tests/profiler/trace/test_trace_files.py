@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import tempfile
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -152,6 +153,23 @@ def test_write__of_a_large_table_has_row_groups_with_the_same_rows(parts: list[l
         ordered = last is None or last == sorted(last)
         if ordered and len(trace.columns(0, "allocations")) > 8 * (len(parts) + 1):
             assert pq.ParquetFile(trace.path / "rank-0" / "allocations.parquet").num_row_groups > 1
+
+
+def test_write__of_a_large_table_with_a_long_text_takes_no_room_for_it_in_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.profiler.trace.builder._FRAME_ROWS", 8)
+    builder = TraceBuilder()
+    texts, times = ["f" * 10**6, *["f"] * 63], list(range(64))
+    builder.rank(0).extend("allocations", device="cuda:0", start_ns=times, bytes=times, stack=texts)
+    tracemalloc.start()
+    try:
+        trace = builder.write(tmp_path / "t.ebb")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert list(trace.allocations(0)["stack"]) == texts
+    assert peak_bytes < 64 * 10**6
 
 
 @pytest.mark.parametrize("filled", [False, True])

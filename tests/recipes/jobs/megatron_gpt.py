@@ -1,7 +1,7 @@
 """Train a GPT with Megatron-core's own parallel layers, optimizer and schedules, as its quick start does.
 
 The sizes are those of the published scripts for Megatron-LM: GPT-3 with 175e9 parameters. Options: tensor and pipeline
-parallel sizes, and chunks of the model per pipeline rank.
+parallel sizes, chunks of the model per pipeline rank, and its optimizer that updates on the CPU.
 """
 
 import argparse
@@ -28,6 +28,7 @@ parser.add_argument("--num-attention-heads", type=int, default=96)
 parser.add_argument("--seq-length", type=int, default=2_048)
 parser.add_argument("--micro-batch-size", type=int, default=1)
 parser.add_argument("--micro-batches", type=int, default=16)
+parser.add_argument("--optimizer-cpu-offload", action="store_true")
 options = parser.parse_args()
 device = "cuda"
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -67,7 +68,14 @@ for stage in range(options.virtual_stages or 1):
     ).to(device, config.params_dtype)
     chunks.append(DistributedDataParallel(config, data_parallel, model))
 settings = OptimizerConfig(
-    optimizer="adam", lr=6e-5, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True
+    optimizer="adam",
+    lr=6e-5,
+    bf16=config.bf16,
+    params_dtype=config.params_dtype,
+    use_distributed_optimizer=True,
+    optimizer_cpu_offload=options.optimizer_cpu_offload,
+    optimizer_offload_fraction=1.0,
+    overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
 )
 optimizer = get_megatron_optimizer(settings, chunks)
 config.grad_scale_func = optimizer.scale_loss
