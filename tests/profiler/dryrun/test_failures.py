@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.dryrun import child, session
-from tests.conftest import ebbtide, slow
+from tests.conftest import ebbtide
 from tests.profiler.dryrun.forked import run_forked
 
 assert session  # imported here, so that forked processes have it
@@ -195,7 +195,7 @@ def test_program__that_is_missing_is_named(job: list[str], line: str, tmp_path: 
     assert line in log
 
 
-@slow
+@pytest.mark.slow
 def test_dry_run__that_is_ended_by_sigterm_says_so(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n")
     run = ebbtide("dry-run", "-o", "run.ebb", "--", "python", "job.py", cwd=tmp_path)
