@@ -55,7 +55,7 @@ _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{Path(sysconfig.get_path('stdl
 _OWN, _TORCH = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
 # Errors of the job itself, wherever they are raised: a file, a package or a device that it names is not there.
 _OF_THE_JOB = (OSError, ImportError, SyntaxError, RecursionError)
-_DEVICES_DIFFER = "Expected all tensors to be on the same device"
+_TEXTS_OF_THE_JOB = ("Expected all tensors to be on the same device", "invalid device ordinal")
 
 
 def explain_failure(error: BaseException) -> str | None:
@@ -97,7 +97,8 @@ def _reason(error: BaseException) -> str | None:
             return f"cannot dry-run {'.'.join(filter(None, match.groups()))}: {remedy}"
     if isinstance(error, ImportError) and (match := _PACKAGES.search(text)):
         return f"cannot dry-run {match[1]}: {_COMPILED}"
-    return None if isinstance(error, _OF_THE_JOB) or _DEVICES_DIFFER in text else _of_fakes(error)
+    is_of_the_job = isinstance(error, _OF_THE_JOB) or any(one in text for one in _TEXTS_OF_THE_JOB)
+    return None if is_of_the_job else _of_fakes(error)
 
 
 def _of_process(error: subprocess.CalledProcessError) -> str | None:

@@ -134,6 +134,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 return NotImplemented
         device = kwargs.get("device")
         on_device = device is not None and torch.device(device).type == "cuda"
+        if on_device and (torch.device(device).index or 0) >= torch.cuda.device_count():
+            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
         if not has_fakes and not on_device and not self._is_large_factory(func, args, kwargs):
             return func(*args, **kwargs)
         if func is _attention:

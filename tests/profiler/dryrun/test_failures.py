@@ -105,6 +105,7 @@ FAILED = {
     "own error": ('raise ValueError("of the job")', 1, "ValueError: of the job"),
     "shapes": ("model(x.t())", 1, "RuntimeError: a and b must have same reduction dim"),
     "devices": ("model(torch.ones(4, 8))", 1, "Expected all tensors to be on the same device"),
+    "device": ('model.to("cuda:1")', 1, "AcceleratorError: CUDA error: invalid device ordinal"),
     "own backward": (
         "class F(torch.autograd.Function):\n    forward = staticmethod(lambda ctx, y: y.clone())\n"
         "    @staticmethod\n    def backward(ctx, g): raise KeyError(3)\nstep(F.apply(model(x)))",
