@@ -35,6 +35,7 @@ def test_replay__budgets_nothing_that_a_smaller_gpu_does_not_have() -> None:
     assert min(budgets) < (23.65 - 20.9) * 2**30
 
 
+@pytest.mark.slow
 def test_replay__recommends_what_its_table_calls_the_simpler_one() -> None:
     table = ebbtide_in_process("replay", BLOCKING).stdout
     recommended = ebbtide_in_process("replay", BLOCKING, "--recommend").stdout

@@ -14,7 +14,7 @@ from ebbtide.cli import make_app
 from ebbtide.cli.command import FORMER_NAMES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import refused
-from tests.conftest import ebbtide_in_process
+from tests.conftest import ebbtide_in_process, slow_case
 
 TRACES = Path("traces").resolve()
 H100 = str(TRACES / "h100-20b-blocking.ebb")
@@ -71,7 +71,7 @@ def test_former_options__are_taken_and_in_no_help(former: str, now: str) -> None
         (f"iterations {H100}", f"summary {H100} --by iteration", "spreads"),
         (f"iterations {H100} --by-rank --jobs 1", f"summary {H100} --by rank --jobs 1", "ranks"),
         (f"sweep {H100} {REPLAYED} -o FILE", f"replay {H100} {REPLAYED} -o FILE", "best"),
-        (f"sweep {H100} {REPLAYED} {SIZES} -o FILE", f"replay {H100} {REPLAYED} {SIZES} -o FILE", "best"),
+        slow_case(f"sweep {H100} {REPLAYED} {SIZES} -o FILE", f"replay {H100} {REPLAYED} {SIZES} -o FILE", "best"),
     ],
 )
 def test_former_names__print_what_the_commands_print_now(former: str, now: str, key: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 from ebbtide.cli.command import find_commands
 from tests.conftest import ebbtide_in_process, slow
+from tests.interleave.experiments.sweep import sweeps
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "docs" / "schemas"
@@ -38,6 +40,8 @@ OTHERS = {
     "machines": "machines",
     "diff traces/a100-13b-async.ebb traces/a100-torch-profiler.ebb": "diff",
     "replay traces/a100-13b-async.ebb --policy pipelined --recommend --explain": "replay",
+    "replay traces/a100-13b-async.ebb --policy pipelined": "replay",
+    "replay --workload {folder}/w.json --machine {folder}/box.json --policy pipelined --recommend --explain": "replay",
     "replay --params 1e9 --machine h100-80gb --policy pipelined": "replay",
     "replay traces/a100-13b-async.ebb --machine a100-40gb-published --policy pipelined -o {folder}/replays.parquet": (
         "replay-of-several"
@@ -88,11 +92,12 @@ def test_schemas__fit_what_commands_print_of_a_trace(trace: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    slow(OTHERS, but=[one for one in OTHERS if "--layers" not in one]),
+    slow(OTHERS, but=[one for one in OTHERS if "--layers" not in one and not re.search("traces.*--explain", one)]),
     ids=lambda command: command.split()[0],
 )
 def test_schemas__fit_what_other_commands_print(command: str, tmp_path: Path) -> None:
-    (tmp_path / "m.json").write_text(json.dumps(MACHINE))
+    for name, content in (("m", MACHINE), ("box", sweeps.MACHINE), ("w", sweeps.WORKLOAD | {"subgroup_params": 7e8})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
     check(command.format(folder=tmp_path).split(), OTHERS[command])
 
 

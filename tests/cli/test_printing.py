@@ -59,7 +59,7 @@ def test_json__is_one_object_whatever_libraries_print(command: str, noisy: dict[
     assert result.stderr.count(NOISE) == 5
 
 
-@pytest.mark.parametrize("command", slow(COMMANDS, but=["replay"]))
+@pytest.mark.parametrize("command", slow(COMMANDS, but=["summary"]))
 def test_json__is_one_object_with_the_installed_libraries(command: str) -> None:
     result = ebbtide(*COMMANDS[command], "--json")
     assert (result.returncode, result.stderr) == (0, "")

@@ -112,7 +112,7 @@ class Run:
         return max(chains, key=lambda chain: sum(self.lengths[name] for name in chain))
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(100, by_default=25))
 @given(STEPS)
 def test_path__of_a_made_run_has_the_kernels_of_the_longest_chain(steps: list[Step]) -> None:
     run = Run([*steps, (1, 1, 0, 5)])
@@ -123,7 +123,7 @@ def test_path__of_a_made_run_has_the_kernels_of_the_longest_chain(steps: list[St
     assert all(a.end_ns == b.start_ns for a, b in itertools.pairwise(segments))
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(50, by_default=15))
 @given(STEPS, st.data())
 def test_path__less_time_off_the_path_never_shortens_the_iteration(steps: list[Step], data: st.DataObject) -> None:
     run = Run([*steps, (1, 1, 0, 5)])

@@ -82,6 +82,10 @@ def test_explain__leaves_out_steps_that_lack_a_rate() -> None:
     assert [step.policy for step in without] == LADDER[1:]
     assert without[0].gain_ms == 0
     assert without[1:] == explained()[2:]
-    on_cpu = explain(job, machine(gpu_update_params_per_s=None))
-    assert [step.policy for step in on_cpu] == [*LADDER[:3], *LADDER[4:]]
     assert explain(job, Machine()) == []
+
+
+@pytest.mark.slow
+def test_explain__leaves_out_updates_on_the_gpu_if_their_rate_is_not_known() -> None:
+    on_cpu = explain(workload(subgroup_params=7e8), machine(gpu_update_params_per_s=None))
+    assert [step.policy for step in on_cpu] == [*LADDER[:3], *LADDER[4:]]

@@ -97,8 +97,8 @@ def saved_bytes(job: TrainingJob, lever: str, **settings: int) -> float:
     raise AssertionError(f"{lever} is not possible")
 
 
-def test_levers__save_what_dry_runs_of_the_changed_loop_save(tmp_path: Path) -> None:
-    """Compare changes of an example, within 3 % of its peak. torch keeps more memory than tensors."""
+def test_levers__save_what_a_dry_run_with_a_smaller_micro_batch_saves(tmp_path: Path) -> None:
+    """Compare a change of an example, within 3 % of its peak. torch keeps more memory than tensors."""
     trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "8")
     job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
     assert (job.settings.micro_batch, job.facts.framework, job.facts.moments) == (8, "torch", 2)
@@ -106,6 +106,12 @@ def test_levers__save_what_dry_runs_of_the_changed_loop_save(tmp_path: Path) -> 
     assert needed_bytes(Variant(job, job.settings), preset("a100-80gb-sxm"))[0] == pytest.approx(reserved, rel=0.01)
     halved = tensor_bytes(predicted(tmp_path, SCRIPT, *SIZE, "--batch", "4", "--accumulate", "2"))
     assert saved_bytes(job, "micro-batch", micro_batch=4) == pytest.approx(before - halved, abs=0.03 * before)
+
+
+@pytest.mark.slow
+def test_levers__save_what_a_dry_run_with_checkpointing_saves(tmp_path: Path) -> None:
+    trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "8")
+    job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
     script = SCRIPT.replace(BLOCK, CHECKPOINTED).replace(
         "import torch\n", "import torch\nimport torch.utils.checkpoint\n"
     )

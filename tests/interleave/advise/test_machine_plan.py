@@ -27,7 +27,7 @@ from tests.interleave.published import TRACES
 FIGURES = ("policy", "device_bytes", "host_bytes", "iteration_ms", "tokens_per_s", "limited_by", "code")
 
 
-@settings(max_examples=examples(8, by_default=3))
+@settings(max_examples=examples(8, by_default=2))
 @given(
     device=st.sampled_from([3e9, 8e9, 24e9, 48e9, 80e9]),
     host=st.sampled_from([2e6, 16e9, 60e9]),
@@ -89,6 +89,7 @@ def test_plan_for_machine__chooses_as_replay_recommends() -> None:
     assert [time.policy for time in plan.policies] == [setup.policy for setup in advice.setups]
 
 
+@pytest.mark.slow
 def test_plan_for_machine__of_a_trace_on_its_own_machine_is_the_recommendation() -> None:
     trace, target = open_trace(TRACES / "a100-13b-async.ebb"), preset("a100-40gb-published").for_ranks(4)
     plan = plan_for_machine(job_of_trace(trace, BatchSettings()), target)

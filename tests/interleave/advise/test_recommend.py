@@ -12,6 +12,7 @@ from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.recommendation import recommend
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.workload import Workload
+from tests.conftest import slow_case
 from tests.interleave.advise.test_ablation import ran
 from tests.interleave.experiments.sweep import sweeps
 from tests.interleave.experiments.sweep.sweeps import machine
@@ -211,7 +212,8 @@ def test_recommend__offloads_everything_if_free_memory_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "mentioned"), [(15.9e9, None), (16e9, "8-bit moments"), (19.9e9, "8-bit moments"), (20e9, "bf16 moments")]
+    ("free", "mentioned"),
+    [(15.9e9, None), (16e9, "8-bit moments"), slow_case(19.9e9, "8-bit moments"), slow_case(20e9, "bf16 moments")],
 )
 def test_recommend__mentions_smaller_state_that_would_fit(free: float, mentioned: str | None) -> None:
     """2e9 parameters: 6 or 8 bytes of state each, and 2 of gradient."""

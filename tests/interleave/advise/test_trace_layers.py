@@ -28,6 +28,7 @@ from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler import DryRun, DryRunOptions, trace_of_run
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
+from tests.conftest import slow_case
 
 LAYERS, WIDTH, SAMPLES = 4, 512, 4096
 
@@ -110,7 +111,9 @@ def _peak_bytes(trace: Trace) -> float:
     return float(changes[order].cumsum()[times[order] >= begin].max())
 
 
-@pytest.mark.parametrize(("recorded", "norm"), [(False, nn.LayerNorm), (True, nn.LayerNorm), (True, WideNorm)])
+@pytest.mark.parametrize(
+    ("recorded", "norm"), [(False, nn.LayerNorm), slow_case(True, nn.LayerNorm), slow_case(True, WideNorm)]
+)
 def test_with_trace_layers__has_the_memory_of_a_dry_run_with_that_checkpointing(
     recorded: bool, norm: Callable[[int], nn.Module]
 ) -> None:

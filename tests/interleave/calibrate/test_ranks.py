@@ -17,6 +17,7 @@ import pytest
 from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate import ranks as ranks_module
 from ebbtide.interleave.calibrate.ranks import Ranks, join_ranks
+from tests.conftest import slow_case
 
 
 def wait_and_gather(ranks: Ranks) -> None:
@@ -70,7 +71,7 @@ def test_ranks__wait_for_each_other_and_exchange_their_rates(count: int) -> None
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("work", "message"), [(fail, "rank 1: the GPU has no room"), (die, "one of {count} ranks was killed")]
+    ("work", "message"), [slow_case(fail, "rank 1: the GPU has no room"), (die, "one of {count} ranks was killed")]
 )
 def test_ranks__stop_when_a_rank_fails_or_dies(work: Callable[[Ranks], object], message: str, count: int) -> None:
     with join_ranks(count, work) as ranks:

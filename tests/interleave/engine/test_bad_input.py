@@ -214,7 +214,7 @@ def test_step__refuses_a_removed_group_and_goes_on_when_it_is_back(gradients: Li
     for is_removed in (False, True):
         params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
         groups = [{"params": [param]} for param in params]
-        optimizer = InterleavedAdamW(groups, policy="pipelined,overlap=auto", gradients=gradients)
+        optimizer = InterleavedAdamW(groups, policy="pipelined,overlap=auto", gradients=gradients, machine=MACHINE)
         for step in range(4):
             if is_removed and step == 2:
                 removed = optimizer.param_groups.pop()

@@ -36,7 +36,7 @@ def budget_by_phase(max_bytes: float) -> dict[str, float]:
     [
         (0.0, "kept"),
         (0.4 * STATE, "streamed"),
-        (budget_by_phase(0.3 * STATE), "kept"),
+        pytest.param(budget_by_phase(0.3 * STATE), "kept", marks=pytest.mark.slow),
         pytest.param(0.0, "streamed", marks=pytest.mark.slow),
         pytest.param(0.4 * STATE, "kept", marks=pytest.mark.slow),
         pytest.param(budget_by_phase(0.3 * STATE), "streamed", marks=pytest.mark.slow),
@@ -57,7 +57,7 @@ def test_adaptive__stays_within_the_memory_budget(budget: Any, mode: str) -> Non
     assert (device.peak_bytes > 0) == (max_bytes > 0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("kept", marks=pytest.mark.slow), "streamed"])
 def test_adaptive__reduces_its_memory_if_the_capacity_shrinks(mode: str) -> None:
     job = Job()
     expected = run(job, ReferenceOptimizer(job.net.parameters()), steps=16)

@@ -21,7 +21,7 @@ from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import machines, policies, workloads
 
 
-@settings(max_examples=examples(25, by_default=6))
+@settings(max_examples=examples(25, by_default=4))
 @given(policies(), workloads(), machines())
 def test_make_plan__is_valid_for_every_policy(policy: str, workload: Workload, machine: Machine) -> None:
     plan = make_plan(policy, workload, machine)

@@ -122,7 +122,7 @@ def windowed(free_bytes: float, count: int = 60, **values: object) -> Workload:
 
 def test_adaptive__uses_windows_and_releases_the_memory_in_time() -> None:
     peaks, times = [], []
-    for free_bytes in (2 * GB, 5 * GB, 10 * GB, 20 * GB, 40 * GB):
+    for free_bytes in (2 * GB, 10 * GB, 40 * GB):
         ours = ran("adaptive", windowed(free_bytes), SLOW)
         assert ours.fits_device(None)
         peaks.append(ours.peak_device_bytes)
@@ -153,7 +153,7 @@ def test_adaptive__keeps_nearly_all_resident_if_everything_fits() -> None:
     assert len(ours.plan.resident) >= 18
 
 
-@pytest.mark.parametrize("count", slow([63, 64, 65, 127, 129, 187, 300], but=[64, 65, 187]))
+@pytest.mark.parametrize("count", slow([63, 64, 65, 127, 129, 187, 300], but=[65, 187]))
 @pytest.mark.parametrize("free_gb", slow([3.0, 8.0, 20.0], but=[8.0]))
 def test_adaptive__is_valid_and_fast_for_any_number_of_subgroups(count: int, free_gb: float) -> None:
     """Many subgroups are merged first; their number need not be divisible."""
@@ -180,7 +180,7 @@ def test_adaptive__keeps_on_the_device_what_exceeds_host_memory() -> None:
     ("params", "machine_name", "free_gb"),
     [
         (20e9, "a100-40gb-published", 2.5),
-        (70e9, "h100-80gb-sxm-published", 10),
+        pytest.param(70e9, "h100-80gb-sxm-published", 10, marks=pytest.mark.slow),
         pytest.param(70e9, "h100-80gb-sxm-published", 5, marks=pytest.mark.slow),
         pytest.param(20e9, "h100-80gb-sxm-published", 3, marks=pytest.mark.slow),
         pytest.param(4e9, "a100-40gb-published", 1.2, marks=pytest.mark.slow),

@@ -17,6 +17,7 @@ from ebbtide.interleave.policies.layer_choice import Cost, LayerChoice, cost_of,
 from ebbtide.interleave.simulation.bound import bound, min_layer_iteration_s
 from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
 from ebbtide.machines.machine import Machine
+from tests.conftest import slow_case
 
 MACHINE = Machine(
     name="test",
@@ -178,9 +179,10 @@ def compare_with_all_choices(count: int, seed: int, layers: int = 3) -> list[flo
     return losses
 
 
-def test_auto__is_near_the_best_choice_of_small_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, slow_case(2)])
+def test_auto__is_near_the_best_choice_of_small_jobs(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_choice, "_EXACT_CHOICES", 0)
-    losses = compare_with_all_choices(2, seed=1)
+    losses = compare_with_all_choices(count, seed=1)
     assert losses
     assert max(losses) <= 0.05
 
@@ -191,9 +193,10 @@ def test_auto__is_near_the_best_choice_of_many_small_jobs() -> None:
     assert sum(loss <= 0.05 for loss in losses) >= 0.95 * len(losses)
 
 
-def test_auto__is_never_worse_than_a_single_choice() -> None:
+@pytest.mark.parametrize("jobs", [2, slow_case(5)])
+def test_auto__is_never_worse_than_a_single_choice(jobs: int) -> None:
     source = random.Random(3)
-    for _ in range(3):
+    for _ in range(jobs):
         workload = _random_workload(source)
         best = _cost("interleaved:2,weights=auto,activations=auto", workload)
         for weights, kind in itertools.product(("resident", "streamed"), ACTIVATION_KINDS):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError, PlanError
@@ -19,6 +20,7 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.event_loop import link_factors
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.machine import Machine
+from tests.conftest import examples
 from tests.interleave.simulation.fluid import Fluid, traffic_bytes
 from tests.interleave.strategies import fixed_policies, machines, policies, workloads
 
@@ -30,7 +32,8 @@ def ran(policy: str, workload: Workload, machine: Machine) -> Schedule:
     return simulate(make_plan(policy, workload, machine), workload, machine)
 
 
-any_schedule = given(policies(), workloads(), machines())
+def any_schedule(test: Callable[..., None]) -> Callable[..., None]:
+    return settings(max_examples=examples(25, by_default=3))(given(policies(), workloads(), machines())(test))
 
 
 @any_schedule
@@ -107,6 +110,7 @@ def test_simulate__keeps_link_and_host_memory_within_their_rates(
                 assert moved <= rate * (high - low) * (1 + 1e-6) + 1e-3
 
 
+@settings(max_examples=examples(25, by_default=3))
 @given(policies(), workloads(), machines(), st.floats(0, 2))
 def test_run__gives_up_only_what_takes_longer_than_the_limit(
     policy: str, workload: Workload, machine: Machine, share: float

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ebbtide.profiler.agent.job_info import describe_framework, first_dimension
-from ebbtide.profiler.trace import open_trace
+from ebbtide.profiler.trace import Trace, open_trace
 from tests.conftest import ebbtide
 
 ROOT = Path(__file__).parents[3]
@@ -50,12 +50,18 @@ LOOP = [
 DRY_RUN = ("dry-run", "--gpu", "a10")
 
 
+def test_tracer__records_the_framework_of_the_job(traced: dict[str, Trace]) -> None:
+    framework = traced["a plain loop"].meta.ranks[0].framework
+    assert (framework.name, framework.micro_batch) == ("torch", 8)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "job", "expected"),
     [
         (("profile",), LOOP, ("torch", 4)),
-        pytest.param(DRY_RUN, LOOP, ("torch", 4), marks=pytest.mark.slow),
-        pytest.param(DRY_RUN, [sys.executable, "trainer.py"], ("transformers", 3), marks=pytest.mark.slow),
+        (DRY_RUN, LOOP, ("torch", 4)),
+        (DRY_RUN, [sys.executable, "trainer.py"], ("transformers", 3)),
     ],
     ids=["recorded", "dry", "trainer"],
 )

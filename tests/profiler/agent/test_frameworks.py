@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import slow
 from tests.profiler.agent.timed_jobs import STEPS, TIMED_JOBS, Record, record_in_agreement
 
-FEW = ("Lightning, automatic, 4",)
+FEW = ("SAM, 4",)
 
 
 @pytest.mark.parametrize("name", slow(TIMED_JOBS, FEW))

@@ -15,7 +15,7 @@ import pytest
 
 from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.metadata import ExitStatus
-from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process, running_process, slow
+from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process, running_process, slow_case
 from tests.profiler.agent.jobs import ADAMW, CASES, PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
@@ -38,15 +38,19 @@ def test_recorder__does_not_change_a_bit_of_the_parameters(name: str, record: Re
     assert len(recorded.phases()) == 4
 
 
-def test_profile__keeps_the_output_and_exit_status_of_the_job(record: Record) -> None:
+# An isolated Python reads no PYTHONPATH: ebbtide is reached where it is installed.
+@pytest.mark.parametrize("flags", [("-I",), slow_case(("-E",)), slow_case(())])
+def test_profile__keeps_the_output_and_exit_status_of_the_job(flags: tuple[str, ...], record: Record) -> None:
     recorded = record(
         PRELUDE + PLAIN + "import sys; print('out', sys.argv[1:]); print('err', file=sys.stderr); sys.exit(7)\n",
         arguments=("--help", "-o", "x"),
+        launcher=(sys.executable, *flags),
     )
     assert recorded.run.returncode == 7
     assert recorded.run.stdout == "out ['--help', '-o', 'x']\n"
     assert _job_lines(recorded.run.stderr) == "err\n"
     assert recorded.trace.meta.exit == ExitStatus(code=7)
+    assert len(recorded.phases()) == 4
 
 
 @pytest.mark.slow
@@ -188,13 +192,6 @@ if __name__ == "__main__":
     fork = open_trace(recorded.path.with_name("run-2.ebb"))
     assert (fork.ranks, len(phases_of(fork)), fork.rank(0).stopped) == ([0], 5, "closed")
     assert not recorded.path.with_name("run-3.ebb").exists()
-
-
-@pytest.mark.parametrize("flag", slow(["-I", "-E"], ["-I"]))
-def test_inject__reaches_an_isolated_python_with_ebbtide_installed(flag: str, record: Record) -> None:
-    recorded = record(PRELUDE + PLAIN, launcher=(sys.executable, flag))
-    assert recorded.run.returncode == 0, recorded.run.stderr
-    assert len(recorded.phases()) == 4
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import nn
 
 from ebbtide.profiler.dryrun.device.known_calls import KnownCalls
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
+from tests.conftest import slow_case
 from tests.profiler.dryrun.forked import run_forked
 
 ROWS, WIDTH = 8, 64
@@ -129,7 +130,7 @@ def _operations() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_operations")
-@pytest.mark.parametrize("job", [train, view, write, select, grow, ask])
+@pytest.mark.parametrize("job", [train, view, write, *map(slow_case, (select, grow)), ask])
 def test_dry_run__counts_the_same_with_known_calls(job: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     reused, anew = (digest(job, monkeypatch, is_anew) for is_anew in (False, True))
     assert reused.pop("known") > 0 == anew.pop("known")

@@ -52,6 +52,17 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
+TORCH_JOB = """
+import sys, torch
+torch.distributed.init_process_group("nccl")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).to("cuda"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("ranks", torch.distributed.get_world_size(), type(model).__name__, sys.argv[1:])
+for step in range(3):
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 DEEPSPEED_JOB = """
 import torch, deepspeed
 model = torch.nn.Linear(64, 64)
@@ -67,7 +78,13 @@ for step in range(3):
 @pytest.mark.parametrize(
     ("launcher", "job", "line"),
     [
-        ("torchrun --nproc-per-node 2 --nnodes 1:2", JOB, "ranks 4 DistributedDataParallel ['--lr', '1']"),
+        ("torchrun --nproc-per-node 2 --nnodes 1:2", TORCH_JOB, "ranks 4 DistributedDataParallel ['--lr', '1']"),
+        pytest.param(
+            "torchrun --nproc-per-node 2 --nnodes 1:2",
+            JOB,
+            "ranks 4 DistributedDataParallel ['--lr', '1']",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "torchrun --nproc-per-node gpu --standalone",
             JOB,
@@ -100,11 +117,12 @@ def test_dry_run__follows_launchers_to_their_job(launcher: str, job: str, line: 
     assert open_trace(tmp_path / "run.ebb").meta.exit.code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--no-python", "ls"], "ls is none: name the script that it starts"),
-        pytest.param(["--unknown", "t.py"], "unrecognized arguments: --unknown", marks=pytest.mark.slow),
+        (["--unknown", "t.py"], "unrecognized arguments: --unknown"),
     ],
 )
 def test_dry_run__says_what_a_launcher_cannot_start(words: list[str], message: str, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_flex_attention__holds_its_result_and_no_scores() -> None:
     assert flops == [2 * 2 * 2 * 4 * 256 * 256 * 64, 5 * 2 * 2 * 4 * 256 * 256 * 64]
 
 
-@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize("calls", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_notes__name_torch_compile_where_compiled_code_ran(calls: bool) -> None:
     def job() -> None:
         torch.compile(nn.Linear(2, 2))  # a library that compiles when it is imported

@@ -234,7 +234,7 @@ def test_commands__survive_mutated_folders(tmp_path: Path, name: str) -> None:
     # Children have what this run imports.
     assert not [line for command in COMMANDS if (line := problem(command, original))]
     problems = {}
-    for number in range(examples(40, by_default=4)):
+    for number in range(examples(40, by_default=2)):
         generator = random.Random(f"{name} {number}")
         copy = tmp_path / f"{number}.ebb"
         shutil.copytree(original, copy)

@@ -8,7 +8,7 @@ from tests.conftest import examples
 
 ROOT = Path(__file__).parents[4]
 
-PLANS = examples(10, by_default=2)
+PLANS = examples(10, by_default=1)
 
 
 def test_engine__touches_device_memory_only_by_its_streams() -> None:

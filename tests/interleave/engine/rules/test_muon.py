@@ -14,6 +14,7 @@ from ebbtide.interleave.engine.numerics import matrices, reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.rule import UpdateRange
+from tests.conftest import slow_case
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import MACHINE
 
@@ -146,7 +147,7 @@ def without_offload() -> tuple[list[float], list[torch.Tensor]]:
     return train(100, policy="gpu-only")
 
 
-@pytest.mark.parametrize("options", OFFLOADED, ids=str)
+@pytest.mark.parametrize("options", [slow_case(OFFLOADED[0]), *OFFLOADED[1:]], ids=str)
 def test_muon__with_offload_is_that_without(
     options: dict[str, Any], without_offload: tuple[list[float], list[torch.Tensor]]
 ) -> None:
