@@ -10,6 +10,7 @@ from ebbtide.analysis.diff.gate import Limit, results
 from ebbtide.errors import UserError
 from ebbtide.profiler.trace import Trace
 from tests.analysis.test_diff import trained, with_updates
+from tests.conftest import slow_case
 
 TIMES = np.random.default_rng(0).normal(1000, 5, (20, 40))
 
@@ -19,7 +20,7 @@ def fails(a: Trace, b: Trace, limit: str) -> bool:
     return result.fails
 
 
-@pytest.mark.parametrize(("factor", "failing"), [(1.0, 0), (1.06, 10), (0.9, 0)])
+@pytest.mark.parametrize(("factor", "failing"), [(1.0, 0), (1.06, 10), slow_case(0.9, 0)])
 def test_results__tell_six_percent_from_five_on_a_quiet_machine(factor: float, failing: int) -> None:
     """Updates of 1 s with noise of 0.5 %."""
     runs = [trained([round(time) for time in times]) for times in TIMES[:10]]

@@ -83,7 +83,7 @@ def copying(card: FakeCard) -> object:
 
 def test_check_sources__checks_each_source_and_says_why_others_are_missing() -> None:
     card = hopper(throughput_s=0.005)
-    result = check_sources(gpu_of(card), copying(card), 0.3)  # type: ignore[arg-type]
+    result = check_sources(gpu_of(card), copying(card), 0.8)  # type: ignore[arg-type]
     assert list(result) == ["nvml-counters", "gpm", "nvml-throughput"]
     assert result["nvml-counters"] == {"refused": "Not Supported"}
     for source in ("gpm", "nvml-throughput"):
@@ -96,6 +96,6 @@ def test_check_sources__checks_each_source_and_says_why_others_are_missing() -> 
 
 def test_check_sources__a_card_without_performance_monitor() -> None:
     card = older()
-    result = check_sources(gpu_of(card), copying(card), 0.2)  # type: ignore[arg-type]
+    result = check_sources(gpu_of(card), copying(card), 0.4)  # type: ignore[arg-type]
     assert result["gpm"] == {"refused": "not on this card"}
     assert result["nvml-throughput"]["h2d"]["scale"] == pytest.approx(1.0, rel=0.01)

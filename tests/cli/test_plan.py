@@ -45,7 +45,7 @@ def answer(capsys: Printed, arguments: str) -> Any:
 
 def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None:
     machines = ["--machine", "small.json", "large.json", "tiny.json", "--price-per-hour", "2"]
-    done = ebbtide_in_process("plan", *SIZE.split(), *machines, "--json", cwd=folder)
+    done = ebbtide_in_process("plan", *FEW.split(), *machines, "--json", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     printed = json.loads(done.stdout)
     assert list(printed) == ["job", "plans", "smallest_machine", "whole_job"]
@@ -115,10 +115,8 @@ def test_plan__table_is_sorted_and_ends_with_lines_to_paste(folder: Path, capsys
 
 def test_plan__draws_a_picture(folder: Path, capsys: Printed) -> None:
     arguments = f"{FEW} --machine small.json large.json tiny.json --price-per-hour 2"
-    for name in ("plan.svg", "plan.png"):
-        assert run(["plan", *arguments.split(), "--plot", name]) == 0
+    assert run(["plan", *arguments.split(), "--plot", "plan.png"]) == 0
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (folder / "plan.svg").read_text()
 
 
 def test_plan__host_changes_the_host_of_a_preset(folder: Path, capsys: Printed) -> None:

@@ -236,10 +236,14 @@ def test_replay__other_commands_read_saved_traces(folder: Path, capsys: Printed)
     assert answer(capsys, "new/zero-offload.ebb --policy pipelined")["machine"] == printed["machine"]
 
 
-def test_replay__replaces_outputs_with_force(folder: Path, capsys: Printed) -> None:
+@pytest.mark.slow
+def test_replay__draws_in_each_format(folder: Path, capsys: Printed) -> None:
     for suffix, head in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         text(capsys, f"--workload w.json --machine m.json {' '.join(OPTIONS)} --plot new.{suffix}")
         assert (folder / f"new.{suffix}").read_bytes().startswith(head)
+
+
+def test_replay__replaces_outputs_with_force(folder: Path, capsys: Printed) -> None:
     arguments = "--workload w.json --machine m.json --plot taken.png --save new"
     text(capsys, f"{arguments} --policy pipelined --policy zero-offload --force")
     text(capsys, f"{arguments} --policy pipelined --force")

@@ -29,6 +29,7 @@ def test_report__writes_the_page_and_prints_its_path(run: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["run.ebb", "run.html"]
 
 
+@pytest.mark.slow
 def test_report__draws_one_rank_on_request(run: Path) -> None:
     assert ebbtide_in_process("report", "run.ebb", "-o", "run.html", "--rank", "1", cwd=run).returncode == 0
     html = (run / "run.html").read_text()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.interleave.advise.recommendation import policy_of_action
-from tests.conftest import ebbtide_in_process
+from tests.conftest import ebbtide_in_process, slow_case
 
 TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
 QUICK = ("a100-torch-profiler", "h100-20b-blocking")
@@ -28,6 +28,7 @@ SCREENS = {
     **{f"summary by {key}": ("--by", key) for key in ("activity", "iteration", "link", "rank", "substep")},
     "windows": (),
 }
+QUICK_SCREENS = SCREENS.keys() - {"plan", "replay", "replay on two machines"}
 SHORT = (
     "diff",
     "findings",
@@ -48,11 +49,15 @@ each_trace = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("names", [QUICK_SCREENS, slow_case(set(SCREENS) - QUICK_SCREENS)], ids=["quick", "others"])
 @each_trace
-def test_screens__fit_80_columns_and_say_how_to_go_on(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screens__fit_80_columns_and_say_how_to_go_on(
+    trace: Path, names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(trace.parents[1])
-    for name, options in SCREENS.items():
+    for name in sorted(names):
+        options = SCREENS[name]
         result = ebbtide_in_process(name.split()[0], *options, f"traces/{trace.name}")
         if result.returncode:
             # A trace of a job without an update cannot be replayed.

@@ -236,6 +236,7 @@ def test_sweep__writes_a_picture(folder: Path, sweep: Sweep, ending: str) -> Non
     assert (folder / f"s.{ending}").read_bytes().startswith(start)
 
 
+@pytest.mark.slow
 def test_sweep__replaces_outputs_only_with_force(folder: Path, sweep: Sweep, refuses: Refuses) -> None:
     for name in ("s.parquet", "s.png"):
         (folder / name).write_text("kept")

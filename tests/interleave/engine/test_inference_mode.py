@@ -47,7 +47,7 @@ def outside(policy: str, gradients: str, overlap: str) -> Outcome:
 CASES = {
     ("zero-offload", "kept", "none"): ("constructor", "step"),
     ("interleaved:2", "streamed", "both"): ("step", "forward", "load"),
-    ("adaptive", "streamed", "forward"): ("forward",),
+    ("adaptive", "streamed", "forward"): (),
     ("gpu-only", "kept", "none"): ("load",),
 }
 

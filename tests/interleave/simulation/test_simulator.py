@@ -162,6 +162,7 @@ def test_simulate__is_deterministic_to_the_bit(policy: str, workload: Workload, 
     assert one == other
 
 
+@pytest.mark.slow
 @any_schedule
 def test_simulate__halves_with_twice_all_rates_to_the_bit(policy: str, workload: Workload, machine: Machine) -> None:
     rates = {name: 2 * value for name, value in vars(machine).items() if name.endswith("_per_s") and value}

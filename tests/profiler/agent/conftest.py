@@ -17,10 +17,12 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     from tests.profiler.agent.test_closures import CLOSURES
     from tests.profiler.agent.test_manual_updates import MANUAL_UPDATES
     from tests.profiler.agent.test_phases import COMPILED, read_all, trace_all
+    from tests.profiler.agent.test_without_gradients import WITHOUT_GRADIENTS
 
     loops = {name: job for name, (job, _) in CASES.items() if name not in COMPILED}
-    jobs = loops | CLOSURES | MANUAL_UPDATES
-    assert len(jobs) == len(loops) + len(CLOSURES) + len(MANUAL_UPDATES)
+    groups = (loops, CLOSURES, MANUAL_UPDATES, WITHOUT_GRADIENTS)
+    jobs = {name: job for group in groups for name, job in group.items()}
+    assert len(jobs) == sum(map(len, groups))
 
     def fill(folder: Path) -> None:
         trace_all(folder, jobs)

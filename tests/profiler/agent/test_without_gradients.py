@@ -17,7 +17,6 @@ from ebbtide.profiler.agent.without_gradients import NAME
 from ebbtide.profiler.trace import Trace, open_trace
 from tests.conftest import phases_of
 from tests.profiler.agent.jobs import STEPS
-from tests.profiler.agent.test_phases import trace_all
 
 TRAIN = """
 model, reference = mlp(), mlp()
@@ -72,10 +71,16 @@ outer = Outer()
 """
 
 
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    jobs = {name: PRELUDE_OF_JOBS + TRAIN.format(before=before, after=after) for name, (before, after) in JOBS.items()}
-    return trace_all(tmp_path_factory.mktemp("without-gradients"), jobs)
+# Recorded by the fixture `traced`.
+WITHOUT_GRADIENTS = {
+    f"without gradients, {name}": PRELUDE_OF_JOBS + TRAIN.format(before=before, after=after)
+    for name, (before, after) in JOBS.items()
+}
+
+
+@pytest.fixture
+def traces(traced: dict[str, Trace]) -> dict[str, Trace]:
+    return {name: traced[f"without gradients, {name}"] for name in JOBS}
 
 
 # Iterations of the rows. In the first, nothing is recorded before its first phase.

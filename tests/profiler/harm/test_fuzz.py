@@ -17,7 +17,7 @@ from tests.profiler.harm.programs import job_lines, profile_command, run_bare
 
 # `make test-all` multiplies the number of random cases by four.
 CASES = examples(15)
-DEFAULT_CASES = (3,)
+DEFAULT_CASES = (10,)
 # The time and the process id in lines of torch's log, as in `W1122 11:43:10.441000 18912 torch/...`.
 LOG_PREFIX = re.compile(rb"^([A-Z])\d{4} [\d:.]+ \d+ ", re.MULTILINE)
 

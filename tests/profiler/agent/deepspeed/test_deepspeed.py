@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ebbtide import cli
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import Trace
 from tests import torch_extensions
-from tests.conftest import Recorded, ebbtide, run_process, shared_folder
+from tests.conftest import Recorded, ebbtide, run_process, shared_folder, slow
 
 pytestmark = pytest.mark.usefixtures("deepspeed_extensions")
 
@@ -84,7 +85,11 @@ CASES = [
     ),
     job("stage 2 with ZenFlow", 2, {**OFFLOAD, "zenflow": ZENFLOW}, 2, config=BF16, down=2 + 2 + 4),
 ]
-NAMES = [case["name"] for case in CASES]
+QUICK = (
+    *("stage 0", "stage 1", "stage 2 offloaded", "stage 2 unmanaged", "stage 3", "stage 3 offloaded"),
+    *("fp16 that overflows", "stage 2 with ZenFlow"),
+)
+NAMES = slow([case["name"] for case in CASES], but=QUICK)
 ZERO = NAMES[1:]
 
 
@@ -115,17 +120,35 @@ class TrainedCase:
         return ops[ops["name"].isin(names)]
 
 
+class TrainedCases(dict[str, TrainedCase]):
+    """Cases by name; the first one of those that are quick, or of the others, trains all of them."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self.factory = factory
+
+    def __missing__(self, name: str) -> TrainedCase:
+        is_quick = name in QUICK
+        cases = [case for case in CASES if (case["name"] in QUICK) == is_quick]
+        self.update(trained(self.factory, "quick" if is_quick else "others", cases))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, deepspeed_extensions: None) -> dict[str, TrainedCase]:
-    """Train all cases one after the other in one process, with `Tracer`: DeepSpeed is then imported already."""
-    folder = shared_folder(tmp_path_factory, "zero", train_all)
+def runs(tmp_path_factory: pytest.TempPathFactory, deepspeed_extensions: None) -> TrainedCases:
+    return TrainedCases(tmp_path_factory)
+
+
+def trained(factory: pytest.TempPathFactory, name: str, cases: list[dict[str, Any]]) -> dict[str, TrainedCase]:
+    """Train cases one after the other in one process, with `Tracer`: DeepSpeed is then imported already."""
+    folder = shared_folder(factory, f"zero-{name}", partial(train_all, cases=cases))
     runs, printed, losses = {}, "", []
     for output_line in (folder / "stdout").read_text().splitlines(keepends=True):
         printed += output_line
         if output_line.startswith("LOSSES"):
             losses.append(output_line)
             if len(losses) % 2 == 0:
-                case = CASES[len(losses) // 2 - 1]
+                case = cases[len(losses) // 2 - 1]
                 timers = re.findall(r"time \(ms\) \| fwd: ([\d.]+) \| bwd: ([\d.]+) .* step: ([\d.]+)$", printed, re.M)
                 table = pd.DataFrame(timers, columns=["forward", "backward", "update"], dtype=float)
                 trace = open_trace(folder / f"{case['name']}.ebb")
@@ -134,8 +157,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, deepspeed_extensions: None) -
     return runs
 
 
-def train_all(folder: Path) -> None:
-    out = run_process([sys.executable, JOB, cases_file(folder, CASES, folder)], env=environment())
+def train_all(folder: Path, cases: list[dict[str, Any]]) -> None:
+    out = run_process([sys.executable, JOB, cases_file(folder, cases, folder)], env=environment())
     assert out.returncode == 0, out.stderr[-3000:]
     (folder / "stdout").write_text(out.stdout)
 
@@ -156,14 +179,14 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recorder__does_not_change_a_bit_of_the_losses(name: str, runs: dict[str, TrainedCase]) -> None:
+def test_recorder__does_not_change_a_bit_of_the_losses(name: str, runs: TrainedCases) -> None:
     bare, recorded = runs[name].losses
     assert bare == recorded
     assert len(bare.split()) == len(name.split()) + 3 + STEPS
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_phases__make_one_iteration_per_step_of_the_engine(name: str, runs: dict[str, TrainedCase]) -> None:
+def test_phases__make_one_iteration_per_step_of_the_engine(name: str, runs: TrainedCases) -> None:
     case, phases = runs[name].case, runs[name].trace.phases(0)
     expected = ["forward", "backward"] * case["accumulation"] + ["update"] * (2 if case.get("unmanaged") else 1)
     assert [list(rows["phase"]) for _, rows in phases.groupby("iteration")] == [expected] * STEPS
@@ -172,7 +195,7 @@ def test_phases__make_one_iteration_per_step_of_the_engine(name: str, runs: dict
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_phases__agree_with_deepspeeds_timers(name: str, runs: dict[str, TrainedCase]) -> None:
+def test_phases__agree_with_deepspeeds_timers(name: str, runs: TrainedCases) -> None:
     phases = runs[name].trace.phases(0)
     ours = (phases["end_ns"] - phases["start_ns"]).groupby([phases["iteration"], phases["phase"]]).sum().unstack() / 1e6
     theirs = runs[name].timers
@@ -186,7 +209,7 @@ def test_phases__agree_with_deepspeeds_timers(name: str, runs: dict[str, Trained
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ops__tile_the_update(name: str, runs: dict[str, TrainedCase]) -> None:
+def test_ops__tile_the_update(name: str, runs: TrainedCases) -> None:
     trace = runs[name].trace
     top = trace.ops(0)[trace.ops(0)["parent"].isna()]
     for update in trace.phases(0).query("phase == 'update'").itertuples():
@@ -197,7 +220,7 @@ def test_ops__tile_the_update(name: str, runs: dict[str, TrainedCase]) -> None:
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_ops__have_the_rows_of_each_subgroup(name: str, runs: dict[str, TrainedCase]) -> None:
+def test_ops__have_the_rows_of_each_subgroup(name: str, runs: TrainedCases) -> None:
     run = runs[name]
     stage, offloaded = run.case["config"]["zero_optimization"]["stage"], "offload_optimizer" in str(run.case)
     each = ["unscale", "update", "parameters"]
@@ -217,7 +240,7 @@ def test_ops__have_the_rows_of_each_subgroup(name: str, runs: dict[str, TrainedC
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_ops__have_gradient_reductions_and_copies_in_the_backward(name: str, runs: dict[str, TrainedCase]) -> None:
+def test_ops__have_gradient_reductions_and_copies_in_the_backward(name: str, runs: TrainedCases) -> None:
     run = runs[name]
     ops, down = run.trace.ops(0), run.ops("gradient down")
     reduced = ops[ops["name"].eq("reduce")]
@@ -234,7 +257,7 @@ def test_ops__have_gradient_reductions_and_copies_in_the_backward(name: str, run
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_metadata__describes_the_engine_the_model_and_the_optimizer(name: str, runs: dict[str, TrainedCase]) -> None:
+def test_metadata__describes_the_engine_the_model_and_the_optimizer(name: str, runs: TrainedCases) -> None:
     run = runs[name]
     settings, entry, zero = run.trace.meta.deepspeed, run.trace.rank(0), run.case["config"]["zero_optimization"]
     assert settings.config == run.case["config"]
@@ -259,8 +282,8 @@ def test_metadata__describes_the_engine_the_model_and_the_optimizer(name: str, r
     assert optimizer.state_bytes == pytest.approx(8 * PARAMS, rel=1e-3)
 
 
-def test_cases__include_one_with_skipped_steps(runs: dict[str, TrainedCase]) -> None:
-    assert {name for name, run in runs.items() if run.skipped} == {"fp16 that overflows"}
+def test_cases__include_one_with_skipped_steps(runs: TrainedCases) -> None:
+    assert {name for name in QUICK if runs[name].skipped} == {"fp16 that overflows"}
     assert 0 < runs["fp16 that overflows"].skipped < STEPS
 
 
