@@ -199,6 +199,7 @@ def test_calibrate__says_how_accurate_predictions_are(measured: tuple[Run, Path]
     assert "stand on one size" in " ".join(run.stderr.split())
 
 
+@pytest.mark.slow
 def test_calibrate__traces_with_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
     paths = []
     for folder, offload in (("a", {"ratio": 1.0}), ("b", interleaved(2))):

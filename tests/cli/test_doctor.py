@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 
-from tests.conftest import ebbtide, ebbtide_in_process, run_process
+from tests.conftest import ebbtide_in_process, run_process
 
 
 def test_doctor__answers_first_and_has_the_rest_behind_v() -> None:
@@ -43,6 +43,6 @@ def test_doctor__imports_no_torch() -> None:
 
 
 def test_doctor__measures_here() -> None:
-    run = ebbtide("doctor", "--measure", "--json")
+    run = ebbtide_in_process("doctor", "--measure", "--json")
     names = [check["name"] for check in json.loads(run.stdout)["checks"]]
     assert names[-1] in ("measured-update", "measured-copies")

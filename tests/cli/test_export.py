@@ -47,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_export_and_tables__a_recorded_job_opens_in_perfetto_and_pandas(
     record: Callable[..., Recorded], tmp_path: Path
 ) -> None:

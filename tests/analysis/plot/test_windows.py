@@ -21,6 +21,7 @@ from tests.analysis.plot.pictures import (
     trained,
     with_counters,
 )
+from tests.conftest import slow_case
 
 
 def uneven() -> Trace:
@@ -32,7 +33,7 @@ def uneven() -> Trace:
     return builder.build("uneven.ebb")
 
 
-@pytest.mark.parametrize("min_bytes", [1, 20 * MIB, 45 * MIB])
+@pytest.mark.parametrize("min_bytes", [1, *map(slow_case, (20 * MIB, 45 * MIB))])
 def test_draw_windows__boxes_match_find_windows(min_bytes: int) -> None:
     trace = uneven()
     windows = find_windows(trace, min_bytes).windows

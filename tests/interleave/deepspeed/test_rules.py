@@ -11,6 +11,7 @@ from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.rule import UpdateRange
 from tests import torch_extensions
+from tests.conftest import slow_case
 
 from .training import config, digest, engine, masters, state, step_beside_deepspeed, train
 
@@ -25,7 +26,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.1}},
 }
 # DeepSpeed compiles its CPU Lion for most of a minute.
-NAMES = pytest.mark.parametrize("name", ["adam", "adam-torch", pytest.param("lion", marks=pytest.mark.slow)])
+NAMES = pytest.mark.parametrize("name", ["adam", *map(slow_case, ("adam-torch", "lion"))])
 
 
 def settings(name: str, **changes: Any) -> dict[str, Any]:

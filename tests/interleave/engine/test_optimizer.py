@@ -135,6 +135,7 @@ def test_optimizer__gives_the_bits_of_the_reference_in_a_job_with_everything(pol
     assert everything(maker(policy, mode)) == expected(everything)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "mode"),
     [
@@ -155,8 +156,10 @@ def test_adaptive__respects_a_budget_by_phase_on_slow_links(dtype: torch.dtype, 
     ("policy", "scenario"),
     [
         *(("interleaved:2", scenario) for scenario in (accumulated, clipped_by_torch, scaled_by_torch, scaled)),
-        ("adaptive", accumulated),
-        *(pytest.param("adaptive", scenario, marks=SLOW) for scenario in (clipped_by_torch, scaled_by_torch, scaled)),
+        *(
+            pytest.param("adaptive", scenario, marks=SLOW)
+            for scenario in (accumulated, clipped_by_torch, scaled_by_torch, scaled)
+        ),
     ],
 )
 def test_kept__gives_the_bits_of_the_reference_in_each_scenario(policy: str, scenario: Scenario) -> None:

@@ -147,6 +147,7 @@ class _OnTerminal:
             self.output += os.read(self.terminal, 4096).decode()
 
 
+@pytest.mark.slow
 def test_profile__delivers_ctrl_c_once_and_survives_the_end_of_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "run.ebb"
     job = _OnTerminal(profile_command(path, sys.executable, training_program(tmp_path, COUNTING)))
