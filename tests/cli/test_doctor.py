@@ -6,6 +6,8 @@ import json
 import resource
 import sys
 
+import pytest
+
 from tests.conftest import ebbtide_in_process, run_process
 
 
@@ -42,6 +44,7 @@ def test_doctor__imports_no_torch() -> None:
     assert run_process([sys.executable, "-c", script]).stderr.strip() == "False"
 
 
+@pytest.mark.slow
 def test_doctor__measures_here() -> None:
     run = ebbtide_in_process("doctor", "--measure", "--json")
     names = [check["name"] for check in json.loads(run.stdout)["checks"]]

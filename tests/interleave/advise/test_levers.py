@@ -97,6 +97,7 @@ def saved_bytes(job: TrainingJob, lever: str, **settings: int) -> float:
     raise AssertionError(f"{lever} is not possible")
 
 
+@pytest.mark.slow
 def test_levers__save_what_a_dry_run_with_a_smaller_micro_batch_saves(tmp_path: Path) -> None:
     """Compare a change of an example, within 3 % of its peak. torch keeps more memory than tensors."""
     trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "8")

@@ -254,6 +254,7 @@ def test_profile__explains_why_a_command_without_training_is_not_recorded(
     assert not (tmp_path / "run.ebb").exists()
 
 
+@pytest.mark.slow
 def test_profile__says_that_a_job_failed_before_it_trained(tmp_path: Path) -> None:
     script = "import torch\nraise ImportError('of the job')"
     run = ebbtide("profile", "-o", tmp_path / "run.ebb", "--", sys.executable, "-c", script)

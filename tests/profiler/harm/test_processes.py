@@ -98,6 +98,7 @@ def test_profile__keeps_a_forked_training_apart_from_that_of_its_parent(tmp_path
     assert open_trace(tmp_path / "run.ebb").ranks == [0]
 
 
+@pytest.mark.slow
 def test_profile__records_a_background_job_that_outlives_its_shell(tmp_path: Path) -> None:
     job = training_program(
         tmp_path, "import time\nfor _ in range(10):\n    train(1)\n    time.sleep(0.1)\nprint('end')\n"

@@ -77,7 +77,7 @@ def test_adamw_bf16__has_the_master_of_adamw_and_its_moments_rounded() -> None:
         assert not torch.equal(moment, exact.bfloat16())
 
 
-@pytest.mark.parametrize("master", ["fp32", "remainder"])
+@pytest.mark.parametrize("master", [pytest.param("fp32", marks=pytest.mark.slow), "remainder"])
 def test_adamw_bf16__goes_on_from_a_checkpoint_with_the_same_bits(master: str) -> None:
     def train(steps: range, params: list[torch.nn.Parameter], state: Any = None, **options: Any) -> Any:
         optimizer = InterleavedOptimizer(params, "adamw-bf16", lr=0.01, master=master, machine=MACHINE, **options)

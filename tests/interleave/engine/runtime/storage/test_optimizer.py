@@ -76,7 +76,8 @@ def test_step__gives_the_bits_of_the_reference_in_random_jobs(
     check_random_jobs(range(examples(5, by_default=1)), tmp_path, policy, mode, overlap, budget)
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(1), range(1, 5)])
 def test_step__gives_the_bits_of_the_reference_with_adaptive_plans(tmp_path: Path, seeds: range) -> None:
     check_random_jobs(seeds, tmp_path, "adaptive", "streamed", "forward", SMALL, memory_budget=10e3)
 
