@@ -137,7 +137,7 @@ def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:
         (["memory"], "fragmentation"),
         (["findings"], "Device memory is free all the time"),
         (["windows", "--min-bytes", "1MB"], "free in every iteration"),
-        (["replay", "--machine", "a100-40gb-published"], "adaptive"),
+        (["replay", "--machine", "a100-40gb-published", "--policy", "pipelined"], "pipelined"),
     ],
 )
 def test_commands__read_the_trace(
@@ -146,8 +146,12 @@ def test_commands__read_the_trace(
     assert expected in output_of(capsys, words[0], str(trace), *words[1:])
 
 
-def test_pictures__are_drawn_of_the_trace(trace: Path, tmp_path: Path) -> None:
+def test_plot__draws_the_trace(trace: Path, tmp_path: Path) -> None:
     assert run_command(["plot", str(trace), "-o", str(tmp_path / "run.png")]) == 0
+
+
+@pytest.mark.slow
+def test_report__says_that_the_trace_is_predicted(trace: Path, tmp_path: Path) -> None:
     assert run_command(["report", str(trace), "-o", str(tmp_path / "run.html")]) == 0
     assert "predicted by a dry run" in (tmp_path / "run.html").read_text(encoding="utf-8")
 

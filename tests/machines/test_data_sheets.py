@@ -157,10 +157,8 @@ def test_with_host__the_rule_gives_rates_like_those_that_were_fitted(name: str) 
         assert 1 / factor < ratio < factor, (key, ratio)
 
 
-# The search of `adaptive` takes half a second on each.
-@pytest.mark.parametrize(
-    "name", ["gh200", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SHEETS, *FITTED) if name != "gh200")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SHEETS, *FITTED])
 def test_replay__runs_every_policy_on_every_preset(name: str) -> None:
     workload = Workload("1 G", 10**9, 10**8, forward_s=0.1, backward_s=0.2, gpu_free=((0.0, 14e9),))
     replayed = replay(workload, preset(name))
