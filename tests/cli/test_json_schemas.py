@@ -96,7 +96,7 @@ def test_schemas__fit_what_commands_print_of_a_trace(trace: str) -> None:
     ids=lambda command: command.split()[0],
 )
 def test_schemas__fit_what_other_commands_print(command: str, tmp_path: Path) -> None:
-    for name, content in (("m", MACHINE), ("box", sweeps.MACHINE), ("w", sweeps.WORKLOAD | {"subgroup_params": 7e8})):
+    for name, content in (("m", MACHINE), ("box", sweeps.MACHINE), ("w", sweeps.WORKLOAD | {"subgroup_params": 1e9})):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     check(command.format(folder=tmp_path).split(), OTHERS[command])
 

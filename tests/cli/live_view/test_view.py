@@ -12,7 +12,7 @@ from ebbtide.cli.live_view.app import LiveView
 from ebbtide.cli.live_view.panels import level_rows
 from ebbtide.profiler.recording.lifecycle import finish
 from tests.cli.live_view.screens import drive, make_view
-from tests.conftest import slow, slow_case
+from tests.conftest import slow
 from tests.profiler.recording.live.growing import BACKWARD_MS, FORWARD_MS, OTHER_MS, UPDATE_MS, GrowingRecording
 
 NARROW, WIDE = (80, 24), (200, 50)
@@ -60,7 +60,7 @@ def narrow_rows(recording: GrowingRecording) -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize(("name", "size", "bars"), [("narrow_rows", NARROW, 3), slow_case("wide_rows", WIDE, 10)])
+@pytest.mark.parametrize(("name", "size", "bars"), [("narrow_rows", NARROW, 3), ("wide_rows", WIDE, 10)])
 def test_view__shows_every_panel_at_both_sizes(
     request: pytest.FixtureRequest, name: str, size: tuple[int, int], bars: int
 ) -> None:
