@@ -34,7 +34,7 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
     taken = {*updates, *moved}
     first = [index for index in range(clip + 1) if index not in taken]
     rest = [index for index in range(clip + 1, len(ops)) if index not in taken]
-    order = [*first, *updates, *moved, *rest] if uploads_first else [*first, *rest, *updates, *moved]
+    order = [*first, *updates, *moved, *rest] if uploads_first else list(range(len(ops)))
     places = dict(zip(order, range(len(order)), strict=True))
     reordered = (_with_after(ops[index], tuple([places[before] for before in ops[index].after])) for index in order)
     return replace(plan, ops=tuple(reordered))

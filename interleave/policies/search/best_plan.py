@@ -134,6 +134,7 @@ def _improved_seeds(
 
     Each start takes at most a share of the work that is left."""
     improved = [search.improve(seed, share=share) for seed in search.seeds(shares, _SEEDS)]
+    improved += [search.improve(mode, share=share) for mode in search.modes(min(improved, key=search.cost))]
     if costs.cpu_slows_copies:
         best = min(improved, key=search.cost)
         throttled = (best._replace(cpu_share=cpu_share) for cpu_share in _THROTTLED_STARTS)
