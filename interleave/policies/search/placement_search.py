@@ -237,9 +237,10 @@ class PlacementSearch:
 
         The best counts of each differ, so steps from one to another seldom help."""
         on_gpu = placement.resident + placement.moved
-        choices = product((True, False), (True, False), (0, on_gpu))
-        fields = ("interleave_cpu_gpu", "moved_late", "round_trip_gradients")
-        modes = (self._clamp(placement._replace(**dict(zip(fields, choice, strict=True)))) for choice in choices)
+        modes = (
+            self._clamp(placement._replace(interleave_cpu_gpu=alternating, moved_late=late, round_trip_gradients=count))
+            for alternating, late, count in product((True, False), (True, False), (0, on_gpu))
+        )
         return list(dict.fromkeys(modes))
 
     def shrink_to_fit(self, placement: Placement, factor: int) -> Placement:
