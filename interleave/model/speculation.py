@@ -11,7 +11,7 @@ _AFTER = Op._fields.index("after")
 def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = False) -> Plan:
     """Return a plan, not validated, that updates the last subgroups, whose gradients come first, on the CPU as soon as
     these are there. Uploads follow when clipping has said that they are valid, before all else of the step
-    (`uploads_first`) or where they are. Nothing is speculated without clipping, or if gradients are held until the step."""
+    (`uploads_first`) or in their places. None are without clipping, or if gradients are held until the step."""
     if not workload.clipping or workload.gradients_held_until_step or count <= 0:
         return plan
     on_cpu = sorted(op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu")
