@@ -28,7 +28,7 @@ _MAX_SUBGROUPS_ONE_BY_ONE = 24
 # With more subgroups than these, the search is refined with so many before it is with all of them.
 _MAX_REFINED_SUBGROUPS = 256
 # Work of the search over placements, at each number of subgroups, and of that over assignments (see `PlanCosts`).
-_PLACEMENT_OPS = 40_000
+_PLACEMENT_OPS = 60_000
 _ASSIGNMENT_OPS = 50_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
