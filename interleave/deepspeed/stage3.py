@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -10,10 +11,12 @@ from deepspeed.utils import log_dist
 
 from ebbtide.interleave.deepspeed import subgroup_slices
 from ebbtide.interleave.deepspeed.state_access import CpuAdamScalars, StateAccess
-from ebbtide.interleave.deepspeed.supported import check_group, rule_of
+from ebbtide.interleave.deepspeed.supported import check_group, rules_of
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.rules.rule import Scalars
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.params.sharded_matrices import ShardedMatrices
+from ebbtide.interleave.engine.rules.rule import Group, Scalars
 from ebbtide.interleave.model.schedule import Schedule
 
 
@@ -22,10 +25,15 @@ class InterleavedStage3(StateAccess):
 
     DeepSpeed reduces and partitions gradients, computes their norm, scales the loss, gathers parameters and writes
     checkpoints, as always. This class replaces the copies of gradients to the host, and the loop over subgroups in
-    `step`."""
+    `step`.
+
+    Muon's momentum stays on the host. A step gathers what it makes of gradients, each matrix on a rank that computes
+    the products, and returns the parts to all ranks as gradients for the engine."""
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self._rule = rule_of(init_optimizer)
+        rules = rules_of(init_optimizer)
+        if self.settings.storage is not None and any(rule.finish is not None for rule in rules):
+            raise EngineError("Muon's state cannot be in storage under DeepSpeed: leave storage= out")
         # The policy decides where state is.
         kwargs["offload_ratio"] = 1.0
         accumulates, offload = kwargs["gradient_accumulation_steps"] > 1, kwargs["offload_optimizer_config"]
@@ -37,14 +45,26 @@ class InterleavedStage3(StateAccess):
             subgroup_slices.release_pages(self.grad_partitions_flat_buffer)
         self._scale = 1.0
         # Others, such as torch's AdamW, compute their scalars in double precision.
-        self._cpu_adam = CpuAdamScalars(self._rule) if isinstance(init_optimizer, DeepSpeedCPUAdam) else None
+        other = getattr(init_optimizer, "aux_optimizer", init_optimizer)
+        adam = next((rule for rule in rules if rule.finish is None), rules[0])
+        self._cpu_adam = CpuAdamScalars(adam) if isinstance(other, DeepSpeedCPUAdam) else None
         self._ready_params = 0
         settings, masters = self.settings, self._masters
         sizes = [values.numel() for values in self.fp16_partitioned_groups_flat]
         self._slices = subgroup_slices.cut_subgroups(sizes, settings.subgroup_params)
-        self._gradients = subgroup_slices.SliceGradients(
-            self._slices, self._extents(), self.gradient_accumulation_dtype
-        )
+        self._rules = [rules[self.sub_group_to_group_id[group]] for group in range(len(sizes))]
+        # The sharded matrices: the number of their subgroup and the parameter, by its number.
+        self._matrix_params = {
+            self.get_param_id(param): (group, param)
+            for group, params in enumerate(self.fp16_groups)
+            for param in params
+            if self._rules[group].finish is not None
+        }
+        divided = {number: ((param.ds_numel,), 0) for number, (_, param) in self._matrix_params.items()}
+        device_name = str(self.fp16_partitioned_groups_flat[0].device)
+        self._matrices = ShardedMatrices(divided, self.dp_process_group, device_name)
+        self._grad_dtype = torch.float32 if divided else self.gradient_accumulation_dtype
+        self._gradients = subgroup_slices.SliceGradients(self._slices, self._extents(), self._grad_dtype)
         # Gradients that the job reads before the step, and may change: fp32, by parameter.
         self._exposed: dict[int, torch.Tensor] = {}
         self._runner = AdaptiveRunner(settings)
@@ -53,11 +73,11 @@ class InterleavedStage3(StateAccess):
         device = self._runner.device
         try:
             if settings.storage is None:
-                self._views = subgroup_slices.HeldMasters(self.optimizer, self._rule, masters, self._slices, device)
+                self._views = subgroup_slices.HeldMasters(self.optimizer, self._rules, masters, self._slices, device)
                 self._start_plan()
             else:
                 # The engine is opened when it is needed, since a commit that is loaded first names the files to use.
-                self._views = subgroup_slices.StoredMasters(self.optimizer, self._rule, masters, sizes, self._slices)
+                self._views = subgroup_slices.StoredMasters(self.optimizer, rules[0], masters, sizes, self._slices)
                 self._runner.check(self._subgroups)
             self._gate_gathers(module.parameters())
         except BaseException:
@@ -90,7 +110,7 @@ class InterleavedStage3(StateAccess):
             return super().partition_grads(params_to_release, grad_partitions)
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
             if self.get_param_id(param) in self._gradients:
-                self._add_gradient(param, partition.to(self.gradient_accumulation_dtype))
+                self._add_gradient(param, partition.to(self._grad_dtype))
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 # It was computed on another stream than the one that reduces it.
                 param.grad.record_stream(get_accelerator().current_stream())
@@ -111,7 +131,7 @@ class InterleavedStage3(StateAccess):
         self._exposed.pop(number, None)
         engine = self._engine
         for part in self._gradients.add(number, gradient.view(-1)):
-            if engine.is_running:
+            if engine.is_running and self._rules[self._slices[part].group].finish is None:
                 engine.offload_gradient(part, self._gradients.pop(part, gradient.device))
         self._ready_params += gradient.numel()
         engine.report_progress(min(1.0, self._ready_params / self._gradients.params))
@@ -151,6 +171,42 @@ class InterleavedStage3(StateAccess):
         self._exposed.clear()
         self._ready_params = 0
 
+    def _apply_muon_to_accumulated_grads(self) -> None:
+        """Replace the gradients of matrices by their updates, which DeepSpeed clips then."""
+        assert self._runner is not None
+        self._apply_exposed_gradients()
+        kernel, parts, factors = self._runner.kernel, {}, {}
+        for number, (group, param) in self._matrix_params.items():
+            rule, hyperparameters = self._rules[group], {**self._hyperparameters(group), "lr": 1.0}
+            assert rule.parts is not None
+            factors[number] = rule.parts(rule.scalars(hyperparameters, 1, 1 / self.loss_scale), tuple(param.ds_shape))
+            begin = param.partition_numel() * self._get_param_partition_rank(param)
+            length = max(0, min(param.partition_numel(), param.ds_numel - begin))
+            direction = torch.zeros(length, dtype=torch.float32, device="cpu")
+            if length:
+                gradient = self._gradients.param_gradient(number, direction.device)[:length]
+                momentum = self.optimizer.state[self._masters[group]][rule.moments[0]]
+                own = momentum.narrow(0, self.grad_position[number][1], length)
+                kernel.update(gradient, (direction, own), None, factors[number].scalars, rule=rule)
+            parts[number] = [direction]
+        whole = self._matrices.gather(parts)
+        for number in self._matrices.own:
+            direction = whole[number][0]
+            kernel.orthogonalize(direction, tuple(self._matrix_params[number][1].ds_shape), factors[number])
+            # The ratio of learning rates, by the shape.
+            direction *= float(factors[number].finish_scalars[-1])
+        self._matrices.scatter(whole, parts)
+        for number, (direction,) in parts.items():
+            if number in self._gradients:
+                update = direction.to(self.fp16_partitioned_groups_flat[0].device)
+                self._gradients.add(number, update)
+                self.norm_for_param_grads[number] = self._constant_buffered_norm2(update) * self.loss_scale
+
+    def _hyperparameters(self, group: int) -> Group:
+        rule, own = self._rules[group], self.optimizer.param_groups[self.sub_group_to_group_id[group]]
+        check_group(rule, own)
+        return {**rule.defaults, **own}
+
     # -- the step: DeepSpeed's loop calls these for each subgroup in turn ---------------------------------------
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
@@ -184,10 +240,13 @@ class InterleavedStage3(StateAccess):
         runner.step(values, [scalars[part.group] for part in self._slices], self._end_step)
 
     def _scalars(self, group: int, master: torch.Tensor) -> Scalars:
-        own = self.optimizer.param_groups[self.sub_group_to_group_id[group]]
-        check_group(self._rule, own)
+        rule, own = self._rules[group], self._hyperparameters(group)
         step = int(self.optimizer.state[master]["step"]) + 1
-        return (self._cpu_adam or self._rule).scalars(own, step, self._scale)
+        if rule.parts is not None:
+            # Updates of matrices are clipped, and have no loss scale.
+            factors = rule.parts(rule.scalars(own, step), (1, 1)).finish_scalars
+            return np.float32(self._scale * self.loss_scale), *factors[1:]
+        return (self._cpu_adam or rule).scalars(own, step, self._scale)
 
     def _end_step(self) -> None:
         for master in self._masters:
@@ -197,7 +256,7 @@ class InterleavedStage3(StateAccess):
     def _apply_exposed_gradients(self) -> None:
         """Use the gradients that the job has read, with its changes."""
         for number, gradient in self._exposed.items():
-            self._gradients.add(number, gradient.to(self.gradient_accumulation_dtype))
+            self._gradients.add(number, gradient.to(self._grad_dtype))
         self._exposed.clear()
 
     def _extents(self) -> dict[int, subgroup_slices.SubgroupSlice]:

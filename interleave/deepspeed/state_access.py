@@ -82,7 +82,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     _masters: list[torch.Tensor]
     _slices: Sequence[subgroup_slices.SubgroupSlice]
     _views: subgroup_slices.HeldMasters | subgroup_slices.StoredMasters
-    _rule: UpdateRule
+    # Of DeepSpeed's subgroups.
+    _rules: Sequence[UpdateRule]
+    _grad_dtype: torch.dtype
     _cpu_adam: CpuAdamScalars | None
     _is_open = False
 
@@ -101,14 +103,15 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._is_open = True
         if commit is None and self._runner.storage is not None:
             for number, value in enumerate(self._values()):
-                state = torch.zeros((len(self._rule.row_names), value.numel()), dtype=torch.float32, device="cpu")
+                rows = len(self._rules[self._slices[number].group].row_names)
+                state = torch.zeros((rows, value.numel()), dtype=torch.float32, device="cpu")
                 state[MASTER] = value
                 engine.store.states.write(number, state)
 
     @property
     def _subgroups(self) -> list[Subgroup]:
         dtype = self.fp16_partitioned_groups_flat[0].dtype
-        return subgroup_slices.engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype, self._rule)
+        return subgroup_slices.engine_subgroups(self._slices, dtype, self._grad_dtype, self._rules)
 
     def _values(self) -> list[torch.Tensor]:
         """Return the parameters of each slice, flat."""

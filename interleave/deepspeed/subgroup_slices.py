@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
@@ -41,25 +40,22 @@ def cut_subgroups(sizes: Sequence[int], max_params: int) -> list[SubgroupSlice]:
 
 
 def engine_subgroups(
-    slices: Sequence[SubgroupSlice], dtype: torch.dtype, grad_dtype: torch.dtype, rule: UpdateRule = ADAMW
+    slices: Sequence[SubgroupSlice], dtype: torch.dtype, grad_dtype: torch.dtype, rules: Sequence[UpdateRule]
 ) -> list[Subgroup]:
-    """Return the slices as subgroups of the engine: each has one flat parameter."""
+    """Return the slices as subgroups of the engine: each has one flat parameter. `rules` are by DeepSpeed's subgroup;
+    of rules of whole matrices, the engine has the end."""
+    own = [rules[part.group].finish or rules[part.group] for part in slices]
     return [
         Subgroup(part.params, dtype, (ParamSegment(number, 0, part.params, 0),), grad_dtype, rule=rule)
-        for number, part in enumerate(slices)
+        for number, (part, rule) in enumerate(zip(slices, own, strict=True))
     ]
 
 
 class SliceGradients:
-    """Collects the gradients of parameters into gradients of slices.
+    """Collects the gradients of parameters, whose extents are this rank's parts of them, into gradients of slices.
 
     The gradient of a slice is in a buffer on the device. The buffer exists from the first gradient of the slice that is
-    added until the gradient is taken out. Elements without a gradient are zero.
-
-    Args:
-        extents: The elements of subgroups that are this rank's part of a parameter, by parameter.
-        dtype: The type in which gradients accumulate.
-    """
+    added until the gradient is taken out. Elements without a gradient are zero."""
 
     def __init__(
         self, slices: Sequence[SubgroupSlice], extents: Mapping[int, SubgroupSlice], dtype: torch.dtype
@@ -166,19 +162,20 @@ class HeldMasters:
     def __init__(
         self,
         optimizer: Any,
-        rule: UpdateRule,
+        rules: Sequence[UpdateRule],
         masters: Sequence[torch.Tensor],
         slices: Sequence[SubgroupSlice],
         device: Device,
     ) -> None:
         self._optimizer = optimizer
-        self._rule = rule
+        self._rules = rules
         self._masters = masters
-        rows = len(rule.row_names)
-        self._buffers = [device.allocate_host((rows, master.numel()), torch.float32) for master in masters]
+        shapes = [(len(rule.row_names), master.numel()) for rule, master in zip(rules, masters, strict=True)]
+        self._buffers = [device.allocate_host(shape, torch.float32) for shape in shapes]
         self.collect()
-        # Host memory for the state of each slice.
-        self.slice_buffers = [self._buffers[part.group][:, part.begin : part.end] for part in slices]
+        # Host memory for the state of each slice, where the momentum of matrices is not the engine's.
+        rows = [len((rule.finish or rule).row_names) for rule in rules]
+        self.slice_buffers = [self._buffers[of.group][: rows[of.group], of.begin : of.end] for of in slices]
 
     def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:
         """Give masters and moments their values, which the caller may change: all state moves to the host."""
@@ -192,8 +189,8 @@ class HeldMasters:
 
     def collect(self) -> None:
         """Take moments by which torch has replaced those that were shown."""
-        for master, buffer in zip(self._masters, self._buffers, strict=True):
-            _use_host_buffer(self._optimizer, self._rule, master, buffer)
+        for rule, master, buffer in zip(self._rules, self._masters, self._buffers, strict=True):
+            _use_host_buffer(self._optimizer, rule, master, buffer)
 
 
 class StoredMasters:

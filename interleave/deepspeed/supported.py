@@ -10,6 +10,8 @@ from ebbtide.interleave.policies import parse
 _TESTED = "0.19.8"
 # By the class of the optimizer.
 _RULES = {"DeepSpeedCPUAdam": "adamw", "AdamW": "adamw", "Adam": "adam", "DeepSpeedCPULion": "lion"}
+# Muon has another optimizer for groups that are not of matrices.
+_RULES["MuonWithAuxAdam"] = "adamw"
 
 
 def check_version() -> None:
@@ -64,28 +66,35 @@ def check_engine(engine: Any) -> None:
             raise EngineError(f"{feature} is not supported: turn it off, or do not call enable()")
 
 
-def rule_of(optimizer: Any) -> UpdateRule:
-    """Return the rule of the optimizer that DeepSpeed would use. Raises EngineError if there is none.
-
-    Also for options that are not supported."""
+def rules_of(optimizer: Any) -> list[UpdateRule]:
+    """Return the rule of each parameter group of the optimizer that DeepSpeed would use. Raises EngineError if there is
+    none, and for options that are not supported."""
     name = type(optimizer).__name__
     if name not in _RULES:
         raise EngineError(
-            f"the optimizer is {name}: use DeepSpeedCPUAdam (type AdamW or Adam), DeepSpeedCPULion (type Lion), or "
-            "torch's AdamW or Adam; for others, such as Muon, use InterleavedOptimizer without DeepSpeed"
+            f"the optimizer is {name}: use DeepSpeedCPUAdam (type AdamW or Adam), DeepSpeedCPULion (type Lion), Muon, "
+            "or torch's AdamW or Adam; for others use InterleavedOptimizer without DeepSpeed"
         )
-    if not getattr(optimizer, "fp32_optimizer_states", True):
+    if not getattr(getattr(optimizer, "aux_optimizer", optimizer), "fp32_optimizer_states", True):
         raise EngineError("fp32_optimizer_states is off: moments of half precision are not supported")
     # Of DeepSpeed's CPU Adam; without it the decay is a part of the gradient.
     rule = find_rule(_RULES[name] if getattr(optimizer, "adam_w_mode", True) else "adam")
-    for group in optimizer.param_groups:
-        check_group(rule, group)
-    return rule
+    rules = [find_rule("muon") if group.get("use_muon") else rule for group in optimizer.param_groups]
+    for own, group in zip(rules, optimizer.param_groups, strict=True):
+        check_group(own, group)
+        for param in group["params"] if own.finish is not None else ():
+            shape = tuple(getattr(param, "ds_shape", param.shape))
+            if len(shape) != 2 or getattr(param, "muon_num_heads", None):
+                raise EngineError(
+                    f"Muon for a parameter of shape {shape}, or by heads (per_head_muon), is not "
+                    "supported: set its use_muon to False"
+                )
+    return rules
 
 
 def check_group(rule: UpdateRule, group: dict[str, Any]) -> None:
     """Check the hyperparameters of a group. Raises EngineError for those that are not supported."""
-    rule.check_group(group)
+    rule.check_group({**rule.defaults, **group})
     if not group.get("bias_correction", True):
         raise EngineError("bias_correction is off, which is not supported: turn it on")
 

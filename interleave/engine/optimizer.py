@@ -182,8 +182,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         offloaded = self._offloaded
         list(map(self._rules.checked, self.param_groups))
         params = self._params_with_state()
-        # Not deferred: the engine may take long to open.
+        # Not deferred: the engine may take long to open, and other ranks may never come.
         offloaded.open(params)
+        offloaded.matrices.on_any_rank(())
         try:
             with deferred_interrupts():
                 values, gradients, updated = offloaded.begin_step(params)
@@ -196,7 +197,11 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     self._skip_step()
                 else:
                     record = partial(offloaded.record_values, values)
-                    self._pending.step(values, self._scalars(updated, scale), partial(self._end_step, updated), record)
+                    scalars = self._scalars(updated, scale)
+                    try:
+                        self._pending.step(values, scalars, partial(self._end_step, updated), record)
+                    finally:
+                        offloaded.write_matrices(values, updated)
         except BaseException:
             with deferred_interrupts():
                 offloaded.discard_step()

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
 from ebbtide.analysis.plot import PHASE_COLORS
+from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.interleave.advise.pictures import policy_bars
 from ebbtide.interleave.advise.replay import Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
@@ -109,6 +110,7 @@ def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
         for schedule in schedules
     ]
     draw_lanes(figure, schedules, titles).set_xlabel("time of an iteration (s), simulated")
+    add_lane_legend(figure, schedules)
     return figure
 
 
@@ -138,15 +140,20 @@ def draw_lanes(figure: Figure | SubFigure, schedules: Sequence[Schedule], titles
         _draw(axes, schedule, _LEAST_EDGED_SHARE * longest_s)
         axes.set_title(title, loc="left", fontsize=9, parse_math=False)
     rows[-1].set_xlim(0.0, longest_s * 1.01)
+    return rows[-1]
+
+
+def add_lane_legend(figure: Figure | SubFigure, schedules: Sequence[Schedule]) -> None:
+    """Add the legend of lanes, and of the device memory of layers, below everything else."""
     kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
     handles = [
         Patch(**looks, **_OPERATION_EDGE, label=kind) for kind, looks in _OPERATION_LOOKS.items() if kind in kinds
     ]
-    if any(has_layers):
-        handles += [Patch(**looks, label=f"memory: {name}") for name, looks in _MEMORY_LOOKS.items()]
-    columns = 5 if any(has_layers) else 9
+    memory = [_memory(schedule)[1] for schedule in schedules if schedule.workload.layer_memory]
+    names = [name for row, name in enumerate(_MEMORY_LOOKS) if any(sizes[row].any() for sizes in memory)]
+    handles += [Patch(**_MEMORY_LOOKS[name], label=f"memory: {name}") for name in names]
+    columns = 5 if memory else 9
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=_FONT)
-    return rows[-1]
 
 
 def resource_lanes(schedule: Schedule) -> list[str]:
@@ -156,14 +163,19 @@ def resource_lanes(schedule: Schedule) -> list[str]:
     return [*RESOURCES, *storage]
 
 
-def _draw_memory(axes: Axes, schedule: Schedule) -> None:
-    """Draw the device memory of layers and of the plan over an iteration, stacked."""
+def _memory(schedule: Schedule) -> tuple[Floats, Floats]:
+    """Return instants, and the bytes from each on: a row for each kind of memory of `_MEMORY_LOOKS`."""
     times, memory = schedule.layer_memory_line()
     state_times, state = schedule.device_memory_line()
     instants = np.unique([*times, *state_times, schedule.iteration_s])
     of_layers = np.array([one[1:] for one in memory])[np.searchsorted(times, instants, "right") - 1]
     of_state = state[np.searchsorted(state_times, instants, "right") - 1]
-    sizes = [*of_layers.T, of_state]
+    return instants, np.array([*of_layers.T, of_state])
+
+
+def _draw_memory(axes: Axes, schedule: Schedule) -> None:
+    """Draw the device memory of layers and of the plan over an iteration, stacked."""
+    instants, sizes = _memory(schedule)
     peak = float(np.sum(sizes, axis=0).max())
     unit, unit_bytes = ("GiB", 2**30) if peak >= 2**27 else ("MiB", 2**20)
     base = np.zeros(len(instants))

@@ -59,11 +59,8 @@ class OffloadedActivations(MovedLayers):
         """Share the memory, the copies and the plan of streamed weights."""
         if device is not None and device is not weights.transfers.device:
             raise EngineError("give stream_weights and offload_activations the same device")
-        self._transfers = weights.transfers
-        memory = self._transfers.memory
-        budgets = [limit for limit in (memory.limit_bytes, self._budget_bytes) if limit is not None]
-        memory.limit_bytes = sum(budgets) if budgets else None
-        memory.what = "activations and weights of layers"
+        self._transfers, weights.outer = weights.transfers, self
+        self._transfers.memory.budgets[self.what] = self._budget_bytes
 
     def _choice(self, layer: int) -> str:
         return self.orders.kind(layer)
@@ -96,6 +93,9 @@ class OffloadedActivations(MovedLayers):
         self._torch_device = next((one.device for one in tensors), self._torch_device)
         # The device is opened at the first pass: until then the model may move to it.
         transfers = self._transfers or self._open(self._given_device, self._torch_device)
+        if self._is_left_by(self._weights):
+            self._weights = None
+            self._kinds_of_pass.clear()
         device_type = self._torch_device.type
         flags = (
             layer.module.training,
@@ -124,7 +124,7 @@ class OffloadedActivations(MovedLayers):
         self.orders = orders
         for one in self._layers:
             one.is_idle = orders.keeps_all and one.number != 0
-        measurement = PassMeasurement(transfers.device, kind.before) if orders is ONE_AT_A_TIME else None
+        measurement = PassMeasurement(transfers, kind.before) if orders is ONE_AT_A_TIME else None
         if self._weights is not None:
             self._weights.follow(orders, measurement)
         self._pass = None

@@ -52,6 +52,8 @@ class LayerPass:
 
     def begin_layer(self, layer: int, own: Collection[int]) -> None:
         transfers, orders = self._transfers, self.orders
+        if self.measurement is not None:
+            self.measurement.begin(False, layer)
         transfers.release_passed()
         if orders.copied is None:
             transfers.wait("d2h", lambda _: True)
@@ -62,8 +64,6 @@ class LayerPass:
         for storage in self._outputs:
             self._assign(storage, layer)
         self._outputs.clear()
-        if self.measurement is not None:
-            self.measurement.begin(False, layer)
 
     def save(self, tensor: torch.Tensor) -> PackedTensor:
         """Return what autograd holds in place of a tensor."""
@@ -142,7 +142,7 @@ class LayerPass:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self._outputs.clear()
         if self.measurement is not None:
-            self.measurement.turn()
+            self.measurement.begin(True, layer)
             self._transfers.wait("d2h", lambda _: True)
             self.measurement.end_forward(self._of_layer)
         self._backward_of = layer
@@ -151,8 +151,6 @@ class LayerPass:
         for later, other in self.orders.returned:
             if other < layer <= later - 1 and not self._transfers.prefetch(self._of_layer.get(other, ())):
                 break
-        if self.measurement is not None:
-            self.measurement.begin(True, layer)
 
     def _bring_back(self, storages: Collection[SavedStorage], layer: int) -> None:
         self._transfers.bring_back(storages, f"backward of layer {self._layers[layer].name}")

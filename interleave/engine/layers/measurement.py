@@ -2,18 +2,20 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import median_low
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Mark, Streams
+from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.layers.orders import LEAST_S, MeasuredLayer, PassTimes
 from ebbtide.interleave.engine.layers.saved_tensors import TensorVersion
-from ebbtide.interleave.engine.layers.transfers import SavedStorage
+from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers
 
 
 class PassMeasurement:
-    """Marks before and after the compute of each layer, in the forward and in the backward, and its bytes.
+    """Marks of what each layer does in the forward and in the backward, and its bytes.
+
+    It begins where the layer before has ended: issuing copies takes time, too. Waiting for copies is left out.
 
     Attributes:
         saved_bytes: By layer, of what the job does not hold itself; empty before the backward.
@@ -21,16 +23,18 @@ class PassMeasurement:
         left_bytes: Bytes of that.
     """
 
-    def __init__(self, device: Streams, before: "PassMeasurement | None") -> None:
-        """Initialize; `before`: the pass before, since times are medians of all."""
-        self._device = device
-        self._began = device.record("job")
-        self._before = before
-        self._marks: dict[tuple[bool, int], list[Mark]] = {}
-        self._open: list[Mark] = []
-        # Behind the last compute of a layer, and before the first backward.
-        self._ended: Mark | None = None
+    def __init__(self, transfers: StorageTransfers, before: "PassMeasurement | None") -> None:
+        """Initialize; `before`: the pass before, since times are (lower) medians."""
+        self._transfers = transfers
+        transfers.measures = True
+        transfers.waits.clear()
+        # Before the first layer, behind the last one so far, and before the first backward.
+        self._began = self._ended = transfers.device.record("job")
         self._turned: Mark | None = None
+        self._before = before
+        # By direction and layer: the start, the end, and the starts and ends of waiting in between.
+        self._marks: dict[tuple[bool, int], list[Mark]] = {}
+        self._open: list[Mark] | None = None
         self._inputs: dict[int, tuple[int, list[TensorVersion]]] = {}
         self._with_effects: set[int] = set()
         self.saved_bytes: dict[int, int] = {}
@@ -38,33 +42,38 @@ class PassMeasurement:
         self.left_bytes = 0
 
     def begin(self, is_backward: bool, layer: int) -> None:
-        self._open = self._marks[is_backward, layer] = [self._device.record("job")]
+        """Mark the start of a layer, unless it has begun. Layers of a backward end there."""
+        if (is_backward, layer) not in self._marks:
+            if is_backward:
+                self.end()
+                self._turned = self._turned or self._ended
+            self._open = self._marks[is_backward, layer] = [self._ended]
 
     def end(self) -> None:
-        self._ended = self._device.record("job")
-        self._open.append(self._ended)
-        self._open = []
-
-    def turn(self) -> None:
-        """Mark the end of a layer's compute before a backward, the first of which begins there."""
-        self._turned = self._turned or self._device.record("job")
-        self.end()
+        self._ended = self._transfers.device.record("job")
+        if self._open is not None:
+            self._open += [self._ended, *self._transfers.waits]
+        self._open = None
+        self._transfers.waits.clear()
 
     def _passes(self) -> "list[PassMeasurement]":
-        """Return this pass and those before it, the last one first."""
-        return [self, *([] if self._before is None else self._before._passes())]
+        """Return this pass and those before it, the last one first, without the very first: it has not warmed up."""
+        passes: list[PassMeasurement] = [self]
+        while (before := passes[-1]._before) is not None:
+            passes.append(before)
+        return passes[:-1] or passes
 
     def outside(self) -> PassTimes:
         """Return the medians of the times outside of layers, of passes before the one that begins now."""
         passes = self._passes()
-        following = [self._device.record("job"), *(one._began for one in passes)]
+        following = [self._transfers.device.record("job"), *(one._began for one in passes)]
         turns = [one._turn_s() for one in passes]
         others = [_seconds_between([one._ended, mark]) for one, mark in zip(passes, following, strict=False)]
-        return PassTimes(median(turns), median(others))
+        return PassTimes(median_low(turns), median_low(others))
 
     def _turn_s(self) -> float:
         last = max(layer for is_backward, layer in self._marks if not is_backward)
-        return _seconds_between([*self._marks[False, last][1:], self._turned])
+        return _seconds_between([*self._marks[False, last][1:2], self._turned])
 
     @contextmanager
     def inputs(self, layer: int, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -112,7 +121,10 @@ class PassMeasurement:
 
     def _seconds(self, is_backward: bool, layer: int) -> float:
         marks = [one._marks.get((is_backward, layer), []) for one in self._passes()]
-        return max(LEAST_S, median(map(_seconds_between, marks)))
+        waits = [sum(map(_seconds_between, zip(one[2::2], one[3::2], strict=True))) for one in marks]
+        return max(
+            LEAST_S, median_low(_seconds_between(one[:2]) - wait for one, wait in zip(marks, waits, strict=True))
+        )
 
 
 def _seconds_between(marks: Sequence[Mark | None]) -> float:

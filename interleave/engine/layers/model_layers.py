@@ -62,6 +62,9 @@ class LayerForward:
             setattr(self.module, self._attribute, self.original)
         else:
             delattr(self.module, self._attribute)
+        if isinstance(self.original, LayerForward) and self.original.is_idle:
+            # It was closed before.
+            self.original.remove()
 
 
 def _same(value: Any) -> Any:
@@ -126,6 +129,7 @@ class MovedLayers:
         self._order: list[LayerForward] = []
         self._transfers: StorageTransfers | None = None
         self.orders: LayerOrders = ONE_AT_A_TIME
+        self.is_closed = False
 
     def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward as the orders say."""
@@ -133,7 +137,7 @@ class MovedLayers:
 
     def _open(self, device: Device | None, torch_device: torch.device) -> StorageTransfers:
         device = open_device(torch_device) if device is None else device
-        memory = LayerMemoryCount(device, self._budget_bytes, self.what)
+        memory = LayerMemoryCount(device, {self.what: self._budget_bytes})
         self._transfers = StorageTransfers(device, memory, HostArena(device))
         return self._transfers
 
@@ -146,6 +150,14 @@ class MovedLayers:
             # The job's own peak, which is not free, has this memory at its peak.
             free = max(0.0, free + memory.peak_bytes - device.used_bytes)
         return min((limit for limit in (memory.limit_bytes, free) if limit is not None), default=None)
+
+    def _is_left_by(self, other: "MovedLayers | None") -> bool:
+        """Return whether those that shared the memory were closed, and take their budget from it."""
+        if other is None or not other.is_closed:
+            return False
+        assert self._transfers is not None
+        self._transfers.memory.budgets.pop(other.what)
+        return True
 
     def _number(self, layer: LayerForward) -> int:
         """Return the number of a layer, the next one in its first forward."""
@@ -204,6 +216,7 @@ class MovedLayers:
 
     def close(self) -> None:
         """Give the layers their own forwards back. Backwards of passes that have begun still work."""
+        self.is_closed = True
         for layer in self._layers:
             layer.remove()
         if self._transfers is not None:

@@ -84,14 +84,16 @@ class StorageTransfers:
     in the order of that stream.
 
     Attributes:
-        measures: Whether the times of copies are kept, for `rates`.
+        measures: Whether the times of copies are kept, for `rates`, and those of the job's waiting for them.
+        waits: The starts and ends of that.
     """
 
     def __init__(self, device: Device, memory: LayerMemoryCount, arena: HostArena) -> None:
         self.device = device
         self.memory = memory
         self.arena = arena
-        self.measures = True
+        self.measures = False
+        self.waits: list[Mark] = []
         self._flights: list[_Flight] = []
         self._ended: list[_Flight] = []
         self._moved: dict[Direction, tuple[int, float]] = {"h2d": (0, 0.0), "d2h": (0, 0.0)}
@@ -215,12 +217,14 @@ class StorageTransfers:
 
     def _land(self, flight: _Flight) -> None:
         """Let the job wait for a copy. What was copied to the host is then released on the device."""
+        start = self.device.record("job") if self.measures else None
         self.device.wait("job", [flight.end])
         self._flights = [other for other in self._flights if other is not flight]
         if flight.direction == "d2h":
             for one in flight.storages:
                 one.release()
-        if self.measures:
+        if start is not None:
+            self.waits += [start, self.device.record("job")]
             self._ended.append(flight._replace(storages=(), memory=()))
 
     def rates(self) -> dict[Direction, float | None]:

@@ -11,9 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ebbtide.interleave.engine.devices.device import Device, Direction
+from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.model_layers import LayerForward, MovedLayers, is_within_backward, other_hooks
-from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders
+from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME, LayerOptions, LayerOrders
 from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, is_plain
 from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers, bytes_of
 from ebbtide.interleave.policies.layer_choice import WEIGHTS
@@ -21,7 +22,7 @@ from ebbtide.interleave.policies.layer_choice import WEIGHTS
 log = logging.getLogger("ebbtide")
 
 
-# Passes before there is a plan, whose median times count: the first one has not warmed up yet.
+# Passes before there is a plan. The times of the first one do not count: it has not warmed up.
 MEASURED_PASSES = 3
 
 
@@ -114,11 +115,12 @@ class StreamedWeights(MovedLayers):
         self._streamed: list[int] = []
         self._before: list[int] = [0]
         self._last_forward = -1
-        self._backward_of: LayerForward | None = None
         self._is_end_awaited = False
         # Layers with weights on the device, or on the way there.
         self._there: set[LayerForward] = set()
+        # Whether it makes its own plan, in place of activations that are moved around it.
         self._plans = True
+        self.outer: MovedLayers | None = None
         self._passes = 0
         self._measurement: PassMeasurement | None = None
         uses = Counter(
@@ -178,9 +180,10 @@ class StreamedWeights(MovedLayers):
             if number <= self._last_forward or not number:
                 self._begin_pass(has_grad)
             self._last_forward = number
+        marks = self._measurement if self._plans and not in_backward else None
+        if marks is not None:
+            marks.begin(False, number)
         self._fetch(layer, number, in_backward)
-        if self._measurement is not None and not in_backward:
-            self._measurement.begin(False, number)
         if has_grad:
             params = {one.name: _Arrival.apply(one.param, one, self) for one in weights}
         else:
@@ -188,8 +191,8 @@ class StreamedWeights(MovedLayers):
         hooks = _WeightHooks(self, layer, weights, other_hooks())
         with _reparametrize_module(layer.module, params), saved_tensors_hooks(hooks.save, hooks.load):
             output = layer.original(*args, **kwargs)
-        if self._measurement is not None and not in_backward:
-            self._measurement.end()
+        if marks is not None:
+            marks.end()
         if not (has_grad or in_backward):
             # No backward follows.
             self._release([layer])
@@ -198,7 +201,11 @@ class StreamedWeights(MovedLayers):
     def _begin_pass(self, has_grad: bool) -> None:
         # The optimizer may have stepped.
         self._release(self._there)
-        self._backward_of, self._is_end_awaited = None, False
+        self._is_end_awaited = False
+        if self._is_left_by(self.outer):
+            self.outer, self._plans, self._passes, self._measurement = None, True, 0, None
+            self.orders = ONE_AT_A_TIME
+            self._number_streamed()
         if not (self._plans and has_grad):
             return
         measured, self._measurement = self._measurement, None
@@ -206,7 +213,7 @@ class StreamedWeights(MovedLayers):
             self._plan(measured, self.sizes(), LayerOptions("keep", self.option))
             self._number_streamed()
         elif self._passes < MEASURED_PASSES:
-            self._measurement = PassMeasurement(self.transfers.device, measured)
+            self._measurement = PassMeasurement(self.transfers, measured)
 
     def _number_streamed(self) -> None:
         is_streamed = [self.orders.is_streamed(number) for number in range(len(self._order))]
@@ -221,15 +228,14 @@ class StreamedWeights(MovedLayers):
 
     def load(self, saved: _SavedWeight, layer: LayerForward) -> torch.Tensor:
         """Return a weight for the backward. Raises EngineError if it was updated since the forward."""
-        number, measurement = self._number(layer), self._measurement
+        number = self._number(layer)
+        if layer not in self._weights:
+            raise EngineError(f"layer {layer.name}: stream_weights was closed between its forward and its backward")
         saved.weight.check(layer.name)
         self.begin_backward()
-        if measurement is not None and self._backward_of is not layer:
-            measurement.turn()
+        if self._measurement is not None:
+            self._measurement.begin(True, number)
         self._fetch(layer, number, True)
-        if measurement is not None and self._backward_of is not layer:
-            measurement.begin(True, number)
-        self._backward_of = layer
         return saved.tensor.get()
 
     def _fetch(self, layer: LayerForward, number: int, is_backward: bool) -> None:
@@ -281,7 +287,7 @@ class StreamedWeights(MovedLayers):
         if self._measurement is not None:
             self._measurement.end()
         self._passes += 1
-        self._backward_of, self._is_end_awaited = None, False
+        self._is_end_awaited = False
         self._release(self._there)
 
 

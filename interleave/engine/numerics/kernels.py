@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics import host_arrays
-from ebbtide.interleave.engine.numerics.matrices import update_matrix
+from ebbtide.interleave.engine.numerics.matrices import orthogonalize, update_matrix
 from ebbtide.interleave.engine.numerics.norm import BLOCK as SUM_BLOCK
 from ebbtide.interleave.engine.numerics.norm import total
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import BLOCK, Scalars, UpdateRange, UpdateRule
+from ebbtide.interleave.engine.rules.rule import BLOCK, MatrixParts, Scalars, UpdateRange, UpdateRule
 from ebbtide.numa.binding import bind_thread, cpus_within
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -81,18 +82,10 @@ class CpuKernel:
         position: int = 0,
         shape: tuple[int, int] | None = None,
     ) -> None:
-        """Update the state in place and write the parameter; return when all is done.
+        """Update the state in place and write the parameter, as `reference.update`; return when all is done.
 
-        All tensors are contiguous CPU tensors with one dimension and the same length.
-
-        Args:
-            state: Master and moments, fp32 or as the rule has them. In place of the master: its remainders, int16; then
-                `out` has the parameters (bfloat16).
-            out: Parameter to write, bfloat16, float16 or float32, as the gradient; None to only update the state.
-            share: The share of the threads to use, at least one: the others leave the host's memory to copies.
-            position: That of the first element, see rounding.py.
-            shape: That of a whole matrix, see matrices.py.
-        """
+        All are contiguous CPU tensors with one dimension and the same length. The state may have remainders of masters
+        that are in `out`. The threads that are not in the share leave the host's memory to copies."""
         self.update_ranges(grad, state, out, [UpdateRange(0, len(grad), scalars, position, shape)], share, rule)
 
     def update_ranges(
@@ -146,30 +139,30 @@ class CpuKernel:
         share: float,
         rule: UpdateRule,
     ) -> None:
-        def multiply(a: Any, b: Any) -> Any:
-            product = np.empty((len(a), b.shape[1]), np.float32)
-
-            def part(begin: int, end: int, _: None) -> None:
-                self._matrices.multiply(a[begin:end], b, product[begin:end])
-
-            self._run(part, [(0, len(a), None)], self._matrices.ROWS, max(1, round(share * self.threads)), 1)
-            return product
-
         assert of.shape is not None
         own, parameter = slice(of.begin, of.end), None if out is None else out[of.begin : of.end]
-        done = self._matrix_thread.submit(
-            update_matrix,
-            grad[own],
-            [row[own] for row in state],
-            parameter,
-            of.scalars,
-            rule,
-            of.shape,
-            lambda grad, state, out, scalars, own: self.update(grad, state, out, scalars, share, own),
-            multiply,
-            self.sum_of_squares,
-        )
-        done.result()
+
+        def update(grad: Any, state: Any, out: Any, scalars: Scalars, own: UpdateRule) -> None:
+            self.update(grad, state, out, scalars, share, own)
+
+        rows, products = [row[own] for row in state], partial(self.orthogonalize, share=share)
+        update_matrix(grad[own], rows, parameter, of.scalars, rule, of.shape, update, products)
+
+    def orthogonalize(
+        self, direction: torch.Tensor, shape: tuple[int, int], parts: MatrixParts, share: float = 1
+    ) -> None:
+        """Run `matrices.orthogonalize`."""
+        multiply = partial(self._multiply, share)
+        self._matrix_thread.submit(orthogonalize, direction, shape, parts, multiply, self.sum_of_squares).result()
+
+    def _multiply(self, share: float, a: Any, b: Any) -> Any:
+        product = np.empty((len(a), b.shape[1]), np.float32)
+
+        def part(begin: int, end: int, _: None) -> None:
+            self._matrices.multiply(a[begin:end], b, product[begin:end])
+
+        self._run(part, [(0, len(a), None)], self._matrices.ROWS, max(1, round(share * self.threads)), 1)
+        return product
 
     def update_beside(
         self,

@@ -31,19 +31,15 @@ def update_matrix(
     rule: UpdateRule,
     shape: tuple[int, int],
     update: Update,
-    multiply: Multiply,
-    sum_of_squares: Callable[[torch.Tensor], float],
+    orthogonalize: Callable[[torch.Tensor, tuple[int, int], MatrixParts], None],
 ) -> None:
-    """Update a matrix of a shape, flat, whose elements and products the functions compute."""
+    """Update a matrix of a shape, flat, by functions for its elements and for its products."""
     assert rule.finish is not None
     assert rule.parts is not None
     parts = rule.parts(scalars, shape)
     direction = torch.zeros(grad.numel(), dtype=torch.float32, device="cpu")
     update(grad, (direction, *state[1:]), None, parts.scalars, rule)
-    norm = np.float32(math.sqrt(sum_of_squares(direction)))
-    # NaN and overflow are ordinary results here.
-    with np.errstate(all="ignore"):
-        _orthogonalize(direction.numpy().reshape(shape), norm, parts, multiply)
+    orthogonalize(direction, shape, parts)
     update(direction, state[:1], out, parts.finish_scalars, rule.finish)
 
 
@@ -55,12 +51,22 @@ def multiply(a: Any, b: Any) -> Any:
     return product
 
 
-def _orthogonalize(matrix: Any, norm: np.float32, parts: MatrixParts, multiply: Multiply) -> None:
-    a, b, c = parts.coefficients
-    x = matrix.T if len(matrix) > matrix.shape[1] else matrix
-    x = np.ascontiguousarray(x) / np.maximum(norm, parts.eps)
-    for _ in range(parts.steps):
-        gram = multiply(x, np.ascontiguousarray(x.T))
-        polynomial = b * gram + c * multiply(gram, gram)
-        x = a * x + multiply(polynomial, x)
-    matrix[...] = x.T if len(matrix) > matrix.shape[1] else x
+def orthogonalize(
+    direction: torch.Tensor,
+    shape: tuple[int, int],
+    parts: MatrixParts,
+    multiply: Multiply,
+    sum_of_squares: Callable[[torch.Tensor], float],
+) -> None:
+    """Replace U of a shape, flat, by X."""
+    matrix, (a, b, c) = direction.numpy().reshape(shape), parts.coefficients
+    norm = np.float32(math.sqrt(sum_of_squares(direction)))
+    x = matrix.T if shape[0] > shape[1] else matrix
+    # NaN and overflow are ordinary results here.
+    with np.errstate(all="ignore"):
+        x = np.ascontiguousarray(x) / np.maximum(norm, parts.eps)
+        for _ in range(parts.steps):
+            gram = multiply(x, np.ascontiguousarray(x.T))
+            polynomial = b * gram + c * multiply(gram, gram)
+            x = a * x + multiply(polynomial, x)
+    matrix[...] = x.T if shape[0] > shape[1] else x

@@ -18,6 +18,7 @@ since processors differ in the NaN that they produce.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.blocks import quantize_moment, widen_moment
-from ebbtide.interleave.engine.numerics.matrices import multiply, update_matrix
+from ebbtide.interleave.engine.numerics.matrices import multiply, orthogonalize, update_matrix
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares
 from ebbtide.interleave.engine.numerics.rounding import random_bits
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -75,7 +76,8 @@ def update(
     All are CPU tensors of one shape; `grad` and `out` are bfloat16, float16 or float32. The first element is at
     `position` (see rounding.py). With a shape they are a whole matrix, flat, which the rule updates as one."""
     if shape is not None:
-        update_matrix(grad, state, out, scalars, rule, shape, update, multiply, sum_of_squares)
+        products = partial(orthogonalize, multiply=multiply, sum_of_squares=sum_of_squares)
+        update_matrix(grad, state, out, scalars, rule, shape, update, products)
         return
     scale, *factors = scalars
     grad = grad.detach()

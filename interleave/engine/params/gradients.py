@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.norm import total
 from ebbtide.interleave.engine.params.local_shards import flat_like, local_shard, unflatten, wrap_shard
 from ebbtide.interleave.engine.params.pending_params import PendingParams
+from ebbtide.interleave.engine.params.sharded_matrices import ShardedMatrices
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 
@@ -24,8 +25,9 @@ _EPS = 1e-6
 class GradientNorm:
     """Adds up the squares of a step's gradients on all ranks, and returns the factor that scales and clips them."""
 
-    def __init__(self, device: Device, max_norm: float | None) -> None:
+    def __init__(self, device: Device, matrices: ShardedMatrices, max_norm: float | None) -> None:
         self._device = device
+        self._matrices = matrices
         self._max_norm = max_norm
         # The indices of parameters, and the function that waits for the sums of squares of their gradients.
         self._pending: list[tuple[Sequence[int], Callable[[], list[float]]]] = []
@@ -50,19 +52,21 @@ class GradientNorm:
                 # One that was added again, after an interrupt, has its last values.
                 sums.setdefault(index, value)
         self.clear()
-        squares = [sums.get(index, 0.0) for index in range(len(params))]
-        norm = math.sqrt(_sum_over_ranks(params, squares)) / loss_scale
+        whole = self._matrices.add(sums)
+        others = {param: sums.get(index, 0.0) for index, param in enumerate(params) if index not in whole}
+        norm = math.sqrt(_sum_over_ranks(others, whole.values())) / loss_scale
         if not math.isfinite(norm):
             return None
         clip_factor = min(1.0, self._max_norm / (norm + _EPS)) if self._max_norm is not None else 1.0
         return clip_factor / loss_scale
 
 
-def _sum_over_ranks(params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
-    """Return the sum over all gradients and shards, with the same bits on every rank. All ranks must call this."""
-    sums = []
+def _sum_over_ranks(squares: Mapping[torch.Tensor, float], whole: Iterable[float]) -> float:
+    """Return the sum over all gradients and shards, and complete sums of others, with the same bits on every rank. All
+    ranks must call this."""
+    sums = list(whole)
     sharded: dict[Any, list[float]] = {}
-    for param, square in zip(params, squares, strict=True):
+    for param, square in squares.items():
         if hasattr(param, "to_local"):
             sharded.setdefault((param.device_mesh, param.placements), []).append(square)
         else:
@@ -95,11 +99,12 @@ class GradientCollector:
     """Collects the gradients of parameters for an engine, over as many backwards as the step before had. Streamed
     gradients are offloaded when they are computed for the last time, and `p.grad` is a placeholder. If a job sets that
     to None, or runs one more backward, they are recalled and submitted at the step. `expected_scalars` returns the
-    factors of a step that is neither clipped nor skipped."""
+    factors of a step that is neither clipped nor skipped. Those of sharded matrices are gathered at the step."""
 
     def __init__(
         self,
         params: Sequence[torch.Tensor],
+        matrices: ShardedMatrices,
         engine: Engine,
         norm: GradientNorm,
         streamed: bool,
@@ -107,6 +112,7 @@ class GradientCollector:
         expected_scalars: Callable[[], Sequence[Scalars | None] | None],
     ) -> None:
         self._params = params
+        self._matrices = matrices
         self._engine = engine
         self._norm = norm
         self._streamed = streamed
@@ -190,7 +196,8 @@ class GradientCollector:
         # None: the optimizer is gone.
         if engine.needs_assumption and (expected := self._expected_scalars()) is not None:
             engine.assume(expected)
-        if self._streamed and engine.is_running and index not in engine.offloaded_params:
+        is_offloaded = index in self._matrices.owners or index in engine.offloaded_params
+        if self._streamed and engine.is_running and not is_offloaded:
             gradient = _flat_gradient(param)
             self._norm.add_all({index: gradient})
             engine.offload_gradient(index, gradient)

@@ -127,21 +127,6 @@ def check_params(params: Sequence[torch.Tensor], streamed: bool, has_remainders:
         )
 
 
-def check_matrices(params: Sequence[torch.Tensor]) -> None:
-    """Raise EngineError if one of the parameters is not a whole matrix in the order of its memory."""
-    for param in params:
-        if param.dim() != 2 or not local_shard(param).is_contiguous():
-            raise EngineError(
-                f"a parameter of shape {tuple(param.shape)} is no matrix in the order of its memory, which this rule "
-                "updates as a whole: put it into a group with another rule, such as {'params': ..., 'rule': 'adamw'}"
-            )
-        if parts_of(param) > 1:
-            raise EngineError(
-                f"a matrix of shape {tuple(param.shape)} is sharded over ranks, and its rule updates it as a whole: "
-                "train with DistributedDataParallel, or put it into a group with another rule"
-            )
-
-
 def check_apart(values: Sequence[torch.Tensor]) -> None:
     """Raise EngineError if two of these dense tensors of one device share memory: both updates would write it."""
     # Those without elements or without memory, as on meta, begin nowhere.

@@ -1,7 +1,7 @@
 """The parameters of an optimizer on an engine, which is opened at the first use and follows what the job changes."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,13 +13,13 @@ from ebbtide.interleave.engine.params import state_dict
 from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
 from ebbtide.interleave.engine.params.local_shards import (
     check_apart,
-    check_matrices,
     check_params,
     device_of,
     flat_view,
     local_shard,
 )
 from ebbtide.interleave.engine.params.pending_params import PendingParams
+from ebbtide.interleave.engine.params.sharded_matrices import ShardedMatrices, sharded_matrices
 from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
@@ -50,6 +50,7 @@ class OffloadedParams:
         # Whether a step has submitted its gradients, and was neither done nor discarded.
         self.has_submitted = False
         self.pending = PendingParams(runner)
+        self.matrices = ShardedMatrices({})
         self._runner = runner
         self._options = runner.options
         self._expected_scalars = expected_scalars
@@ -81,9 +82,8 @@ class OffloadedParams:
     def check(self, params: Sequence[torch.Tensor]) -> None:
         """Check parameters. Raises EngineError if an engine cannot update them."""
         check_params(params, self._options.streamed, self._options.has_remainders)
-        matrices = [param for param, rule in zip(params, self._rules(params), strict=True) if rule.finish is not None]
-        check_matrices(matrices)
-        if matrices and device_of(params).type != "cpu":
+        self._sharded_matrices(params)
+        if device_of(params).type != "cpu" and any(rule.finish is not None for rule in self._rules(params)):
             raise EngineError("rules of whole matrices run on the CPU only: use another rule for parameters on a GPU")
 
     def open(self, params: Sequence[torch.Tensor]) -> Engine:
@@ -106,11 +106,16 @@ class OffloadedParams:
         self.pending.finish()
         if not self.params:
             return []
-        engine = self._runner.engine
+        engine, own, rules = self._runner.engine, self._values(), self._rules(self.params)
+        values = self._whole_values(own, self._options.has_remainders)
         with engine.paused():
-            changed = self._changed(self._values()) if self._options.has_remainders else ()
-            rules = self._rules(self.params)
-            return state_dict.gather_states(rules, engine.store.states, self.params, changed, self._loaded)
+            changed = self._changed(own) if self._options.has_remainders else set()
+            changed |= self.matrices.on_any_rank(changed)
+            states = state_dict.gather_states(rules, engine.store.states, values, changed, self._loaded)
+        whole = {index: states[index] for index in self.matrices.owners}
+        parts = {index: [row.new_empty(own[index].numel()) for row in state] for index, state in whole.items()}
+        self.matrices.scatter(whole, parts)
+        return [tuple(parts.get(index, state)) for index, state in enumerate(states)]
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[state_dict.ParamState | None]) -> None:
         """Set the states of all parameters, None before the first update, and recall offloaded gradients. If all are
@@ -141,9 +146,8 @@ class OffloadedParams:
     def begin_step(
         self, params: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], set[int]]:
-        """Submit the gradients, after the last step has ended and changed parameters are followed. Returns all
-        parameters, flat; the gradients that were not offloaded, by index; and the indices of all that have a
-        gradient."""
+        """Submit the gradients, after the last step has ended and changed parameters are followed. Returns parameters
+        as the engine has them, flat; gradients that were not offloaded, by index; and the indices of all gradients."""
         engine = self.open(params)
         self.pending.finish_updates()
         if self.has_submitted:
@@ -162,11 +166,26 @@ class OffloadedParams:
             self.add(params)
         values, engine = self._follow_values(), self._runner.engine
         gradients = self.collector.collect()
+        missing = self.matrices.on_any_rank(gradients) - gradients.keys()
+        gradients |= {index: torch.zeros_like(flat_view(self.params[index])) for index in missing}
+        parts = {index: [gradient] for index, gradient in gradients.items() if index in self.matrices.owners}
+        gradients |= {index: gradient for index, (gradient,) in self.matrices.gather(parts).items()}
         if not engine.is_running:
             self._runner.set_plan()
         self.has_submitted = True
         engine.submit_gradients(gradients)
         return values, gradients, gradients.keys() | engine.offloaded_params
+
+    def write_matrices(self, values: Sequence[torch.Tensor], updated: Collection[int]) -> None:
+        """Write the parts of sharded matrices after a step. Raises EngineError if a rank has lost its state."""
+        is_lost = self._runner.closed
+        if self.matrices.on_any_rank(self.matrices.owners if is_lost else ()) and not is_lost:
+            self._runner.close()
+            raise EngineError("an update failed midway on another rank, whose state is lost: resume from a checkpoint")
+        written = [index for index in updated if index in self.matrices.owners]
+        if written and not is_lost:
+            self._write_parts(values, written)
+            self.record_values(values, written)
 
     def end_step(self) -> None:
         """Prepare for the next step, after a step that was done, perhaps but for late operations."""
@@ -185,7 +204,8 @@ class OffloadedParams:
     def record_values(self, values: Sequence[torch.Tensor], indices: Iterable[int] | None = None) -> None:
         """Take the values of parameters, of these indices or all, as those that the masters round to."""
         recorded = range(len(values)) if indices is None else list(indices)
-        fingerprints = cache(self._runner.device.fingerprint([values[index] for index in recorded]))
+        own = [flat_view(self.params[index]) if index in self.matrices.owners else values[index] for index in recorded]
+        fingerprints = cache(self._runner.device.fingerprint(own))
         self._fingerprints |= {index: (fingerprints, place) for place, index in enumerate(recorded)}
 
     def close(self) -> None:
@@ -208,9 +228,14 @@ class OffloadedParams:
         rule_of = self._rule_of_params()
         return [rule_of[param] for param in params]
 
+    def _sharded_matrices(self, params: Sequence[torch.Tensor]) -> ShardedMatrices:
+        return sharded_matrices(params, [rule.finish is not None for rule in self._rules(params)])
+
     def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
-        shards = [local_shard(param) for param in params]
-        options = self._options
+        shards, options = [local_shard(param) for param in params], self._options
+        matrices = self._sharded_matrices(params)
+        for index in matrices.owners:
+            shards[index] = torch.empty(matrices.own.get(index, 0), dtype=shards[index].dtype, device="meta")
         return divide(shards, options.subgroup_params, options.has_remainders, self._rules(params))
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
@@ -228,12 +253,13 @@ class OffloadedParams:
         engine = self._runner.rebuild(self._divide(params), len(params), commit=commit)
         if self.params:
             self.collector.close()
-        self.norm = GradientNorm(self._runner.device, self._options.max_grad_norm)
+        self.matrices = self._sharded_matrices(params)
+        self.norm = GradientNorm(self._runner.device, self.matrices, self._options.max_grad_norm)
         self.collector = GradientCollector(
-            params, engine, self.norm, self._options.streamed, self.pending, self._expected_scalars
+            params, self.matrices, engine, self.norm, self._options.streamed, self.pending, self._expected_scalars
         )
         self.params = list(params)
-        self.pending.set_params(self.params)
+        self.pending.set_params(self.params, self.matrices.owners)
         self._fingerprints.clear()
         self._layouts = _layouts(params)
         if commit is None:
@@ -245,7 +271,11 @@ class OffloadedParams:
         self._runner.set_plan()
 
     def _set_states(self, engine: Engine, states: Sequence[state_dict.ParamState | None]) -> None:
-        state_dict.scatter_states(engine.store.states, self.params, states)
+        own = self._values()
+        parts = {index: state for index in self.matrices.owners if (state := states[index]) is not None}
+        whole = self.matrices.gather(parts)
+        states = [tuple(whole[index]) if index in whole else state for index, state in enumerate(states)]
+        state_dict.scatter_states(engine.store.states, self._whole_values(own, True), states)
         engine.store.forget_params(range(len(self.params)))
         self._loaded = {
             index: state_dict.rounded_masters(state) if self._options.has_remainders else None
@@ -253,10 +283,20 @@ class OffloadedParams:
             if state is not None
         }
         self._has_state = self._has_state or bool(self._loaded)
-        self.record_values(self._values())
+        self.record_values(own)
 
     def _values(self) -> list[torch.Tensor]:
         return [flat_view(param) for param in self.params]
+
+    def _whole_values(self, values: Sequence[torch.Tensor], are_read: bool) -> list[torch.Tensor]:
+        """Return parameters as the engine has them: for sharded matrices, whole ones or memory for them."""
+        parts = {index: [values[index]] for index in self.matrices.owners}
+        whole = self.matrices.gather(parts, are_read)
+        return [whole[index][0] if index in whole else value for index, value in enumerate(values)]
+
+    def _write_parts(self, values: Sequence[torch.Tensor], indices: Iterable[int]) -> None:
+        parts = {index: [flat_view(self.params[index])] for index in indices}
+        self.matrices.scatter({index: [values[index]] for index in parts}, parts)
 
     def _follow_layouts(self) -> None:
         """Open the engine again if parameters have moved, or changed their dtype, before the first step."""
@@ -277,18 +317,24 @@ class OffloadedParams:
         self._set_params(self.params, states)
 
     def _follow_values(self) -> list[torch.Tensor]:
-        """Update the masters of parameters that the job has changed since the last step, and return all parameters."""
+        """Update masters of parameters that the job has changed since the last step, and return all for the engine."""
         values = self._values()
         addresses = [value.data_ptr() for value in values]
         if addresses != self._addresses:
             check_apart(values)
             self._addresses = addresses
         changed = self._changed(values) | self._loaded.keys()
+        matrices, has_remainders = self.matrices.on_any_rank(changed), self._options.has_remainders
+        changed |= matrices
+        values = self._whole_values(values, bool(matrices) or has_remainders)
         if changed:
             engine = self._runner.engine
             with engine.paused():
-                replaced = state_dict.update_masters(engine.store.states, self.params, changed, self._loaded)
+                replaced = state_dict.update_masters(engine.store.states, values, changed, self._loaded)
             engine.store.forget_params(changed)
+            if has_remainders and matrices:
+                # Some of their values may be rounded otherwise now.
+                self._write_parts(values, matrices)
             if outdated := len(replaced & self._loaded.keys()):
                 log.warning(
                     "ebbtide: %d parameters have changed since the masters in the state dict, as by another optimizer: "

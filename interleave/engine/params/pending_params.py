@@ -5,7 +5,7 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -47,6 +47,7 @@ class PendingParams:
         self._runner = runner
         self._gates: ForwardGates | None = None
         self._params: Sequence[torch.Tensor] = ()
+        self._never_late: Container[int] = ()
         # The index of each parameter, which the forward of every module looks up.
         self._index: dict[torch.Tensor, int] = {}
         # Models, and the classes of late parameters, must not keep this object alive.
@@ -76,9 +77,9 @@ class PendingParams:
         weakref.finalize(owner, _finish_on_thread, self).atexit = False
         _unfinished.add(self)
 
-    def set_params(self, params: Sequence[torch.Tensor]) -> None:
-        """Use these parameters from now on, in the order of their indices. Nothing may be pending."""
-        self._params = params
+    def set_params(self, params: Sequence[torch.Tensor], never_late: Container[int]) -> None:
+        """Use these parameters from now on, by index, when nothing is pending. A step waits for `never_late`."""
+        self._params, self._never_late = params, never_late
         self._index = {param: number for number, param in enumerate(params)}
 
     def begin_step(self) -> None:
@@ -166,7 +167,8 @@ class PendingParams:
         """Return whether everything that uses a parameter waits."""
         param = self._params[index]
         is_gated = self._gates is not None and self._gates.is_gated(param)
-        return is_gated and index not in self._shared and self._late_params.supports(param)
+        is_possible = index not in self._shared and index not in self._never_late
+        return is_gated and is_possible and self._late_params.supports(param)
 
     def _record_others(self) -> None:
         """Record the values of all parameters that were not recorded, after the last update has ended."""

@@ -13,7 +13,6 @@ from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
 from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
 from ebbtide.interleave.engine.params.local_shards import (
     flat_like,
-    flat_view,
     local_shard,
     parts_of,
     unflatten,
@@ -55,13 +54,13 @@ class SavedStates:
 def gather_states(
     rules: Sequence[UpdateRule],
     states: SubgroupStates,
-    params: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
     changed: Collection[int] = (),
     loaded: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
 ) -> list[ParamState]:
     """Return the state of each parameter in new host memory; `changed`: masters as remainders that are the parameters;
     `loaded`: those that no step has used yet, which are the loaded ones."""
-    param_states = [rule.zero_rows(local_shard(param).numel()) for param, rule in zip(params, rules, strict=True)]
+    param_states = [rule.zero_rows(value.numel()) for value, rule in zip(values, rules, strict=True)]
     for number, subgroup in enumerate(states.subgroups):
         segments = subgroup.segments
         targets = [list(param_rows(param_states[part.param], subgroup, part)) for part in segments]
@@ -74,7 +73,7 @@ def gather_states(
         for part, rows, master in zip(segments, targets, masters, strict=True):
             if is_remainder(rows[MASTER]):
                 rounded = loaded.get(part.param)
-                param = flat_view(params[part.param]) if rounded is None else rounded
+                param = values[part.param] if rounded is None else rounded
                 param = param[part.begin : part.end].cpu()
                 is_old = part.param in changed and rounded is None
                 master.copy_(param.float() if is_old else join_tensors(param, rows[MASTER]))
@@ -82,9 +81,9 @@ def gather_states(
 
 
 def scatter_states(
-    states: SubgroupStates, params: Sequence[torch.Tensor], param_states: Sequence[ParamState | None]
+    states: SubgroupStates, values: Sequence[torch.Tensor], param_states: Sequence[ParamState | None]
 ) -> None:
-    """Set the state of every parameter. Masters need not round to the parameters: see `update_masters`.
+    """Set the state of every parameter (flat). Masters need not round to the parameters: see `update_masters`.
 
     A state is None before the first update: the master is the parameter, the moments are 0."""
     # One buffer for all: a new one for each would exist beside that of the subgroup before.
@@ -97,11 +96,11 @@ def scatter_states(
             param_state, elements = param_states[segment.param], slice(segment.begin, segment.end)
             if param_state is None:
                 if not subgroup.has_remainders:
-                    rows[MASTER][segment.span] = flat_view(params[segment.param])[elements]
+                    rows[MASTER][segment.span] = values[segment.param][elements]
                 continue
             sources = param_rows(param_state, subgroup, segment)
-            for row, values in zip(segment_rows(rows, subgroup, segment), sources, strict=True):
-                row.copy_(split_tensor(values)[1] if is_remainder(row) else values)
+            for row, source in zip(segment_rows(rows, subgroup, segment), sources, strict=True):
+                row.copy_(split_tensor(source)[1] if is_remainder(row) else source)
         states.write(number, state)
 
 
@@ -112,7 +111,7 @@ def rounded_masters(state: ParamState) -> torch.Tensor:
 
 def update_masters(
     states: SubgroupStates,
-    params: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
     changed: Collection[int],
     loaded: Mapping[int, torch.Tensor | None],
 ) -> set[int]:
@@ -127,7 +126,7 @@ def update_masters(
             continue
         with states.edited_masters(number, [segment.span for segment in segments]) as masters:
             for segment, master in zip(segments, masters, strict=True):
-                param = flat_view(params[segment.param])[segment.begin : segment.end]
+                param = values[segment.param][segment.begin : segment.end]
                 value = param.cpu()
                 if is_remainder(master):
                     rounded = loaded.get(segment.param)

@@ -61,7 +61,7 @@ register(
         formula=_formula,
         factors=_factors,
         check=_check,
-        finish=UpdateRule("muon-finish", "Muon", (), {}, _finish, lambda group, step: ()),
+        finish=UpdateRule("muon-finish", "Muon", (), {}, _finish, lambda group, step: (1.0, 0.0)),
         parts=_parts,
     )
 )

@@ -6,7 +6,7 @@ import matplotlib
 from matplotlib.figure import Figure, SubFigure
 
 from ebbtide.interleave.advise.pictures import policy_bars
-from ebbtide.interleave.advise.pictures.replay import draw_lanes, schedules_height
+from ebbtide.interleave.advise.pictures.replay import add_lane_legend, draw_lanes, schedules_height
 from ebbtide.interleave.advise.replay import RESULT_BYTES
 from ebbtide.interleave.experiments.compare.layers import LayerComparison
 from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison
@@ -34,6 +34,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     _draw_figures(top, results)
     titles = [title for result in results for title in (_title(result), "predicted")]
     draw_lanes(bottom, schedules, titles).set_xlabel("time of an iteration (s)")
+    add_lane_legend(bottom, schedules)
     device = _EMULATED if comparison.testbed.emulated else comparison.testbed.name
     losses = "losses equal bit for bit" if comparison.losses_equal else "LOSSES DIFFER"
     figure.suptitle(f"{comparison.shape.params / 1e6:,.3g} M parameters on {device}; {losses}", **_TITLE)
@@ -45,12 +46,14 @@ def draw_layer_comparison(comparison: LayerComparison) -> Figure:
     runs = comparison.runs
     figure = Figure(figsize=(18.0, schedules_height([run.predicted for run in runs])), layout="constrained", dpi=100)
     figure.set_label("ebbtide: layers, measured and predicted")
-    longest_s = max(schedule.iteration_s for run in runs for schedule in (run.measured, run.predicted))
+    schedules = [schedule for run in runs for schedule in (run.measured, run.predicted)]
+    longest_s = max(schedule.iteration_s for schedule in schedules)
     for half, part in zip(("measured", "predicted"), figure.subfigures(1, 2, squeeze=False)[0], strict=True):
         titles = [f"{run.name}: {half} {getattr(run.iteration_ms, half):,.0f} ms" for run in runs]
         axes = draw_lanes(part, [getattr(run, half) for run in runs], titles)
         axes.set_xlabel("time of an iteration (s)")
         axes.set_xlim(0.0, 1.01 * longest_s)
+    add_lane_legend(figure, schedules)
     device = comparison.device if comparison.link_bytes_per_s is None else _EMULATED
     figure.suptitle(f"Memory and link of layers on {device}", **_TITLE)
     return figure

@@ -22,6 +22,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
     "adamw-torch": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
     "lion": {"type": "Lion", "params": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.1}},
+    "muon": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.1}},
 }
 # DeepSpeed compiles its CPU Lion for most of a minute.
 NAMES = pytest.mark.parametrize("name", ["adam", "adam-torch", pytest.param("lion", marks=pytest.mark.slow)])

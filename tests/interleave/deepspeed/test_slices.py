@@ -34,7 +34,7 @@ def test_cut_subgroups__covers_each_subgroup_once(groups: list[list[int]], max_p
     for group, size in enumerate(sizes):
         own = [part for part in slices if part.group == group]
         assert [own[0].begin, *(part.end for part in own)] == [*(part.begin for part in own), size]
-    subgroups = engine_subgroups(slices, torch.bfloat16, torch.float32)
+    subgroups = engine_subgroups(slices, torch.bfloat16, torch.float32, [ADAMW] * len(groups))
     assert [subgroup.params for subgroup in subgroups] == [part.params for part in slices]
 
 

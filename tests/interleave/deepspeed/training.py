@@ -64,7 +64,13 @@ def config(dtype: str = "bf16", accumulate: int = 1, **changes: Any) -> dict[str
 
 
 @contextmanager
-def engine(policy: str | None, settings: dict[str, Any], seed: int = 0, **options: Any) -> Iterator[Any]:
+def engine(
+    policy: str | None,
+    settings: dict[str, Any],
+    seed: int = 0,
+    make_model: Callable[..., nn.Module] = Model,
+    **options: Any,
+) -> Iterator[Any]:
     """Yield a DeepSpeed engine, driven by a policy or plain. Options are for the model and for `enable`.
 
     Late updates are slow, so that steps return long before they have ended."""
@@ -76,7 +82,7 @@ def engine(policy: str | None, settings: dict[str, Any], seed: int = 0, **option
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     model_options = {name: options.pop(name) for name in ("checkpointing",) if name in options}
     torch.manual_seed(seed)
-    model = Model(**model_options)
+    model = make_model(**model_options)
     try:
         if policy is not None:
             enable(policy, subgroup_params=options.pop("subgroup_params", SLICE), beside=True, **options)
@@ -133,7 +139,7 @@ def state(engine: Any) -> list[torch.Tensor]:
     for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         moments = optimizer.optimizer.state[master]
         tensors = [master.detach(), optimizer.fp16_partitioned_groups_flat[group].detach()]
-        tensors += [moments[name] for name in ("exp_avg", "exp_avg_sq") if name in moments]
+        tensors += [moments[name] for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in moments]
         sizes = [tensor.numel() for tensor in optimizer.fp16_partitioned_groups[group]]
         for tensor in tensors:
             for part, padding in zip(tensor.split(sizes), optimizer.groups_padding[group], strict=True):

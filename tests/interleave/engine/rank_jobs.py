@@ -149,19 +149,6 @@ def with_empty_shards(rank: int, folder: Path) -> Result:
     return results
 
 
-def sharded_matrices(rank: int, folder: Path) -> Result:
-    """Return the errors of a rule of whole matrices, whichever rows a rank has."""
-    errors = []
-    for rows in (4, 1):
-        model = nn.Linear(3, rows, bias=False)
-        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-        try:
-            InterleavedOptimizer(model.parameters(), "muon")
-        except EngineError as error:
-            errors.append(str(error))
-    return {"errors": errors}
-
-
 def saved_in_8_bits(rank: int, folder: Path) -> Result:
     """Return whether a job that loads a checkpoint of shards goes on with the same bits."""
 
@@ -192,7 +179,6 @@ JOBS: tuple[Callable[[int, Path], Result], ...] = (
     replicated,
     replicated_and_streamed,
     with_empty_shards,
-    sharded_matrices,
     saved_in_8_bits,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,16 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.conftest import PROCESS_TIMEOUT_S
-from tests.interleave.engine import compiled_rank_jobs, late_rank_jobs, rank_jobs, speculative_rank_jobs
+from tests.conftest import PROCESS_TIMEOUT_S, run_process
+from tests.interleave.engine import (
+    compiled_rank_jobs,
+    late_rank_jobs,
+    matrix_rank_jobs,
+    rank_jobs,
+    speculative_rank_jobs,
+)
 from tests.interleave.engine.jobs import closing
+from tests.interleave.engine.rules import random_jobs
 from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net
 
 Results = dict[str, Any]
@@ -24,7 +32,7 @@ Results = dict[str, Any]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     """Run all jobs in one start of the ranks, which takes longer than the jobs; return the results and the folder."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(folder, rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS)
+    run_ranks(folder, rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS)
     return torch.load(folder / "results", weights_only=True), folder
 
 
@@ -37,9 +45,6 @@ def test_ranks__two_ranks_give_the_results_of_one(ranks: tuple[Results, Path]) -
     assert "max_grad_norm" in results["clipped_by_torch"]["error"]
     assert "fully_shard" in results["replicated_and_streamed"]["error"]
     assert set(results["with_empty_shards"].values()) == {4}
-    (matrix, row) = results["sharded_matrices"]["errors"]
-    assert "a matrix of shape (4, 3) is sharded over ranks" in matrix
-    assert "a matrix of shape (1, 3) is sharded over ranks" in row
     assert results["saved_in_8_bits"]["equal"]
 
 
@@ -53,6 +58,54 @@ def test_speculative_updates__change_no_bits_of_sharded_models(ranks: tuple[Resu
     results, _ = ranks
     assert len(results["speculative_shards"]) == 4
     assert all(results["speculative_shards"].values())
+
+
+def test_sharded_matrices__have_the_bits_of_one_process_under_every_policy(ranks: tuple[Results, Path]) -> None:
+    results, _ = ranks
+    assert results["matrices_under_every_policy"] == {
+        "equal": True,
+        "one process": True,
+        # Two of the three matrices, or one and the row.
+        "momentum bytes": [4 * (2 * 25 * 25), 4 * (25 * 25 + 25)],
+    }
+    assert results["random_matrices"]["equal"]
+    assert results["resumed_matrices"]["equal"]
+
+
+def test_sharded_matrices__fail_on_all_ranks(ranks: tuple[Results, Path]) -> None:
+    ((other, closed), (own, _)) = ranks[0]["failed_matrices"]["errors"]
+    assert "failed midway on another rank" in other
+    assert "its state is lost" in own
+    assert "closed" in closed
+
+
+@pytest.mark.slow
+def test_sharded_matrices__have_the_bits_of_the_reference_on_three_ranks() -> None:
+    random_jobs.main(0, 10, 3, ["muon"])
+
+
+TWO_DIMENSIONS = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from ebbtide.interleave import InterleavedOptimizer
+from ebbtide.interleave.engine.errors import EngineError
+
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+mesh = init_device_mesh("cpu", (2, 2))
+param = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0), Shard(1)]))
+try:
+    InterleavedOptimizer([param], "muon")
+except EngineError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_sharded_matrices__are_refused_in_two_dimensions() -> None:
+    done = run_process([sys.executable, "-c", TWO_DIMENSIONS])
+    assert done.stdout.startswith("matrices are sharded over several groups of ranks"), done.stderr
 
 
 def test_late_updates__need_the_gates(ranks: tuple[Results, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -283,6 +284,24 @@ class CountingDevice(EmulatedDevice):
         memory = super().allocate_host(*args, **kwargs)
         self.host.append(weakref.ref(memory.untyped_storage()))
         return memory
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Return a context that raises TimeoutError in the main thread when it takes too long, also while that waits."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"{what} has not ended after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    # Again, should what is cleaned up wait, too. The time limit of the whole test goes on behind this one.
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left_s)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[misc]

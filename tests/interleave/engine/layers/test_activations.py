@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from ebbtide.interleave import offload_activations
+from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import orders
@@ -289,17 +289,6 @@ def test_offload_activations__two_forwards_before_their_backwards() -> None:
             assert same(both(model), expected)
 
 
-def test_offload_activations__compiled_layers_have_their_own_bits() -> None:
-    def compiled(model: nn.Module) -> nn.Module:
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-        return model
-
-    expected, model = train(compiled(stack()), 4), compiled(stack())
-    with offloaded(model, 2.2):
-        assert same(train(model, 4), expected)
-
-
 def test_offload_activations__copies_of_the_model_are_plain() -> None:
     model = stack()
     with offloaded(model, 2.2):
@@ -391,21 +380,34 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ["sharded", "ddp"])
 def test_offload_activations__sharded_and_replicated_models(kind: str, one_rank: None) -> None:
-    def model() -> Any:
-        plain = stack()
-        if kind == "ddp":
-            return nn.parallel.DistributedDataParallel(plain)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        for layer in plain.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(plain, mesh=mesh)
-
-    def local(results: list[Any]) -> list[torch.Tensor]:
-        return [one.to_local() if hasattr(one, "to_local") else one for one in results]
-
-    expected, moved = local(train(model(), 4)), model()
+    expected, moved = local(train(parallel(kind), 4)), parallel(kind)
     with offloaded(moved, 2.2) as activations:
         assert same(local(train(moved, 4)), expected)
         assert "offload" in activations.choices.values()
         # Gathered parameters are not copied.
         assert activations.host_bytes <= 5 * LAYER_BYTES
+
+
+@pytest.mark.parametrize("kind", ["sharded", "ddp"])
+def test_stream_weights__sharded_and_replicated_models(kind: str, one_rank: None) -> None:
+    expected, moved = local(train(parallel(kind), 4)), parallel(kind)
+    with stream_weights(moved, device=EmulatedDevice()) as streamed:
+        assert same(local(train(moved, 4)), expected)
+        # Shards stay, and are named.
+        assert len(streamed.kept) == (10 if kind == "sharded" else 0)
+        assert (streamed.peak_bytes > 0) == (kind == "ddp")
+
+
+def parallel(kind: str) -> Any:
+    """Return a model that is sharded, or replicated, over one rank."""
+    plain = stack()
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(plain)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for layer in plain.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(plain, mesh=mesh)
+
+
+def local(results: list[Any]) -> list[torch.Tensor]:
+    return [one.to_local() if hasattr(one, "to_local") else one for one in results]

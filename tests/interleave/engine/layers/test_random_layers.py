@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -18,10 +19,12 @@ from ebbtide.interleave.model.layers import ACTIVATION_KINDS, place
 from ebbtide.interleave.policies import layer_choice, make_plan
 from ebbtide.interleave.policies.layer_choice import LayerChoice, plan_of_choice
 from tests.conftest import examples
-from tests.interleave.engine.layers.random_jobs import CountingDevice, random_job, watched
+from tests.interleave.engine.layers.random_jobs import CountingDevice, random_job, time_limit, watched
 
 # Forms of activations: all of them or the input, kept or offloaded.
 _FORMS = (0, 1, ~0, ~0, ~1, ~1)
+# A case takes below one second; machines may be busy.
+_CASE_S = 120.0
 _RATES = (None, 2e6, 2e7)
 
 
@@ -56,7 +59,7 @@ class RandomPlanner:
         need = max(one.total for one in placed.layer_memory) + left_bytes
         # Peaks before were in the memory of one layer at a time.
         memory.peak_bytes = 0
-        memory.limit_bytes = need
+        memory.budgets = {"activations": need}
         result = orders.orders_of_plan(plan, plan.layers, placed)
         self.kinds = [*map(result.kind, range(len(layers)))]
         return result
@@ -108,11 +111,26 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
         return "+".join(sorted(kinds))
 
 
-@pytest.mark.parametrize("cases", [pytest.param(2000, marks=pytest.mark.slow), 10])
+def test_time_limit__ends_a_case_whose_copies_never_end() -> None:
+    device, released = CountingDevice(None, None, None), threading.Event()
+    model = random_job(1, same_length=True).model()
+    with activations.offload_activations(model, memory_budget=1e9, device=device, activations="offload"):
+        # Imports of torch are not to be interrupted.
+        model(torch.arange(9) % 8).sum().backward()
+        device.submit("d2h", released.wait)
+        with pytest.raises(TimeoutError, match="case 1 has not ended after 1 s"), time_limit(1.0, "case 1"):
+            model(torch.arange(9) % 8).sum().backward()
+        released.set()
+
+
+@pytest.mark.parametrize("cases", [pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(14_400)]), 10])
 def test_offload_activations__random_choices_have_the_bits_of_the_plain_job(
     cases: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = Counter(run_case(seed, monkeypatch) for seed in range(examples(cases)))
+    results: Counter[str] = Counter()
+    for seed in range(examples(cases)):
+        with time_limit(_CASE_S, f"case {seed}"):
+            results[run_case(seed, monkeypatch)] += 1
     print(dict(results))
     assert results["error"] < cases / 4
     assert set(ACTIVATION_KINDS) <= {kind for result in results for kind in result.split("+")}

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import transfers
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.machines.machine import StoragePath
 from tests.interleave.engine.layers.test_activations import LAYER_BYTES, LENGTH, WIDTH, same, stack, train
 from tests.interleave.engine.training import MACHINE
 
@@ -277,7 +283,175 @@ def test_stream_weights__leaks_nothing_over_steps_and_errors(steps: int) -> None
         gc.enable()
 
 
+@pytest.mark.parametrize("first", ["activations", "weights"])
+def test_close__of_one_leaves_the_budget_and_the_plans_of_the_other(first: str) -> None:
+    expected, model = train(stack(), 6), stack()
+    weights = stream_weights(model, memory_budget=2.1 * WEIGHT_BYTES, device=EmulatedDevice())
+    activations = offload_activations(model, memory_budget=2.2 * LAYER_BYTES)
+    closed, other = (activations, weights) if first == "activations" else (weights, activations)
+    memory = weights.transfers.memory
+    assert same(train(model, 6), expected)
+    assert memory.peak_bytes > 2.3 * LAYER_BYTES
+    plan = other.plan
+    closed.close()
+    memory.peak_bytes = 0
+    assert same(train(model, 6), expected)
+    assert memory.limit_bytes == (2.1 * WEIGHT_BYTES if other is weights else 2.2 * LAYER_BYTES) >= memory.peak_bytes
+    assert other.plan not in (None, plan)
+    other.close()
+    assert not any("forward" in vars(layer) for layer in model.layers)
+    with stream_weights(model, device=EmulatedDevice()):
+        assert same(train(model, 1), train(stack(), 1))
+
+
+def test_close__between_forward_and_backward_is_an_error_for_weights_and_none_for_activations() -> None:
+    model = stack()
+    for kind in ("weights", "activations"):
+        weights = stream_weights(model, memory_budget=2.1 * WEIGHT_BYTES, device=EmulatedDevice())
+        activations = offload_activations(model, memory_budget=2.2 * LAYER_BYTES)
+        train(model, 4)
+        torch.manual_seed(0)
+        loss = model(torch.randn(LENGTH, WIDTH)).square().mean()
+        model.zero_grad()
+        if kind == "weights":
+            activations.close()
+            weights.close()
+            with pytest.raises(EngineError, match=r"layer layers\.4: stream_weights was closed between"):
+                loss.backward()
+            assert all(param.grad is None for param in model.layers.parameters())
+        else:
+            activations.close()
+            loss.backward()
+            assert same([param.grad for param in model.parameters()], train(stack())[1:])
+            weights.close()
+
+
+class KeptReferences(torch.autograd.Function):  # type: ignore[misc]
+    """A product that keeps references to its inputs, in place of saving them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient @ ctx.weight, gradient.t() @ ctx.x
+
+
+class LayerOfReferences(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(KeptReferences.apply(x, self.weight))
+        return KeptReferences.apply(y, self.weight) + y
+
+
+@pytest.mark.parametrize("what", ["weights", "activations"])
+def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_that_names_the_layer(what: str) -> None:
+    def model() -> Any:
+        plain = stack()
+        plain.layers = torch.nn.ModuleList(LayerOfReferences() for _ in range(5))
+        return plain
+
+    move: Any
+    move, layer_bytes = (stream_weights, WEIGHT_BYTES) if what == "weights" else (offload_activations, LAYER_BYTES)
+    expected = train(model(), 5)
+    for layers in (11, 2.2):
+        moved = model()
+        with move(moved, memory_budget=layers * layer_bytes, device=EmulatedDevice()) as owner:
+            if layers > 9:
+                assert same(train(moved, 5), expected)
+            else:
+                error = (
+                    rf"layer layers\.\d: {what} need .*: raise it, .* custom autograd functions use save_for_backward"
+                )
+                with pytest.raises(DeviceMemoryError, match=error):
+                    train(moved, 5)
+            assert owner.peak_bytes <= layers * layer_bytes
+            gc.collect()
+            assert owner.used_bytes == 0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("what", ["weights", "activations"])
+def test_compiled_layers_and_models__have_their_own_bits(what: str, whole: bool) -> None:
+    def compiled(model: Any) -> Any:
+        if whole:
+            return torch.compile(model, backend="aot_eager")
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        return model
+
+    torch.compiler.reset()
+    expected, model = train(compiled(stack()), 4), stack()
+    layers = model if whole else compiled(model)
+    move: Any
+    move, budget = (
+        (stream_weights, 2.1 * WEIGHT_BYTES) if what == "weights" else (offload_activations, 2.2 * LAYER_BYTES)
+    )
+    with move(layers, memory_budget=budget, device=EmulatedDevice()) as owner:
+        assert same(train(compiled(model) if whole else model, 4), expected)
+        assert 0.5 * budget < owner.peak_bytes <= budget
+        assert set(owner.choices.values()) & {"streamed", "offload"}
+
+
 def test_stream_weights__comes_before_activations() -> None:
     model = stack()
     with offload_activations(model), pytest.raises(EngineError, match="stream weights before"):
         stream_weights(model)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Return a context in which this process cannot write to files, as if their file system were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def stored(model: Any, device: EmulatedDevice, folder: Path, full_steps: range = range(0)) -> list[torch.Tensor]:
+    """Train with the optimizer's state in storage that is full in some steps. Return losses and parameters."""
+    folder.mkdir()
+    optimizer = InterleavedAdamW(
+        model.parameters(),
+        lr=0.01,
+        policy="pipelined",
+        machine=replace(MACHINE, storage=(StoragePath(1e8, 1e8, path=str(folder)),)),
+        subgroup_params=500,
+        device=device,
+        storage=[folder],
+        host_memory_budget=110e3,
+    )
+    losses = []
+    for step in range(5):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = model(torch.randn(LENGTH, WIDTH)).square().mean()
+        loss.backward()
+        if step in full_steps:
+            before = [param.detach().clone() for param in model.parameters()]
+            with full_disk(), pytest.raises(EngineError, match=r"needs .* GB more and .* GB are free"):
+                optimizer.step()
+            assert same(before, [*model.parameters()])
+        optimizer.step()
+        losses.append(loss.detach())
+    assert optimizer.storage_written_bytes > 0
+    optimizer.close()
+    return [*losses, *(param.detach().clone() for param in model.parameters())]
+
+
+def test_stream_weights__with_full_storage_of_the_optimizer(tmp_path: Path) -> None:
+    expected, model = stored(stack(), EmulatedDevice(), tmp_path / "plain"), stack()
+    device = EmulatedDevice()
+    with (
+        stream_weights(model, memory_budget=2.1 * WEIGHT_BYTES, device=device),
+        offload_activations(model, memory_budget=2.2 * LAYER_BYTES) as activations,
+    ):
+        assert same(stored(model, device, tmp_path / "streamed", range(1)), expected)
+        assert activations.used_bytes == 0

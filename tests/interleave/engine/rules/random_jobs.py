@@ -1,9 +1,9 @@
 """Random jobs of an update rule, under a plan and by the reference.
 
-    python -m tests.interleave.engine.rules.random_jobs [FIRST_SEED [JOBS [RANKS]]]
+    python -m tests.interleave.engine.rules.random_jobs [FIRST_SEED [JOBS [RANKS [RULE ...]]]]
 
-runs jobs of each rule and prints those whose bits differ. With several ranks, parameters of element-wise rules are
-sharded (gloo, on the CPU)."""
+runs jobs of each rule and prints those whose bits differ. With several ranks, parameters are sharded (gloo, on the
+CPU). The reference then has the shards of element-wise rules, and whole matrices."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ebbtide.interleave.engine.numerics import reference, remainder
 from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
@@ -59,6 +60,8 @@ class ReferenceParam:
     group: dict[str, Any]
     number: int
     remainders: bool
+    # That of the shards of a matrix.
+    placement: Any = None
 
     def __post_init__(self) -> None:
         self.shape = tuple(self.param.shape) if self.rule.finish is not None else None
@@ -73,6 +76,12 @@ class ReferenceParam:
         update = remainder.update if self.remainders else reference.update
         scalars, position = self.rule.scalars(self.group, self.steps, scale), self.number * FACTOR
         update(gradient.reshape(-1), self.state, self.param, scalars, self.rule, position, self.shape)
+
+    def own(self, row: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+        """Return this rank's part of the parameter or of a row of its state, flat."""
+        if self.placement is None:
+            return row
+        return distribute_tensor(row.reshape(self.shape), mesh, [self.placement]).to_local().reshape(-1)
 
 
 def scale_of(gradients: list[torch.Tensor], max_norm: float | None, shards: Sequence[list[torch.Tensor]] = ()) -> float:
@@ -104,13 +113,15 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None, mesh: DeviceMe
 
     `mixed`: whether a second group has another rule; None: often. `mesh`: the ranks that run it."""
     choose = random.Random(f"{rule.name} {seed}")
-    streamed, remainders = mesh is None and choose.random() < 0.5, choose.random() < 0.25
+    streamed, remainders = choose.random() < 0.5, choose.random() < 0.25
     dtype = torch.bfloat16 if remainders else choose.choice((torch.bfloat16, torch.float32, torch.float16))
+    # Gates of the forward are for shards of fully_shard only: see late_rank_jobs.
+    late = [] if mesh is None else ["forward", "both"]
     overlaps = ["none", "forward"] + (["backward", "both"] if streamed and not remainders else [])
+    overlaps = [overlap for overlap in overlaps if overlap not in late]
     policy, overlap = choose.choice(POLICIES), choose.choice(overlaps)
     if policy not in ("pipelined", "interleaved:2", "adaptive"):
         overlap = "none"
-    overlap = overlap if mesh is None else "none"
     max_norm = choose.choice((None, 0.5, 50.0))
     generator = torch.Generator().manual_seed(seed)
     hyperparameters = choose_group(rule, choose)
@@ -124,11 +135,19 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None, mesh: DeviceMe
         values = [torch.randn(shape, generator=generator).to(dtype) for shape in choose_shapes(group_rule, choose)]
         whole = {**group_rule.defaults, **group}
         numbers = range(len(own), len(own) + len(values))
-        is_sharded = mesh is not None and group_rule.finish is None
-        params = [torch.nn.Parameter(sharded(value, mesh) if is_sharded else value.clone()) for value in values]
+        placements = [
+            None if mesh is None else Shard(choose.randint(0, 1) if group_rule.finish is not None else 0)
+            for _ in values
+        ]
+        params = [
+            torch.nn.Parameter(sharded(value, mesh, placement))
+            for value, placement in zip(values, placements, strict=True)
+        ]
         expected += [
-            ReferenceParam(local_shard(param.detach()).clone(), group_rule, whole, number, remainders)
-            for param, number in zip(params, numbers, strict=True)
+            ReferenceParam(value.clone(), group_rule, whole, number, remainders, placement)
+            if group_rule.finish is not None
+            else ReferenceParam(local_shard(param.detach()).clone(), group_rule, whole, number, remainders)
+            for value, param, number, placement in zip(values, params, numbers, placements, strict=True)
         ]
         groups.append({"params": params} if not groups else {"params": params, "rule": group_rule.name, **group})
         own += params
@@ -155,21 +174,22 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None, mesh: DeviceMe
             for _ in range(5):
                 whole = [torch.randn(param.shape, generator=generator).to(dtype) for param in own]
                 factors = [
-                    sharded(factor, mesh) if hasattr(param, "to_local") else factor
+                    sharded(factor, mesh, param.placements[0]) if hasattr(param, "to_local") else factor
                     for param, factor in zip(own, whole, strict=True)
                 ]
                 for param, factor in zip(own, factors, strict=True):
                     (local_shard(param) * local_shard(factor)).float().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                scale = scale_of(*of_ranks(own, whole, max_norm, mesh))
-                for other, factor in zip(expected, factors, strict=True):
-                    other.step(local_shard(factor), scale)
+                scale = scale_of(*of_ranks(expected, whole, max_norm, mesh))
+                for other, factor, gradient in zip(expected, factors, whole, strict=True):
+                    other.step(gradient if other.placement is not None else local_shard(factor), scale)
             state = optimizer.state_dict()["state"]
             for index, (param, other) in enumerate(zip(own, expected, strict=True)):
-                if not torch.equal(bits(local_shard(param.detach()).reshape(-1)), bits(other.param)):
+                if not torch.equal(bits(local_shard(param.detach()).reshape(-1)), bits(other.own(other.param, mesh))):
                     return f"{words}: parameter {index}"
                 for name, row in zip(other.rule.row_names[1:], other.state[1:], strict=True):
+                    row = other.own(row, mesh)
                     if not torch.equal(bits(local_shard(state[index][name]).reshape(-1))[: len(row)], bits(row)):
                         return f"{words}: {name} of parameter {index}"
         finally:
@@ -177,18 +197,16 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None, mesh: DeviceMe
     return None
 
 
-def sharded(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """Return a tensor of which each rank has a part."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    return distribute_tensor(value.clone(), mesh, [Shard(0)])
+def sharded(value: torch.Tensor, mesh: DeviceMesh | None, placement: Any) -> torch.Tensor:
+    """Return a copy of a tensor, of which each rank of a mesh has a part."""
+    return value.clone() if mesh is None else distribute_tensor(value.clone(), mesh, [placement])
 
 
 def of_ranks(
-    params: list[torch.nn.Parameter], gradients: list[torch.Tensor], max_norm: float | None, mesh: DeviceMesh | None
+    params: list[ReferenceParam], gradients: list[torch.Tensor], max_norm: float | None, mesh: DeviceMesh | None
 ) -> tuple[list[torch.Tensor], float | None, list[list[torch.Tensor]]]:
-    """Return the gradients that are not sharded, and the parts of each rank of the others."""
-    is_sharded = [hasattr(param, "to_local") for param in params]
+    """Return the gradients that are not sharded or are gathered, and the parts of each rank of the others."""
+    is_sharded = [mesh is not None and param.placement is None for param in params]
     whole = [gradient for gradient, is_part in zip(gradients, is_sharded, strict=True) if not is_part]
     parts = [gradient for gradient, is_part in zip(gradients, is_sharded, strict=True) if is_part]
     ranks = mesh.size() if mesh is not None else 0
@@ -196,21 +214,21 @@ def of_ranks(
     return whole, max_norm, [[chunk[rank] for chunk in chunks] for rank in range(ranks)] if parts else []
 
 
-def main(first: int = 0, jobs: int = 500, ranks: int = 1) -> None:
+def main(first: int = 0, jobs: int = 500, ranks: int = 1, rules: Sequence[str] = ()) -> None:
     if ranks > 1:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(run_rank, (ranks, folder, first, jobs), nprocs=ranks)
+            torch.multiprocessing.spawn(run_rank, (ranks, folder, first, jobs, rules), nprocs=ranks)
         return
-    for name in sorted(RULES):
+    for name in rules or sorted(RULES):
         wrong = [text for seed in range(first, first + jobs) if (text := check(find_rule(name), seed))]
         print(f"{name}: {len(wrong)} of {jobs} jobs differ", *wrong[:5], sep="\n  ", flush=True)
 
 
-def run_rank(rank: int, ranks: int, folder: str, first: int, jobs: int) -> None:
+def run_rank(rank: int, ranks: int, folder: str, first: int, jobs: int, rules: Sequence[str]) -> None:
     """Run jobs on a rank, which raises RuntimeError if bits differ."""
     torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    for name in sorted(RULES):
+    for name in rules or sorted(RULES):
         wrong = [text for seed in range(first, first + jobs) if (text := check(find_rule(name), seed, mesh=mesh))]
         if wrong:
             raise RuntimeError(f"{name}, rank {rank}: " + "\n".join(wrong[:5]))
@@ -220,4 +238,4 @@ def run_rank(rank: int, ranks: int, folder: str, first: int, jobs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:4]), sys.argv[4:])

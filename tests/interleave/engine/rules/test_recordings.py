@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from msgspec import convert
 
 from ebbtide.analysis.metrics.recorded_free_memory import state_bytes
+from ebbtide.cli import run
 from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.engine.rules import RULES
@@ -21,6 +23,7 @@ from ebbtide.profiler import Tracer, open_trace
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import OptimizerInfo, RankInfo
+from tests.interleave.advise.jobs import gpu_machine
 from tests.interleave.engine.training import MACHINE
 from tests.profiler.dryrun.forked import run_forked
 
@@ -61,7 +64,9 @@ def new_model() -> torch.nn.Module:
     ("name", "master"),
     [*((name, "fp32") for name in sorted(RULES)), ("lion", "remainder"), ("adamw-bf16", "remainder")],
 )
-def test_workload_of__has_the_state_of_a_rule(name: str, master: str, tmp_path: Path) -> None:
+def test_replay_plan_and_dry_run__have_the_state_of_a_rule(
+    name: str, master: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = new_model()
     if master == "remainder":
         model = model.bfloat16()
@@ -80,6 +85,24 @@ def test_workload_of__has_the_state_of_a_rule(name: str, master: str, tmp_path: 
         schedule = simulate(make_plan(policy, workload, MACHINE), workload, MACHINE)
         buffers = (workload.param_bytes + workload.grad_bytes) * workload.params
         assert schedule.host_bytes() - buffers == pytest.approx(measured, rel=0.01)
+    (tmp_path / "job.json").write_text(json.dumps(workload.as_json()))
+    gpu_machine().save(tmp_path / "machine.json")
+    options = ["--machine", str(tmp_path / "machine.json"), "--policy", policy, "--json"]
+    assert run(["plan", "--workload", str(tmp_path / "job.json"), *options]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["host_bytes"] - buffers == pytest.approx(measured, rel=0.01)
+    if master == "fp32":
+        assert run_forked(lambda: dry_run_state_bytes(name)) == pytest.approx(measured / workload.params, rel=0.01)
+
+
+def dry_run_state_bytes(name: str) -> float:
+    """Return the bytes of state per parameter that a dry run of a job with a rule has."""
+    with DryRun(DryRunOptions(iterations=2)) as dry_run:
+        model = new_model()
+        with closing(InterleavedOptimizer(model.parameters(), name, policy="zero-offload", machine=MACHINE)) as own:
+            train(model, own)
+    infos = tuple(convert(optimizer, OptimizerInfo) for optimizer in dry_run.optimizers)
+    return state_bytes(RankInfo(rank=0, optimizers=infos))
 
 
 OPTIMIZERS = pytest.mark.parametrize(
@@ -108,14 +131,14 @@ def test_workload_of__has_the_state_of_other_optimizers(optimizers: list[Any], e
 
 @OPTIMIZERS
 def test_dry_run__has_the_state_of_other_optimizers(optimizers: list[Any], expected: float) -> None:
-    def run() -> list[dict[str, Any]]:
+    def describe() -> list[dict[str, Any]]:
         with DryRun(DryRunOptions(iterations=2)) as dry_run:
             model = new_model().to("cuda")
             params = list(model.parameters())
             train(model, *(make(params) for make in optimizers), device="cuda")
         return dry_run.optimizers
 
-    described = run_forked(run)
+    described = run_forked(describe)
     assert {device for optimizer in described for device in optimizer["state_devices"]} <= {"cpu", "cuda"}
     entry = RankInfo(rank=0, optimizers=tuple(convert(optimizer, OptimizerInfo) for optimizer in described))
     assert state_bytes(entry) == pytest.approx(expected)

@@ -51,7 +51,14 @@ def test_compare_layers__is_a_table_and_a_picture(layer_comparison: LayerCompari
     *_, table, _ = layer_comparison_view(layer_comparison, verbose=False)
     count = len(layer_comparison.runs)
     assert len(table.all_rows) == count
-    axes = draw_layer_comparison(layer_comparison).axes
+    figure = draw_layer_comparison(layer_comparison)
+    axes = figure.axes
+    # One legend for both halves, of what there is.
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(figure.legends) == 1
+    assert not any(half.legends for half in figure.subfigs)
+    assert {"memory: weights", "memory: activations", "weights up"} <= set(labels)
+    assert "memory: optimizer state" not in labels
     # Memory and lanes, measured and predicted.
     assert len(axes) == 4 * count
     titles = [one.get_title(loc="left") for one in axes]
