@@ -11,7 +11,7 @@ _AFTER = Op._fields.index("after")
 def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = False) -> Plan:
     """Return a plan, not validated, that updates the last subgroups, whose gradients come first, on the CPU as soon as
     these are there. Uploads follow when clipping has said that they are valid, before all else of the step
-    (`uploads_first`) or after it. Nothing is speculated without clipping, or if gradients are held until the step."""
+    (`uploads_first`) or in their places. None are without clipping, or if gradients are held until the step."""
     if not workload.clipping or workload.gradients_held_until_step or count <= 0:
         return plan
     on_cpu = sorted(op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu")
@@ -30,11 +30,13 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
         elif op.subgroup in chosen and op.kind in ("cast", "upload"):
             ops[index] = op._replace(after=tuple({clip: None, **dict.fromkeys(op.after)}))
             moved.append(index)
+    if not uploads_first:
+        return replace(plan, ops=tuple(ops))
     updates.sort(key=lambda index: -ops[index].subgroup)
     taken = {*updates, *moved}
     first = [index for index in range(clip + 1) if index not in taken]
     rest = [index for index in range(clip + 1, len(ops)) if index not in taken]
-    order = [*first, *updates, *moved, *rest] if uploads_first else [*first, *rest, *updates, *moved]
+    order = [*first, *updates, *moved, *rest]
     places = dict(zip(order, range(len(order)), strict=True))
     reordered = (_with_after(ops[index], tuple([places[before] for before in ops[index].after])) for index in order)
     return replace(plan, ops=tuple(reordered))

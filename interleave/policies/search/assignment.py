@@ -46,7 +46,8 @@ class Assignment:
     # Without clipping: for how many kept gradients memory is set aside at a time. The simulator tells whether that is
     # enough.
     gradients_in_flight: int = 2
-    # Whether uploads of updated parameters come before fetches on the link, if both are ready.
+    # Whether uploads of updated parameters come before fetches on the link, if both are ready. Otherwise they come
+    # after them; where updates may end in the next forward, both are in its order.
     uploads_first: bool = True
     cpu_share: float = 1.0  # The share of the CPU's update rate that is used (see `Plan`).
     moved_late: bool = True  # Where updates may end in the next forward: whether those of moved subgroups do.

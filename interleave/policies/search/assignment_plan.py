@@ -28,14 +28,21 @@ def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text
         returned_bytes = sum(map(builder.returned_gradient_bytes, resident))
         free = memory.points(resident, kept, assignment.gradients_in_flight, returned_bytes)
         stream = _Stream(builder, assignment, free, frozenset(kept), flushed_later)
-    for subgroup in assignment.on_cpu if assignment.uploads_first else ():
-        builder.on_cpu(subgroup)
-    if moved:
-        stream.run()
+    on_cpu = deque(assignment.on_cpu)
+
+    def add_on_cpu(limit: float = float("inf")) -> None:
+        while on_cpu and on_cpu[0] < limit:
+            builder.on_cpu(on_cpu.popleft())
+
+    if assignment.uploads_first:
+        add_on_cpu()
+    for subgroup in moved:
+        if overlap.forward:
+            add_on_cpu(subgroup)
+        stream.update(subgroup)
     for subgroup in resident:
         builder.resident(subgroup)
-    for subgroup in () if assignment.uploads_first else assignment.on_cpu:
-        builder.on_cpu(subgroup)
+    add_on_cpu()
     plan = builder.plan(validate=False)
     if overlap.backward:
         plan = speculate(plan, workload, assignment.speculated, assignment.uploads_first and not overlap.forward)
@@ -86,15 +93,14 @@ class _Stream:
             if subgroup in assignment.early and self._on_device < assignment.slots:
                 self._fetch_early(subgroup)
 
-    def run(self) -> None:
-        """Add fetch, update and flush of each moved subgroup."""
-        for subgroup in self._assignment.moved:
-            if subgroup not in self._fetched:
-                self._fetch(subgroup)
-            update = self._builder.update_fetched(subgroup)
-            if subgroup not in self._assignment.late:
-                gradient = self._grad_bytes * self._builder.sizes[subgroup] if subgroup in self._kept else 0.0
-                self._flushes.append((self._builder.flush(subgroup, update), self._fetched_bytes[subgroup] + gradient))
+    def update(self, subgroup: int) -> None:
+        """Add fetch, update and flush of the next moved subgroup."""
+        if subgroup not in self._fetched:
+            self._fetch(subgroup)
+        update = self._builder.update_fetched(subgroup)
+        if subgroup not in self._assignment.late:
+            gradient = self._grad_bytes * self._builder.sizes[subgroup] if subgroup in self._kept else 0.0
+            self._flushes.append((self._builder.flush(subgroup, update), self._fetched_bytes[subgroup] + gradient))
 
     def _fetch_early(self, subgroup: int) -> None:
         point = self._free.first_point(self._used + self._fetched_bytes[subgroup])

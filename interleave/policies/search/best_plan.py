@@ -28,7 +28,7 @@ _MAX_SUBGROUPS_ONE_BY_ONE = 24
 # With more subgroups than these, the search is refined with so many before it is with all of them.
 _MAX_REFINED_SUBGROUPS = 256
 # Work of the search over placements, at each number of subgroups, and of that over assignments (see `PlanCosts`).
-_PLACEMENT_OPS = 20_000
+_PLACEMENT_OPS = 60_000
 _ASSIGNMENT_OPS = 50_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
@@ -134,6 +134,7 @@ def _improved_seeds(
 
     Each start takes at most a share of the work that is left."""
     improved = [search.improve(seed, share=share) for seed in search.seeds(shares, _SEEDS)]
+    improved += [search.improve(mode, share=share) for mode in search.modes(min(improved, key=search.cost))]
     if costs.cpu_slows_copies:
         best = min(improved, key=search.cost)
         throttled = (best._replace(cpu_share=cpu_share) for cpu_share in _THROTTLED_STARTS)
@@ -162,7 +163,12 @@ def _search_merged(levels: list[Level], shares: list[OptimalShares]) -> list[Ass
         factor = coarse.merged.factor // fine.merged.factor
         split = [placement.split(factor, coarse.merged.buffers) for placement in placements]
         placements = sorted(dict.fromkeys(search.shrink_to_fit(start, factor) for start in split), key=search.cost)
-        placements[0] = search.improve(placements[0], step=max(1, factor // 2))
+        # Merged subgroups differ from single ones, so the best start may not lead to the best placement.
+        step = max(1, factor // 2)
+        best = search.improve(placements[0], step)
+        starts = [*search.modes(best), *placements[1:]]
+        best = min([best, *(search.improve(start, step, START_SHARE) for start in starts)], key=search.cost)
+        placements[0] = search.explore(best)
         assignments.append(search.assignment(placements[0]))
     return assignments
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from operator import add
 from random import Random
 from typing import NamedTuple
@@ -101,6 +102,7 @@ class Placement(NamedTuple):
             late=frozenset(moved[len(moved) - self.late :]),
             round_trips=frozenset(on_gpu[len(on_gpu) - self.round_trip_gradients :]),
             slots=max(1, self.slots),
+            uploads_first=not by_need,
             cpu_share=self.cpu_share,
             moved_late=self.moved_late,
             speculated=self.speculated,
@@ -229,6 +231,17 @@ class PlacementSearch:
             if cost < limit:
                 best = sorted([*best, (cost, seed)], key=lambda entry: entry[0])[:count]
         return [seed for _, seed in best]
+
+    def modes(self, placement: Placement) -> list[Placement]:
+        """Return the placement with each choice of the orders and of the gradients that make a round trip.
+
+        The best counts of each differ, so steps from one to another seldom help."""
+        on_gpu = placement.resident + placement.moved
+        modes = (
+            self._clamp(placement._replace(interleave_cpu_gpu=alternating, moved_late=late, round_trip_gradients=count))
+            for alternating, late, count in product((True, False), (True, False), (0, on_gpu))
+        )
+        return list(dict.fromkeys(modes))
 
     def shrink_to_fit(self, placement: Placement, factor: int) -> Placement:
         """Reduce what stays on the device until the placement fits.

@@ -137,3 +137,12 @@ def test_plan_of__waits_for_as_many_flushes_as_a_fetch_needs() -> None:
     fetches = [op for op in plan.ops if op.kind == "fetch"]
     assert [len(op.after) for op in fetches] == [0, 0, 2]
     assert {plan.ops[index].kind for index in fetches[2].after} == {"flush"}
+
+
+def test_plan_of__shares_the_link_in_the_order_of_the_next_forward() -> None:
+    """Fetches and uploads of late updates, also of speculative ones."""
+    assignment = Assignment(on_cpu=(0, 2, 4), moved=(1, 3, 5), resident=(), uploads_first=False, speculated=2)
+    workload = even(6, 10**8, gpu_free=((0.0, 20e9),))
+    plan = PlanCosts(workload, TEST_MACHINE, "test", 10**6, OVERLAPS["both"]).plan(assignment)
+    assert [op.subgroup for op in plan.ops if op.kind in ("fetch", "upload")] == list(range(6))
+    assert plan.speculated == {2, 4}
