@@ -119,12 +119,12 @@ def test_draw_sweep__policies_are_bars_if_nothing_was_swept() -> None:
 
 
 def test_draw_sweep__an_error_is_written_into_an_empty_panel() -> None:
-    unknown_free, known = workload(gpu_free_bytes=None, name="$bare_"), workload(subgroup_params=1e9)
-    figure = draw_sweep(rows(["adaptive", "pipelined"], workloads=[unknown_free, known]))
+    unknown_free, other = workload(gpu_free_bytes=None, name="$bare_"), workload(subgroup_params=1e9)
+    figure = draw_sweep(rows(["adaptive", "pipelined"], workloads=[unknown_free, other]))
     above, below = (axes for axes in figure.axes if axes.get_title(loc="left"))
     assert (len(above.patches), len(below.patches)) == (4, 8)
     assert above.texts[0].get_text() == "no result"
-    figure = draw_sweep(rows(["adaptive"], workloads=[unknown_free, known]))
+    figure = draw_sweep(rows(["adaptive"], workloads=[unknown_free, other]))
     text = figure.axes[0].texts[-1]
     assert "what device memory is free" in text.get_text()
     with warnings.catch_warnings():
