@@ -220,7 +220,7 @@ def test_streams__of_a_gpu_order_every_access(monkeypatch: pytest.MonkeyPatch) -
         return list(cuda.order.races)
 
     assert races(None) == []
-    assert any(races(number) for number in range(40, 60))
+    assert any(races(number) for number in range(20, 60))
 
 
 def test_tracer__each_pass_is_an_iteration_with_its_operations(tmp_path: Path) -> None:
