@@ -30,12 +30,24 @@ _SAC_SHARE = 0.405  # Of those bytes.
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder; `elementwise`: the time of what SAC computes again, beside that of products, at a width of 2,048."""
+    """A decoder.
+
+    Attributes:
+        weights: Parameters of its layers.
+        vocabulary: Tokens.
+        elementwise: The time of what SAC computes again, beside that of products, at a width of 2,048.
+    """
 
     name: str
     layers: int
     width: int
+    weights: float
+    vocabulary: int
     elementwise: float
+
+    def token_flops(self, length: int) -> float:
+        """Return the FLOP of a forward through the layers, by token of a sequence, with causal attention."""
+        return 2 * self.weights + 2 * length * self.width * self.layers
 
     def forms(self, tokens: int, products_s: float) -> tuple[ActivationForm, ...]:
         """Return the forms of a layer's activations: all, SAC, and its input, which takes its forward again."""
@@ -48,9 +60,11 @@ class Model:
         )
 
 
-QWEN_1B, LLAMA_1B = Model("Qwen3-1.7B", 28, 2048, 1.2), Model("Llama3-1B", 16, 2048, 0.43)
-QWEN_14B, QWEN_32B = Model("Qwen3-14B", 40, 5120, 1.2), Model("Qwen3-32B", 64, 5120, 1.2)
-LLAMA_8B = Model("Llama3-8B", 32, 4096, 0.43)
+QWEN_1B = Model("Qwen3-1.7B", 28, 2048, 1.409e9, 151936, 1.2)
+QWEN_14B = Model("Qwen3-14B", 40, 5120, 13.2e9, 151936, 1.2)
+QWEN_32B = Model("Qwen3-32B", 64, 5120, 31.2e9, 151936, 1.2)
+LLAMA_1B = Model("Llama3-1B", 16, 2048, 0.973e9, 128256, 0.43)
+LLAMA_8B = Model("Llama3-8B", 32, 4096, 6.98e9, 128256, 0.43)
 
 
 class Job:
@@ -76,10 +90,8 @@ def one_gpu() -> list[list[str]]:
         (QWEN_1B, 0.540, 46.96, 0.619, 34.95, 0.419, ((29.49, 0.617), (30.32, 0.598), (33.76, 0.595))),
     ):
         # Layers have the share of their FLOP in the step; the rest is the vocabulary.
-        vocabulary = 2 * {LLAMA_1B: 128256, QWEN_1B: 151936}[model] * model.width
-        weights = {LLAMA_1B: 0.973e9, QWEN_1B: 1.409e9}[model]
-        share = (2 * weights + 2 * 2048 * model.width * model.layers) / (2 * weights + vocabulary)
-        forward_s = min(1.0, share) * keep_s / 3 / model.layers
+        flops = model.token_flops(2048)
+        forward_s = flops / (flops + 2 * model.vocabulary * model.width) * keep_s / 3 / model.layers
         total = (keep_gb - sac_gb) * 1e9 / (1 - kept_share) / model.layers
         forms = (
             ActivationForm("all", total, 0.0),
@@ -90,8 +102,8 @@ def one_gpu() -> list[list[str]]:
         keep = job.run("keep")
         for peak_gb, step_s in published:
             best = job.run("auto", keep.peak_job_bytes() - (keep_gb - peak_gb) * 1e9)
-            more = best.iteration_s - keep.iteration_s
-            rows.append([model.name, f"{peak_gb:.2f} GB", *_shares(step_s / keep_s - 1, more / keep_s)])
+            simulated_share = (best.iteration_s - keep.iteration_s) / keep_s
+            rows.append([model.name, f"{peak_gb:.2f} GB", *_shares(step_s / keep_s - 1, simulated_share)])
     return rows
 
 
@@ -100,7 +112,6 @@ class Sharded:
     """A job of torchtitan on several GPUs with its peak, GiB, and tokens a second with full recomputation."""
 
     model: Model
-    weights: float
     ranks: int
     batch: int
     length: int
@@ -110,8 +121,8 @@ class Sharded:
     def gain(self, peak_gib: float, link_bytes_per_s: float) -> float:
         """Simulate the gain in tokens a second of `auto` at a peak over full recomputation."""
         tokens = self.batch * self.length
-        flops = 2 * self.weights / self.model.layers + 2 * self.length * self.model.width
-        forms = self.model.forms(tokens, tokens * flops / 600e12)
+        layer_flops = tokens * self.model.token_flops(self.length) / self.model.layers
+        forms = self.model.forms(tokens, layer_flops / 600e12)
         machine = replace(
             preset("h100-80gb").for_ranks(self.ranks),
             h2d_bytes_per_s=link_bytes_per_s,
@@ -128,7 +139,7 @@ def several_gpus() -> list[list[str]]:
     """Compare gains over full recomputation in (nearly) the same memory.
 
     The rate of the link, whose path through the host all ranks share, is fitted to the first one."""
-    qwen_32b = Sharded(QWEN_32B, 31.2e9, 8, 1, 2048, 68.56, 1406)
+    qwen_32b = Sharded(QWEN_32B, 8, 1, 2048, 68.56, 1406)
     slow, fast = 4e9, 50e9
     for _ in range(12):
         rate = (slow * fast) ** 0.5
@@ -138,12 +149,12 @@ def several_gpus() -> list[list[str]]:
     for job, peak_gib, tokens_per_s in (
         (qwen_32b, 69.0, 1484),
         (qwen_32b, 72.0, 1487),
-        (Sharded(QWEN_14B, 13.2e9, 4, 8, 2048, 61.43, 3580), 61.62, 3617),
-        (Sharded(QWEN_14B, 13.2e9, 4, 16, 2048, 66.31, 4026), 66.91, 4135),
-        (Sharded(QWEN_14B, 13.2e9, 4, 8, 4096, 66.39, 3946), 66.93, 4103),
-        (Sharded(LLAMA_8B, 6.98e9, 4, 8, 2048, 34.22, 6553), 34.67, 7002),
-        (Sharded(LLAMA_8B, 6.98e9, 4, 16, 2048, 40.11, 7746), 40.31, 7750),
-        (Sharded(LLAMA_8B, 6.98e9, 4, 8, 4096, 40.14, 7442), 40.34, 7502),
+        (Sharded(QWEN_14B, 4, 8, 2048, 61.43, 3580), 61.62, 3617),
+        (Sharded(QWEN_14B, 4, 16, 2048, 66.31, 4026), 66.91, 4135),
+        (Sharded(QWEN_14B, 4, 8, 4096, 66.39, 3946), 66.93, 4103),
+        (Sharded(LLAMA_8B, 4, 8, 2048, 34.22, 6553), 34.67, 7002),
+        (Sharded(LLAMA_8B, 4, 16, 2048, 40.11, 7746), 40.31, 7750),
+        (Sharded(LLAMA_8B, 4, 8, 4096, 40.14, 7442), 40.34, 7502),
     ):
         what = f"{job.ranks} GPUs, {job.batch} x {job.length:,}, {peak_gib:.2f} GiB"
         shares = _shares(tokens_per_s / job.full_rate - 1, job.gain(peak_gib, fast))
