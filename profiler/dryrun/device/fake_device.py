@@ -132,9 +132,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 has_fakes = True
             elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 return NotImplemented
-        device = kwargs.get("device")
-        on_device = device is not None and torch.device(device).type == "cuda"
-        if on_device and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        device = torch.device(kwargs.get("device") or "cpu")
+        on_device = device.type == "cuda"
+        if on_device and (device.index or 0) >= torch.cuda.device_count():
             raise torch.AcceleratorError("CUDA error: invalid device ordinal")
         if not has_fakes and not on_device and not self._is_large_factory(func, args, kwargs):
             return func(*args, **kwargs)
