@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 import uuid
 from pathlib import Path
 
@@ -19,8 +20,13 @@ def marked() -> tuple[str, dict[str, str]]:
 
 
 def end(mark: str, number: signal.Signals) -> None:
-    """Send a signal to all processes with a mark."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
-                os.kill(int(folder.name), number)
+    """Send a signal to all processes with a mark, once to each."""
+    signalled: set[str] = set()
+    # A process that begins has its environment a moment later.
+    for delay_s in (0.0, 0.1):
+        time.sleep(delay_s)
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if folder.name not in signalled and mark.encode() in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), number)
+                    signalled.add(folder.name)

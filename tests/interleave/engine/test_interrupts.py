@@ -297,13 +297,27 @@ def test_step__can_be_interrupted_while_it_waits_for_other_ranks(monkeypatch: py
 
     @contextmanager
     def waiting() -> Iterator[None]:
-        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        yield
+        is_over = threading.Event()
+
+        def interrupt() -> None:
+            # A KeyboardInterrupt in a callback of the garbage collector is lost: it comes again.
+            delay_s = 0.05
+            while not is_over.wait(delay_s):
+                os.kill(os.getpid(), signal.SIGINT)
+                delay_s = 5.0
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def step(job: InterruptedJob, disturb: Any) -> None:
         with monkeypatch.context() as patch:
             if disturb is not None:
-                patch.setattr(job.optimizer._offloaded.norm, "scale_factor", lambda *arguments: time.sleep(1e6))
+                patch.setattr(job.optimizer._offloaded.norm, "scale_factor", lambda *arguments: time.sleep(60))
             job_step(job, disturb)
 
     monkeypatch.setattr(InterruptedJob, "_step", step)
