@@ -74,7 +74,7 @@ class OffloadedParams:
         self.check(params)
         if (self._options.device is None and device_of(params).type == "cpu") or self._runner.storage is not None:
             # With storage, since a checkpoint that is loaded next may name the file to use.
-            self._runner.check(self._divide(params))
+            self._runner.check(self._divide(params, self._sharded_matrices(params)))
         else:
             self._set_params(params)
         self.is_checked = True
@@ -231,9 +231,8 @@ class OffloadedParams:
     def _sharded_matrices(self, params: Sequence[torch.Tensor]) -> ShardedMatrices:
         return sharded_matrices(params, [rule.finish is not None for rule in self._rules(params)])
 
-    def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
+    def _divide(self, params: Sequence[torch.Tensor], matrices: ShardedMatrices) -> Sequence[Subgroup]:
         shards, options = [local_shard(param) for param in params], self._options
-        matrices = self._sharded_matrices(params)
         for index in matrices.owners:
             shards[index] = torch.empty(matrices.own.get(index, 0), dtype=shards[index].dtype, device="meta")
         return divide(shards, options.subgroup_params, options.has_remainders, self._rules(params))
@@ -250,10 +249,11 @@ class OffloadedParams:
         if self._options.device is None and device != self._device:
             self._runner.open_device(device)
             self._device = device
-        engine = self._runner.rebuild(self._divide(params), len(params), commit=commit)
+        matrices = self._sharded_matrices(params)
+        engine = self._runner.rebuild(self._divide(params, matrices), len(params), commit=commit)
         if self.params:
             self.collector.close()
-        self.matrices = self._sharded_matrices(params)
+        self.matrices = matrices
         self.norm = GradientNorm(self._runner.device, self.matrices, self._options.max_grad_norm)
         self.collector = GradientCollector(
             params, self.matrices, engine, self.norm, self._options.streamed, self.pending, self._expected_scalars
