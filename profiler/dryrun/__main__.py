@@ -1,17 +1,65 @@
-"""The process of a dry run's job."""
+"""The two processes of a dry run: one runs the job; the other waits for it, and says in a line if a signal ended it.
 
+Compiled code that reads the address of a fake tensor ends its process, which can say nothing about it then.
+"""
+
+import ctypes
 import faulthandler
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Set
+from typing import IO, NoReturn
 
-from ebbtide.profiler.dryrun.child import main
+from ebbtide.profiler.dryrun.child import fail, main
+from ebbtide.profiler.dryrun.failures import explain_crash
 
-# Compiled code that reads the address of a fake tensor ends the process: the last lines of Python are printed.
-faulthandler.enable(all_threads=False)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-status = main(sys.argv[1:])
-sys.stdout.flush()
-sys.stderr.flush()
-# Without the end of the interpreter: what is left of the faked device may be used while modules are torn down.
-os._exit(status)
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+_FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def run_apart(arguments: list[str]) -> int:
+    """Run the job in a process of its own, and return the exit status: 128 and more if a signal ended it."""
+    signals = {signal.SIGCHLD, *_FORWARDED}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    with tempfile.TemporaryFile() as dump:
+        job = os.fork()
+        if not job:
+            _be_job(arguments, dump, mask)
+        ended = status = 0
+        while not ended:
+            arrived = signal.sigwaitinfo(signals)
+            # What the kernel sends, for keys of the terminal, the job gets itself.
+            if arrived.si_signo != signal.SIGCHLD and arrived.si_code <= 0:
+                os.kill(job, arrived.si_signo)
+            ended, status = os.waitpid(job, os.WNOHANG)
+        dump.seek(0)
+        stack = dump.read().decode(errors="replace")
+    code = os.waitstatus_to_exitcode(status)
+    if -code in _CRASHES:
+        return fail(explain_crash(signal.Signals(-code).name, stack))
+    if code < 0:
+        fail(f"incomplete: signal {-code} ({signal.strsignal(-code)}) ended the job; no trace is written")
+    return code if code >= 0 else 128 - code
+
+
+def _be_job(arguments: list[str], dump: IO[bytes], mask: Set[int]) -> NoReturn:
+    """Run the job, and end this process; before a crash, the last lines of Python are written to `dump`."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one for the whole process group arrives twice
+        sys.exit(128 + signal.SIGTERM)
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end when the other process ends
+    faulthandler.enable(dump, all_threads=False)
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    status = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the end of the interpreter: what is left of the faked device may be used while modules are torn down.
+    os._exit(status)
+
+
+sys.exit(run_apart(sys.argv[1:]))

@@ -17,7 +17,7 @@ from typing import Any
 from ebbtide.errors import UserError
 from ebbtide.foreign_text import printable_line
 from ebbtide.machines.machine import machine_from
-from ebbtide.profiler.dryrun.errors import DryRunError, DryRunFinished
+from ebbtide.profiler.dryrun.errors import DryRunError
 from ebbtide.profiler.dryrun.failures import explain_failure, job_traceback
 from ebbtide.profiler.dryrun.jobs.models import complete_stand_ins
 from ebbtide.profiler.dryrun.launch import JobLaunched, become_dry_run, launcher_followed
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
         from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
     except ImportError as error:
-        return _fail(f"a dry run needs torch 2.13 in the environment of ebbtide: {error}")
+        return fail(f"a dry run needs torch 2.13 in the environment of ebbtide: {error}")
     output, words, *job = arguments
     settings = json.loads(words)
     own = {name: settings.pop(name, None) for name in ("force", "machine", "printer", "check", "scratch")}
@@ -46,12 +46,15 @@ def main(arguments: list[str]) -> int:
         run = DryRun(options)
         if sys.stderr.isatty():
             threading.Thread(target=_show_progress, args=(run,), daemon=True).start()
+        status = 0
         with run, launcher_followed(job):
             if own["scratch"]:
                 for line in complete_stand_ins(Path(own["scratch"])):
                     print(line, file=sys.stderr)
                 run.user_files.opened.clear()
             status = _run_job(job)
+            if not status and not run.finished:
+                _wait_for_threads()
         if status not in (0, _INTERRUPTED):
             print(f"ebbtide: incomplete: the job ended with status {status}; no trace is written", file=sys.stderr)
             return status
@@ -68,9 +71,9 @@ def main(arguments: list[str]) -> int:
         try:
             become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
         except UserError as error:
-            return _fail(str(error))
+            return fail(str(error))
     except UserError as error:
-        return _fail(str(error))
+        return fail(str(error))
     finally:
         if own["scratch"]:
             shutil.rmtree(own["scratch"], ignore_errors=True)
@@ -111,8 +114,6 @@ def _run_job(job: list[str]) -> int:
             sys.argv = job
             sys.path.insert(0, str(Path(job[0]).resolve().parent))
             runpy.run_path(job[0], run_name="__main__")
-    except DryRunFinished:
-        return 0
     except KeyboardInterrupt:
         print("ebbtide: interrupted: the trace has what ran so far", file=sys.stderr)
         return _INTERRUPTED
@@ -128,6 +129,14 @@ def _run_job(job: list[str]) -> int:
     return 0
 
 
+def _wait_for_threads() -> None:
+    """Wait for the threads that Python waits for at its end; those of pools, which it ends itself, are left out."""
+    pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", ())
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread() and thread not in pools:
+            thread.join()
+
+
 def _status(code: object) -> int:
     """Return the exit status of `sys.exit(code)`."""
     if code is None or isinstance(code, int):
@@ -136,6 +145,7 @@ def _status(code: object) -> int:
     return 1
 
 
-def _fail(message: str) -> int:
+def fail(message: str) -> int:
+    """Print a line on what ended the dry run, and return its exit status."""
     print(f"ebbtide: {printable_line(' '.join(message.split()))}", file=sys.stderr)
     return _CANNOT_FAKE

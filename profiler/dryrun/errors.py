@@ -12,4 +12,5 @@ class CannotFakeError(RuntimeError):
 
 
 class DryRunFinished(BaseException):
-    """Raised in the job when its iterations are done. Not an `Exception`, which the job might catch."""
+    """Raised in the job when its iterations are done, or, with the line on it, when a thread of it cannot be dry-run.
+    Not an `Exception`, which the job might catch."""

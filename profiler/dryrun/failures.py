@@ -1,15 +1,19 @@
 """Explains in a line why a job cannot be dry-run: the operation, the place, and what to do."""
 
+import functools
 import os
 import re
+import signal
 import subprocess
 import sysconfig
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ebbtide.profiler.dryrun.errors import CannotFakeError
+from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.errors import CannotFakeError, DryRunFinished
 
 _NEEDS_CUDA = "it needs a build of torch with CUDA: leave it out for the dry run"
 _COMPILED = "it is compiled for CUDA: leave it out for the dry run, or choose the implementation in PyTorch"
@@ -53,6 +57,9 @@ _MESSAGES = (
 _PACKAGES = re.compile(r"(flash_attn|FlashAttention\d?|xformers|apex|transformer_engine|gptqmodel|awq)")
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}")
 _OWN, _TORCH = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
+_DUMPED_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+# Interrupts what the main thread waits for; jobs have other signals.
+_WAKE = signal.SIGRTMAX
 # Errors of the job itself, wherever they are raised: a file, a package or a device that it names is not there.
 _OF_THE_JOB = (OSError, ImportError, SyntaxError, RecursionError)
 _TEXTS_OF_THE_JOB = ("Expected all tensors to be on the same device", "invalid device ordinal")
@@ -60,11 +67,43 @@ _TEXTS_OF_THE_JOB = ("Expected all tensors to be on the same device", "invalid d
 
 def explain_failure(error: BaseException) -> str | None:
     """Return the line on what a real device would not have raised: operation, place, remedy; None for the job's own."""
-    for cause in _causes(error):
-        reason = _reason(cause)
-        if reason is not None:
-            return f"{reason}{_place(error)}"
+    if reason := next(filter(None, map(_reason, _causes(error))), None):
+        return f"{reason}{_place([*reversed(traceback.extract_tb(error.__traceback__))])}"
     return None
+
+
+def explain_crash(signal_name: str, dump: str) -> str:
+    """Return the line on a signal that has ended the job in compiled code. `dump`: the stack by faulthandler."""
+    frames = _DUMPED_FRAME.findall(dump.rpartition("Fatal Python error")[2])  # the last one is of the job itself
+    stack = [traceback.FrameSummary(file, int(line), name) for file, line, name in frames]
+    callers = (frame.name for frame in stack if not _is_own(frame.filename) and _TORCH not in frame.filename)
+    return (
+        f"cannot dry-run a call in {next(callers, 'compiled code')}: it ended the job with {signal_name}, as code does "
+        "that reads the memory of a fake tensor, which has none: leave it out for the dry run, or register a fake "
+        f"implementation with torch.library.register_fake{_place(stack)}"
+    )
+
+
+def follow_threads(patches: Patches, has_ended: Callable[[], bool]) -> None:
+    """Let what ends a dry run in a thread of the job end it in the main one, which may wait for that for ever."""
+    main, report = threading.main_thread(), threading.excepthook
+    ends: list[DryRunFinished] = []
+
+    def receive(failed: threading.ExceptHookArgs) -> None:
+        error = failed.exc_value
+        reason = explain_failure(error) if isinstance(error, Exception) and not has_ended() else None
+        if reason is None and not isinstance(error, DryRunFinished):
+            report(failed)
+            return
+        ends.append(DryRunFinished(reason) if reason else DryRunFinished())
+        signal.pthread_kill(main.ident or 0, _WAKE)
+
+    def end(*_: object) -> None:
+        raise ends[0]
+
+    if threading.current_thread() is main:
+        patches.on_undo(functools.partial(signal.signal, _WAKE, signal.signal(_WAKE, end)))
+        patches.set(threading, "excepthook", receive)
 
 
 def job_traceback(error: BaseException) -> str:
@@ -138,10 +177,10 @@ def _is_own(filename: str) -> bool:
     return filename.startswith((_OWN, "<frozen runpy>")) or str(Path(filename).resolve()).startswith(_OWN)
 
 
-def _place(error: BaseException) -> str:
-    """Return the innermost line of the job's own code; without any, that of a library."""
+def _place(stack: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost line of the job's own code; without any, that of a library. Its frame is first in `stack`."""
     libraries = []
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    for frame in stack:
         if _is_own(frame.filename) or frame.filename.startswith("<"):
             continue
         place = f" ({frame.filename}:{frame.lineno})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
@@ -26,7 +26,8 @@ from ebbtide.profiler.dryrun.device.flex_attention import register_flex_attentio
 from ebbtide.profiler.dryrun.device.tensor_patches import patch_legacy_types, patch_tensors
 from ebbtide.profiler.dryrun.device.triton_kernels import TritonKernels
 from ebbtide.profiler.dryrun.device.unknown_shapes import register_missing_kernels
-from ebbtide.profiler.dryrun.errors import DryRunFinished
+from ebbtide.profiler.dryrun.errors import DryRunError, DryRunFinished
+from ebbtide.profiler.dryrun.failures import follow_threads
 from ebbtide.profiler.dryrun.files.user_files import UserFiles
 from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
@@ -90,7 +91,7 @@ class BatchLengths:
 
 def _shape(batch: Any) -> Shape:
     """Return the shape of the largest tensor in a batch."""
-    values = batch.values() if hasattr(batch, "values") else [batch]
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
     return max((tuple(tensor.shape) for tensor in tensors_in(values)), key=math.prod, default=())
 
 
@@ -126,7 +127,7 @@ class DryRun:
         finished: Whether all iterations were reached.
 
     Raises:
-        DryRunError: This build of torch cannot be faked.
+        DryRunError: This build of torch cannot be faked, or what a thread of the job has done.
     """
 
     def __init__(self, options: DryRunOptions | None = None) -> None:
@@ -195,8 +196,8 @@ class DryRun:
         torch._C._set_only_lift_cpu_tensors(True)
         multithreading = torch.autograd.set_multithreading_enabled(False)
         self._patches.on_undo(lambda: multithreading.__exit__(None, None, None))
-        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-        self._patches.set(threading.Thread, "_bootstrap_inner", self.mode.wrap_thread(bootstrap))
+        self._patches.wrap(threading.Thread, "_bootstrap_inner", self.mode.wrap_thread)
+        follow_threads(self._patches, lambda: self.clock.closed)
         self.mode.__enter__()
         return self
 
@@ -207,6 +208,8 @@ class DryRun:
         self.mode.__exit__(kind, error, traceback)
         self.process_groups.remove()
         self._patches.undo()
+        if isinstance(error, DryRunFinished) and error.args:
+            raise DryRunError(*error.args) from error
         return isinstance(error, DryRunFinished)
 
     def reserved_range(self) -> tuple[int, int]:

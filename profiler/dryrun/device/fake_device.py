@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.profiler.agent.patches import wrapper
 from ebbtide.profiler.dryrun.device.attention import WHOLE_ON_DEVICE
 from ebbtide.profiler.dryrun.device.collectives import COLLECTIVE_NAMESPACES, Collectives
 from ebbtide.profiler.dryrun.device.known_calls import KnownCalls
@@ -147,14 +148,12 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         with self._lock:
             return self._run_fake(func, types, args, kwargs)
 
-    def wrap_thread(self, run: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wrapper
+    def wrap_thread(self, run: Callable[[Any], None], thread: Any) -> None:
         """Wrap the method that runs a thread, so that operations in new threads are faked, too."""
-
-        def run_in_mode(thread: Any) -> None:
-            with self:
-                run(thread)
-
-        return run_in_mode
+        # Autograd's own threads have no stacks; the setting is one of each thread.
+        with self, torch.autograd.set_multithreading_enabled(False):
+            run(thread)
 
     def to_fake(self, tensor: Any) -> Any:
         """Return a fake tensor like a tensor."""

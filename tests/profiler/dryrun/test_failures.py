@@ -6,14 +6,17 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ebbtide.profiler.dryrun import child, session
-from tests.conftest import ebbtide
+from ebbtide.profiler.dryrun.failures import explain_crash
 from tests.profiler.dryrun.forked import run_forked
 
 assert session  # imported here, so that forked processes have it
@@ -90,6 +93,29 @@ CANNOT = {
         "recv_object_list",
         "make it in the script itself",
     ),
+    "thread that the job waits for": (
+        "import threading, queue; results = queue.Queue(); run = lambda: results.put(x.to_sparse_csr())\n"
+        "threading.Thread(target=run).start(); step(results.get())",
+        "_to_sparse_csr",
+        "no implementation for fake tensors",
+    ),
+    "thread whose result is not used": (
+        "import threading; thread = threading.Thread(target=lambda: x.numpy()); thread.start(); thread.join()\n"
+        + TRAIN.format("model(x)"),
+        ".numpy()",
+        "fake tensors have no values",
+    ),
+    "thread that the end waits for": (
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.05), x.numpy())).start()", ".numpy()",
+        "fake tensors have no values",
+    ),
+    "sample of a data set": (
+        "class Data(torch.utils.data.Dataset):\n    __len__ = lambda data: 2\n"
+        "    __getitem__ = lambda data, index: x[index].numpy()\n"
+        "for batch in torch.utils.data.DataLoader(Data(), num_workers=1, pin_memory=True): pass",
+        ".numpy()",
+        "fake tensors have no values",
+    ),
     "worker of its own": (
         'import subprocess, sys; subprocess.run([sys.executable, "-c", "raise SystemExit(1)"], check=True)',
         "-c raise SystemExit(1)",
@@ -113,6 +139,13 @@ FAILED = {
         "KeyError: 3",
     ),
     "compiler": ('torch.compile(model, backend="none")(x)', 1, "InvalidBackend: Invalid backend: 'none'"),
+    "sample": (
+        "class Data(torch.utils.data.Dataset):\n    __len__ = lambda data: 4\n"
+        "    __getitem__ = lambda data, index: torch.ones(8) if index < 2 else {}[index]\n"
+        "for batch in torch.utils.data.DataLoader(Data(), 2, num_workers=1): step(model(batch.cuda()))",
+        1,
+        "KeyError: 2",
+    ),
     "other process": ('import subprocess; subprocess.run(["false"], check=True)', 1, "CalledProcessError"),
     "exit status": ("raise SystemExit(3)", 3, ""),
     "exit status of a usage": ("raise SystemExit(2)", 2, ""),
@@ -127,12 +160,27 @@ WORKS = {
     "value that decides": "y = model(x)\nif y.sum().item() > 1e9: raise ValueError\nstep(y)",
     "boolean index": "y = model(x); step(y[y > 0])",
     "no training": "model(x)",
+    "training in a thread": (
+        "import threading; thread = threading.Thread(target=lambda: [step(model(x)) for _ in range(9)])\n"
+        "thread.start(); thread.join(); raise ValueError"
+    ),
+    "training in a thread that is not joined": (
+        "import threading; threading.Thread(target=lambda: [step(model(x)) for _ in range(9)]).start()"
+    ),
 }
+# Goes on in the main thread when another one has failed, as in Python.
+THREAD = (
+    'import threading\ndef fail(): raise ValueError("of a thread")\n'
+    "thread = threading.Thread(target=fail); thread.start(); thread.join()\n" + TRAIN.format("model(x)")
+)
+SIGTERM_LINE = "ebbtide: incomplete: the job ended with status 143; no trace is written"
+CRASH = "import ctypes\ndef read(): ctypes.string_at(0)\nread()\n"
 
 
 def run_jobs(folder: Path, scripts: dict[str, str]) -> dict[str, tuple[int, str]]:
     """Run dry runs of scripts one after the other. Returns the exit status and the lines on stderr by the name."""
     os.chdir(folder)
+    threading.excepthook = threading.__excepthook__  # not that of pytest
     results = {}
     for name, script in scripts.items():
         Path("job.py").write_text(MODEL + script + "\n")
@@ -151,7 +199,7 @@ def run_job(job: Sequence[str]) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    scripts = {name: case[0] for name, case in [*CANNOT.items(), *FAILED.items()]} | WORKS
+    scripts = {name: case[0] for name, case in [*CANNOT.items(), *FAILED.items()]} | WORKS | {"thread": THREAD}
     folder = tmp_path_factory.mktemp("failures")
     results: dict[str, tuple[int, str]] = run_forked(lambda: run_jobs(folder, scripts))
     return results
@@ -183,6 +231,30 @@ def test_job__that_looks_unusual_is_dry_run(name: str, results: dict[str, tuple[
     assert results[name][0] == 0, results[name][1]
 
 
+def test_thread__that_fails_leaves_the_job(results: dict[str, tuple[int, str]]) -> None:
+    status, log = results["thread"]
+    assert (status, "ValueError: of a thread\n" in log) == (0, True), log
+
+
+@pytest.mark.parametrize("name", [name for name in WORKS if "training in" in name])
+def test_training_in_a_thread__ends_after_its_iterations(name: str, results: dict[str, tuple[int, str]]) -> None:
+    assert results[name] == (0, "")
+
+
+def test_explain_crash__names_the_call_and_the_line_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(CRASH)
+    run = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "job.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == -signal.SIGSEGV
+    line = explain_crash("SIGSEGV", run.stderr)
+    assert line.startswith("cannot dry-run a call in string_at: it ended the job with SIGSEGV"), line
+    assert line.endswith(
+        f"leave it out for the dry run, or register a fake implementation with "
+        f"torch.library.register_fake ({tmp_path}/job.py:2)"
+    ), line
+
+
 @pytest.mark.parametrize(
     ("job", "line"), [(["nowhere.py"], "No such file or directory"), (["-m", "nowhere_at_all"], "nowhere_at_all")]
 )
@@ -197,11 +269,23 @@ def test_program__that_is_missing_is_named(job: list[str], line: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_dry_run__that_is_ended_by_sigterm_says_so(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n")
-    run = ebbtide("dry-run", "-o", "run.ebb", "--", "python", "job.py", cwd=tmp_path)
-    assert (run.returncode, run.stderr) == (
-        143,
-        "ebbtide: incomplete: the job ended with status 143; no trace is written\n",
-    )
-    assert not (tmp_path / "run.ebb").exists()
+@pytest.mark.parametrize(
+    ("script", "status", "line"),
+    [
+        (CRASH, 2, "ebbtide: cannot dry-run a call in string_at: it ended the job with SIGSEGV, as "),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ebbtide: incomplete: signal 9 (Killed) ended the job; no trace"),
+        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", 143, SIGTERM_LINE),
+        ("os.kill(0, signal.SIGTERM); time.sleep(60)", 143, SIGTERM_LINE),
+        ("os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130, "ebbtide: interrupted: the trace has what ran"),
+        ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", -9, ""),
+    ],
+)  # fmt: skip
+def test_dry_run__that_a_signal_ends_says_so(script: str, status: int, line: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(f"import os, signal, time\n{script}\n")
+    command = [sys.executable, "-m", "ebbtide", "dry-run", "-o", "run.ebb", "--", "python", "job.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, start_new_session=True, check=False)
+    first = next(iter(run.stderr.splitlines()), "")
+    assert (run.returncode, first[: len(line)]) == (status, line), run.stderr
+    assert (tmp_path / "run.ebb").exists() == (status == 130)
+    if status != 130:
+        assert run.stderr.count("\n") == bool(line), run.stderr
