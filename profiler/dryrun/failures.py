@@ -178,7 +178,7 @@ def _is_own(filename: str) -> bool:
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost line of the job's own code; without any, that of a library. Its frame is first in `stack`."""
+    """Return the innermost line of the job's own code, else that of a library; the innermost frame comes first."""
     libraries = []
     for frame in stack:
         if _is_own(frame.filename) or frame.filename.startswith("<"):

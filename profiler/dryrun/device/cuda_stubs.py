@@ -41,7 +41,10 @@ class CudaStubs:
         core, cpu = ctypes.CDLL(str(library / "libc10.so")), ctypes.CDLL(str(library / "libtorch_cpu.so"))
         self._registry = (ctypes.c_void_p * 24).in_dll(core, "_ZN3c104impl26device_guard_impl_registryE")
         self._guard_before = self._registry[_CUDA]
-        self._registry[_CUDA] = _object(dict.fromkeys(range(_GUARD_SLOTS), 0), _GUARD_SLOTS)
+        # An object: the address of its table, and zeros as its data.
+        guard = (ctypes.c_void_p * 8)(_table(dict.fromkeys(range(_GUARD_SLOTS), 0), _GUARD_SLOTS))
+        _KEEP_ALIVE.append(guard)
+        self._registry[_CUDA] = ctypes.addressof(guard)
         # Torch replaces a guard that counts no devices by its own guard that does nothing.
         torch._C._ensureCUDADeviceGuardSet()
         get_hooks = cpu._ZN2at6detail12getCUDAHooksEv
@@ -82,10 +85,3 @@ def _table(values: dict[int, int], slots: int, copied: int | None = None) -> int
         table[slot] = ctypes.cast(function, ctypes.c_void_p)
     _KEEP_ALIVE.append(table)
     return ctypes.addressof(table)
-
-
-def _object(values: dict[int, int], slots: int) -> int:
-    """Return the address of an object with such a table, and zeros as its data."""
-    memory = (ctypes.c_void_p * 8)(_table(values, slots))
-    _KEEP_ALIVE.append(memory)
-    return ctypes.addressof(memory)

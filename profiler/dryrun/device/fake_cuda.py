@@ -165,7 +165,7 @@ def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _constant(value: Any) -> Any:
+def constant(value: Any) -> Any:
     """Return a function of its own for each name, since dynamo has one rule for a function."""
     return lambda *_args, **_kwargs: value
 
@@ -201,15 +201,15 @@ def patch_cuda(
     patches.set(torch._C, "_accelerator_setAllocatorSettings", set_allocator_settings)
     functions: dict[str, Any] = {
         **stream_functions(clock),
-        **{name: _constant(None) for name in _WITHOUT_EFFECT},
-        **{name: _constant(True) for name in _TRUE},
-        **{name: _constant(False) for name in ("can_device_access_peer", "is_current_stream_capturing")},
-        **{name: _constant(0) for name in _ZERO},
-        "device_count": _constant(devices),
-        "get_device_name": _constant(name),
-        "get_device_capability": _constant(capability),
-        "get_device_properties": _constant(properties),
-        "get_arch_list": _constant([f"sm_{major}{minor}"]),
+        **{name: constant(None) for name in _WITHOUT_EFFECT},
+        **{name: constant(True) for name in _TRUE},
+        **{name: constant(False) for name in ("can_device_access_peer", "is_current_stream_capturing")},
+        **{name: constant(0) for name in _ZERO},
+        "device_count": constant(devices),
+        "get_device_name": constant(name),
+        "get_device_capability": constant(capability),
+        "get_device_properties": constant(properties),
+        "get_arch_list": constant([f"sm_{major}{minor}"]),
         "get_rng_state": lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": lambda *_args, **_kwargs: [torch.zeros(16, dtype=torch.uint8)],
         "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
@@ -221,15 +221,15 @@ def patch_cuda(
         "max_memory_reserved": lambda *_args, **_kwargs: memory.peak_reserved_bytes,
         "memory_stats": lambda *_args, **_kwargs: _statistics(memory),
         "memory_stats_as_nested_dict": lambda *_args, **_kwargs: {},
-        "memory_summary": _constant("(dry run)"),
-        "memory_snapshot": _constant([]),
+        "memory_summary": constant("(dry run)"),
+        "memory_snapshot": constant([]),
         "mem_get_info": lambda *_args, **_kwargs: (max(0, capacity_bytes - allocator.reserved_bytes), capacity_bytes),
         "reset_peak_memory_stats": lambda *_args, **_kwargs: memory.reset_peaks(),
-        "reset_accumulated_memory_stats": _constant(None),
+        "reset_accumulated_memory_stats": constant(None),
         "empty_cache": memory.empty_cache,
         "set_per_process_memory_fraction": set_fraction,
-        "_record_memory_history": _constant(None),
-        "_dump_snapshot": _constant(None),
+        "_record_memory_history": constant(None),
+        "_dump_snapshot": constant(None),
     }
     for key, value in functions.items():
         patches.set(cuda, key, value)
@@ -239,7 +239,7 @@ def patch_cuda(
     for key in (*_RANDOM, "initial_seed", "get_rng_state", "get_rng_state_all"):
         patches.set(cuda.random, key, functions[key])
     _patch_extension(patches, devices)
-    runtime = {name: _constant(0) for name in _RUNTIME}  # 0 is cudaSuccess
+    runtime = {name: constant(0) for name in _RUNTIME}  # 0 is cudaSuccess
     runtime |= {"cudaError": SimpleNamespace(success=0), "cudaMemGetInfo": statistics["mem_get_info"]}
     patches.set(cuda, "_cudart", SimpleNamespace(**runtime))
 
@@ -248,21 +248,21 @@ def patch_cuda(
 
     patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch, "Generator", HostGenerator)
-    patches.set(cuda.nvtx, "mark", _constant(None))
+    patches.set(cuda.nvtx, "mark", constant(None))
 
 
 def _patch_extension(patches: Patches, devices: int) -> None:
     """Add functions of the extension that a CPU build lacks and that Python code of torch calls."""
     for key, value in {
-        "_cuda_getDeviceCount": _constant(devices),
-        "_cuda_getDevice": _constant(0),
-        "_cuda_setDevice": _constant(None),
-        "_cuda_synchronize": _constant(None),
-        "_cuda_isCurrentStreamCapturing": _constant(False),
-        "_cuda_getCurrentRawStream": _constant(0),
-        "_cuda_isInBadFork": _constant(False),
-        "_cuda_emptyCache": _constant(None),
-        "_cuda_clearCublasWorkspaces": _constant(None),
+        "_cuda_getDeviceCount": constant(devices),
+        "_cuda_getDevice": constant(0),
+        "_cuda_setDevice": constant(None),
+        "_cuda_synchronize": constant(None),
+        "_cuda_isCurrentStreamCapturing": constant(False),
+        "_cuda_getCurrentRawStream": constant(0),
+        "_cuda_isInBadFork": constant(False),
+        "_cuda_emptyCache": constant(None),
+        "_cuda_clearCublasWorkspaces": constant(None),
     }.items():
         patches.set(torch._C, key, value)
 

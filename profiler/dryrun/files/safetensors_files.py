@@ -103,11 +103,8 @@ def header_of(tensors: dict[str, Any], metadata: dict[str, str] | None) -> bytes
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
+        offsets = [offset, offset + size]
+        entries[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         offset += size
     header = json.dumps(entries).encode()
     return len(header).to_bytes(8, "little") + header

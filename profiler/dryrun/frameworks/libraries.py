@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import dataloader
 
 from ebbtide.profiler.agent.patches import Patches, wrapper
+from ebbtide.profiler.dryrun.device.fake_cuda import constant
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 
@@ -36,7 +37,7 @@ class LibraryPatches:
         patches.on_undo(lambda: torch.compiler.set_stance("default"))
         warnings.filterwarnings("ignore", message="Using `torch.compile")  # about the hooks of this dry run
         for name in ("range_push", "range_pop", "range_start", "range_end"):
-            patches.set(torch.cuda.nvtx, name, _constant(0))
+            patches.set(torch.cuda.nvtx, name, constant(0))
         patches.when_imported(
             "transformers.utils.import_utils",
             # It would build masks that it leaves out for real tensors.
@@ -95,7 +96,7 @@ def _leave_out_kernels(module: Any, patches: Patches) -> None:
     """Let the kernels for CUDA that a build for the CPU lacks do nothing: they fill tensors that their callers made."""
 
     def function_of(library: Any, name: str) -> Any:
-        return getattr(library._lib, name, None) or _constant(None)
+        return getattr(library._lib, name, None) or constant(None)
 
     patches.set(module.BNBNativeLibrary, "__getattr__", function_of)
 
@@ -110,7 +111,7 @@ def _page_state(module: Any, patches: Patches, mode: FakeDeviceMode) -> None:
 
     patches.set(module, "get_paged", paged)
     for name in ("prefetch_tensor", "elementwise_func"):
-        patches.set(module, name, lambda *_args, **_kwargs: None)
+        patches.set(module, name, constant(None))
 
 
 def _define_operators(module: Any) -> None:
@@ -157,9 +158,5 @@ def _answer_nvml(module: Any, patches: Patches) -> None:
         "nvmlSystemGetDriverVersion": "dry run",
     }
     for name, value in answers.items():
-        patches.set(module, name, _constant(value))
+        patches.set(module, name, constant(value))
     patches.set(module, "nvmlDeviceGetMemoryInfo", memory)
-
-
-def _constant(value: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: value
