@@ -132,7 +132,9 @@ def _result_of(value: Any, inputs: list[Any]) -> Any:
     is_source = [number for number, tensor in enumerate(inputs) if tensor is value]
     sources = is_source or [n for n, tensor in enumerate(inputs) if tensor.untyped_storage()._cdata == storage._cdata]
     shape, stride = value.shape, value.stride()
-    if len(sources) > 1 or value.is_conj() or value.is_neg() or value.requires_grad > bool(is_source):
+    # Views of other tensors are no inference tensors in inference mode, either.
+    is_special = value.is_conj() or value.is_neg() or value.is_inference() != _in_inference()
+    if len(sources) > 1 or is_special or value.requires_grad > bool(is_source):
         raise LookupError
     if (
         not sources

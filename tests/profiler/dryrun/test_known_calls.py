@@ -86,6 +86,15 @@ def view() -> list[Any]:
     return results
 
 
+def infer() -> list[Any]:
+    base, results = ones(ROWS, WIDTH), []
+    for _ in range(3):
+        with torch.inference_mode():
+            tensors = base * 2, (base * 2).t(), base[1:], base.t(), base.detach(), base[1:].add_(1)
+        results += [*described(*tensors), *(tensor.is_inference() for tensor in tensors)]
+    return results
+
+
 def write() -> list[Any]:
     one, other, results = ones(ROWS, WIDTH), ones(ROWS, WIDTH), []
     for factor in (other, one, other, one):
@@ -130,7 +139,7 @@ def _operations() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_operations")
-@pytest.mark.parametrize("job", [train, view, write, *map(slow_case, (select, grow)), ask])
+@pytest.mark.parametrize("job", [train, view, infer, write, *map(slow_case, (select, grow)), ask])
 def test_dry_run__counts_the_same_with_known_calls(job: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     reused, anew = (digest(job, monkeypatch, is_anew) for is_anew in (False, True))
     assert reused.pop("known") > 0 == anew.pop("known")
