@@ -119,6 +119,8 @@ def patch_tensors(
         return original_numpy(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "numpy", convert_to_numpy)
+    # It would read each element on its own; torch copies the tensor to the host as a whole.
+    patches.set(FakeTensor, "tolist", lambda tensor: values.array_of(tensor.cpu()).tolist())
     swap = torch.utils.swap_tensors
 
     def swap_tensors(one: Any, other: Any) -> None:

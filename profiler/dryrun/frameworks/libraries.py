@@ -95,8 +95,11 @@ def _refuse_compilation(module: Any, patches: Patches) -> None:
 def _leave_out_kernels(module: Any, patches: Patches) -> None:
     """Let the kernels for CUDA that a build for the CPU lacks do nothing: they fill tensors that their callers made."""
 
+    missing = constant(None)
+    missing.restype = None  # by which Unsloth knows native functions
+
     def function_of(library: Any, name: str) -> Any:
-        return getattr(library._lib, name, None) or constant(None)
+        return getattr(library._lib, name, None) or missing
 
     patches.set(module.BNBNativeLibrary, "__getattr__", function_of)
 

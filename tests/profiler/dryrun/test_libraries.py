@@ -92,6 +92,17 @@ def test_tensor__of_values_on_the_device_has_these() -> None:
     assert run_forked(lambda: dry_run(job)[1]) == ([4.0, 6.0, 5.0], [[4.0, 2.0]])
 
 
+def test_list__of_a_tensor_is_read_at_once() -> None:
+    def job() -> Any:
+        return torch.randn(200, 1_000, device="cuda").tolist(), torch.ones((), device="cuda").tolist()
+
+    def observe() -> Any:
+        run, (values, value) = dry_run(job)
+        return [(copy.direction, copy.size) for copy in run.clock.copies], values == [[1.0] * 1_000] * 200, value
+
+    assert run_forked(observe) == ([("d2h", 800_000), ("d2h", 4)], True, 1.0)
+
+
 def test_meta__moves_parameters_away_as_torch_does() -> None:
     def job() -> Any:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
@@ -384,6 +395,7 @@ def test_kernels__that_bitsandbytes_lacks_do_nothing(tmp_path: Path) -> None:
         sys.path.insert(0, str(tmp_path))
         from bitsandbytes.cextension import lib
 
-        return lib.cdequantize_blockwise_fp32(None, 1), lib.labs(-3)
+        kernel = lib.cdequantize_blockwise_fp32
+        return kernel(None, 1), hasattr(kernel, "restype"), lib.labs(-3)
 
-    assert run_forked(lambda: dry_run(job)[1]) == (None, 3)
+    assert run_forked(lambda: dry_run(job)[1]) == (None, True, 3)
