@@ -1,6 +1,6 @@
 """Layers of a job whose weights and activations a plan may move: what a plan does with them, when, and their memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -187,10 +187,50 @@ def _placed(workload: Workload, plan: LayerPlan) -> Workload:
     )
 
 
+def with_layer_copies(placed: Workload, plan: LayerPlan, rates: Mapping[str, float]) -> Workload:
+    """Return a placed workload of one round whose forward and backward are as long as the copies of layers that must
+    end in them, by the rates of the link; these copies count as collectives."""
+    sizes = [placed.param_bytes * placed.layers[layer].params for layer in sorted(plan.streamed)]
+    moved = sum(plan.activations[index].nbytes for index in plan.copied)
+    link = {
+        "forward": (sum(sizes[plan.weight_slots :]), moved),
+        "backward": (sum(sizes[: max(0, len(sizes) - plan.weight_slots)]) + moved, 0.0),
+    }
+    forward_s, backward_s = (
+        max(
+            length,
+            *(nbytes / rates[way] for way, nbytes in zip(("h2d", "d2h"), link[phase], strict=True) if rates[way]),
+        )
+        for phase, length in (("forward", placed.forward_s), ("backward", placed.backward_s))
+    )
+    for phase, up, down in placed.collective_bytes:
+        own = link.get(phase, (0.0, 0.0))
+        link[phase] = own[0] + up, own[1] + down
+    factors = forward_s / placed.forward_s, backward_s / placed.backward_s
+    longer = replace(
+        placed,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        layers=tuple(
+            one._replace(forward_s=factors[0] * one.forward_s, backward_s=factors[1] * one.backward_s)
+            for one in placed.layers
+        ),
+        collective_bytes=tuple((phase, *both) for phase, both in link.items()),
+    )
+    if placed.gpu_free is None:
+        return longer
+    return replace(
+        longer, gpu_free=tuple((seconds_at(longer, point_at(placed, at_s)), size) for at_s, size in placed.gpu_free)
+    )
+
+
 def seconds_at(workload: Workload, point: float) -> float:
     """Return the seconds from the start of an iteration to a point of it, without any waiting."""
-    lengths = workload.other_s, workload.forward_s, workload.backward_s
-    return sum(length * min(max(point - phase, 0.0), 1.0) for phase, length in enumerate(lengths))
+    if point < FORWARD:
+        return workload.other_s * point
+    if point < BACKWARD:
+        return workload.other_s + workload.forward_s * (point - FORWARD)
+    return workload.other_s + workload.forward_s + workload.backward_s * min(point - BACKWARD, 1.0)
 
 
 def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:

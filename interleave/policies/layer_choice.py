@@ -12,12 +12,19 @@ from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.durations import link_rates
-from ebbtide.interleave.model.layers import ACTIVATION_KINDS, SLOTS, LayerPlan, place, saved_activations
+from ebbtide.interleave.model.layers import (
+    ACTIVATION_KINDS,
+    SLOTS,
+    LayerPlan,
+    place,
+    saved_activations,
+    with_layer_copies,
+)
 from ebbtide.interleave.model.operations import LAYER_KINDS, NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.layer_operations import LayerOperations, with_layer_operations
+from ebbtide.interleave.policies.layer_operations import with_layer_operations
 from ebbtide.interleave.policies.overlap import overlaps_of
 from ebbtide.interleave.simulation.bound import min_iteration_s
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
@@ -28,9 +35,9 @@ ACTIVATIONS = (*ACTIVATION_KINDS, "auto")
 LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _MOST_SLOTS = 4
 # So many operations the search simulates, at least so many for each plan, and so many plans of the policy it makes.
-_SEARCHED_OPS, _LEAST_OPS, _PLANS = 200_000, 100, 3
-# Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time.
-_EXACT_CHOICES, _PAIRED_BLOCKS = 1100, 6
+_SEARCHED_OPS, _LEAST_OPS, _PLANS = 100_000, 100, 2
+# Up to so many choices all are compared; of up to so many layers, two are changed at a time.
+_EXACT_CHOICES, _PAIRED_LAYERS, _CLIMBS = 1100, 6, 12
 
 
 class LayerChoice(NamedTuple):
@@ -79,13 +86,17 @@ class Evaluated(NamedTuple):
     plan: Plan
 
 
-def plan_of_choice(choice: LayerChoice, workload: Workload, machine: Machine, make: Maker) -> Evaluated:
-    """Return the plan of a choice with the state's plan that `make` makes for the memory that the layers leave."""
+def plan_of_choice(
+    choice: LayerChoice, workload: Workload, machine: Machine, make: Maker, leaves_link: bool = True
+) -> Evaluated:
+    """Return the plan of a choice with the state's plan that `make` makes for the memory that the layers leave, and,
+    unless told otherwise, for the time and the rest of the link that their copies leave."""
     layers = choice.plan(workload)
     placed = place(workload, layers)
     limit = available_host_bytes(workload, machine)
     left = None if limit is None else max(0.0, limit - layers.host_bytes(workload))
-    state_workload = replace(placed, host_free_bytes=left, missing_bytes=0.0)
+    busy = with_layer_copies(placed, layers, link_rates(placed, machine)) if leaves_link else placed
+    state_workload = replace(busy, host_free_bytes=left, missing_bytes=0.0)
 
     def evaluate(state_workload: Workload) -> Evaluated:
         # Weights are streamed when the update has ended.
@@ -122,16 +133,16 @@ def plan_with_layers(
     """Return the plan of a policy, which `make` makes for the state, for a workload with layers. With `auto` it is the
     best one found, by plans of `quick`: never worse than the same with one choice for all layers."""
     search = LayerSearch(workload, machine, options)
-    if len(search.singles) == 1:
-        single = plan_of_choice(search.singles[0], workload, machine, make).plan
-        return single.validate(place(workload, single.layers))
-    ranked = search.run(quick)
-    results: list[Evaluated] = []
-    for choice in (*ranked[:_PLANS], *(choice for choice in ranked[_PLANS:] if choice in search.singles)):
-        if not results or search.may_be_better(choice, min(result.cost for result in results)):
-            results.append(plan_of_choice(choice, workload, machine, make))
-    plan = min(results, key=lambda result: result.cost).plan
-    return plan.validate(place(workload, plan.layers))
+    ranked = search.run(quick) if len(search.singles) > 1 else search.singles
+    chosen, best = ranked[0], plan_of_choice(ranked[0], workload, machine, quick)
+    for number, choice in enumerate(ranked):
+        if number < _PLANS or (choice in search.singles and search.may_be_better(choice, best.cost)):
+            result = plan_of_choice(choice, workload, machine, make)
+            if result.cost < best.cost:
+                chosen, best = choice, result
+    if len(ranked) > 1:
+        best = min(best, plan_of_choice(chosen, workload, machine, make, False), key=lambda one: one.cost)
+    return best.plan.validate(place(workload, best.plan.layers))
 
 
 class LayerSearch:
@@ -164,31 +175,37 @@ class LayerSearch:
             for choice in self._all():
                 self._cost(choice, make)
         else:
-            starts = sorted(self._starts(), key=lambda choice: self._cost(choice, make))
-            for start in dict.fromkeys([starts[0], *starts[1:5]]):
+            best: Cost | None = None
+            for start in self._starts():
+                cost = self._cost(start, make, best)
+                best = cost if best is None else min(best, cost)
+            for start in sorted(self._costs, key=self._rank)[:_CLIMBS]:
                 self._climb(start, make)
-        return sorted(self._costs, key=self._costs.__getitem__)
+        return sorted(self._costs, key=self._rank)
+
+    def _rank(self, choice: LayerChoice) -> tuple[Cost, int]:
+        """Return the cost of a choice; of equally good ones that with fewer slots has more memory for other plans."""
+        return self._costs[choice], choice.weight_slots + choice.activation_slots
 
     def may_be_better(self, choice: LayerChoice, best: Cost) -> bool:
         """Return whether a choice may have a lower cost, whatever the plan of the optimizer's state."""
         layers = choice.plan(self._workload)
         placed = place(self._workload, layers)
-        if placed.missing_bytes > best[0]:
-            return False
-        return best[0] > 0 or best[1] > 0 or self._least_s(placed, layers) < best[2]
+        limit, on_host = available_host_bytes(placed, self._machine), layers.host_bytes(self._workload)
+        if not self._machine.storage:
+            on_host += placed.state_bytes * placed.params - (placed.min_free_bytes or 0.0)
+        excess = 0.0 if limit is None else max(0.0, on_host - limit)
+        return (placed.missing_bytes, excess, self._least_s(placed, layers)) < best[:3]
 
     def _least_s(self, placed: Workload, layers: LayerPlan) -> float:
-        """Return a lower bound of the iteration with a plan for layers, s: its copies, and the bound of the state, with
+        """Return a lower bound of the iteration with a plan for layers, s: that of the state beside their copies, with
         parameters of streamed layers that need not return to the device."""
-        state = replace(placed, sizes=placed.subgroups, layers=(), layer_memory=())
+        busy = with_layer_copies(placed, layers, link_rates(placed, self._machine))
+        state = replace(busy, sizes=placed.subgroups, layers=(), layer_memory=())
         state = replace(state, param_bytes=0.0) if layers.streamed else state
-        ops = LayerOperations(placed, layers).run()
-        least_s = placed.compute_s
         with suppress(MachineError):
-            least_s = min_iteration_s(state, self._machine, self._overlap)
-        for direction, rate in link_rates(placed, self._machine).items():
-            least_s = max(least_s, sum(op.nbytes for op in ops if op.resource == direction) / (rate or float("inf")))
-        return least_s
+            return min_iteration_s(state, self._machine, self._overlap)
+        return state.compute_s
 
     def _all(self) -> Iterator[LayerChoice]:
         count, slots = len(self._workload.layers), range(1, SLOTS + 1)
@@ -197,14 +214,16 @@ class LayerSearch:
                 yield from (LayerChoice(weights, forms, *one) for one in product(slots, slots))
 
     def _starts(self) -> Iterator[LayerChoice]:
-        """Yield choices that are alike for all layers, and some with every second, third or fourth layer resident."""
+        """Yield choices that are alike for all layers, and some with every second, third or fourth layer resident, so
+        that its compute hides the copy for the next one."""
         count = len(self._workload.layers)
         for single in self.singles:
-            yield single
-            yield single._replace(weight_slots=1, activation_slots=1)
-            if len(self._weights) > 1 and single.streamed[0]:
-                for stride in (2, 3, 4):
-                    yield single.changed(range(0, count, stride), False, None)
+            for slots in (SLOTS, 1) if single.streamed[0] or single.forms[0] < 0 else (SLOTS,):
+                choice = single._replace(weight_slots=slots, activation_slots=slots)
+                yield choice
+                if len(self._weights) > 1 and single.streamed[0]:
+                    for stride in (2, 3, 4):
+                        yield choice.changed(range(stride // 2, count, stride), False, None)
 
     def _climb(self, choice: LayerChoice, make: Maker) -> None:
         """Change blocks of layers, and then smaller ones, as long as that lowers the cost."""
@@ -215,7 +234,7 @@ class LayerSearch:
             blocks = [range(first, min(count, first + size)) for first in range(0, count, size)]
             changes: list[Change] = [partial(self._change_layers, layers=layers) for layers in blocks]
             choice = self._improved(choice, [self._change_slots, *changes], make)
-            if choice == before and 1 < len(blocks) <= _PAIRED_BLOCKS:
+            if choice == before and size == 1 and count <= _PAIRED_LAYERS:
                 # With other slots, or in two blocks, one of which gives memory that the other may take.
                 pairs = [*product(changes, [self._change_slots]), *combinations(changes, 2)]
                 choice = self._improved(choice, [_in_turn(*pair) for pair in pairs], make)

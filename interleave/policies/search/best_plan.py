@@ -30,6 +30,8 @@ _MAX_REFINED_SUBGROUPS = 256
 # Work of the search over placements, at each number of subgroups, and of that over assignments (see `PlanCosts`).
 _PLACEMENT_OPS = 60_000
 _ASSIGNMENT_OPS = 50_000
+# The same, each, where layers move: many plans are searched for, and copies of layers delay those of state.
+_OPS_BESIDE_LAYERS = 20_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
 # Rates, of which each alone is lower on the slower machines whose best placements are starts, by which factor, and the
@@ -89,7 +91,12 @@ def search_plan(workload: Workload, machine: Machine, text: str, overlap: Overla
     """Return the fastest plan found with an overlap. The last results are remembered."""
     # From few subgroups to all of them.
     levels = [
-        Level(merged, PlanCosts(merged.workload, machine, text, _PLACEMENT_OPS, overlap))
+        Level(
+            merged,
+            PlanCosts(
+                merged.workload, machine, text, _OPS_BESIDE_LAYERS if workload.layer_memory else _PLACEMENT_OPS, overlap
+            ),
+        )
         for merged in merged_workloads(workload, _MAX_SEARCHED_SUBGROUPS, _MAX_REFINED_SUBGROUPS)
     ]
     shares = [optimal_shares(levels[0].merged.workload, machine, whole, overlap) for whole in (False, True)]
@@ -122,7 +129,7 @@ def _search_one_by_one(costs: PlanCosts, shares: list[OptimalShares]) -> Assignm
     is_even = len(set(workload.subgroups[:-1])) <= 1
     if is_even and len(workload.subgroups) > _MAX_SUBGROUPS_ONE_BY_ONE:
         return starts[0]
-    costs.ops_left = _ASSIGNMENT_OPS
+    costs.ops_left = _OPS_BESIDE_LAYERS if workload.layer_memory else _ASSIGNMENT_OPS
     target_s = workload.compute_s + _NEAR_BOUND * max(entry.exposed_s for entry in shares)
     return LocalSearch(costs, target_s).run(starts)
 
@@ -140,7 +147,7 @@ def _improved_seeds(
         throttled = (best._replace(cpu_share=cpu_share) for cpu_share in _THROTTLED_STARTS)
         improved += [search.improve(start, share=share) for start in throttled]
     # A slower machine's best placement is another start, so that a faster machine has no worse plan.
-    for key in _SLOWER_RATES:
+    for key in () if costs.workload.layer_memory else _SLOWER_RATES:
         if (rate := getattr(costs.machine, key)) is not None:
             best = min(improved, key=search.cost)
             slower = replace(costs.machine, **{key: _SLOWER * rate})

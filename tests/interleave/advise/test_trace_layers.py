@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.analysis.findings import find
@@ -31,6 +33,8 @@ from ebbtide.units import bytes_text
 from tests.conftest import slow_case
 
 LAYERS, WIDTH, SAMPLES = 4, 512, 4096
+# With so many samples the inputs of layers are a tenth of the peak.
+NARROW = {"width": 128, "samples": 2**15}
 
 
 class WideNorm(nn.Module):
@@ -57,19 +61,21 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A stack of layers, each recomputed in the backward or not, a norm and a head."""
+    """A stack of layers, each recomputed in the backward or not, from an input on the host or not, a norm and a
+    head."""
 
-    def __init__(self, recomputes: bool, norm: Callable[[int], nn.Module], width: int) -> None:
+    def __init__(self, recomputes: bool, offloads: bool, norm: Callable[[int], nn.Module], width: int) -> None:
         super().__init__()
         self.token = nn.Embedding(1000, width)
         self.layers = nn.ModuleList(Layer(norm, width) for _ in range(LAYERS))
         self.norm, self.head = norm(width), nn.Linear(width, 1000)
-        self.recomputes = recomputes
+        self.recomputes, self.offloads = recomputes, offloads
 
     def forward(self, tokens: Any) -> Any:
         x = self.token(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+            with save_on_cpu() if self.offloads else nullcontext():
+                x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
         return self.head(self.norm(x))
 
 
@@ -81,10 +87,11 @@ def _dry_run(
     width: int = WIDTH,
     samples: int = SAMPLES,
     gib: int = 8,
+    offloads: bool = False,
 ) -> Trace:
     options = DryRunOptions(iterations=2, capacity_bytes=gib * 2**30, machine=find_machine("h100-80gb"))
     with DryRun(options) as run:
-        model = Model(recomputes, norm, width).to("cuda", torch.bfloat16)
+        model = Model(recomputes, offloads, norm, width).to("cuda", torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters())
         while True:
             for _ in range(micro_steps):
@@ -126,6 +133,17 @@ def test_with_trace_layers__has_the_memory_of_a_dry_run_with_that_checkpointing(
         assert capacity - (placed.min_free_bytes or 0.0) == pytest.approx(
             _peak_bytes(_dry_run(recomputes, norm=norm)), rel=0.03
         )
+
+
+def test_with_trace_layers__has_the_memory_of_a_dry_run_with_inputs_on_the_host() -> None:
+    trace = _dry_run(False, **NARROW)
+    workload = replace(_workload(trace), gradients_held_until_step=True)
+    capacity = (capacity_bytes(trace, 0) or 0) - workload.gpu_slack_bytes
+    # The job's copies end with each layer, so that one slot is the nearest.
+    plan = LayerChoice((False,) * LAYERS, (~1,) * LAYERS, activation_slots=1).plan(workload)
+    planned = capacity - (place(workload, plan).min_free_bytes or 0.0)
+    assert planned == pytest.approx(_peak_bytes(_dry_run(True, offloads=True, **NARROW)), rel=0.03)
+    assert planned < 0.95 * _peak_bytes(_dry_run(True, **NARROW))
 
 
 def test_with_trace_layers__takes_recomputation_out_of_the_backward() -> None:
