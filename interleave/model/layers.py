@@ -1,6 +1,6 @@
 """Layers of a job whose weights and activations a plan may move: what a plan does with them, when, and their memory."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -187,32 +187,28 @@ def _placed(workload: Workload, plan: LayerPlan) -> Workload:
     )
 
 
-def with_layer_copies(placed: Workload, plan: LayerPlan, rates: Mapping[str, float]) -> Workload:
+def with_layer_copies(placed: Workload, plan: LayerPlan, rates: Collection[float]) -> Workload:
     """Return a placed workload of one round whose forward and backward are as long as the copies of layers that must
-    end in them, by the rates of the link; these copies count as collectives."""
+    end in them, by the rates of the link to and from the device; these copies count as collectives."""
     sizes = [placed.param_bytes * placed.layers[layer].params for layer in sorted(plan.streamed)]
     moved = sum(plan.activations[index].nbytes for index in plan.copied)
     link = {
         "forward": (sum(sizes[plan.weight_slots :]), moved),
         "backward": (sum(sizes[: max(0, len(sizes) - plan.weight_slots)]) + moved, 0.0),
     }
-    forward_s, backward_s = (
-        max(
-            length,
-            *(nbytes / rates[way] for way, nbytes in zip(("h2d", "d2h"), link[phase], strict=True) if rates[way]),
-        )
-        for phase, length in (("forward", placed.forward_s), ("backward", placed.backward_s))
+    forward, backward = (
+        max(length, *(nbytes / rate for nbytes, rate in zip(copies, rates, strict=True) if rate)) / length
+        for length, copies in zip((placed.forward_s, placed.backward_s), link.values(), strict=True)
     )
     for phase, up, down in placed.collective_bytes:
         own = link.get(phase, (0.0, 0.0))
         link[phase] = own[0] + up, own[1] + down
-    factors = forward_s / placed.forward_s, backward_s / placed.backward_s
     longer = replace(
         placed,
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=forward * placed.forward_s,
+        backward_s=backward * placed.backward_s,
         layers=tuple(
-            one._replace(forward_s=factors[0] * one.forward_s, backward_s=factors[1] * one.backward_s)
+            one._replace(forward_s=forward * one.forward_s, backward_s=backward * one.backward_s)
             for one in placed.layers
         ),
         collective_bytes=tuple((phase, *both) for phase, both in link.items()),

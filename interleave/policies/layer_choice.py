@@ -34,8 +34,8 @@ WEIGHTS = ("resident", "streamed", "auto")
 ACTIVATIONS = (*ACTIVATION_KINDS, "auto")
 LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _MOST_SLOTS = 4
-# So many operations the search simulates, at least so many for each plan, and so many plans of the policy it makes.
-_SEARCHED_OPS, _LEAST_OPS, _PLANS = 100_000, 100, 2
+# So many operations the search simulates, and at least so many for each plan.
+_SEARCHED_OPS, _LEAST_OPS = 100_000, 100
 # Up to so many choices all are compared; of up to so many layers, two are changed at a time.
 _EXACT_CHOICES, _PAIRED_LAYERS, _CLIMBS = 1100, 6, 12
 
@@ -87,15 +87,15 @@ class Evaluated(NamedTuple):
 
 
 def plan_of_choice(
-    choice: LayerChoice, workload: Workload, machine: Machine, make: Maker, leaves_link: bool = True
+    choice: LayerChoice, workload: Workload, machine: Machine, make: Maker, leaves_link: bool = False
 ) -> Evaluated:
-    """Return the plan of a choice with the state's plan that `make` makes for the memory that the layers leave, and,
-    unless told otherwise, for the time and the rest of the link that their copies leave."""
+    """Return the plan of a choice with the state's plan that `make` makes for the memory that the layers leave, or also
+    for the time and the rest of the link that their copies leave."""
     layers = choice.plan(workload)
     placed = place(workload, layers)
     limit = available_host_bytes(workload, machine)
     left = None if limit is None else max(0.0, limit - layers.host_bytes(workload))
-    busy = with_layer_copies(placed, layers, link_rates(placed, machine)) if leaves_link else placed
+    busy = with_layer_copies(placed, layers, link_rates(placed, machine).values()) if leaves_link else placed
     state_workload = replace(busy, host_free_bytes=left, missing_bytes=0.0)
 
     def evaluate(state_workload: Workload) -> Evaluated:
@@ -135,13 +135,13 @@ def plan_with_layers(
     search = LayerSearch(workload, machine, options)
     ranked = search.run(quick) if len(search.singles) > 1 else search.singles
     chosen, best = ranked[0], plan_of_choice(ranked[0], workload, machine, quick)
-    for number, choice in enumerate(ranked):
-        if number < _PLANS or (choice in search.singles and search.may_be_better(choice, best.cost)):
+    for choice in ranked:
+        if choice in search.singles and (len(ranked) == 1 or search.may_be_better(choice, best.cost)):
             result = plan_of_choice(choice, workload, machine, make)
             if result.cost < best.cost:
                 chosen, best = choice, result
-    if len(ranked) > 1:
-        best = min(best, plan_of_choice(chosen, workload, machine, make, False), key=lambda one: one.cost)
+    for choice in {ranked[0], chosen} if len(ranked) > 1 else ():
+        best = min(best, plan_of_choice(choice, workload, machine, make, True), key=lambda one: one.cost)
     return best.plan.validate(place(workload, best.plan.layers))
 
 
@@ -200,7 +200,7 @@ class LayerSearch:
     def _least_s(self, placed: Workload, layers: LayerPlan) -> float:
         """Return a lower bound of the iteration with a plan for layers, s: that of the state beside their copies, with
         parameters of streamed layers that need not return to the device."""
-        busy = with_layer_copies(placed, layers, link_rates(placed, self._machine))
+        busy = with_layer_copies(placed, layers, link_rates(placed, self._machine).values())
         state = replace(busy, sizes=placed.subgroups, layers=(), layer_memory=())
         state = replace(state, param_bytes=0.0) if layers.streamed else state
         with suppress(MachineError):

@@ -90,13 +90,9 @@ def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: O
 def search_plan(workload: Workload, machine: Machine, text: str, overlap: Overlap) -> Plan:
     """Return the fastest plan found with an overlap. The last results are remembered."""
     # From few subgroups to all of them.
+    max_ops = _OPS_BESIDE_LAYERS if workload.layer_memory else _PLACEMENT_OPS
     levels = [
-        Level(
-            merged,
-            PlanCosts(
-                merged.workload, machine, text, _OPS_BESIDE_LAYERS if workload.layer_memory else _PLACEMENT_OPS, overlap
-            ),
-        )
+        Level(merged, PlanCosts(merged.workload, machine, text, max_ops, overlap))
         for merged in merged_workloads(workload, _MAX_SEARCHED_SUBGROUPS, _MAX_REFINED_SUBGROUPS)
     ]
     shares = [optimal_shares(levels[0].merged.workload, machine, whole, overlap) for whole in (False, True)]
