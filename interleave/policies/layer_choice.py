@@ -35,9 +35,10 @@ ACTIVATIONS = (*ACTIVATION_KINDS, "auto")
 LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _MOST_SLOTS = 4
 # So many operations the search simulates, and at least so many for each plan.
-_SEARCHED_OPS, _LEAST_OPS = 100_000, 100
-# Up to so many choices all are compared; of up to so many layers, two are changed at a time.
-_EXACT_CHOICES, _PAIRED_LAYERS, _CLIMBS = 1100, 6, 12
+_SEARCHED_OPS, _LEAST_OPS = 100_000, 50
+# Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time; so many of the
+# choices that the search starts from are changed.
+_EXACT_CHOICES, _PAIRED_BLOCKS, _CLIMBS = 1100, 6, 12
 
 
 class LayerChoice(NamedTuple):
@@ -234,7 +235,7 @@ class LayerSearch:
             blocks = [range(first, min(count, first + size)) for first in range(0, count, size)]
             changes: list[Change] = [partial(self._change_layers, layers=layers) for layers in blocks]
             choice = self._improved(choice, [self._change_slots, *changes], make)
-            if choice == before and size == 1 and count <= _PAIRED_LAYERS:
+            if choice == before and 1 < len(blocks) <= _PAIRED_BLOCKS:
                 # With other slots, or in two blocks, one of which gives memory that the other may take.
                 pairs = [*product(changes, [self._change_slots]), *combinations(changes, 2)]
                 choice = self._improved(choice, [_in_turn(*pair) for pair in pairs], make)
