@@ -34,7 +34,7 @@ WEIGHTS = ("resident", "streamed", "auto")
 ACTIVATIONS = (*ACTIVATION_KINDS, "auto")
 LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _MOST_SLOTS = 4
-# So many operations the search simulates, and at least so many for each plan.
+# So many operations the search simulates, twice as many with few layers, and at least so many for each plan.
 _SEARCHED_OPS, _LEAST_OPS = 100_000, 50
 # Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time; so many of the
 # choices that the search starts from are changed.
@@ -154,8 +154,8 @@ class LayerSearch:
         self._machine = machine
         self._costs: dict[LayerChoice, Cost] = {}
         self._missing: dict[LayerChoice, float] = {}  # Bytes of device memory that a choice lacks whatever the plan.
-        self._ops_left, self._plan_ops = _SEARCHED_OPS, 0
         count, last = len(workload.layers), min(len(layer.forms) for layer in workload.layers) - 1
+        self._ops_left, self._plan_ops = _SEARCHED_OPS * (1 + (count <= _PAIRED_BLOCKS)), 0
         named = dict(zip(ACTIVATION_KINDS, (0, last, ~0, ~last), strict=True))
         weights, activations = options.get("weights", "resident"), options.get("activations", "keep")
         if activations.startswith("recompute") and not last:
