@@ -107,6 +107,16 @@ def stack_memory(typing_context, dtype, length):
     return types.CPointer(dtype.dtype)(dtype, length), generate
 
 
+@intrinsic
+def address(typing_context, array, index):
+    """Return a pointer to an element."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.gep(context.make_array(array)(context, builder, arguments[0]).data, [arguments[1]])
+
+    return types.CPointer(array.dtype)(array, types.intp), generate
+
+
 @register_jitable
 def is_line_begin(array, first):
     """Return whether an element begins a line of the cache."""
