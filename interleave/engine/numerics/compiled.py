@@ -171,7 +171,7 @@ def _scrambled(value):
 
 @register_jitable
 def _random_bits(seed, place):
-    return _scrambled(U(place ^ _scrambled(U(seed))))
+    return _scrambled(U(place ^ _scrambled(seed)))
 
 
 @register_jitable
@@ -221,7 +221,8 @@ def make_step(rule):
     def step_and_round(stored, state, scalars, place):
         g = _widen(stored) * scalars[0]
         new = _canonical(formula(g, *(_widen_each(state) + scalars[1:-1])))
-        moments = _round_each(new[1:], _random_bits(scalars[-1], place), scalars[-1] > F(0))
+        seed = U(scalars[-1])
+        moments = _round_each(new[1:], _random_bits(seed, place), seed > U(0))
         return (new[0], *moments)
 
     return step_and_round if rule.rounds else step
