@@ -39,7 +39,8 @@ F = np.float32
 U = np.uint32
 _NAN, _FLOAT16_NAN = U(NAN), U(FLOAT16_NAN)
 _INFINITE = U(0x7F800000)
-_FACTOR, _MIX_FACTOR = U(FACTOR), U(MIX_FACTOR)
+NEXT_PLACE = _FACTOR = U(FACTOR)
+_MIX_FACTOR = U(MIX_FACTOR)
 _FIRST_MIX_FACTOR, _SECOND_MIX_FACTOR = map(U, MIX_FACTORS)
 _MAGNITUDE = U(0x7FFFFFFF)
 # Difference between the exponents of float32 and float16.
@@ -59,8 +60,8 @@ def _choose_canonical_nan(value):
         raise TypingError("a formula computes in double precision: it must have literals in comparisons only")
 
     def canonical_nan(value):
-        bits = F(value).view(U)
-        return U(_NAN if (bits & _MAGNITUDE) > _INFINITE else bits).view(F)
+        # Comparing bits takes two instructions more.
+        return U(_NAN if value != value else F(value).view(U)).view(F)
 
     return canonical_nan
 
@@ -169,8 +170,14 @@ def _scrambled(value):
 
 
 @register_jitable
-def _random_bits(seed, position):
-    return _scrambled(U(U(U(position) * _FACTOR) ^ _scrambled(U(seed))))
+def _random_bits(seed, place):
+    return _scrambled(U(place ^ _scrambled(seed)))
+
+
+@register_jitable
+def place_of(position):
+    """Return what random bits take for the position of an element. The next one has `NEXT_PLACE` more."""
+    return U(U(position) * NEXT_PLACE)
 
 
 @register_jitable
@@ -202,19 +209,20 @@ _ARITHMETIC = {"divide": _divide, "square_root": register_jitable(lambda value: 
 
 @cache
 def make_step(rule):
-    """Return a function for loops: the new master and moments of (stored gradient, state, factors, position)."""
+    """Return a function for loops: the new master and moments of (stored gradient, state, factors, place)."""
     formula = register_jitable(rule.formula_with(_ARITHMETIC))
 
     @register_jitable
-    def step(stored, state, scalars, position):
+    def step(stored, state, scalars, place):
         g = _widen(stored) * scalars[0]
         return _canonical(formula(g, *(state + scalars[1:])))
 
     @register_jitable
-    def step_and_round(stored, state, scalars, position):
+    def step_and_round(stored, state, scalars, place):
         g = _widen(stored) * scalars[0]
         new = _canonical(formula(g, *(_widen_each(state) + scalars[1:-1])))
-        moments = _round_each(new[1:], _random_bits(scalars[-1], position), scalars[-1] > F(0))
+        seed = U(scalars[-1])
+        moments = _round_each(new[1:], _random_bits(seed, place), seed > U(0))
         return (new[0], *moments)
 
     return step_and_round if rule.rounds else step
@@ -234,27 +242,33 @@ def to_remainder(master):
     return np.uint16(U(bits + U(0x8000)) >> U(16)), np.uint16(bits & U(0xFFFF))
 
 
-def step(stored, state, scalars, position):
+def step(stored, state, scalars, place):
     """Stands for the step of a rule in the loops (see `make_step`)."""
 
 
 def _update(grad, rows, out, scalars, first):
+    place = place_of(first)
     for i in range(grad.size):
-        new = step(grad[i], load(rows, i), scalars, first + i)
+        new = step(grad[i], load(rows, i), scalars, place)
         save(rows, i, new)
         store(out, i, new[0])
+        place = U(place + NEXT_PLACE)
 
 
 def _update_state(grad, rows, scalars, first):
+    place = place_of(first)
     for i in range(grad.size):
-        save(rows, i, step(grad[i], load(rows, i), scalars, first + i))
+        save(rows, i, step(grad[i], load(rows, i), scalars, place))
+        place = U(place + NEXT_PLACE)
 
 
 def _update_remainder(grad, remainder, moments, param, scalars, first):
+    place = place_of(first)
     for i in range(remainder.size):
-        new = step(grad[i], (from_remainder(param[i], remainder[i]), *load(moments, i)), scalars, first + i)
+        new = step(grad[i], (from_remainder(param[i], remainder[i]), *load(moments, i)), scalars, place)
         param[i], remainder[i] = to_remainder(new[0])
         save(moments, i, new[1:])
+        place = U(place + NEXT_PLACE)
 
 
 def _block_sums(grad, sums):

@@ -21,10 +21,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 from ebbtide.interleave.engine.numerics.compiled import (
+    NEXT_PLACE,
+    U,
     compile_loop,
     load,
     make_step,
     over_rows,
+    place_of,
     save,
     step,
     store,
@@ -104,6 +107,16 @@ def stack_memory(typing_context, dtype, length):
     return types.CPointer(dtype.dtype)(dtype, length), generate
 
 
+@intrinsic
+def address(typing_context, array, index):
+    """Return a pointer to an element."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.gep(context.make_array(array)(context, builder, arguments[0]).data, [arguments[1]])
+
+    return types.CPointer(array.dtype)(array, types.intp), generate
+
+
 @register_jitable
 def is_line_begin(array, first):
     """Return whether an element begins a line of the cache."""
@@ -138,11 +151,13 @@ def _update_elements(grad, old, new, out, scalars, position, begin, end):
     grad, old, new = grad[begin:end], slice_rows(old, begin, end), slice_rows(new, begin, end)
     if out is not None:
         half = out[begin:end]
+    place = place_of(position + begin)
     for i in range(grad.size):
-        values = step(grad[i], load(old, i), scalars, position + begin + i)
+        values = step(grad[i], load(old, i), scalars, place)
         save(new, i, values)
         if out is not None:
             store(half, i, values[0])
+        place = U(place + NEXT_PLACE)
 
 
 def _update_blocks(grad, old, new, out, scalars, position, begin, end):
@@ -152,13 +167,15 @@ def _update_blocks(grad, old, new, out, scalars, position, begin, end):
     if out is not None:
         half = carray(stack_memory(out.dtype, _BLOCK), _BLOCK)
         streams_half = is_line_begin(out, begin)
+    place = place_of(position + begin)
     for block in range(begin, end, _BLOCK):
         g, old_rows = grad[block : block + _BLOCK], slice_rows(old, block, block + _BLOCK)
         for i in range(_BLOCK):
-            values = step(g[i], load(old_rows, i), scalars, position + block + i)
+            values = step(g[i], load(old_rows, i), scalars, place)
             save(results, i, values)
             if out is not None:
                 store(half, i, values[0])
+            place = U(place + NEXT_PLACE)
         put_rows(new, block, results, streams)
         if out is not None:
             put(out, block, half, 0, _BLOCK, streams_half)

@@ -116,7 +116,7 @@ class CpuKernel:
                 own = rule.row_slices(begin, end, of.block + (begin - of.begin) // BLOCK)
                 master, *others = [row[part] for row, part in zip(rows, own, strict=True)]
                 codes, scales = tuple(others[: len(rule.moments)]), tuple(others[len(rule.moments) :])
-                half = None if parameter is None else parameter[begin:end]
+                half = () if parameter is None else (parameter[begin:end],)
                 self._blocks.update_of(rule)(stored, master, codes, scales, half, scalars)
                 return
             parts, position = tuple([row[begin:end] for row in rows]), of.position + begin - of.begin

@@ -160,6 +160,22 @@ def test_muon__with_offload_is_that_without_on_two_ranks(
             assert difference <= (1e-6 if "gate" in name or "up" in name else 0), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-6), ("bf16", 2e-3)])
+def test_muon__has_the_losses_of_deepspeeds_own(deepspeed: Any, dtype: str, limit: float) -> None:
+    """On this device its products are in fp32; in a bf16 job it rounds the updates to bf16."""
+    losses = {}
+    # DeepSpeed compiles its products for minutes.
+    with torch.compiler.set_stance("force_eager"):
+        for policy in (None, "interleaved:2"):
+            with engine(policy, settings(dtype), make_model=Decoder, subgroup_params=700) as running:
+                losses[policy] = torch.tensor(train(running, 60))
+    theirs, ours = losses.values()
+    assert ours[0] == theirs[0]
+    assert theirs.std() > 0.05
+    assert ((ours - theirs).abs() / theirs).max() < limit
+
+
 def test_initialize__refuses_matrices_in_storage_and_other_shapes(deepspeed: Any, tmp_path: Path) -> None:
     with (
         pytest.raises(EngineError, match="cannot be in storage"),
