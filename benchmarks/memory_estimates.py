@@ -30,8 +30,7 @@ from ebbtide.profiler.trace import open_trace
 
 RIVALS = {"xMem": "xmem_bytes", "DNNMem": "dnnmem_bytes", "SchedTune": "schedtune_bytes"}
 SCRIPTS = {"CNN": "train_cnn.py", "Transformer": "train_lm.py"}
-# Presets with the compute capability of the measured GPUs.
-PRESETS = {"RTX 3060": "rtx3090", "RTX 4060": "rtx4090"}
+PRESETS = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060"}
 # xMem's files state beside its bytes whether a job runs out of memory. It says so of these jobs, by model and batch,
 # though its bytes are below the capacity.
 XMEM_OUT = {

@@ -34,7 +34,7 @@ HOST = "ddr5-2ch,16-cores,pcie4x16,256GB"
 
 def test_presets__are_those_that_are_promised() -> None:
     promised = (
-        "rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm h100-80gb-pcie h100-80gb h200 gh200 b200 mi300x "
+        "rtx3060 rtx4060 rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm h100-80gb-pcie h100-80gb h200 gh200 b200 mi300x "
         "rtx-pro-6000 a100-40gb-sxm gh200-144gb gb200 gb300 gb10 mi300a"
     )
     assert set(presets()) == {*promised.split(), *FITTED}
@@ -123,7 +123,8 @@ def test_preset__unified_memory_is_that_of_gpus_without_memory_of_their_own() ->
 
 def test_data_sheet_machine__newer_gpus_are_faster() -> None:
     for generations in (
-        ("rtx3090", "rtx4090", "rtx5090"),
+        ("rtx3060", "rtx3090", "rtx4090", "rtx5090"),
+        ("rtx4060", "rtx4090"),
         ("a10", "l40s", "h100-80gb-pcie", "h100-80gb"),
         ("a100-40gb-pcie", "a100-80gb-sxm", "h100-80gb", "h200", "b200", "gb200"),
         ("gb10", "mi300a"),

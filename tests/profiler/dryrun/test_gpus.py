@@ -11,8 +11,8 @@ from ebbtide.profiler.dryrun.launch import _device_name
 from ebbtide.profiler.dryrun.memory.workspaces import workspace_bytes
 
 CAPABILITIES = {
-    **dict.fromkeys(("a10", "rtx3090"), (8, 6)),
-    **dict.fromkeys(("l40s", "rtx4090"), (8, 9)),
+    **dict.fromkeys(("a10", "rtx3060", "rtx3090"), (8, 6)),
+    **dict.fromkeys(("l40s", "rtx4060", "rtx4090"), (8, 9)),
     **dict.fromkeys(("a100-40gb-pcie", "a100-40gb-sxm", "a100-80gb-sxm", "a100-40gb-published"), (8, 0)),
     **dict.fromkeys(("b200", "gb200"), (10, 0)),
     "gb300": (10, 3),
