@@ -5,15 +5,16 @@
 FOLDER has `jobs.csv`, whose rows are jobs of the public repository Stone-ResearchLife/xMem (arXiv 2510.21048): the
 growth of the GPU's used memory as NVML counts it, on an RTX 3060 and an RTX 4060 with torch 2.6, whether the job ran
 out of memory, and the bytes that xMem, DNNMem and SchedTune estimated. `train_cnn.py` and `train_lm.py` beside it
-rebuild the jobs; they need torchvision and transformers 4.51 in the environment of PYTHON. The rule for workspaces of
-cuDNN was chosen on every second CNN job that did not run out, `adjusted` in the table, and tried on the others,
-`judged`. Prints Markdown.
+rebuild the jobs; they need torchvision and transformers 4.51 in the environment of PYTHON. cuBLAS has no workspace in
+them, as `exp/run.py` of xMem sets it. The rule for workspaces of cuDNN was chosen on every second CNN job that did not
+run out, `adjusted` in the table, and tried on the others, `judged`. Prints Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from ebbtide.profiler.trace import open_trace
 
 RIVALS = {"xMem": "xmem_bytes", "DNNMem": "dnnmem_bytes", "SchedTune": "schedtune_bytes"}
 SCRIPTS = {"CNN": "train_cnn.py", "Transformer": "train_lm.py"}
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
 PRESETS = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060"}
 # xMem's files state beside its bytes whether a job runs out of memory. It says so of these jobs, by model and batch,
 # though its bytes are below the capacity.
@@ -101,7 +103,7 @@ def compare(folder: Path, python: str, job: dict[str, str], held_out: bool) -> C
         options = ["--gpu", PRESETS[job["gpu"]], "--capacity", job["capacity_bytes"], "--steps", "4", "-o", str(output)]
         words = ["python", "-c", RUN_SCRIPT, str(script), job["model"], job["batch"], job["optimizer"]]
         command = [python, "-m", "ebbtide", "dry-run", *options, "--", *words]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | ENVIRONMENT)
         if run.returncode:
             raise SystemExit(f"{job['model']}: the dry run ended with status {run.returncode}:\n{run.stderr[-2000:]}")
         metrics = JobMetrics(open_trace(output))

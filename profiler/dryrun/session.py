@@ -34,7 +34,7 @@ from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
 from ebbtide.profiler.dryrun.frameworks.parallelism import patch_data_parallel, patch_model_parallel
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups, patch_ray_train
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
-from ebbtide.profiler.dryrun.memory.convolutions import reserved_range
+from ebbtide.profiler.dryrun.memory.convolutions import keep_channels_last, reserved_range
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
 from ebbtide.profiler.dryrun.shadow_values import MAX_READS, tensors_in
@@ -191,6 +191,7 @@ class DryRun:
         register_missing_kernels(library, self._patches)
         self.mode.shapes.install(self._patches)
         register_flex_attention()
+        keep_channels_last(self._patches)
         only_lifts_cpu = torch._C._only_lift_cpu_tensors()
         self._patches.on_undo(lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu))
         torch._C._set_only_lift_cpu_tensors(True)

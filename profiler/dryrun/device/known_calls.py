@@ -17,7 +17,7 @@ _dispatch_keys, _default_dtype, _in_inference = (
     torch._C._dispatch_keys, torch.get_default_dtype, torch.is_inference_mode_enabled,
 )  # fmt: skip
 _empty_strided, _make_subclass = torch.empty_strided, torch._C.TensorBase._make_subclass
-_precision = torch._C._get_fp32_precision_getter
+_precision, _has_cudnn = torch._C._get_fp32_precision_getter, torch._C._get_cudnn_enabled
 
 
 class _Result(NamedTuple):
@@ -77,7 +77,8 @@ class KnownCalls:
         """Return what a call has in common with equal ones; None if that is not known. `inputs`: tensors in order."""
         if not is_builtin(func) or (func._schema.is_mutable and len(set(map(id, inputs))) < len(inputs)):
             return None
-        key = [func._op, _default_dtype(), _in_inference(), _precision("cuda", "matmul"), _precision("cuda", "conv")]
+        precisions = _precision("cuda", "matmul"), _precision("cuda", "conv")
+        key = [func._op, _default_dtype(), _in_inference(), *precisions, _has_cudnn()]
         if not self._describe(args, key):
             return None
         if kwargs:

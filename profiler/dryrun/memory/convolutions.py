@@ -8,13 +8,29 @@ convolutional layers).
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
+from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorBlock
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
 
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
 _TF32_CAPABILITY = (8, 0)  # From Ampere on, tensor cores take fp32 as tf32.
+
+
+def keep_channels_last(patches: Patches) -> None:
+    """Give results of convolutions the layout that cuDNN gives them, until `patches.undo()`.
+
+    Builds of torch for the CPU make all of them contiguous."""
+    patches.set(torch._C, "_conv_determine_backend_memory_format", _layout)
+
+
+def _layout(source: Any, weight: Any, _backend: Any) -> torch.memory_format:
+    """Return the layout by the rule of `cudnn_conv_suggest_memory_format` in aten/src/ATen/native/ConvUtils.h."""
+    layouts = {suggest_memory_format(tensor) for tensor in (source, weight)} - {torch.contiguous_format}
+    doubles = torch.float64 in (source.dtype, weight.dtype)
+    return layouts.pop() if layouts and torch.backends.cudnn.enabled and not doubles else torch.contiguous_format
 
 
 def convolution_bytes(kind: Any, args: Any, capability: tuple[int, int]) -> list[tuple[int, int]]:

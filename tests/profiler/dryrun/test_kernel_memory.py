@@ -81,6 +81,31 @@ def test_convolution_bytes__count_copies_for_tensor_cores() -> None:
     assert [convolution_bytes(aten.convolution, args, (9, 0)) for args in (channels_last, depthwise)] == [[], []]
 
 
+@pytest.mark.parametrize(("groups", "size"), [(1, 1), (1, 3), (8, 3)])
+def test_dry_run__convolutions_keep_the_layout_of_their_input_as_cudnn_does(groups: int, size: int) -> None:
+    def observe() -> list[bool]:
+        with DryRun(DryRunOptions(iterations=9)):
+            layer = nn.Conv2d(8, 8, size, padding=size // 2, groups=groups).to("cuda")
+            kept = []
+            for layout, enabled in (
+                (torch.channels_last, True),
+                (torch.channels_last, False),
+                (torch.contiguous_format, True),
+            ):
+                images = torch.randn(4, 8, 6, 6, device="cuda").to(memory_format=layout)
+                images.requires_grad_()
+                gradients: list[torch.Tensor] = []
+                scaled = images * 2
+                scaled.register_hook(gradients.append)
+                with torch.backends.cudnn.flags(enabled=enabled):
+                    output = layer(scaled)
+                    output.sum().backward()
+                kept += [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (output, gradients[0])]
+            return kept
+
+    assert run_forked(observe) == [True, True, False, False, False, False]
+
+
 def test_dry_run__takes_workspaces_of_convolutions_only_where_they_fit() -> None:
     def observe(capacity: int | None) -> tuple[int, tuple[int, int], int]:
         with DryRun(DryRunOptions(iterations=1, capacity_bytes=capacity)) as run:
