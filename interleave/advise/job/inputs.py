@@ -117,7 +117,7 @@ def own_preset_text(name: str, trace: Trace) -> str:
 
 def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None) -> Machine:
     """Return the machine with the rates of one of several ranks on a host: by default as many as the trace had, on
-    another machine no more than it has GPUs. Rates stay without a `box`, and for a simulated trace."""
+    another machine no more than it has GPUs; the same without a `box`, and for a simulated trace (of one rank)."""
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":

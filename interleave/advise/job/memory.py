@@ -63,8 +63,8 @@ def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> Plac
 def own_bytes(
     memory: OwnMemory, job: TrainingJob, settings: TunableSettings, share: float, grad_bytes: float
 ) -> list[tuple[float, float]]:
-    """Return (point, bytes) of the job's own device memory with some settings; `share`: a rank's share of the
-    parameters it had; `grad_bytes`: of gradients that stay on the device since micro-steps were added."""
+    """Return (point, bytes) of the job's own device memory with some settings; `share`: of the parameters that the rank
+    had; `grad_bytes`: of gradients that stay on the device since micro-steps were added."""
     batch = 1.0
     if settings.micro_batch is not None and job.settings.micro_batch is not None:
         batch = settings.micro_batch / job.settings.micro_batch
