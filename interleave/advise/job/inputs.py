@@ -173,6 +173,8 @@ def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
         name, recorded = trace.meta.machine.get("name"), trace.meta.machine.get("gpu_memory_bytes")
         return (f"the machine {name}" if name != machine.name else None), (recorded or 0.0) - (capacity or inf)
     device = trace.meta.ranks[0].main_device if trace.meta.ranks else None
+    if device is not None and device.kind == "cpu":
+        return ("a CPU" if capacity else None), 0.0
     recorded = device.capacity_bytes if device is not None and device.kind == "cuda" else None
     if not recorded or not capacity or abs(recorded / capacity - 1) <= _SAME_CAPACITY:
         return None, 0.0
