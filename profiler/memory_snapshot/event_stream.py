@@ -2,8 +2,7 @@
 
 An event is a dict of some names, numbers and a list of frames, written with the same opcodes each time. So an event is
 read opcode by opcode, and a regular expression is made of its opcodes, which reads thousands of events like it at a
-time. Others (with a name or frame that was not there before, or in which a frame of the pickle ends) are read as the
-first.
+time. Others (with a name or frame that was not there before) are read as the first.
 """
 
 from __future__ import annotations
