@@ -40,7 +40,8 @@ def check(path: Path) -> None:
     ]
     assert read == events
     texts = [lines(e.get("frames")) for t in expected["device_traces"] for e in t if e["action"] in ACTIONS]
-    stacks = [number for rows in snapshot.events.values() for block in rows.blocks(*ACTIONS) for number in block["stack"]]
+    blocks = [block for rows in snapshot.events.values() for block in rows.blocks(*ACTIONS)]
+    stacks = [number for block in blocks for number in block["stack"].tolist()]
     assert [snapshot.stacks[number] if number >= 0 else "" for number in stacks] == texts
 
 
