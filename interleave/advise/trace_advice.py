@@ -63,8 +63,7 @@ class TraceAdviser:
         return _setting("deepspeed", {"offload_optimizer": offload}, text, steps, recorded_ms)
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations, with its gain over computing all again; None: not known, or none
-        fits."""
+        """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""
         if self._job is None:
             return None
         workload, machine = with_trace_layers(self._job.workload, self._trace), self._job.context.machine

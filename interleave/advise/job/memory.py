@@ -36,8 +36,7 @@ class PlacedWorkload(NamedTuple):
 
 
 def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> PlacedWorkload:
-    """Return the workload of one rank on a machine with its rates. Raises MachineError where a rate of the GPU is
-    missing."""
+    """Return the workload of a rank on a machine with its rates. Raises MachineError if the GPU lacks a rate."""
     micro_steps = job.micro_steps_of(settings)
     times = job.compute.times(machine, settings, micro_steps)
     base = job.workload

@@ -88,8 +88,7 @@ class AdaptiveRunner:
             self._engine = None
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """Raise EngineError, PolicyError or MachineError if there is no plan for the subgroups, before there is a
-        device."""
+        """Raise EngineError, PolicyError or MachineError if no plan is possible for the subgroups; needs no device."""
         options = self.options
         if options.machine is not None or not self._needs_rates:
             machine = options.machine or Machine(name="unknown")

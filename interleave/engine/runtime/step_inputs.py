@@ -82,8 +82,7 @@ class SpeculativeUpdates:
         self._outdated: set[int] = set()
 
     def begin(self, subgroup: int, assumed: Sequence[Scalars | None]) -> bool:
-        """Begin an update with the factors that it assumes, by parameter; False if the factors of the step are
-        known."""
+        """Begin an update that assumes these factors, by parameter; False if those of the step are known."""
         with self._lock:
             is_speculative = self._scalars is None
             if is_speculative:
