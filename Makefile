@@ -98,6 +98,7 @@ test-newest:
 	$(PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager '$(TORCH)' --editable '.[test]'
 	$(NEWEST)/bin/python -m pip list
+	$(NEWEST)/bin/python -m tests.torch_extensions
 	$(NEWEST)/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" --ignore-glob='*dry*run*' $(NEWEST_TESTS)
 
 # Programs of training frameworks in dry runs. All packages are listed, so that nothing is resolved; an environment has those

@@ -133,8 +133,8 @@ def threads_per_core(root: Path = Path("/")) -> int | None:
 
 
 def too_few_threads(threads: int, possible: int, threads_per_core: int | None = None) -> bool:
-    """Return whether a rank uses at most half of the logical cores that it may use; of the half where a core has two of
-    them, or that is not known: torch starts one thread for two."""
+    """Return whether a rank uses at most half of the cores that it may use. Half of the logical ones (`possible`) is
+    enough where a core has two, or that is not known: torch starts a thread per core."""
     return threads * 2 <= possible - (threads_per_core != 1)
 
 

@@ -77,7 +77,7 @@ class LimitResult:
 
 
 def results(diff: Diff, limits: Sequence[Limit]) -> list[LimitResult]:
-    """Compare the growth of quantities with their limits. Raises UserError where a run does not know one."""
+    """Compare the growth of quantities with their limits. Raises UserError where one is not known in both runs."""
     return [_result(diff, limit) for limit in limits]
 
 

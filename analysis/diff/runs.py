@@ -84,8 +84,7 @@ class _Summary(msgspec.Struct):
 
 
 def open_run(path: Path) -> ComparedRun:
-    """Open a trace, or a file that `ebbtide summary --json` wrote. Raises TraceError if it is neither, or of an earlier
-    version."""
+    """Open a trace, or a file of `ebbtide summary --json`. Raises TraceError for others, and for earlier versions."""
     if not path.is_file():
         return run_of_trace(open_trace(path))
     values = read_object(path, "summary", TraceError)

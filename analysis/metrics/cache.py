@@ -49,7 +49,7 @@ def keep_results(trace: Trace, kept: KeptResults) -> None:
         _KEPT[name].setdefault(trace, {}).update(results)
 
 
-# Time series kept of each function: 8 ranks, 3 pools each, and more; of small tables, so many bytes of them.
+# Time series that a function keeps: those of 8 ranks with 3 pools, and more; with small tables up to so many bytes.
 _MIN_SERIES = 32
 _SERIES_BYTES = 64e6
 

@@ -42,7 +42,7 @@ def _memory_line(metrics: JobMetrics) -> str:
     if status:
         return f"memory  incomplete, the job ended with status {status}: {amount} so far"
     if not metrics.pool_peak("requested"):
-        return 'memory  nothing to predict: the job put no tensor on the GPU (device "cuda")'
+        return 'memory  nothing to predict: the job has no tensor on the GPU; move model and batches to "cuda"'
     spare = _spare_bytes(metrics)
     if spare is None:
         return f"memory  {amount} at the peak"

@@ -95,8 +95,8 @@ def on_stderr() -> Iterator[None]:
 
 @contextmanager
 def own_stdout() -> Iterator[None]:
-    """Keep standard output for `echo`: what libraries in C, perhaps at the end, and child processes print goes to
-    stderr. In a process of its own a command leaves descriptor 1 to stderr for good, and prints to a copy of it."""
+    """Keep standard output for `echo`: what libraries in C (some at exit) and child processes print goes to stderr. In
+    a process of its own a command leaves descriptor 1 to stderr for good, and prints to a copy of it."""
     global _output
     if sys.stdout is None:
         # The caller has closed it.

@@ -108,7 +108,8 @@ def read_allowed_cpus(pid: int | str, root: Path = Path("/")) -> frozenset[int] 
 
 def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | None:
     """Return the resident bytes of a process by NUMA node; None if it has ended or is another user's, or without NUMA.
-    Read it rarely: the process cannot map memory meanwhile, about a second per TB in pages of 4 KiB."""
+    Pages of files that are only read do not count, and memory of `cudaHostAlloc` may be missing. Read it rarely: the
+    process cannot map memory meanwhile, about a second per TB in pages of 4 KiB."""
     sizes: dict[int, int] = {}
     try:
         with open(root / f"proc/{pid}/numa_maps", encoding="utf-8", errors="replace") as maps:

@@ -41,8 +41,7 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
 
 def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
-    """Return the machine with a rank's rates, without the system's share of host memory. Raises as
-    `Machine.for_ranks`."""
+    """Return the machine with a rank's rates, without the system's share of host memory; see `Machine.for_ranks`."""
     shared = machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
     host = shared.host_memory_bytes
     return shared if host is None else replace(shared, host_memory_bytes=(1 - SYSTEM_SHARE) * host)
@@ -113,8 +112,7 @@ def _doubled(ranks: int) -> Iterator[int]:
 
 
 def alternatives(workload: Workload, machine: Machine, job: RecordedJob) -> tuple[str, ...]:
-    """Return sentences on the least accumulation, batch and state with which all state fits, for jobs that must
-    offload."""
+    """Return sentences on the least accumulation, batch and state with which all state fits without offload."""
     kinds = _without_accumulation(workload, job), _smaller_batches(workload, job), _smaller_states(workload)
     fitting = ((text for changed, text in kind if without_offload(changed, machine) is not None) for kind in kinds)
     return tuple(text for texts in fitting for text in islice(texts, 1))

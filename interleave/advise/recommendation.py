@@ -55,8 +55,7 @@ class Recommendation:
 def recommend(
     workload: Workload, machine: Machine, job: RecordedJob | None = None, machine_source: str | None = None
 ) -> Recommendation:
-    """Recommend the best policy that fits, with lines to paste. Raises MachineError if the machine lacks a needed
-    rate."""
+    """Recommend the best policy that fits, with lines to paste. Raises MachineError if a needed rate is missing."""
     context = PasteContext(job or RecordedJob(), machine, machine_source)
     choice = choose_policy(workload, machine, context.job)
     best, overlap = best_setup(choice, context), choice.overlap

@@ -152,7 +152,7 @@ def replay(
     workload: Workload, machine: Machine, policies: Sequence[str] | None = None, job: RecordedJob | None = None
 ) -> Replay:
     """Simulate a workload under some policies, of which `systems` stands for all other systems; None: all built-in ones
-    that the rates suffice for. Raises PolicyError for one that cannot plan it, MachineError for a missing rate."""
+    that the rates suffice for. Raises PolicyError if a policy cannot plan it, MachineError for a missing rate."""
     results, schedules = [], []
     skipped = {}
     for text in with_systems(policies or (*BUILT_IN, *[WHOLE_JOB] * bool(workload.layers))):

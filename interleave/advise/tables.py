@@ -26,7 +26,7 @@ FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 def replay_view(replayed: Replay, baseline: str) -> View:
     """Return the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to."""
     job = replayed.workload
-    params = f"{job.params / 1e9:.3g} G parameters per rank in {len(job.subgroups):,} subgroups"
+    params = f"{count_text(job.params)} parameters per rank in {counted(len(job.subgroups), 'subgroup')}"
     yield f"{job.name} on {replayed.machine.name}: {params}"
     notes = (*job.notes, unified_memory_text(replayed.machine))
     yield from (f"note: {note}" for note in notes if note)

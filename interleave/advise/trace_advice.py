@@ -25,7 +25,7 @@ from ebbtide.units import bytes_text, ms_text
 
 def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[str] | None = None) -> Replay:
     """Replay the job of a trace under some policies, as `ebbtide replay` does; by default on its own card's machine.
-    Raises WorkloadError where the trace tells no parameters or iteration, and as `replay`."""
+    Raises WorkloadError where parameters or iterations were not recorded, else as `replay`."""
     rates = inputs.share_box(inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace)
     return replay(inputs.note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
 
@@ -63,8 +63,7 @@ class TraceAdviser:
         return _setting("deepspeed", {"offload_optimizer": offload}, text, steps, recorded_ms)
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations, with its gain over computing all again; None: not known, or none
-        fits."""
+        """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""
         if self._job is None:
             return None
         workload, machine = with_trace_layers(self._job.workload, self._trace), self._job.context.machine

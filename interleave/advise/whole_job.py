@@ -50,8 +50,7 @@ def plan_whole_job(workload: Workload, tokens: float | None, machine: Machine) -
 
 
 def layers_of_job(job: TrainingJob, trace: Trace | None, machine: Machine) -> Workload | None:
-    """Return a job's workload with layers: of its trace on the trace's own machine, or of its shape; None: not
-    known."""
+    """Return a job's workload with layers, of its trace on its own machine or of its shape; None: not known."""
     if trace is None:
         return layered_workload(job, machine)
     recorded = workload_of(trace)

@@ -208,8 +208,8 @@ def measure_traffic(setup: Setup, record: Record) -> None:
 
 
 def record_traffic(setup: Setup, record: Record, copy: Callable[[], int], copies: str, threads: int) -> None:
-    """Record the traffic of host memory by updates and by what `copy` does at once; `copies`: what it copies, in
-    words."""
+    """Record the traffic of host memory by updates beside `copy`, which returns the bytes that it has read and written
+    there; `copies`: what it copies, in words."""
     params = setup.working_set // KERNEL_BYTES
     update = cpu_kernels(params, threads)[record.extra["cpu_update"]["kernel"]]()
     update_s: list[float] = []

@@ -123,8 +123,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 @contextlib.contextmanager
 def join_ranks(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """Join the ranks of a launcher, or start `count - 1` further processes here that call `work`, which can be
-    pickled."""
+    """Join the ranks of a launcher, or start `count - 1` further processes here that call `work` (picklable)."""
     launched = all(name in os.environ for name in _LAUNCHER_VARIABLES) and os.environ["WORLD_SIZE"] != "1"
     if launched and count is not None:
         raise MachineError("--ranks starts ranks, but a launcher has started some already: use only one of them")

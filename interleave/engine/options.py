@@ -20,8 +20,8 @@ Budget = float | Mapping[str, float]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of an engine, as of InterleavedAdamW; EngineError if one is not valid. `supported`: something calls
-    `wait_for_params` before parameters are read (`forward`), or `Engine.assume` (`backward`)."""
+    """The options of an engine, named as for InterleavedAdamW; EngineError if one is not valid. `supported`: something
+    calls `wait_for_params` before parameters are read (`forward`), or `Engine.assume` (`backward`)."""
 
     policy: str = "adaptive"
     machine: Machine | None = None

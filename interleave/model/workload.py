@@ -33,6 +33,8 @@ BusyShare = Annotated[
 Sizes = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)]
 Flag = Annotated[bool, Meta(description="true or false")]
 _MAX_LAYERS, _MAX_CHUNKS, _MAX_ACTIVATIONS = 10_000, 4096, 100_000
+# Fields of a workload that files do not have, or have in another form.
+_OTHER_FIELDS = ("gpu_free", "layers", "chunk_shares", "layer_memory", "host_gradient_bytes")
 
 
 class ActivationForm(NamedTuple):
@@ -208,22 +210,18 @@ class Workload:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of a workload file, which `workload_from` reads."""
-        values = asdict(self)
-        steps = values.pop("gpu_free")
-        if steps is not None:
-            steps = [{"at_s": time, "bytes": size + self.gpu_slack_bytes} for time, size in steps]
-        values["gpu_free_bytes"] = steps
+        values = {key: value for key, value in asdict(self).items() if key not in _OTHER_FIELDS}
+        values["gpu_free_bytes"] = self.gpu_free and [
+            {"at_s": time, "bytes": size + self.gpu_slack_bytes} for time, size in self.gpu_free
+        ]
         values["collective_bytes"] = {phase: {"h2d": h2d, "d2h": d2h} for phase, h2d, d2h in self.collective_bytes}
         values["gradients_stay"] = values.pop("gradients_held_until_step")
-        values.pop("layer_memory")
-        values.pop("host_gradient_bytes")
-        shares, layers = values.pop("chunk_shares"), values.pop("layers")
-        if layers:
+        if self.layers:
             values["layers"] = [
                 {**layer._asdict(), "forms": [dict(zip(_FORM_KEYS, form, strict=True)) for form in layer.forms]}
                 for layer in self.layers
             ]
-            values["chunks"] = list(shares)
+            values["chunks"] = list(self.chunk_shares)
         return values
 
 
@@ -319,17 +317,12 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
     if params / subgroup_params > _MAX_SUBGROUPS:
         raise WorkloadError(f"{where}: more than {_MAX_SUBGROUPS:,} subgroups: choose larger ones")
     converted = {
+        **dict.fromkeys(("state_bytes", *_OTHER_FIELDS)),
         "name": where if file.name is None else str(file.name),
         "params": params,
         "subgroup_params": subgroup_params,
-        "state_bytes": None,
-        "gpu_free": None,
         "collective_bytes": file.collective_bytes.items(),
         "gradients_held_until_step": file.gradients_stay,
-        "layers": None,
-        "chunk_shares": None,
-        "layer_memory": None,
-        "host_gradient_bytes": None,
     }
     workload = convert_object(values | converted, Workload, where, WorkloadError)
     if workload.sizes is not None and sum(workload.sizes) != params:
@@ -360,13 +353,12 @@ def with_layers(workload: Workload, layers: Sequence[Layer], chunks: int | Seque
             )
     if len(layers) * len(shares) > _MAX_ACTIVATIONS:
         raise WorkloadError(f"{where}: {len(layers)} layers x {len(shares)} chunks are more than {_MAX_ACTIVATIONS:,}")
-    longest = {key: max(total, getattr(workload, key)) for key, total in sums.items()}
     return replace(
         workload,
         layers=tuple(layers),
         chunk_shares=tuple(share / sum(shares) for share in shares),
-        forward_s=longest["forward_s"],
-        backward_s=longest["backward_s"],
+        forward_s=max(sums["forward_s"], workload.forward_s),
+        backward_s=max(sums["backward_s"], workload.backward_s),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
@@ -119,6 +120,10 @@ def policy(
         return function
 
     return register
+
+
+# Registers another system, whose plans the engine cannot run, and whose state is in storage only as it has it there.
+system = partial(policy, simulation_only=True, uses_storage=False)
 
 
 def parse(text: str) -> PolicySpec:

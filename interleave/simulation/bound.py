@@ -179,8 +179,8 @@ def _solve(
 
 def min_layer_iteration_s(workload: Workload, machine: Machine, rounds: int = 1) -> float:
     """Return the shortest iteration, of so many forwards with their backward, of any plan that fits the device, s.
-    Weights that it does not hold at the forward's begin or end cross the link once for each, such activations twice.
-    Updates are on the CPU, or with state that stays on the device or crosses the link."""
+    Weights that it does not hold when the forward begins or ends cross the link once for each, activations that it does
+    not hold twice. Updates are on the CPU, or with state that stays on the device or crosses the link."""
     program, compute_s = LinearProgram(), workload.compute_s
     weights = sum(workload.param_bytes * layer.params for layer in workload.layers)
     unit = weights + sum(layer.forms[0].nbytes for layer in workload.layers) + workload.params

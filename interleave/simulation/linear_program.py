@@ -204,8 +204,7 @@ def intervals_of(workload: Workload, machine: Machine, speculates: bool = False)
 
 
 def cycle_intervals_of(workload: Workload, machine: Machine, speculates: bool = False) -> list[IterationInterval]:
-    """Return the intervals from a backward to the next, the forward in pieces, of which the first is the wait before
-    it."""
+    """Return the intervals from a backward to the next; the first piece of the forward is the wait before it."""
     intervals = intervals_of(workload, machine, speculates)
     before = [interval for interval in intervals if interval.phase == OTHER]
     forward = [interval for interval in intervals if interval.phase == FORWARD]

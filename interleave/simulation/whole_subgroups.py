@@ -29,7 +29,7 @@ class ModeRates(NamedTuple):
 class WholeSubgroupProgram(BoundProgram):
     """Adds what whole subgroups cost to the bound, in rows that every plan satisfies: one that is on the device in part
     takes the memory of a whole one, operations run at full speed or not at all (see `modes`), and the CPU updates a
-    whole number. The last one's upload follows its update, a flush that of what was fetched, or it stays."""
+    whole number. The last upload follows its update, a flush the update of what was fetched, unless that stays."""
 
     def _complete(self) -> None:
         workload, overlap = self._workload, self._overlap

@@ -42,7 +42,7 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
     times, sizes = np.empty((2, row), np.int64)
     size, lowest, has_releases = end_bytes, end_bytes, False
     times[-1], sizes[-1] = snapshot.span_ns[1], size
-    for block in events.changes(signs):
+    for block in events.changes(*signs):
         changes = block["bytes"] * sign[block["action"]]
         has_releases |= bool((changes < 0).any())
         rows = slice(row - 1 - len(block), row - 1)
@@ -115,7 +115,7 @@ def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFr
     # The first one of the later events of each address: the events of one address in turn, each one ends the allocation
     # before it. A release without an allocation before it is of an older block.
     following, older, unfinished = np.empty(0, EVENT_TYPE), [], [np.empty(0, np.int64)]
-    for block in events.changes(("alloc", events.release)):
+    for block in events.changes("alloc", events.release):
         rows = np.concatenate([block, following])
         after, before = _neighbors(rows["address"])
         made = rows["action"] == ACTIONS["alloc"]

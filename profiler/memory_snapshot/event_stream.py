@@ -2,15 +2,14 @@
 
 An event is a dict of some names, numbers and a list of frames, written with the same opcodes each time. So an event is
 read opcode by opcode, and a regular expression is made of its opcodes, which reads thousands of events like it at a
-time. Others (with a name or frame that was not there before, or in which a frame of the pickle ends) are read as the
-first.
+time. Others (with a name or frame that was not there before) are read as the first.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import IO, Any, NamedTuple
 
@@ -168,9 +167,9 @@ class SnapshotPickle(PlainPickle):
         count = len(fields["action"])
         columns = self._columns
         columns["action"].extend(map(self._action, fields["action"]))
-        columns["time_us"].extend(map(_integer, fields["time_us"]) if "time_us" in fields else [-1] * count)
+        columns["time_us"].extend(_integers(fields["time_us"]) if "time_us" in fields else [-1] * count)
         columns["bytes"].extend(map(self._repeated, fields["size"]))
-        columns["address"].extend(map(self._repeated, fields["addr"]) if "addr" in fields else [0] * count)
+        columns["address"].extend(_integers(fields["addr"]) if "addr" in fields else [0] * count)
         if "frames" not in fields:
             columns["stack"].extend([-1] * count)
         memo, by_opcodes, numbers = self.memo, self._stack_opcodes, columns["stack"]
@@ -199,6 +198,20 @@ class SnapshotPickle(PlainPickle):
         stack = self._stack_opcodes[opcodes] = self._stack(frames)
         self.memo.append(stack.at)
         return stack.number
+
+
+def _integers(opcodes: Sequence[bytes]) -> Iterable[int]:
+    """Return integers: all at once if they are long ones of one size, below 2**63, as times and addresses are."""
+    joined, count, size = b"".join(opcodes), len(opcodes), opcodes[0][1]
+    step = size + 2
+    if size > 8 or (joined[::step], joined[1::step]) != (bytes([_LONG]) * count, bytes([size]) * count):
+        return map(_integer, opcodes)
+    if len(joined) != step * count or max(joined[step - 1 :: step]) > 127:
+        return map(_integer, opcodes)
+    values = bytearray(8 * count)
+    for place in range(size):
+        values[place::8] = joined[place + 2 :: step]
+    return array("q", bytes(values))
 
 
 def _integer(opcodes: bytes) -> int:

@@ -9,7 +9,7 @@ _CHUNK_BYTES = 1 << 20
 # No value of a snapshot but a long text has more bytes in one opcode.
 _MARGIN_BYTES = 1 << 12
 _MAX_TEXT_BYTES = 1 << 20
-_STOP, _STACK_GLOBAL = ord("."), 0x93
+_STOP, _STACK_GLOBAL, _FRAME = ord("."), 0x93, 0x95
 _IMPORTS, _CALLS, _PERSISTENT = b"ci\x93", b"Rob\x81\x82\x83\x84\x92", b"PQ"
 
 
@@ -29,8 +29,8 @@ class PlainPickle:
         self._progress = progress
         self._read_bytes = 0
         self.data = b""
-        # The next byte to read.
-        self.at = 0
+        # The next byte to read, and the end of the pickle's frame: there the next one begins, or a long text.
+        self.at = self._frame_end = 0
         # The values since the last mark, and those before it.
         self.stack: list[Any] = []
         self._outer: list[list[Any]] = []
@@ -59,7 +59,22 @@ class PlainPickle:
         if chunk:
             self._read_bytes += len(chunk)
             self._progress(self._read_bytes)
-            self.data, self.at = self.data[self.at :] + chunk, 0
+            self._frame_end -= self.at
+            self.data, self.at = self._without_frames(self.data[self.at :] + chunk), 0
+
+    def _without_frames(self, data: bytes) -> bytes:
+        """Remove the opcodes of frames that follow each other, which may be anywhere between two others."""
+        parts, begin, end = [], 0, self._frame_end
+        while 0 <= end <= len(data) - 9 and data[end] == _FRAME:
+            parts.append(data[begin:end])
+            begin = end + 9
+            end = begin + int.from_bytes(data[end + 1 : begin], "little")
+        self._frame_end = end - 9 * len(parts)
+        return b"".join([*parts, data[begin:]])
+
+    def _begin_frame(self) -> None:
+        size = self._number(8)
+        self._frame_end = self.at + size
 
     def _cut_off(self) -> NoReturn:
         raise PickleError("it is cut off")
@@ -91,7 +106,7 @@ class PlainPickle:
         push = self._push
         named: dict[bytes, Callable[[], object]] = {
             b"\x80": lambda: self._take(1),
-            b"\x95": lambda: self._take(8),
+            b"\x95": self._begin_frame,
             b"N": lambda: push(None),
             b"\x88": lambda: push(True),
             b"\x89": lambda: push(False),

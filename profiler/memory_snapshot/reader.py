@@ -7,10 +7,10 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -47,52 +47,63 @@ class Events:
     """The events of a device in order, without those of unknown actions: arrays with the fields EVENT_COLUMNS and
     `position`, read block by block from the unpickler's answer, as all of them take too much memory.
 
-    Events without times (of torch before 2.2) have their positions as times."""
+    Events without times (of torch before 2.2) have their positions as times. `release`: the action that ends a block:
+    the request of its release, as in torch's `allocated_bytes`; where none was recorded the completed release, as in
+    its `active_bytes` (CUDACachingAllocator.cpp)."""
 
     def __init__(self, answer: int, rows: range) -> None:
         self._answer, self._rows = answer, rows
-        # Whether times are Unix times.
-        self.have_times = False
-        self._sizes = [0] * (-(-rows.stop // ROWS) - rows.start // ROWS)
-        for number in range(len(self._sizes)):
+        count = -(-rows.stop // ROWS) - rows.start // ROWS
+        # The number of events of each action in each block, and their latest time.
+        self._counts = np.zeros((count, len(ACTIONS)), np.int64)
+        self._latest_us = np.full_like(self._counts, -1)
+        totals, starts, lows = Counter[str](), list[int](), list[int]()
+        for number in range(count):
             block = self._read(number)
-            self._sizes[number] = len(block)
-            self.have_times |= bool((block["time_us"] >= 0).any())
+            _check_range(block, totals)
+            times, actions = block["time_us"], block["action"]
+            starts += times[:1].tolist()
+            lows.append(int(times.min(initial=_MAX_US)))
+            self._counts[number] = np.bincount(actions, minlength=len(ACTIONS))
+            for action in np.flatnonzero(self._counts[number]):
+                self._latest_us[number, action] = times[actions == action].max()
+        # Whether times are Unix times.
+        self.have_times = bool((self._latest_us >= 0).any())
+        self.start_us, self.span_us = 0, (0, len(self) - 1)
+        if self.have_times:
+            self.start_us, self.span_us = starts[0], (min(lows), int(self._latest_us.max()))
+        if self.span_us[0] < 0:
+            raise SnapshotError("some of its events have no times")
+        self.release = "free_requested" if self._counts[:, ACTIONS["free_requested"]].any() else "free_completed"
 
     def __len__(self) -> int:
-        return sum(self._sizes)
+        return int(self._counts.sum())
 
-    def blocks(self, actions: Iterable[str] = ACTIONS, backwards: bool = False) -> Iterator[npt.NDArray[Any]]:
+    def blocks(self, *actions: str) -> Iterator[npt.NDArray[Any]]:
         """Yield the events of some actions, block by block."""
         codes = [ACTIONS[action] for action in actions]
-        numbers = range(len(self._sizes))
-        for number in reversed(numbers) if backwards else numbers:
-            block = self._read(number)
-            block["position"] = np.arange(len(block)) + sum(self._sizes[:number])
-            if not self.have_times:
-                block["time_us"] = block["position"]
-            yield block if len(codes) == len(ACTIONS) else block[np.isin(block["action"], codes)]
+        for number in self._blocks_with(codes):
+            yield self._events(number, codes)
 
-    def changes(self, actions: Collection[str]) -> Iterator[npt.NDArray[Any]]:
+    def changes(self, *actions: str) -> Iterator[npt.NDArray[Any]]:
         """Yield the events of some actions, from the last block to the first. Their times do not fall, from the first
         event of all on: clocks of cores differ a little."""
-        latest = [self.start_us]
-        for block in self.blocks(actions):
-            latest.append(int(block["time_us"].max(initial=latest[-1])))
-        for block, before in zip(self.blocks(actions, backwards=True), latest[-2::-1], strict=True):
-            block["time_us"] = np.maximum.accumulate(np.maximum(block["time_us"], before))
+        codes = [ACTIONS[action] for action in actions]
+        latest_us = np.maximum.accumulate([self.start_us, *self._latest_us[:, codes].max(axis=1)])
+        for number in reversed(self._blocks_with(codes)):
+            block = self._events(number, codes)
+            block["time_us"] = np.maximum.accumulate(np.maximum(block["time_us"], latest_us[number]))
             yield block
 
-    @cached_property
-    def start_us(self) -> int:
-        """The time of the first event."""
-        return next((int(block["time_us"][0]) for block in self.blocks() if len(block)), 0)
+    def _blocks_with(self, codes: list[int]) -> list[int]:
+        return np.flatnonzero(self._counts[:, codes].any(axis=1)).tolist()
 
-    @cached_property
-    def release(self) -> str:
-        """The action that ends a block: the request of its release, as in torch's `allocated_bytes`; where none was
-        recorded the completed release, as in its `active_bytes` (CUDACachingAllocator.cpp)."""
-        return "free_requested" if any(map(len, self.blocks(["free_requested"]))) else "free_completed"
+    def _events(self, number: int, codes: list[int]) -> npt.NDArray[Any]:
+        block = self._read(number)
+        block["position"] = np.arange(len(block)) + self._counts[:number].sum()
+        if not self.have_times:
+            block["time_us"] = block["position"]
+        return block[np.isin(block["action"], codes)]
 
     def _read(self, number: int) -> npt.NDArray[Any]:
         """Return the events of a block that are of this device and of known actions."""
@@ -128,11 +139,10 @@ class Snapshot:
         """Whether it has events, whose times are Unix times."""
         return any(events.have_times for events in self.events.values())
 
-    @cached_property
+    @property
     def span_ns(self) -> tuple[int, int]:
         """Return the times of the first and the last event of all devices."""
-        times = (block["time_us"] for events in self.events.values() for block in events.blocks() if len(block))
-        firsts, lasts = zip(*((int(own.min()), int(own.max())) for own in times), strict=True)
+        firsts, lasts = zip(*(events.span_us for events in self.events.values()), strict=True)
         return min(firsts) * 1000, max(lasts) * 1000
 
 
@@ -143,7 +153,6 @@ def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], se
         if _run_unpickler(open_file, answer, seconds):
             raise SnapshotError("opening it crashes, or takes too long")
         snapshot = _read_answer(answer)
-        _check_ranges(snapshot)
         weakref.finalize(snapshot, stack.pop_all().close)
     return snapshot
 
@@ -163,7 +172,11 @@ def _read_answer(answer: IO[bytes]) -> Snapshot:
         table: pd.DataFrame({name: np.frombuffer(answer.read(8 * head["rows"][table]), np.int64) for name in columns})
         for table, columns in TABLES.items()
     }
+    for rows_of_table in tables.values():
+        _check_range(rows_of_table.to_records(), Counter())
     events = {device: own for device in rows if len(own := Events(answer.fileno(), rows[device]))}
+    if len({own.have_times for own in events.values()}) > 1:
+        raise SnapshotError("some of its events have no times")
     return Snapshot(events, **tables, stacks=head["stacks"], annotations=[tuple(e) for e in head["annotations"]])
 
 
@@ -185,23 +198,14 @@ def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], a
     return process.returncode
 
 
-def _check_ranges(snapshot: Snapshot) -> None:
-    """Raise SnapshotError for numbers that no allocator counts, so that no sum overflows."""
-    tables = [[table.to_records()] for table in (snapshot.blocks, snapshot.segments)]
-    for blocks in (*tables, *(events.blocks() for events in snapshot.events.values())):
-        _check_blocks(blocks)
-    if len({events.have_times for events in snapshot.events.values()}) > 1:
-        raise SnapshotError("some of its events have no times")
-
-
-def _check_blocks(blocks: Iterable[npt.NDArray[Any]]) -> None:
-    totals = dict.fromkeys(_LIMITS, 0.0)
-    for block in blocks:
-        for name in _LIMITS.keys() & {*(block.dtype.names or ())}:
-            values, limit = block[name], _LIMITS[name]
-            low, high = int(values.min(initial=0)), int(values.max(initial=0))
-            if low < 0 or high >= limit:
-                raise SnapshotError(f"it has {low if low < 0 else high} for {name}")
-            totals[name] += values.sum(dtype=float)
-            if limit == _MAX_BYTES and totals[name] >= _MAX_SUM_BYTES:
-                raise SnapshotError("its sizes add up to more than any device has")
+def _check_range(rows: npt.NDArray[Any], totals: Counter[str]) -> None:
+    """Raise SnapshotError for numbers that no allocator counts, so that no sum overflows; `totals`: of the rows so far.
+    Events without a time have the time -1."""
+    for name in _LIMITS.keys() & {*(rows.dtype.names or ())}:
+        values, limit = rows[name], _LIMITS[name]
+        low, high = int(values.min(initial=0)), int(values.max(initial=0))
+        if low < (-1 if name == "time_us" else 0) or high >= limit:
+            raise SnapshotError(f"it has {low if low < 0 else high} for {name}")
+        totals[name] += values.sum(dtype=float)
+        if limit == _MAX_BYTES and totals[name] >= _MAX_SUM_BYTES:
+            raise SnapshotError("its sizes add up to more than any device has")

@@ -109,6 +109,19 @@ def test_dry_run__names_varying_batches_and_limits_of_the_host(
     assert "pinned" not in text
 
 
+def test_dry_run__says_what_to_do_where_no_tensor_is_on_the_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    builder = TraceBuilder("predicted", prediction={})
+    builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**30}])
+    builder.write(Path("run.ebb"))
+    assert print_dry_run(Path("run.ebb"))
+    text = " ".join(capsys.readouterr().err.split())
+    assert 'the job has no tensor on the GPU; move model and batches to "cuda"' in text
+    assert "next:" not in text
+
+
 def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:
     run = open_trace(trace)
     assert (run.meta.source, run.meta.warmup_iterations, run.meta.exit.code) == ("predicted", 1, 0)

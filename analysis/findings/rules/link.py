@@ -130,7 +130,7 @@ def shared_link(metrics: JobMetrics) -> Finding | Unknown | None:
 
 
 def _large_copies(metrics: JobMetrics) -> tuple[SteadyCopies, Floats]:
-    """Return large copies, and of the time of each the share in which another rank of the host copied that way."""
+    """Return large copies, and the share of each in which another rank of the host copied in the same direction."""
     rows = metrics.steady_copies
     rows = rows.only((rows.copies.bytes >= _LARGE_BYTES) & (rows.copies.ends > rows.copies.starts))
     starts, ends = rows.copies.starts, rows.copies.ends

@@ -222,7 +222,7 @@ class GpuActivity(TabularResult, table="phases"):
 
 
 def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
-    """Measure the first device of a rank; None: the first one. Raises TraceError for an unknown rank."""
+    """Measure the first device of a rank; None: of the first rank. Raises TraceError for an unknown rank."""
     if rank is None:
         rank = next(iter(trace.ranks), None)
     if rank is None:

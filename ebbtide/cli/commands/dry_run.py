@@ -138,9 +138,10 @@ def print_dry_run(path: Path) -> bool:
     from ebbtide.profiler.trace import open_trace
 
     trace = open_trace(path)
+    metrics = JobMetrics(trace)
     with on_stderr():
         print_view(prediction_view(trace))
         echo_line("figures that the script itself printed mean nothing: nothing was computed")
-        for follow_up in ("memory {} --at peak", "plan {}"):
+        for follow_up in ("memory {} --at peak", "plan {}") if metrics.pool_peak("requested") else ():
             print_next(trace, follow_up)
-    return verdict(JobMetrics(trace)) != MISFIT
+    return verdict(metrics) != MISFIT

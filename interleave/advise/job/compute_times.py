@@ -43,7 +43,7 @@ class RecordedKernels:
 
     def time_ratio(self, before: GpuCompute, after: GpuCompute) -> float | None:
         """Return the time of all kernels on one GPU over that on another; None: a rate is not known. A kernel takes the
-        longer of its operations and its bytes, at the peak of memory (Williams et al. 2009, "Roofline")."""
+        longer of its operations, at the rate of large products, and its bytes (Williams et al. 2009, "Roofline")."""
         times = [self._seconds(gpu) for gpu in (before, after)]
         if times[0] is None or times[1] is None or not times[0]:
             return None

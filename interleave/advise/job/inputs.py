@@ -117,7 +117,7 @@ def own_preset_text(name: str, trace: Trace) -> str:
 
 def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None) -> Machine:
     """Return the machine with the rates of one of several ranks on a host: by default as many as the trace had, on
-    another machine no more than it has GPUs. Rates stay without a `box`, and for a simulated trace."""
+    another machine no more than it has GPUs; the same without a `box`, and for a simulated trace (of one rank)."""
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":
@@ -173,6 +173,8 @@ def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
         name, recorded = trace.meta.machine.get("name"), trace.meta.machine.get("gpu_memory_bytes")
         return (f"the machine {name}" if name != machine.name else None), (recorded or 0.0) - (capacity or inf)
     device = trace.meta.ranks[0].main_device if trace.meta.ranks else None
+    if device is not None and device.kind == "cpu":
+        return ("a CPU" if capacity else None), 0.0
     recorded = device.capacity_bytes if device is not None and device.kind == "cuda" else None
     if not recorded or not capacity or abs(recorded / capacity - 1) <= _SAME_CAPACITY:
         return None, 0.0

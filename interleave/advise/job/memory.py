@@ -36,8 +36,7 @@ class PlacedWorkload(NamedTuple):
 
 
 def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> PlacedWorkload:
-    """Return the workload of one rank on a machine with its rates. Raises MachineError where a rate of the GPU is
-    missing."""
+    """Return the workload of a rank on a machine with its rates. Raises MachineError if the GPU lacks a rate."""
     micro_steps = job.micro_steps_of(settings)
     times = job.compute.times(machine, settings, micro_steps)
     base = job.workload
@@ -63,8 +62,8 @@ def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> Plac
 def own_bytes(
     memory: OwnMemory, job: TrainingJob, settings: TunableSettings, share: float, grad_bytes: float
 ) -> list[tuple[float, float]]:
-    """Return (point, bytes) of the job's own device memory with some settings; `share`: a rank's share of the
-    parameters it had; `grad_bytes`: of gradients that stay on the device since micro-steps were added."""
+    """Return (point, bytes) of the job's own device memory with some settings; `share`: of the parameters that the rank
+    had; `grad_bytes`: of gradients that stay on the device since micro-steps were added."""
     batch = 1.0
     if settings.micro_batch is not None and job.settings.micro_batch is not None:
         batch = settings.micro_batch / job.settings.micro_batch

@@ -181,8 +181,7 @@ class _TracedLayers:
         return np.concatenate([starts, np.stack([self._ends[selected], -self._bytes[selected]], axis=1)])
 
     def _spans_of_layers(self) -> Iterator[Ints]:
-        """Yield (ns, bytes) of activations with their sign reversed, all those of a layer at once, as a plan counts
-        them."""
+        """Yield (ns, bytes) of activations, sign reversed, those of a layer at once, as a plan counts them."""
         for phase, selected in ((FORWARD, self.is_saved), (BACKWARD, self.is_recomputed)):
             for one in self._parts(phase):
                 for layer in range(len(self.names)):

@@ -20,8 +20,8 @@ _ASYNC_GRADIENTS = (0, 19, 5)
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """The settings of a job, as far as they are known; `state_bytes`: of optimizer state on the device, per
-    parameter."""
+    """The settings of a job, as far as they are known; `state_bytes`: of optimizer state per parameter, None: not on
+    the device."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None

@@ -37,7 +37,7 @@ class JobChange:
 
 def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> JobChange | None:
     """Return the cheapest changes with which a job fits a machine; None if none helps, or its memory is not known. Sets
-    are compared by the number of GPUs, then by their dearest change, then by the next: no part of the result fits."""
+    are compared by the number of GPUs, then by their dearest change, then by the next: no part of one fits."""
     own, levers = Variant(job, job.settings), [lever for lever in _possible(job, machine) if lever.name != _RANKS]
     by_ranks = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
     for ranks in [job.settings.ranks, *(one.settings.ranks for lever in by_ranks for one in lever.apply(own))]:

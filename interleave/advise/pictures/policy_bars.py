@@ -30,7 +30,7 @@ _COLORS = {OTHER: "#d0d0d0", **PHASE_COLORS}
 _BYTES_COLOR = "#8a8a8a"
 _FAINT_ALPHA = 0.45
 _BOUND: dict[str, Any] = {"color": "#222222", "lw": 1.2, "ls": (0, (5, 3))}
-# Room for texts behind bars: of a character in the panel of iterations, and of panels of bytes.
+# Room for texts behind bars: share of the panel of iterations per character, panels of bytes over their longest bar.
 _CHARACTER_SHARE, _BYTES_ROOM = 0.0145, 1.5
 _FITS_TEXTS = {True: "", False: "does not fit", None: "not known to fit"}
 # Colours of Okabe and Ito, which differ for colour-blind readers and in grey print.

@@ -200,7 +200,7 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
 
     Minimises the squared relative errors of the updates (and of backwards that waited for gradients), over 2 %, plus
     the squared distances from the priors, over their widths; the covariance is the inverse of J'J. Rates are those with
-    the most ranks on a host, with several numbers those of a rank alone, too. Raises MachineError without a sample."""
+    the most ranks on a host; samples with several numbers also give those of a rank alone. Raises MachineError."""
     if not samples:
         raise MachineError("a machine cannot be fitted from no trace")
     base = measured or Machine()

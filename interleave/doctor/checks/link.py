@@ -23,8 +23,7 @@ def gpu(host: JobHost) -> Iterator[Answer]:
 
 @check("link")
 def link(host: JobHost) -> Iterator[Answer]:
-    """Compare the lanes of each link with those of card and slot; the generation, lower at rest, where the slot limits
-    it."""
+    """Compare each link's lanes with those of card and slot, and its generation (lower at rest) with the slot's."""
     if not host.cards:
         yield "unknown", "no GPU, no link"
     for card in host.cards:

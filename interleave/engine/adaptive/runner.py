@@ -88,8 +88,7 @@ class AdaptiveRunner:
             self._engine = None
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """Raise EngineError, PolicyError or MachineError if there is no plan for the subgroups, before there is a
-        device."""
+        """Raise EngineError, PolicyError or MachineError if no plan is possible for the subgroups; needs no device."""
         options = self.options
         if options.machine is not None or not self._needs_rates:
             machine = options.machine or Machine(name="unknown")
@@ -135,7 +134,8 @@ class AdaptiveRunner:
         commit: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
-        `commit`: the commit whose state it has. Raises EngineError for a file, or as `check`, with nothing changed."""
+        `commit`: the commit whose state it has. EngineError if a file cannot be used; raises as `check`, nothing
+        changed."""
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)

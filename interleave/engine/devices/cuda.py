@@ -123,7 +123,7 @@ class CudaStreams:
 
 @contextmanager
 def _relaxed_captures() -> Iterator[None]:
-    """Return a context in which a thread may allocate while another one captures a CUDA graph."""
+    """Return a context in which a thread may allocate while another captures a CUDA graph: by default it may not."""
     before = _exchange(_RELAXED)
     try:
         yield
@@ -279,8 +279,8 @@ class CudaDevice(CudaStreams, Device):
 
 
 class JobMemory:
-    """Tells the memory that torch has reserved for the optimizer from that for the job, at its peak so far: the former
-    is its own peak since torch last returned memory of the pools that it keeps for each stream."""
+    """Separates the memory that torch has reserved for the optimizer from that for the job, at its peak so far: the
+    former is its own peak since torch last returned memory of the pools that it keeps for each stream."""
 
     def __init__(self) -> None:
         # The highest sample, in bytes.

@@ -59,7 +59,7 @@ class MethodGate:
 class ShardedGates:
     """Gates on the `unshard` of the groups of `fully_shard`, whose own hook gathers and prefetches before any other.
     Gathers on CUDA copy the shards on a stream of their own; the wait ends when the host has seen the event behind the
-    upload. Raises EngineError for groups that are not those known here."""
+    upload. Raises EngineError if torch has other groups than those known here."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait) -> None:
         groups = _parameter_groups(model)
@@ -170,9 +170,9 @@ class _ModuleGate:
 
 class ForwardGates:
     """Hooks before everything in a model that uses parameters: forwards and gathers of shards. No parameter may be late
-    before the first iteration has shown which modules are called; the nearest called module around others waits for
-    theirs. The model keeps `wait` and `finish` alive: pass weak references. Raises EngineError if the model is not a
-    module, or converts its parameters in a way that is not supported."""
+    before the first iteration has shown which modules are called; the nearest called module around another one waits
+    for its parameters. The model keeps `wait` and `finish` alive: pass weak references. Raises EngineError if the model
+    is not a module, or shards or converts its parameters in a way that is not supported."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
         if not isinstance(model, torch.nn.Module):

@@ -73,7 +73,7 @@ def has_shared_memory(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a dense tensor, flat, in the order of memory; its writes do not count as versions."""
+    """Return this rank's part of a dense tensor, flat, in the order of memory; writes to it keep the version."""
     shard = local_shard(param).data
     return shard.as_strided((shard.numel(),), (1,))
 

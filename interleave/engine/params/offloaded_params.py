@@ -69,8 +69,7 @@ class OffloadedParams:
         self._loaded: dict[int, torch.Tensor | None] = {}
 
     def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
-        """Open the engine for new parameters, or check that there is a plan if they may still move. Raises as
-        `check`."""
+        """Open the engine for new parameters, or `check` that there is a plan if they may still move."""
         self.check(params)
         if (self._options.device is None and device_of(params).type == "cpu") or self._runner.storage is not None:
             # With storage, since a checkpoint that is loaded next may name the file to use.

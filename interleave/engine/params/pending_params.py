@@ -83,8 +83,7 @@ class PendingParams:
         self._index = {param: number for number, param in enumerate(params)}
 
     def begin_step(self) -> None:
-        """Prepare for a step, after the last one has ended. Raises EngineError if an unread parameter has a
-        gradient."""
+        """Prepare for a step once the last has ended. Raises EngineError if an unread parameter has a gradient."""
         for index in self._unread:
             gradient = self._params[index].grad
             # Others are left from before, or are those of parameters that this iteration has not used.

@@ -58,8 +58,8 @@ def gather_states(
     changed: Collection[int] = (),
     loaded: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
 ) -> list[ParamState]:
-    """Return the state of each parameter in new host memory; `changed`: masters as remainders that are the parameters;
-    `loaded`: those that no step has used yet, which are the loaded ones."""
+    """Return the state of each parameter in new host memory. Remainders are of the parameter, or of the `loaded` one if
+    no step has used it yet; masters of `changed` parameters become the parameter."""
     param_states = [rule.zero_rows(value.numel()) for value, rule in zip(values, rules, strict=True)]
     for number, subgroup in enumerate(states.subgroups):
         segments = subgroup.segments
@@ -115,8 +115,8 @@ def update_masters(
     changed: Collection[int],
     loaded: Mapping[int, torch.Tensor | None],
 ) -> set[int]:
-    """Set the masters of changed parameters to them, except elements whose master already rounds to them, and return
-    the parameters of which a master was not kept. Remainders become 0, since nobody knows which elements were written,
+    """Set the masters of changed parameters to their values, unless they already round to these, and return the
+    parameters of which a master was not kept. Remainders become 0, since nobody knows which elements were written,
     unless they were loaded: those whose master rounds to the parameter, to even or away from zero, stay, and the
     parameter becomes the latter."""
     replaced: set[int] = set()
@@ -162,8 +162,8 @@ def read_state_dict(
     check: Callable[[Sequence[torch.Tensor]], None],
 ) -> SavedStates:
     """Read a state dict of this optimizer or that of its rule, or a commit, without a change of anything. Raises
-    EngineError for other rules or models, and where states of `updated_params` are missing; `check` raises for a
-    parameter."""
+    EngineError for other rules or models, and where states of `updated_params` are missing, and as `check` for their
+    parameters."""
     name_of, saved = _saved_names(rules, state_dict, param_groups)
     rule_of = rules.by_param(param_groups)
     # Parameters that are frozen now may have been updated before.

@@ -46,9 +46,9 @@ class Block:
 
 
 class Arena:
-    """Hands out device memory in blocks, again at once when their last use is issued: the next stream waits for its
-    mark. Memory that is free for a part of an iteration is allocated when it is needed, and then released to the
-    job."""
+    """Hands out device memory in blocks, and does so again as soon as their last use is issued: the next stream waits
+    for its mark. Memory that is free for a part of an iteration is allocated when it is needed, and then released to
+    the job."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

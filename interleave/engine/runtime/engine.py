@@ -106,8 +106,7 @@ class Engine:
         return self.is_running and self._speculates and not self.store.inputs.assumed
 
     def assume(self, scalars: Sequence[Scalars | None]) -> None:
-        """Let speculative updates begin, with the factors by parameter of a step that is neither clipped nor
-        skipped."""
+        """Let speculative updates begin, with the factors by parameter of a step without clipping or skipping."""
         self.store.inputs.assumed = list(scalars)
         self._executor.mark_available(_ASSUMED_SCALARS)
 

@@ -62,8 +62,8 @@ class StepInputs:
 
 class SpeculativeUpdates:
     """The speculative updates of a step, by any thread, with the factors of a step that is neither clipped nor skipped.
-    The new state is written into a spare, and the two are exchanged when that comes true. State in storage is updated
-    in its buffer, and read again from its file if it is not valid."""
+    The new state is written into a spare, and the two are exchanged if the step is so. State in storage is updated in
+    its buffer, and read again from its file if it is not valid."""
 
     def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates) -> None:
         self._subgroups = subgroups
@@ -82,8 +82,7 @@ class SpeculativeUpdates:
         self._outdated: set[int] = set()
 
     def begin(self, subgroup: int, assumed: Sequence[Scalars | None]) -> bool:
-        """Begin an update with the factors that it assumes, by parameter; False if the factors of the step are
-        known."""
+        """Begin an update that assumes these factors, by parameter; False if those of the step are known."""
         with self._lock:
             is_speculative = self._scalars is None
             if is_speculative:

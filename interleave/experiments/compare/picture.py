@@ -23,8 +23,7 @@ _TITLE: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10.5, "parse_math
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw each policy's medians by phase, memory and storage, measured and predicted, above the lanes of its
-    resources."""
+    """Draw each policy's medians by phase, memory and storage, measured and predicted, above its lanes."""
     results = comparison.results
     schedules = [schedule for result in results for schedule in (result.measured, result.predicted)]
     parts = (0.95 + _POLICY_HEIGHT * len(results), schedules_height(schedules))

@@ -93,7 +93,7 @@ def find_pairs(
     traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str], ranks_per_host: int | None = None
 ) -> list[tuple[Workload, Machine]]:
     """Pair each workload with each machine, with the rates of one of `ranks_per_host` ranks (None: those of the trace).
-    Without machines a trace goes with its recorded one, else its card's preset. Equal names become paths."""
+    Without machines a trace goes with its recorded one, else its card's preset. Paths replace equal names."""
     sources: list[tuple[Trace | None, Path]] = [
         *((open_trace(path), path) for path in traces),
         *((None, path) for path in files),

@@ -7,7 +7,7 @@ from ebbtide.interleave.model.plan import FORWARD, OTHER, UPDATE, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import Cost, best_count
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, free_memory_steps, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, free_memory_steps, policy, reject_value, system
 from ebbtide.interleave.policies.search.assignment import subgroups_that_fit
 from ebbtide.interleave.policies.static_splits import split_plan
 from ebbtide.interleave.simulation.simulator import simulate_steps
@@ -18,13 +18,7 @@ from ebbtide.state_bytes import MASTER_BYTES
 _CORES_SHARE = 0.8
 
 
-@policy(
-    "superoffload",
-    SystemRun("superoffload", 10, ("superoffload,rule=deepspeed",)),
-    simulation_only=True,
-    uses_storage=False,
-    rule=("paper", "deepspeed"),
-)
+@system("superoffload", SystemRun("superoffload", 10, ("superoffload,rule=deepspeed",)), rule=("paper", "deepspeed"))
 def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update on the CPU as soon as gradients come and undo it in place where clipping changes it; keep the subgroups
     whose gradients come last on the GPU, as SuperOffload does.
@@ -89,11 +83,9 @@ def _paper_plan(workload: Workload, text: str, count: int) -> Plan:
 _RESERVED_SHARE = 0.5
 
 
-@policy(
+@system(
     "zenflow",
     SystemRun("zenflow:0.1", 20, ("zenflow:0.1,rule=deepspeed",)),
-    simulation_only=True,
-    uses_storage=False,
     interval=("4", "1", "2", "8", "16"),
     rule=("paper", "deepspeed"),
 )

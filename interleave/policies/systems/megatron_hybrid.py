@@ -7,7 +7,7 @@ from itertools import accumulate
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, system
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
 
@@ -15,14 +15,7 @@ from ebbtide.state_bytes import MASTER_BYTES
 _RUN = SystemRun("megatron-hybrid:0.5,overlap=copies", 30, ())
 
 
-@policy(
-    "megatron-hybrid",
-    _RUN,
-    simulation_only=True,
-    uses_storage=False,
-    overlap=("none", "copies"),
-    masters=("cpu", "gpu"),
-)
+@system("megatron-hybrid", _RUN, overlap=("none", "copies"), masters=("cpu", "gpu"))
 def megatron_hybrid(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update the fraction F of the parameters on the CPU and the rest on the GPU, as Megatron-LM's
     HybridDeviceOptimizer does.

@@ -10,11 +10,11 @@ from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.layer_operations import LayerOperations
-from ebbtide.interleave.policies.registry import PolicySpec, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, reject_value, system
 from ebbtide.machines.machine import Machine
 
 
-@policy("ml-dataflow", simulation_only=True, uses_storage=False, plans_layers=True)
+@system("ml-dataflow", plans_layers=True)
 def ml_dataflow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Stream weights, gradients, activations and state of each layer, and update on the GPU, as ml_dataflow does.
 

@@ -8,7 +8,7 @@ from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, reject_value, system
 from ebbtide.interleave.policies.storage import StorageLayout, storage_summary, stored_in
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
@@ -20,11 +20,9 @@ _MOST_BUFFERS = 4096
 _TEXT = "zero-infinity:12,pipeline_read=true,pipeline_write=true"
 
 
-@policy(
+@system(
     "zero-infinity",
     SystemRun(_TEXT, 80, (_TEXT, f"{_TEXT},gradients=device")),
-    simulation_only=True,
-    uses_storage=False,
     pipeline_read=("false", "true"),
     pipeline_write=("false", "true"),
     gradients=("storage", "device"),
@@ -135,7 +133,7 @@ def _buffer_bytes(largest: int, count: int, slots: int) -> tuple[float, ...]:
 _LAYOUT = StorageLayout("spread", 3)
 
 
-@policy("mlp-offload", SystemRun("mlp-offload", 90), simulation_only=True, uses_storage=False)
+@system("mlp-offload", SystemRun("mlp-offload", 90))
 def mlp_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep the state that host memory does not hold on all paths of the storage at once, in proportion to their rates,
     as MLP-Offload does.

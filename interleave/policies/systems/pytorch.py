@@ -6,12 +6,12 @@ from ebbtide.interleave.model.operations import CLIPPING_FIRST, ONE_UPLOAD, Depa
 from ebbtide.interleave.model.plan import Plan, backward_points, forward_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, reject_value, system
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES, STATE_BYTES
 
 
-@policy("fsdp2-offload", SystemRun("fsdp2-offload", 70), simulation_only=True, uses_storage=False)
+@system("fsdp2-offload", SystemRun("fsdp2-offload", 70))
 def fsdp2_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep parameters and state on the host and update all on the CPU at the step, as FSDP2 does with CPUOffloadPolicy.
 
@@ -30,7 +30,7 @@ def fsdp2_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Pla
     return replace(plan, departures=Departures(frozenset({ONE_UPLOAD}))).validate(workload)
 
 
-@policy("prime-rl", SystemRun("prime-rl", 50), simulation_only=True, uses_storage=False)
+@system("prime-rl", SystemRun("prime-rl", 50))
 def prime_rl(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update each subgroup on the CPU as soon as its gradient is there, and upload it within the backward, as prime-rl
     does with `full_offload`. It does not clip."""
@@ -41,7 +41,7 @@ def prime_rl(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     return _plan(builder, workload, "prime-rl")
 
 
-@policy("torchao", SystemRun("torchao", 60), simulation_only=True, uses_storage=False, backward=("eager", "compiled"))
+@system("torchao", SystemRun("torchao", 60), backward=("eager", "compiled"))
 def torchao(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update on the CPU in the order in which gradients come, as torchao's CPUOffloadOptimizer does. It does not clip.
 

@@ -9,14 +9,14 @@ from ebbtide.interleave.model.plan import OTHER, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.layer_operations import LayerOperations, with_layer_operations
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, plan_in_memory, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, plan_in_memory, reject_value, system
 from ebbtide.machines.machine import Machine
 
 # MegaTrain's default of checkpoint_interval: layers of a block, of which the input is kept.
 _BLOCK = 4
 
 
-@policy("megatrain", simulation_only=True, uses_storage=False, plans_layers=True)
+@system("megatrain", plans_layers=True)
 def megatrain(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Stream all weights, keep the input of every fourth layer, and update on the CPU after the backward, as MegaTrain
     does.
@@ -59,7 +59,7 @@ class _MegatrainOperations(LayerOperations):
             self.add("layer gradient down", "d2h", stretch.layer, nbytes, stretch.end)
 
 
-@policy("roundpipe", simulation_only=True, uses_storage=False, plans_layers=True)
+@system("roundpipe", plans_layers=True)
 def roundpipe(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Stream all weights and the inputs of layers, compute each layer again, and update on the CPU during the next
     iteration, as RoundPipe does on one GPU.
@@ -79,13 +79,7 @@ def roundpipe(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     return with_layer_operations(state, placed, layers).validate(placed)
 
 
-@policy(
-    "zero3-offload-params",
-    simulation_only=True,
-    uses_storage=False,
-    plans_layers=True,
-    activations=("keep", "recompute"),
-)
+@system("zero3-offload-params", plans_layers=True, activations=("keep", "recompute"))
 def zero3_offload_params(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Stream all weights, and update on the CPU, as DeepSpeed's ZeRO-3 with `offload_param` and `offload_optimizer`
     does.

@@ -142,7 +142,7 @@ SWAP_METHODS = (
     "_optimizer_states_and_gradient_swap_out",
     "_swap_out_offload_fp32_gradients",
 )
-# DeepSpeed's files: [STATE-]FIRST_LAST of a subgroup's parameters[offset and length of the gradient].
+# DeepSpeed's files: [STATE-]FIRST_LAST[_gradient_OFFSET_LENGTH].tensor.swp, by a subgroup's first and last parameter.
 _FILE = re.compile(r"(?:[^/]*-)?(?P<key>\d+_\d+)(?P<gradient>_gradient_\d+_\d+)?\.tensor\.swp$")
 _NO_BUFFERS_NOTE = (
     "DeepSpeed ran out of buffers for swapping: raise offload_optimizer.buffer_count (12 for Adam with pipeline_read "

@@ -137,7 +137,7 @@ def interval_index(
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Return the intervals that are not inside another one, in order; one that begins inside one is cut to its end."""
+    """Return the intervals that are not inside another one, in order; one that begins in another begins at its end."""
     spans = spans.sort_values(["start", "end"], ascending=[True, False], ignore_index=True)
     previous_end = spans["end"].cummax().shift(fill_value=np.iinfo(np.int64).min)
     spans = spans.assign(start=np.maximum(spans["start"], previous_end))

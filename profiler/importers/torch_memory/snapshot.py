@@ -131,7 +131,7 @@ class _DeviceSnapshot:
 
     def add_out_of_memory(self) -> None:
         """Add the first failed allocations, with a note for each, and one for the number of the others."""
-        failures = (row for block in self._events.blocks(["oom"]) for row in block[["time_us", "bytes"]].tolist())
+        failures = (row for block in self._events.blocks("oom") for row in block[["time_us", "bytes"]].tolist())
         for t_us, size in islice(failures, _MAX_NOTES):
             error = {"t_ns": t_us * 1000, "device": self._name, "requested_bytes": size}
             self._rank.meta.setdefault("out_of_memory", []).append(error)

@@ -52,6 +52,14 @@ def test_note_other_machine__compares_the_memory_of_the_gpu(share: float, noted:
         assert all("forward, backward and free memory are replayed as recorded" in note for note in new_notes)
 
 
+def test_note_other_machine__says_that_a_job_ran_on_the_cpu() -> None:
+    job = offloaded(1)
+    workload = resolve_workload(job.trace, None)
+    job.builder.rank(0).meta["devices"] = [{"device": "cpu", "kind": "cpu"}]
+    (note,) = note_other_machine(workload, machine(), job.builder.build()).notes[len(workload.notes) :]
+    assert note.startswith("the trace was recorded on a CPU: forward, backward and free memory are replayed")
+
+
 def test_note_other_machine__compares_the_name_of_a_recorded_machine() -> None:
     trace = TraceBuilder("simulated", machine=MACHINE | {"name": "recorded"}).build()
     workload = resolve_workload(offloaded(1).trace, None)

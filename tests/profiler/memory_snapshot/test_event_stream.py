@@ -35,12 +35,13 @@ def check(path: Path) -> None:
     read = [
         (device, *row)
         for device, rows in snapshot.events.items()
-        for block in rows.blocks()
+        for block in rows.blocks(*ACTIONS)
         for row in block[[*COLUMNS]].tolist()
     ]
     assert read == events
     texts = [lines(e.get("frames")) for t in expected["device_traces"] for e in t if e["action"] in ACTIONS]
-    stacks = [number for rows in snapshot.events.values() for block in rows.blocks() for number in block["stack"]]
+    blocks = [block for rows in snapshot.events.values() for block in rows.blocks(*ACTIONS)]
+    stacks = [number for block in blocks for number in block["stack"].tolist()]
     assert [snapshot.stacks[number] if number >= 0 else "" for number in stacks] == texts
 
 
@@ -75,7 +76,8 @@ def test_read_snapshot__reads_the_events_of_pickle(protocol: int, path: Path) ->
     first[40:40] = [{"action": "oom", "device_free": 7, "size": 1 << 40, "stream": 0, "time_us": 5}]
     first[90:90] = [{"action": "snapshot", "size": -3}]
     second = [dict(event, compile_context=("N/A " + str(n % 2))[:-1]) for n, event in enumerate(events(2000))]
-    traces = [first, [], second, events(5, user_metadata="")]
+    # Long texts are outside of the frames of a pickle.
+    traces = [first, [], second, events(5, user_metadata=""), events(3, user_metadata="x" * 70_000)]
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": traces}, protocol))
     check(path)
 

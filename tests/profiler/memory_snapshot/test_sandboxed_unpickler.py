@@ -13,7 +13,7 @@ import pytest
 
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
-from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import EVENT_COLUMNS
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS
 from tests.conftest import run_process, slow, slow_case
 
 EVENT = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1_700_000_000_000_000}
@@ -165,7 +165,7 @@ def test_read_snapshot__reads_plain_data(protocol: int, source: Path) -> None:
     unknown = {"action": "user_defined", "size": 0}
     source.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[EVENT, unknown], []]}, protocol))
     snapshot = read(source)
-    first = {device: next(events.blocks())[0] for device, events in snapshot.events.items()}
+    first = {device: next(events.blocks(*ACTIONS))[0] for device, events in snapshot.events.items()}
     assert {device: [int(event[name]) for name in EVENT_COLUMNS] for device, event in first.items()} == {
         0: [0, EVENT["time_us"], 512, 1, -1]
     }
@@ -195,7 +195,7 @@ def test_read_snapshot__keeps_the_python_frames_of_stacks_and_each_stack_once(so
         "autograd engine\nMulBackward0\nrecompute (/job/train.py:1)",
         "autograd engine\nMulBackward0\ncuBLAS workspace",
     ]
-    assert next(snapshot.events[0].blocks())["stack"].tolist() == [0, 0, 1, 2, -1, -1, 3]
+    assert next(snapshot.events[0].blocks(*ACTIONS))["stack"].tolist() == [0, 0, 1, 2, -1, -1, 3]
 
 
 def test_read_snapshot__removes_control_characters_from_stacks(source: Path) -> None:

@@ -26,9 +26,9 @@ def aligned(nbytes: int) -> int:
 
 
 class DirectFile:
-    """A file that one process reads and writes, with O_DIRECT where there is that; created if it does not exist.
-    Offsets are multiples of PAGE, and memory is whole pages. Methods raise EngineError: it is in use, ends early, or
-    the disk is full."""
+    """A file that one process reads and writes, with O_DIRECT if the file system has it; created if it does not exist.
+    Offsets are multiples of PAGE, and memory is whole pages. Methods raise EngineError if it is in use or ends early,
+    or the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

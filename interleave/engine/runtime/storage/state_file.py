@@ -212,7 +212,7 @@ class _CommitHeaders:
         ]
 
     def write(self, commit: _Commit) -> None:
-        """Write the header of a commit to the drive, over the other one with an even, or odd, number."""
+        """Write the header of a commit to the drive, in place of that of the commit before the last."""
         content = _SEQUENCE.pack(commit.sequence) + commit.regions
         offset = _header_offset(commit.sequence % 2, self._identity.count)
         self._write_pages(offset, content, self._identity.run)

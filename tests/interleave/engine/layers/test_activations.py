@@ -5,72 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from ebbtide.interleave import offload_activations, stream_weights
+from ebbtide.interleave import offload_activations
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import orders
 from ebbtide.interleave.engine.layers.activations import OffloadedActivations
 from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME
 from ebbtide.interleave.engine.layers.saved_tensors import TensorVersion
-
-WIDTH, LENGTH = 32, 24
-# One layer saves its input and the output of its function.
-LAYER_BYTES = 2 * 4 * WIDTH * LENGTH
-
-
-class Layer(nn.Module):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.after: Callable[[torch.Tensor], Any] = torch.is_tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.linear(x))
-        self.after(y)
-        return self.linear(y) + y
-
-
-class Stack(nn.Module):  # type: ignore[misc]
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.inputs = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inputs(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def stack(layers: int = 5) -> Stack:
-    torch.manual_seed(0)
-    return Stack(layers)
-
-
-def train(model: Any, steps: int = 1) -> list[torch.Tensor]:
-    """Return losses and gradients."""
-    results = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        model.zero_grad()
-        loss = model(torch.randn(LENGTH, WIDTH)).square().mean()
-        loss.backward()
-        results += [loss.detach(), *(param.grad.clone() for param in model.parameters())]
-    return results
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
+from tests.interleave.engine.layers.stacks import LAYER_BYTES, LENGTH, WIDTH, same, stack, train
 
 
 def offloaded(model: nn.Module, layers: float | None = None, **rates: float) -> OffloadedActivations:
@@ -364,50 +313,3 @@ def test_offload_activations__transforms_of_functions_run_as_they_are() -> None:
         train(model, 3)
         gradient = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, WIDTH))
     assert torch.equal(gradient, torch.func.grad(lambda x: stack()(x).sum())(torch.ones(2, WIDTH)))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist = torch.distributed
-    if dist.is_initialized():
-        # By a test of DeepSpeed in this process.
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("kind", ["sharded", "ddp"])
-def test_offload_activations__sharded_and_replicated_models(kind: str, one_rank: None) -> None:
-    expected, moved = local(train(parallel(kind), 4)), parallel(kind)
-    with offloaded(moved, 2.2) as activations:
-        assert same(local(train(moved, 4)), expected)
-        assert "offload" in activations.choices.values()
-        # Gathered parameters are not copied.
-        assert activations.host_bytes <= 5 * LAYER_BYTES
-
-
-@pytest.mark.parametrize("kind", ["sharded", "ddp"])
-def test_stream_weights__sharded_and_replicated_models(kind: str, one_rank: None) -> None:
-    expected, moved = local(train(parallel(kind), 4)), parallel(kind)
-    with stream_weights(moved, device=EmulatedDevice()) as streamed:
-        assert same(local(train(moved, 4)), expected)
-        # Shards stay, and are named.
-        assert len(streamed.kept) == (10 if kind == "sharded" else 0)
-        assert (streamed.peak_bytes > 0) == (kind == "ddp")
-
-
-def parallel(kind: str) -> Any:
-    """Return a model that is sharded, or replicated, over one rank."""
-    plain = stack()
-    if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(plain)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    for layer in plain.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(plain, mesh=mesh)
-
-
-def local(results: list[Any]) -> list[torch.Tensor]:
-    return [one.to_local() if hasattr(one, "to_local") else one for one in results]

@@ -11,7 +11,7 @@ import torch
 from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.device import Mark, Stream
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice, EmulatedMark
-from tests.interleave.engine.layers.test_activations import LAYER_BYTES, LENGTH, WIDTH, stack
+from tests.interleave.engine.layers.stacks import LAYER_BYTES, LENGTH, WIDTH, stack
 
 # Of issuing a copy, of waiting for copies, and of a layer's forward.
 ISSUE_S, WAIT_S, COMPUTE_S = 1.0, 100.0, 10.0

@@ -21,11 +21,8 @@ from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import transfers
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.machines.machine import StoragePath
-from tests.interleave.engine.layers.test_activations import LAYER_BYTES, LENGTH, WIDTH, same, stack, train
+from tests.interleave.engine.layers.stacks import LAYER_BYTES, LENGTH, WEIGHT_BYTES, WIDTH, same, stack, train
 from tests.interleave.engine.training import MACHINE
-
-# Weights and bias of one layer.
-WEIGHT_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
 def trained(model: Any, device: EmulatedDevice | None = None, interleaved: bool = False, steps: int = 4) -> list[Any]:
@@ -324,78 +321,6 @@ def test_close__between_forward_and_backward_is_an_error_for_weights_and_none_fo
             loss.backward()
             assert same([param.grad for param in model.parameters()], train(stack())[1:])
             weights.close()
-
-
-class KeptReferences(torch.autograd.Function):  # type: ignore[misc]
-    """A product that keeps references to its inputs, in place of saving them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.x, ctx.weight = x, weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient @ ctx.weight, gradient.t() @ ctx.x
-
-
-class LayerOfReferences(torch.nn.Module):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.eye(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(KeptReferences.apply(x, self.weight))
-        return KeptReferences.apply(y, self.weight) + y
-
-
-@pytest.mark.parametrize("what", ["weights", "activations"])
-def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_that_names_the_layer(what: str) -> None:
-    def model() -> Any:
-        plain = stack()
-        plain.layers = torch.nn.ModuleList(LayerOfReferences() for _ in range(5))
-        return plain
-
-    move: Any
-    move, layer_bytes = (stream_weights, WEIGHT_BYTES) if what == "weights" else (offload_activations, LAYER_BYTES)
-    expected = train(model(), 5)
-    for layers in (11, 2.2):
-        moved = model()
-        with move(moved, memory_budget=layers * layer_bytes, device=EmulatedDevice()) as owner:
-            if layers > 9:
-                assert same(train(moved, 5), expected)
-            else:
-                error = (
-                    rf"layer layers\.\d: {what} need .*: raise it, .* custom autograd functions use save_for_backward"
-                )
-                with pytest.raises(DeviceMemoryError, match=error):
-                    train(moved, 5)
-            assert owner.peak_bytes <= layers * layer_bytes
-            gc.collect()
-            assert owner.used_bytes == 0
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("what", ["weights", "activations"])
-def test_compiled_layers_and_models__have_their_own_bits(what: str, whole: bool) -> None:
-    def compiled(model: Any) -> Any:
-        if whole:
-            return torch.compile(model, backend="aot_eager")
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-        return model
-
-    torch.compiler.reset()
-    expected, model = train(compiled(stack()), 4), stack()
-    layers = model if whole else compiled(model)
-    move: Any
-    move, budget = (
-        (stream_weights, 2.1 * WEIGHT_BYTES) if what == "weights" else (offload_activations, 2.2 * LAYER_BYTES)
-    )
-    with move(layers, memory_budget=budget, device=EmulatedDevice()) as owner:
-        assert same(train(compiled(model) if whole else model, 4), expected)
-        assert 0.5 * budget < owner.peak_bytes <= budget
-        assert set(owner.choices.values()) & {"streamed", "offload"}
 
 
 def test_stream_weights__comes_before_activations() -> None:
