@@ -34,8 +34,8 @@ HOST = "ddr5-2ch,16-cores,pcie4x16,256GB"
 
 def test_presets__are_those_that_are_promised() -> None:
     promised = (
-        "rtx3060 rtx4060 rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm h100-80gb-pcie h100-80gb h200 gh200 b200 mi300x "
-        "rtx-pro-6000 a100-40gb-sxm gh200-144gb gb200 gb300 gb10 mi300a"
+        "rtx3060 rtx4060 rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm h100-80gb-pcie h100-80gb h200 "
+        "gh200 b200 mi300x rtx-pro-6000 a100-40gb-sxm gh200-144gb gb200 gb300 gb10 mi300a"
     )
     assert set(presets()) == {*promised.split(), *FITTED}
 
