@@ -87,11 +87,20 @@ $(VENV)/compiled: $(VENV)/tested tests/torch_extensions.py
 	$(BIN)/python -m tests.torch_extensions
 	touch $@
 
-test: lint $(VENV)/compiled
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(TESTS)
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-test-all: lint $(VENV)/compiled
-	EBBTIDE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 1200 $(TESTS)
+# One process of `lint` beside two of the tests; its output comes in one piece when it ends.
+define test_and_lint
+	$(info $(1))
+	@(output=$$($(MAKE) --no-print-directory lint 2>&1); status=$$?; printf '\n%s\n' "$$output"; exit $$status) & \
+	$(1); tests=$$?; wait $$! || { echo 'lint has failed: its output is among that of the tests'; exit 1; }; exit $$tests
+endef
+
+test: $(VENV)/compiled
+	$(call test_and_lint,$(PYTEST) -m "not slow" $(TESTS))
+
+test-all: $(VENV)/compiled
+	$(call test_and_lint,EBBTIDE_FUZZ=$(FUZZ) $(PYTEST) --timeout 1200 $(TESTS))
 
 # The tests of the commands with the newest version of every package. Dry runs know the layout of the pinned torch alone.
 test-newest:

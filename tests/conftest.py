@@ -75,6 +75,8 @@ def seeded(seed: object) -> Iterator[random.Random]:
 
 def pytest_configure() -> None:
     """Remove stale locks of torch's extensions before any worker process starts, and take Ctrl-C."""
+    # Until all tests are collected: what is imported stays.
+    gc.disable()
     torch_extensions.register_user()
     # A shell without job control starts background processes with SIGINT ignored, which their children inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -121,6 +123,9 @@ def pytest_collection_finish() -> None:
     _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
+    gc.enable()
+    # As in the command.
+    gc.set_threshold(200_000)
 
 
 def pytest_runtest_logfinish() -> None:

@@ -8,6 +8,7 @@ Without UUIDs the job is what it is, a job on the CPU.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import sys
@@ -17,6 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+# No garbage: to collect it at the end of each process takes long.
+gc.freeze()
 
 STEP_S = 0.02
 MIN_STEPS = 15

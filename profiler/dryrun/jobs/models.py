@@ -130,7 +130,7 @@ def _complete(folder: Path) -> str:
     try:
         config = AutoConfig.for_model(**json.loads((folder / _STAND_IN).read_text(encoding="utf-8")))
         with torch.device("meta"):
-            made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of any kind: it depends on what the configuration says
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"transformers makes no language model of {folder.name}: {reason}") from None

@@ -192,10 +192,9 @@ def test_page__has_commands_as_code_and_no_raw_backticks() -> None:
     builder = trained(ranks=2)
     builder.note("imported by `convert.py`")
     builder.rank(0).transfer("h2d", 0, MS, 5, name="copy `a`")
-    for trace in (builder.build(), TraceBuilder().build()):
-        shown = parse(trace, find(trace))
-        assert "`" not in shown.text
-    assert "convert.py" in parse(builder.build()).texts["code"]
+    shown = [parse(trace, find(trace)) for trace in (builder.build(), TraceBuilder().build())]
+    assert not any("`" in page.text for page in shown)
+    assert "convert.py" in shown[0].texts["code"]
 
 
 def test_page__needs_only_phases_or_memory() -> None:

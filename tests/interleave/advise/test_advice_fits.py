@@ -194,7 +194,7 @@ def check_random(first: int, count: int) -> int:
     return checked
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 1), *(slow_case(first, 3) for first in range(1, 37, 3))])
+@pytest.mark.parametrize(("first", "count"), [(30, 1), *(slow_case(first, 3) for first in range(0, 37, 3))])
 def test_advice__fits_on_random_jobs(first: int, count: int) -> None:
     assert check_random(first, count) > 2 * count
 

@@ -1,13 +1,19 @@
 import gc
+import json
 import os
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import torch_on_one_thread
+from tests.conftest import shared_folder, torch_on_one_thread
+
+from .rank_jobs import QUICK, run_ranks
 
 one_thread = pytest.fixture(scope="package", autouse=True)(torch_on_one_thread)
+ResultsOfRanks = Callable[[str], list[dict[str, Any]]]
 _NAMES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -35,3 +41,18 @@ def deepspeed(_deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, value in _NAMES.items():
         monkeypatch.setitem(os.environ, name, value)
     return _deepspeed
+
+
+@pytest.fixture(scope="session")
+def results_of_ranks(deepspeed_extensions: None, tmp_path_factory: pytest.TempPathFactory) -> ResultsOfRanks:
+    """Return a function that returns the results of a job of `rank_jobs` by rank."""
+
+    def results_of(job: str) -> list[dict[str, Any]]:
+        def run(folder: Path) -> None:
+            run_ranks(folder, *jobs)
+
+        jobs = QUICK if job in QUICK else (job,)
+        folder = shared_folder(tmp_path_factory, f"deepspeed {jobs[0]}", run)
+        return [json.loads((folder / f"{job}-{rank}.json").read_text()) for rank in (0, 1)]
+
+    return results_of

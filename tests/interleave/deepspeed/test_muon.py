@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,11 @@ from torch import nn
 from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.deepspeed.supported import rules_of
 from ebbtide.interleave.engine.errors import EngineError
-from tests.conftest import run_process
+from tests.conftest import slow_case
 
+from .conftest import ResultsOfRanks
 from .training import config, digest, engine
 
-ROOT = Path(__file__).parents[3]
 WIDTH, TOKENS = 24, 50
 
 
@@ -118,15 +115,12 @@ def differences_from_one_process(running: Any) -> dict[str, float]:
     return differences
 
 
-def job(folder: Path, steps: int) -> None:
-    """Run the job of a rank."""
-    import deepspeed
-
-    deepspeed.init_distributed("gloo", verbose=False)
+def job(folder: Path, steps: str) -> dict[str, Any]:
+    """Run the job of a rank; `steps` of each policy."""
     results: dict[str, Any] = {"bits": {}, "clipped": {}, "further": {}}
     for policy in ("gpu-only", "zero-offload", "interleaved:2", "pipelined,overlap=forward"):
         with engine(policy, settings(), make_model=Decoder, subgroup_params=700) as running:
-            results["bits"][policy] = train(running, steps), digest(running)
+            results["bits"][policy] = train(running, int(steps)), digest(running)
             if policy == "zero-offload":
                 running.save_checkpoint(folder, tag="muon")
     with engine("interleaved:2", settings(), make_model=Decoder, subgroup_params=700) as running:
@@ -137,20 +131,12 @@ def job(folder: Path, steps: int) -> None:
         with engine(policy, settings(), seed=3, make_model=Decoder) as running:
             running.load_checkpoint(folder, tag="muon")
             results["further"][policy] = train(running, 2), digest(running)
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
-    # Threads of gloo that still run at the end of the process would abort it.
-    deepspeed.comm.destroy_process_group()
+    return results
 
 
-@pytest.mark.parametrize("steps", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_muon__with_offload_is_that_without_on_two_ranks(
-    steps: int, deepspeed_extensions: None, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = run_process([*command, "-m", __name__, tmp_path, str(steps)], cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for rank in (0, 1):
-        results = json.loads((tmp_path / f"{rank}.json").read_text())
+@pytest.mark.parametrize("steps", [6, slow_case(100)])
+def test_muon__with_offload_is_that_without_on_two_ranks(steps: int, results_of_ranks: ResultsOfRanks) -> None:
+    for results in results_of_ranks(f"muon {steps}"):
         for name in ("bits", "clipped", "further"):
             assert len({hashlib.sha256(str(result).encode()).hexdigest() for result in results[name].values()}) == 1
         losses, _ = results["bits"]["gpu-only"]
@@ -186,7 +172,3 @@ def test_initialize__refuses_matrices_in_storage_and_other_shapes(deepspeed: Any
     optimizer = deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam([{"params": [kernel], "use_muon": True}])
     with pytest.raises(EngineError, match=r"shape \(2, 2, 3\)"):
         rules_of(optimizer)
-
-
-if __name__ == "__main__":
-    job(Path(sys.argv[1]), int(sys.argv[2]))

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import run_process
+from tests.conftest import slow
+
+from .conftest import ResultsOfRanks
+from .test_storage import storing
+from .training import config, digest, engine, train
 
 # The policies, the one that saves a checkpoint first.
 FEW = ("twin-flow:0.5", "pipelined,overlap=forward")
-ALL = (*FEW, "zero-offload", "adaptive")
-ROOT = Path(__file__).parents[3]
+POLICIES = {"few": FEW, "all": (*FEW, "zero-offload", "adaptive")}
 
 
-def job(folder: Path, *policies: str) -> None:
+def job(folder: Path, which: str) -> dict[str, Any]:
     """Run the job of a rank: the policies one after the other, and a checkpoint of the first that another loads."""
-    import deepspeed
-
-    from .test_storage import storing
-    from .training import config, digest, engine, train
-
-    deepspeed.init_distributed("gloo", verbose=False)
+    policies = POLICIES[which]
     results: dict[str, Any] = {}
     for policy in policies:
         with engine(policy, config("bf16", 2)) as running:
@@ -46,26 +41,15 @@ def job(folder: Path, *policies: str) -> None:
         results["loaded"] = train(running, 2, seed=5), digest(running)
     with engine(None, config("bf16", 2)) as running:
         results["plain"] = train(running, 3), ""
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
-    # Threads of gloo that still run at the end of the process would abort it.
-    deepspeed.comm.destroy_process_group()
+    return results
 
 
-@pytest.mark.parametrize("policies", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
-def test_ranks__two_ranks_give_the_same_bits_under_every_policy(
-    policies: tuple[str, ...], deepspeed_extensions: None, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = run_process([*command, "-m", __name__, tmp_path, *policies], cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+@pytest.mark.parametrize("which", slow(POLICIES, but=("few",)))
+def test_ranks__two_ranks_give_the_same_bits_under_every_policy(which: str, results_of_ranks: ResultsOfRanks) -> None:
+    policies, ranks = POLICIES[which], results_of_ranks(f"policies {which}")
     for results in ranks:
         names = (*policies, "storage", "committed")
         assert len({hashlib.sha256(str(results[name]).encode()).hexdigest() for name in names}) == 1
         assert results["loaded"] == results["further"]
         assert results["plain"][0] == pytest.approx(results[policies[0]][0], abs=2e-3)
     assert ranks[0][policies[0]] != ranks[1][policies[0]]
-
-
-if __name__ == "__main__":
-    job(Path(sys.argv[1]), *sys.argv[2:])

@@ -11,8 +11,10 @@ from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.registry import plan_in_memory
 from ebbtide.machines.machine import Machine
 from tests.conftest import torch_on_one_thread
+from tests.interleave.engine.compile_once import compile_once
 
 one_thread = pytest.fixture(scope="session", autouse=True)(torch_on_one_thread)
+compile_once()
 
 
 @pytest.fixture(scope="module")

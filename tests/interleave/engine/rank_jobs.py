@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.engine.errors import EngineError
 from tests.conftest import FUZZ
+from tests.interleave.engine.compile_once import compile_once
 from tests.interleave.engine.training import MACHINE, Net, batches, maker, net
 
 RANKS = 2
@@ -186,6 +188,8 @@ JOBS: tuple[Callable[[int, Path], Result], ...] = (
 def main(rank: int, folder: Path, jobs: tuple[Callable[[int, Path], Result], ...]) -> None:
     """Run jobs; rank 0 writes the results to the folder."""
     torch.set_num_threads(1)
+    compile_once()
+    gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     results = {job.__name__: job(rank, folder) for job in jobs}

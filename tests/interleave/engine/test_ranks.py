@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.conftest import PROCESS_TIMEOUT_S, run_process
+from tests.conftest import PROCESS_TIMEOUT_S, run_process, shared_folder
 from tests.interleave.engine import (
     compiled_rank_jobs,
     late_rank_jobs,
@@ -31,8 +31,8 @@ Results = dict[str, Any]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     """Run all jobs in one start of the ranks, which takes longer than the jobs; return the results and the folder."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(folder, rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS)
+    jobs = rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS
+    folder = shared_folder(tmp_path_factory, "ranks", lambda folder: run_ranks(folder, jobs))
     return torch.load(folder / "results", weights_only=True), folder
 
 

@@ -124,7 +124,7 @@ def windowed(free_bytes: float, count: int = 60, **values: object) -> Workload:
 def test_adaptive__uses_windows_and_releases_the_memory_in_time() -> None:
     peaks, times = [], []
     for free_bytes in (2 * GB, 10 * GB, 40 * GB):
-        ours = ran("adaptive", windowed(free_bytes), SLOW)
+        ours = ran("adaptive", windowed(free_bytes, 40), SLOW)
         assert ours.fits_device(None)
         peaks.append(ours.peak_device_bytes)
         times.append(ours.iteration_s)
@@ -154,7 +154,7 @@ def test_adaptive__keeps_nearly_all_resident_if_everything_fits() -> None:
     assert len(ours.plan.resident) >= 18
 
 
-@pytest.mark.parametrize("count", slow([63, 64, 65, 127, 129, 187, 300], but=[65, 187]))
+@pytest.mark.parametrize("count", slow([63, 64, 65, 127, 129, 187, 300], but=[187]))
 @pytest.mark.parametrize("free_gb", slow([3.0, 8.0, 20.0], but=[8.0]))
 def test_adaptive__is_valid_and_fast_for_any_number_of_subgroups(count: int, free_gb: float) -> None:
     """Many subgroups are merged first; their number need not be divisible."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+# With its first backward, autograd starts a thread for each device, and a process that has such threads cannot fork.
+# This one comes before any test has made a device known.
+torch.zeros(1, requires_grad=True).sum().backward()
 
 
 def run_forked(function: Callable[[], Any]) -> Any:
@@ -16,9 +23,8 @@ def run_forked(function: Callable[[], Any]) -> Any:
     if not child:
         os.close(reader)
         try:
-            import torch
-
             torch.set_num_threads(1)
+            gc.freeze()
             answer = True, function()
         except BaseException:
             answer = False, traceback.format_exc()

@@ -74,8 +74,8 @@ class Bench:
 
     def follows(self, true: Machine) -> bool:
         """Return whether rates and plan come to suit a machine."""
-        for _ in range(ROUNDS):
-            self.steps(WITHIN)
+        for _ in range(2 * ROUNDS):
+            self.steps(WITHIN // 2)
             machine = self.optimizer.machine
             near = all(getattr(machine, key) == pytest.approx(getattr(true, key), rel=0.5) for key in KEYS)
             if near and self.excess(true) < 0.1:

@@ -121,7 +121,7 @@ def test_lion__is_that_of_the_paper_within_four_ulp(case: tuple[str, dict[str, A
 
 @pytest.mark.parametrize("name", slow(sorted(RULES), but=("adamw-8bit", "lion", "muon")))
 def test_optimizer__gives_the_bits_of_the_reference_in_random_jobs(name: str) -> None:
-    wrong = [text for seed in range(examples(5, by_default=2)) if (text := check(find_rule(name), seed))]
+    wrong = [text for seed in range(examples(5, by_default=1)) if (text := check(find_rule(name), seed))]
     assert wrong == []
 
 

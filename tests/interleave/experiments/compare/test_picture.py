@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ebbtide.analysis.plot import save
 from ebbtide.interleave.experiments.compare.picture import draw_comparison
@@ -16,14 +16,13 @@ from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.phases import PHASES
 
 
-def panels(comparison: Comparison) -> tuple[list[Axes], list[Axes]]:
-    """Draw a comparison; return the axes of its figures, and those of its schedules."""
-    top, bottom = draw_comparison(comparison).subfigs
-    return top.axes, bottom.axes
+@pytest.fixture(scope="module")
+def figure(comparison: Comparison) -> Figure:
+    return draw_comparison(comparison)
 
 
-def test_draw_comparison__shows_measured_figures_beside_predicted_ones(comparison: Comparison) -> None:
-    axes, device, host = panels(comparison)[0]
+def test_draw_comparison__shows_measured_figures_beside_predicted_ones(comparison: Comparison, figure: Figure) -> None:
+    axes, device, host = figure.subfigs[0].axes
     results = comparison.results
     names = [name for result in results for name in (f"{result.policy}  measured", "predicted")]
     assert [label.get_text().replace("\n", "") for label in axes.get_yticklabels()] == names
@@ -44,9 +43,9 @@ def test_draw_comparison__shows_measured_figures_beside_predicted_ones(compariso
     assert (device.get_xlabel(), host.get_xlabel()) == ("device memory (MiB)", "host memory (MiB)")
 
 
-def test_draw_comparison__each_operation_is_in_its_lane_at_its_time(comparison: Comparison) -> None:
+def test_draw_comparison__each_operation_is_in_its_lane_at_its_time(comparison: Comparison, figure: Figure) -> None:
     schedules = [schedule for result in comparison.results for schedule in (result.measured, result.predicted)]
-    for axes, schedule in zip(panels(comparison)[1], schedules, strict=True):
+    for axes, schedule in zip(figure.subfigs[1].axes, schedules, strict=True):
         extents = [path.get_extents().extents.tolist() for bars in axes.collections for path in bars.get_paths()]
         expected = [
             [start, 1 + RESOURCES.index(op.resource) - 0.42, end, 1 + RESOURCES.index(op.resource) + 0.42]
@@ -64,8 +63,9 @@ def test_draw_comparison__each_operation_is_in_its_lane_at_its_time(comparison: 
         assert max(extent[2] for extent in extents) <= right
 
 
-def test_draw_comparison__labels_have_units_and_name_the_emulated_device(comparison: Comparison) -> None:
-    figure = draw_comparison(comparison)
+def test_draw_comparison__labels_have_units_and_name_the_emulated_device(
+    comparison: Comparison, figure: Figure
+) -> None:
     assert "emulated device: these times say nothing about a GPU; losses equal bit for bit" in figure.get_suptitle()
     bottom = figure.subfigs[1]
     assert bottom.axes[-1].get_xlabel().endswith("(s)")
@@ -79,8 +79,7 @@ def test_draw_comparison__labels_have_units_and_name_the_emulated_device(compari
     assert {text.get_text() for text in legend.get_texts()} == kinds
 
 
-def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(comparison: Comparison) -> None:
-    figure = draw_comparison(comparison)
+def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(figure: Figure) -> None:
     figure.draw_without_rendering()
     all_axes = [axes for part in figure.subfigs for axes in part.axes]
     texts = [text for axes in all_axes for text in (*axes.texts, *axes.get_yticklabels(), axes.title)]

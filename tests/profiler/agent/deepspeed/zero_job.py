@@ -10,6 +10,7 @@ case is first trained without recording, and then recorded into a trace there.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
 from contextlib import nullcontext
@@ -28,6 +29,8 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+# DeepSpeed collects garbage for each engine: what is imported is none.
+gc.freeze()
 # DeepSpeed calls it whenever it creates its CPU Adam, and it takes a second.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
