@@ -133,7 +133,7 @@ COMMANDS: dict[str, list[str | Path]] = {
     ],
     "layers.png": [
         *("replay", "--workload", TRACES.parent / "examples" / "workload-8b-layers.json", "--machine", "rtx4090"),
-        *("--policy", "adaptive,weights=streamed,activations=recompute"),
+        *("--policy", "adaptive,weights=streamed,activations=offload"),
         *("--policy", "adaptive,weights=auto,activations=auto", "--plot-schedules"),
     ],
 }
