@@ -163,6 +163,8 @@ class OffloadedActivations(MovedLayers):
                     f"layer {layer.name}: a parameter was modified in place between its forward and its backward, "
                     "which computes it again. No gradient was computed from it"
                 )
+            # A sharded layer has gathered its parameters again.
+            one.own_of_layer = storages_of(layer.module)
             save, load = other_hooks()
             with saved_tensors_hooks(lambda tensor: save(one.counted(tensor)), load):
                 return layer.original(*args, **kwargs)

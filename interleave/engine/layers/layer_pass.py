@@ -38,7 +38,7 @@ class LayerPass:
         self._end = end
         self._own = own
         # The same of the layer that computes now, which may have gathered them.
-        self._own_of_layer: Collection[int] = ()
+        self.own_of_layer: Collection[int] = ()
         self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._of_layer: dict[int, weakref.WeakSet[SavedStorage]] = {}
         # Saved outputs of the last layer: they count for the next one, whose backward needs them first.
@@ -59,7 +59,7 @@ class LayerPass:
             transfers.wait("d2h", lambda _: True)
         elif awaited := orders.awaited.get(layer):
             transfers.wait("d2h", lambda one: one.layer in awaited)
-        self._own_of_layer, self._saved, self.last_layer = own, 0, layer
+        self.own_of_layer, self._saved, self.last_layer = own, 0, layer
         self._of_layer[layer] = weakref.WeakSet()
         for storage in self._outputs:
             self._assign(storage, layer)
@@ -98,7 +98,7 @@ class LayerPass:
         if tensor.device.type != self._device_type or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        return None if storage._cdata in self._own or storage._cdata in self._own_of_layer else storage
+        return None if storage._cdata in self._own or storage._cdata in self.own_of_layer else storage
 
     def _count(self, storage: torch.UntypedStorage, layer: int) -> None:
         try:
