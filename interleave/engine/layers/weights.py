@@ -21,7 +21,8 @@ from ebbtide.interleave.policies.layer_choice import WEIGHTS
 
 log = logging.getLogger("ebbtide")
 
-
+# The number of nodes that autograd runs before all others that are ready, as the accumulation of a gradient.
+_FIRST = 2**64 - 1
 # Passes before there is a plan. The times of the first one do not count: it has not warmed up.
 MEASURED_PASSES = 3
 
@@ -65,6 +66,15 @@ class _Arrival(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.owner.begin_backward()
         return _Departure.apply(gradient, ctx.owner.transfers), None, None
+
+
+def _arrived(weight: _Weight, owner: "StreamedWeights") -> torch.Tensor:
+    """Return a parameter on the device, whose gradient leaves at once, in the order of the plain job: reducers of
+    several ranks divide gradients in this order."""
+    tensor: torch.Tensor = _Arrival.apply(weight.param, weight, owner)
+    if tensor.grad_fn is not None:
+        tensor.grad_fn._set_sequence_nr(_FIRST)
+    return tensor
 
 
 class _Departure(torch.autograd.Function):  # type: ignore[misc]
@@ -185,7 +195,7 @@ class StreamedWeights(MovedLayers):
             marks.begin(False, number)
         self._fetch(layer, number, in_backward)
         if has_grad:
-            params = {one.name: _Arrival.apply(one.param, one, self) for one in weights}
+            params = {one.name: _arrived(one, self) for one in weights}
         else:
             params = {one.name: one.on_device() for one in weights}
         hooks = _WeightHooks(self, layer, weights, other_hooks())
