@@ -96,6 +96,8 @@ class OffloadedActivations(MovedLayers):
         if self._is_left_by(self._weights):
             self._weights = None
             self._kinds_of_pass.clear()
+        if self._weights is not None and self._weights.take_changed():
+            self._kinds_of_pass.clear()
         device_type = self._torch_device.type
         flags = (
             layer.module.training,
@@ -131,6 +133,7 @@ class OffloadedActivations(MovedLayers):
         if not orders.keeps_all:
             own = storages_of(self._model)
             self._pass = LayerPass(transfers, orders, device_type, self._order, kind.end_pass, own, measurement)
+            transfers.evict = self._pass.evict
         return claim
 
     def _options(self) -> LayerOptions:

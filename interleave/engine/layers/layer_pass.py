@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 import torch
 
@@ -105,6 +106,18 @@ class LayerPass:
             self._transfers.count(storage)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(f"layer {self._layers[layer].name}: {error}") from error
+
+    def evict(self) -> bool:
+        """Offload what earlier layers keep, where the plan has not counted all. Return whether there is any."""
+        layer = self.last_layer if self._backward_of is None else self._backward_of
+        earlier = chain.from_iterable(storages for other, storages in self._of_layer.items() if other < layer)
+        kept = [
+            one for one in earlier if one.stays and one.first not in self.orders.left and one not in self._outputs
+        ]
+        for one in kept:
+            one.stays = False
+        self._transfers.down([one for one in kept if one.host is None])
+        return bool(kept)
 
     def _assign(self, storage: SavedStorage, layer: int) -> None:
         """Let a storage be one of a later layer, which uses it before the ones that have saved it."""
