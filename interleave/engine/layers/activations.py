@@ -2,6 +2,7 @@
 
 import math
 import operator
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ class OffloadedActivations(MovedLayers):
         self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
         self._pass: LayerPass | None = None
+        # Those that something saved belongs to.
+        self._passes: weakref.WeakSet[LayerPass] = weakref.WeakSet()
 
     def _join(self, weights: StreamedWeights, device: Device | None) -> None:
         """Share the memory, the copies and the plan of streamed weights."""
@@ -133,8 +136,12 @@ class OffloadedActivations(MovedLayers):
         if not orders.keeps_all:
             own = storages_of(self._model)
             self._pass = LayerPass(transfers, orders, device_type, self._order, kind.end_pass, own, measurement)
-            transfers.evict = self._pass.evict
+            self._passes.add(self._pass)
+            transfers.evict = self._evict
         return claim
+
+    def _evict(self) -> bool:
+        return any([one.evict() for one in self._passes])
 
     def _options(self) -> LayerOptions:
         return LayerOptions(self.option, None if self._weights is None else self._weights.option)

@@ -108,12 +108,11 @@ class LayerPass:
             raise DeviceMemoryError(f"layer {self._layers[layer].name}: {error}") from error
 
     def evict(self) -> bool:
-        """Offload what earlier layers keep, where the plan has not counted all. Return whether there is any."""
+        """Offload what layers keep that do not compute, where plans have counted too little. Return whether there is
+        any."""
         layer = self.last_layer if self._backward_of is None else self._backward_of
-        earlier = chain.from_iterable(storages for other, storages in self._of_layer.items() if other < layer)
-        kept = [
-            one for one in earlier if one.stays and one.first not in self.orders.left and one not in self._outputs
-        ]
+        others = chain.from_iterable(storages for other, storages in self._of_layer.items() if other != layer)
+        kept = [one for one in others if one.stays and one not in self._outputs and one.first not in self.orders.left]
         for one in kept:
             one.stays = False
         self._transfers.down([one for one in kept if one.host is None])

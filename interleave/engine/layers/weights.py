@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ebbtide.interleave.engine.devices.device import Device, Direction
@@ -242,6 +243,11 @@ class StreamedWeights(MovedLayers):
         if self.take_changed() or is_left:
             self._passes, self._measurement, self.orders = 0, None, ONE_AT_A_TIME
             self._number_streamed()
+        if has_grad and DistributedDataParallel._active_ddp_module is not None and self._torch_device.type != "cpu":
+            raise EngineError(
+                "DistributedDataParallel reduces gradients on the device, which those of streamed weights leave: use "
+                "fully_shard, or all_reduce the gradients of the model itself in a gloo group before each step"
+            )
         if not (self._plans and has_grad):
             return
         measured, self._measurement = self._measurement, None
