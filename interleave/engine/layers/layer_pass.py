@@ -107,10 +107,10 @@ class LayerPass:
         except DeviceMemoryError as error:
             raise DeviceMemoryError(f"layer {self._layers[layer].name}: {error}") from error
 
-    def evict(self) -> bool:
+    def evict(self, is_last: bool) -> bool:
         """Offload what layers keep that do not compute, where plans have counted too little. Return whether there is
-        any."""
-        layer = self.last_layer if self._backward_of is None else self._backward_of
+        any. `is_last`: no other forward has begun since."""
+        layer = self.last_layer if self._backward_of is None and is_last else self._backward_of
         others = chain.from_iterable(storages for other, storages in self._of_layer.items() if other != layer)
         kept = [one for one in others if one.stays and one not in self._outputs and one.first not in self.orders.left]
         for one in kept:

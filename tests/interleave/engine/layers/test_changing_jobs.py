@@ -156,9 +156,7 @@ def scaled(kind: str, activations: str | None, weights: str | None, gradients: s
         if weights is not None:
             moved.enter_context(stream_weights(model, device=device, weights=weights))
         if activations is not None:
-            moved.enter_context(
-                offload_activations(model, device=device, memory_budget=1e6, activations=activations)
-            )
+            moved.enter_context(offload_activations(model, device=device, memory_budget=1e6, activations=activations))
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if kind != "torch":
             optimizer = moved.enter_context(closing(interleaved(model, device, kind, gradients)))
