@@ -141,7 +141,7 @@ class OffloadedActivations(MovedLayers):
         return claim
 
     def _evict(self) -> bool:
-        return any([one.evict(one is self._pass) for one in self._passes])
+        return any(one.evict(one is self._pass) for one in self._passes)
 
     def _options(self) -> LayerOptions:
         return LayerOptions(self.option, None if self._weights is None else self._weights.option)
