@@ -60,7 +60,8 @@ class _Weight:
         Gradients are added in the order of the plain job: to those of a later forward, and as reducers of several ranks
         get them."""
         is_again = is_within_backward()
-        source = self.param if self.last is None or is_again else self.last
+        is_first = self.last is None or is_again or not self.param.requires_grad
+        source = self.param if is_first else self.last
         tensor: torch.Tensor = _Arrival.apply(source, self, owner)
         if tensor.requires_grad and not is_again:
             # No view, which would hold the memory.
