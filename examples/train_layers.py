@@ -57,7 +57,7 @@ def main() -> None:
             (loss / args.accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     if args.plain:
         timed_steps(step, range(args.steps))
