@@ -51,8 +51,8 @@ class _Weight:
 
     def is_of(self, params: Mapping[str, torch.Tensor]) -> bool:
         """Return whether a layer has the parameter: the job may have replaced it, moved it or changed its dtype."""
-        is_here = params.get(self.name) is self.param and self.param.device.type == "cpu"
-        return is_here and self.param.untyped_storage().nbytes() == self.storage.nbytes
+        is_here = self.param.device.type == "cpu" and self.param.untyped_storage().nbytes() == self.storage.nbytes
+        return is_here and params.get(self.name) is self.param
 
     def arrive(self, owner: "StreamedWeights") -> torch.Tensor:
         """Return the parameter on the device for a forward, whose gradient leaves at once.

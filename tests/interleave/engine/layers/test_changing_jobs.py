@@ -15,8 +15,7 @@ from ebbtide.interleave import InterleavedAdamW, offload_activations, stream_wei
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from tests.interleave.engine.layers.random_jobs import Attention, Model, Nested, Perceptron
-from tests.interleave.engine.layers.test_activations import LAYER_BYTES, LENGTH, WIDTH, Layer, Stack, same, stack
-from tests.interleave.engine.layers.test_weights import WEIGHT_BYTES
+from tests.interleave.engine.layers.stacks import LAYER_BYTES, LENGTH, WEIGHT_BYTES, WIDTH, Layer, Stack, same, stack
 from tests.interleave.engine.training import MACHINE
 
 Results = list[torch.Tensor]
