@@ -1,15 +1,20 @@
 """Train the decoder of train_gpt.py with its layers' weights on the host and their activations in a small budget.
 
-    python examples/train_layers.py --share 0.25 --steps 10
-    python examples/train_layers.py --plain --steps 10
+    python examples/train_layers.py --share 0.25 --steps 24
+    python examples/train_layers.py --plain --steps 24
 
 Both print the same losses. `--share` is the memory for weights and activations of layers, as a share of the layers'
 weights: by default a quarter, so that the model is four times as large as the memory. On the CPU the device is an
 emulated one, whose memory is a hard limit.
+
+A plan is from the first iterations, and a machine is not always as fast as it was then. So the job makes a new one
+every `--steps-per-plan`, and compares the iterations of each with what it says of them.
 """
 
+import argparse
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -21,54 +26,82 @@ from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.units import bytes_text
 
+# The first iterations of a plan are measured for it, and one makes it.
+WARMUP = 4
+
 
 def main() -> None:
     flags = make_parser(__doc__.splitlines()[0])
     flags.set_defaults(layers=16, width=128, context=32, batch=2)
     flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     flags.add_argument("--share", type=float, default=0.25, help="memory as a share of the layers' weights")
+    flags.add_argument("--steps-per-plan", type=int, default=12)
     flags.add_argument("--plain", action="store_true", help="keep everything on the device")
     args = flags.parse_args()
+    if args.device == "cpu":
+        # The copies of the emulated device take a core: threads of a layer would wait for each other behind them.
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
     torch.manual_seed(args.seed)
     data = Sentences(2_000, args.context, args.seed)
     loader = DataLoader(data, batch_size=args.batch, shuffle=True, drop_last=True)
     model = GPT(data.vocabulary, args.context, args.layers, args.width, args.heads).to(args.device)
-    optimizer_params = [*model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    batches = iter(loader)
+
+    def step() -> float:
+        """Train a step and return its loss."""
+        for _ in range(args.accumulate):
+            tokens, targets = (part.to(args.device) for part in next(batches))
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            (loss / args.accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    if args.plain:
+        timed_steps(step, range(args.steps))
+    else:
+        train_with_plans(args, model, step)
+
+
+def timed_steps(step: Callable[[], float], numbers: range) -> list[float]:
+    """Train steps, and return the seconds of each."""
+    times = []
+    for number in numbers:
+        begin = time.perf_counter()
+        loss = step()
+        times.append(time.perf_counter() - begin)
+        print(f"step {number:3d}  loss {loss:.4f}", flush=True)
+    return times
+
+
+def train_with_plans(args: argparse.Namespace, model: GPT, step: Callable[[], float]) -> None:
+    """Train with the layers in their memory, and print the iterations beside the simulated ones of each plan."""
     weight_bytes = sum(param.nbytes for param in model.blocks.parameters())
     memory_bytes = args.share * weight_bytes
-    device = EmulatedDevice(memory_bytes) if args.device == "cpu" else None
-    with ExitStack() as stack:
-        activations = weights = None
-        times = []
-        if not args.plain:
+    pairs = []
+    for first in range(0, args.steps, args.steps_per_plan):
+        device = EmulatedDevice(memory_bytes) if args.device == "cpu" else None
+        with ExitStack() as stack:
             # One budget, and one plan, for both.
             weights = stack.enter_context(stream_weights(model, memory_budget=memory_bytes, device=device))
             activations = stack.enter_context(offload_activations(model))
-        optimizer = torch.optim.AdamW(optimizer_params, lr=3e-4)
-        batches = iter(loader)
-        for step in range(args.steps):
-            begin = time.perf_counter()
-            for _ in range(args.accumulate):
-                tokens, targets = (part.to(args.device) for part in next(batches))
-                loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-                (loss / args.accumulate).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append(time.perf_counter() - begin)
-            print(f"step {step:3d}  loss {loss.item():.4f}", flush=True)
-        print(
-            f"weights of layers {bytes_text(weight_bytes)}, memory for them and activations {bytes_text(memory_bytes)}"
-        )
-        if activations is not None and weights is not None:
+            times = timed_steps(step, range(first, min(first + args.steps_per_plan, args.steps)))
             kinds = [*weights.choices.values(), *activations.choices.values()]
-            print("layers: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
-            # The first steps are measured for the plan, and one makes it.
-            if activations.predicted is not None and len(times) > 4 and args.accumulate == 1:
-                simulated_ms = 1e3 * activations.predicted.iteration_s
-                print(f"iteration: {1e3 * statistics.median(times[4:]):.1f} ms, simulated {simulated_ms:.1f} ms")
-        if not args.plain and device is not None:
-            print(f"peak of the device: {bytes_text(device.peak_bytes)}")
+            if activations.predicted is not None and len(times) > WARMUP and args.accumulate == 1:
+                pairs.append((statistics.median(times[WARMUP:]), activations.predicted.iteration_s))
+    print(f"weights of layers {bytes_text(weight_bytes)}, memory for them and activations {bytes_text(memory_bytes)}")
+    print("layers: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
+    if pairs:
+        measured, simulated = (1e3 * statistics.median(one) for one in zip(*pairs, strict=True))
+        ratios = sorted(one / other for one, other in pairs)
+        print(
+            f"iteration: {measured:.1f} ms, simulated {simulated:.1f} ms; of each plan {ratios[0]:.2f} to "
+            f"{ratios[-1]:.2f} of the simulated one, median {statistics.median(ratios):.2f}"
+        )
+    if device is not None:
+        print(f"peak of the device: {bytes_text(device.peak_bytes)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ class OffloadedActivations(MovedLayers):
         self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
         self._pass: LayerPass | None = None
+        # Those that something saved belongs to.
+        self._passes: weakref.WeakSet[LayerPass] = weakref.WeakSet()
 
     def _join(self, weights: StreamedWeights, device: Device | None) -> None:
         """Share the memory, the copies and the plan of streamed weights."""
@@ -96,6 +99,8 @@ class OffloadedActivations(MovedLayers):
         if self._is_left_by(self._weights):
             self._weights = None
             self._kinds_of_pass.clear()
+        if self._weights is not None and self._weights.take_changed():
+            self._kinds_of_pass.clear()
         device_type = self._torch_device.type
         flags = (
             layer.module.training,
@@ -131,7 +136,12 @@ class OffloadedActivations(MovedLayers):
         if not orders.keeps_all:
             own = storages_of(self._model)
             self._pass = LayerPass(transfers, orders, device_type, self._order, kind.end_pass, own, measurement)
+            self._passes.add(self._pass)
+            transfers.evict = self._evict
         return claim
+
+    def _evict(self) -> bool:
+        return any(one.evict(one is self._pass) for one in self._passes)
 
     def _options(self) -> LayerOptions:
         return LayerOptions(self.option, None if self._weights is None else self._weights.option)
@@ -163,6 +173,8 @@ class OffloadedActivations(MovedLayers):
                     f"layer {layer.name}: a parameter was modified in place between its forward and its backward, "
                     "which computes it again. No gradient was computed from it"
                 )
+            # A sharded layer has gathered its parameters again.
+            one.own_of_layer = storages_of(layer.module)
             save, load = other_hooks()
             with saved_tensors_hooks(lambda tensor: save(one.counted(tensor)), load):
                 return layer.original(*args, **kwargs)

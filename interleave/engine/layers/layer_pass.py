@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 import torch
 
@@ -38,7 +39,7 @@ class LayerPass:
         self._end = end
         self._own = own
         # The same of the layer that computes now, which may have gathered them.
-        self._own_of_layer: Collection[int] = ()
+        self.own_of_layer: Collection[int] = ()
         self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._of_layer: dict[int, weakref.WeakSet[SavedStorage]] = {}
         # Saved outputs of the last layer: they count for the next one, whose backward needs them first.
@@ -59,7 +60,7 @@ class LayerPass:
             transfers.wait("d2h", lambda _: True)
         elif awaited := orders.awaited.get(layer):
             transfers.wait("d2h", lambda one: one.layer in awaited)
-        self._own_of_layer, self._saved, self.last_layer = own, 0, layer
+        self.own_of_layer, self._saved, self.last_layer = own, 0, layer
         self._of_layer[layer] = weakref.WeakSet()
         for storage in self._outputs:
             self._assign(storage, layer)
@@ -98,13 +99,24 @@ class LayerPass:
         if tensor.device.type != self._device_type or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        return None if storage._cdata in self._own or storage._cdata in self._own_of_layer else storage
+        return None if storage._cdata in self._own or storage._cdata in self.own_of_layer else storage
 
     def _count(self, storage: torch.UntypedStorage, layer: int) -> None:
         try:
             self._transfers.count(storage)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(f"layer {self._layers[layer].name}: {error}") from error
+
+    def evict(self, is_last: bool) -> bool:
+        """Offload what layers keep that do not compute, where plans have counted too little. Return whether there is
+        any. `is_last`: no other forward has begun since."""
+        layer = self.last_layer if self._backward_of is None and is_last else self._backward_of
+        others = chain.from_iterable(storages for other, storages in self._of_layer.items() if other != layer)
+        kept = [one for one in others if one.stays and one not in self._outputs and one.first not in self.orders.left]
+        for one in kept:
+            one.stays = False
+        self._transfers.down([one for one in kept if one.host is None])
+        return bool(kept)
 
     def _assign(self, storage: SavedStorage, layer: int) -> None:
         """Let a storage be one of a later layer, which uses it before the ones that have saved it."""

@@ -86,6 +86,7 @@ class StorageTransfers:
     Attributes:
         measures: Whether the times of copies are kept, for `rates`, and those of the job's waiting for them.
         waits: The starts and ends of that.
+        evict: Issues copies to the host where the plan has not counted all memory. Returns whether there are any.
     """
 
     def __init__(self, device: Device, memory: LayerMemoryCount, arena: HostArena) -> None:
@@ -94,6 +95,7 @@ class StorageTransfers:
         self.arena = arena
         self.measures = False
         self.waits: list[Mark] = []
+        self.evict: Callable[[], bool] = bool
         self._flights: list[_Flight] = []
         self._ended: list[_Flight] = []
         self._moved: dict[Direction, tuple[int, float]] = {"h2d": (0, 0.0), "d2h": (0, 0.0)}
@@ -117,6 +119,8 @@ class StorageTransfers:
                 if down is None:
                     if not is_needed:
                         raise
+                    if self.evict():
+                        continue
                     # Cycles of references, as imports and errors leave them, may hold tensors.
                     gc.collect()
                     return self.memory.claim(nbytes)

@@ -2,12 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ebbtide.interleave.engine.devices.device import Device, Direction
@@ -21,7 +22,8 @@ from ebbtide.interleave.policies.layer_choice import WEIGHTS
 
 log = logging.getLogger("ebbtide")
 
-
+# The number of nodes that autograd runs before all others that are ready, as the accumulation of a gradient.
+_FIRST = 2**64 - 1
 # Passes before there is a plan. The times of the first one do not count: it has not warmed up.
 MEASURED_PASSES = 3
 
@@ -32,7 +34,8 @@ class _Weight:
     def __init__(self, name: str, param: torch.nn.Parameter, device: Device) -> None:
         self.name = name
         self.param = param
-        self.torch_device = param.device
+        # The last arrival of graphs whose backward has not ended, without its memory.
+        self.last: torch.Tensor | None = None
         host = device.allocate_host(tuple(param.shape), param.dtype)
         host.copy_(param.detach())
         param.data = host
@@ -46,6 +49,28 @@ class _Weight:
         self.storage.forget()
         self.version = self.param._version
 
+    def is_of(self, params: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether a layer has the parameter: the job may have replaced it, moved it or changed its dtype."""
+        is_here = self.param.device.type == "cpu" and self.param.untyped_storage().nbytes() == self.storage.nbytes
+        return is_here and params.get(self.name) is self.param
+
+    def arrive(self, owner: "StreamedWeights") -> torch.Tensor:
+        """Return the parameter on the device for a forward, whose gradient leaves at once.
+
+        Gradients are added in the order of the plain job: to those of a later forward, and as reducers of several ranks
+        get them."""
+        is_again = is_within_backward()
+        is_first = self.last is None or is_again or not self.param.requires_grad
+        source = self.param if is_first else self.last
+        tensor: torch.Tensor = _Arrival.apply(source, self, owner)
+        if tensor.requires_grad and not is_again:
+            # No view, which would hold the memory.
+            self.last = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+            self.last.data = tensor.new_empty(0)
+            for one in (tensor, self.last):
+                one.grad_fn._set_sequence_nr(_FIRST)
+        return tensor
+
     def on_device(self) -> torch.Tensor:
         storage = self.storage.hold()
         assert storage is not None
@@ -54,17 +79,17 @@ class _Weight:
 
 
 class _Arrival(torch.autograd.Function):  # type: ignore[misc]
-    """The parameter on the device; its gradient goes to the host as it comes."""
+    """The parameter on the device; its gradient goes to the host as it comes, or to the arrival before."""
 
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor, weight: _Weight, owner: "StreamedWeights") -> torch.Tensor:
-        ctx.owner = owner
+    def forward(ctx: Any, source: torch.Tensor, weight: _Weight, owner: "StreamedWeights") -> torch.Tensor:
+        ctx.owner, ctx.is_first = owner, source is weight.param
         return weight.on_device()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.owner.begin_backward()
-        return _Departure.apply(gradient, ctx.owner.transfers), None, None
+        return _Departure.apply(gradient, ctx.owner.transfers) if ctx.is_first else gradient, None, None
 
 
 class _Departure(torch.autograd.Function):  # type: ignore[misc]
@@ -109,8 +134,9 @@ class StreamedWeights(MovedLayers):
         self, model: torch.nn.Module, memory_budget: float | None, device: Device | None, weights: str
     ) -> None:
         super().__init__(model, memory_budget, weights)
-        first = next(self._layers[0].module.parameters(), torch.empty(0))
-        self.transfers = self._open(device, first.device)
+        self._model = model
+        self._torch_device = next(self._layers[0].module.parameters(), torch.empty(0)).device
+        self.transfers = self._open(device, self._torch_device)
         # By number: the layers that are streamed, and how many of these are before each.
         self._streamed: list[int] = []
         self._before: list[int] = [0]
@@ -123,20 +149,29 @@ class StreamedWeights(MovedLayers):
         self.outer: MovedLayers | None = None
         self._passes = 0
         self._measurement: PassMeasurement | None = None
-        uses = Counter(
-            param for module in model.modules() for param in module._parameters.values() if param is not None
-        )
         self.kept: list[str] = []
-        self._weights: dict[LayerForward, list[_Weight]] = {}
-        for layer in self._layers:
-            self._weights[layer] = []
-            for name, param in layer.module.named_parameters():
+        self._weights: dict[LayerForward, list[_Weight]] = {layer: [] for layer in self._layers}
+        self.take_changed()
+        if self.kept:
+            log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
+
+    def take_changed(self) -> bool:
+        """Move the weights of layers to the host, unless they are there. Return whether any were moved."""
+        if all(map(self._is_current, self._layers)):
+            return False
+        modules = self._model.modules()
+        uses = Counter(param for module in modules for param in module._parameters.values() if param is not None)
+        self.kept.clear()
+        for layer, weights in self._weights.items():
+            params = dict(layer.module.named_parameters())
+            own = {one.name: one for one in weights if one.is_of(params)}
+            weights.clear()
+            for name, param in params.items():
                 if uses[param] > 1 or not is_plain(param.data) or not param.is_contiguous():
                     self.kept.append(f"{layer.name}.{name}")
                 else:
-                    self._weights[layer].append(_Weight(name, param, self.transfers.device))
-        if self.kept:
-            log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
+                    weights.append(own.get(name) or _Weight(name, param, self.transfers.device))
+        return True
 
     def _choice(self, layer: int) -> str:
         return "streamed" if self.orders.is_streamed(layer) else "resident"
@@ -167,7 +202,7 @@ class StreamedWeights(MovedLayers):
         super().close()
         self._release(self._there)
         for weight in chain.from_iterable(self._weights.values()):
-            weight.param.data = weight.param.data.to(weight.torch_device)
+            weight.param.data = weight.param.data.to(self._torch_device)
         self._weights.clear()
 
     def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,7 +220,7 @@ class StreamedWeights(MovedLayers):
             marks.begin(False, number)
         self._fetch(layer, number, in_backward)
         if has_grad:
-            params = {one.name: _Arrival.apply(one.param, one, self) for one in weights}
+            params = {one.name: one.arrive(self) for one in weights}
         else:
             params = {one.name: one.on_device() for one in weights}
         hooks = _WeightHooks(self, layer, weights, other_hooks())
@@ -198,14 +233,22 @@ class StreamedWeights(MovedLayers):
             self._release([layer])
         return output
 
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _begin_pass(self, has_grad: bool) -> None:
         # The optimizer may have stepped.
         self._release(self._there)
         self._is_end_awaited = False
-        if self._is_left_by(self.outer):
-            self.outer, self._plans, self._passes, self._measurement = None, True, 0, None
-            self.orders = ONE_AT_A_TIME
+        is_left = self._is_left_by(self.outer)
+        if is_left:
+            self.outer, self._plans = None, True
+        if self.take_changed() or is_left:
+            self._passes, self._measurement, self.orders = 0, None, ONE_AT_A_TIME
             self._number_streamed()
+        if has_grad and DistributedDataParallel._active_ddp_module is not None and self._torch_device.type != "cpu":
+            raise EngineError(
+                "DistributedDataParallel reduces gradients on the device, which those of streamed weights leave: use "
+                "fully_shard, or all_reduce the gradients of the model itself in a gloo group before each step"
+            )
         if not (self._plans and has_grad):
             return
         measured, self._measurement = self._measurement, None
@@ -214,6 +257,11 @@ class StreamedWeights(MovedLayers):
             self._number_streamed()
         elif self._passes < MEASURED_PASSES:
             self._measurement = PassMeasurement(self.transfers, measured)
+
+    def _is_current(self, layer: LayerForward) -> bool:
+        named, weights = dict(layer.module.named_parameters()), self._weights[layer]
+        kept = (name for name in self.kept if name.startswith(f"{layer.name}."))
+        return len(named) == len(weights) + sum(1 for _ in kept) and all(one.is_of(named) for one in weights)
 
     def _number_streamed(self) -> None:
         is_streamed = [self.orders.is_streamed(number) for number in range(len(self._order))]
@@ -238,6 +286,7 @@ class StreamedWeights(MovedLayers):
         self._fetch(layer, number, True)
         return saved.tensor.get()
 
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _fetch(self, layer: LayerForward, number: int, is_backward: bool) -> None:
         """Bring the weights of a layer to the device, and issue the copies of those that are needed next.
 
@@ -275,6 +324,7 @@ class StreamedWeights(MovedLayers):
             self._release([layer])
         return [weight.storage for weight in weights]
 
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _release(self, layers: Collection[LayerForward]) -> None:
         """Release the weights of layers on the device."""
         for layer in [*layers]:
@@ -284,6 +334,8 @@ class StreamedWeights(MovedLayers):
             self._there.discard(layer)
 
     def _end_backward(self) -> None:
+        for weight in chain.from_iterable(self._weights.values()):
+            weight.last = None
         if self._measurement is not None:
             self._measurement.end()
         self._passes += 1

@@ -259,8 +259,8 @@ class GradientPlaceholder(torch.Tensor):  # type: ignore[misc]
             return args[0]
         raise EngineError(
             "streamed gradients are copied to the host as soon as they are computed: let the optimizer clip "
-            "(max_grad_norm=) and scale (loss_scale=, and optimizer.scale(loss)), let zero_grad() set them to None, or "
-            "use gradients='kept'"
+            "(max_grad_norm=) and scale (loss_scale=, and optimizer.scale(loss)) in place of GradScaler, "
+            "let zero_grad() set them to None, or use gradients='kept'"
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:

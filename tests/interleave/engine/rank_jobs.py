@@ -185,13 +185,13 @@ JOBS: tuple[Callable[[int, Path], Result], ...] = (
 )
 
 
-def main(rank: int, folder: Path, jobs: tuple[Callable[[int, Path], Result], ...]) -> None:
-    """Run jobs; rank 0 writes the results to the folder."""
+def main(rank: int, folder: Path, jobs: tuple[Callable[[int, Path], Result], ...], ranks: int) -> None:
+    """Run jobs on one of several ranks; rank 0 writes the results to the folder."""
     torch.set_num_threads(1)
     compile_once()
     gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     results = {job.__name__: job(rank, folder) for job in jobs}
     if rank == 0:
         torch.save(results, folder / "results")

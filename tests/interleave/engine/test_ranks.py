@@ -17,6 +17,7 @@ from tests.conftest import PROCESS_TIMEOUT_S, run_process, shared_folder
 from tests.interleave.engine import (
     compiled_rank_jobs,
     late_rank_jobs,
+    layer_rank_jobs,
     matrix_rank_jobs,
     rank_jobs,
     speculative_rank_jobs,
@@ -31,8 +32,8 @@ Results = dict[str, Any]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     """Run all jobs in one start of the ranks, which takes longer than the jobs; return the results and the folder."""
-    jobs = rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS
-    folder = shared_folder(tmp_path_factory, "ranks", lambda folder: run_ranks(folder, jobs))
+    others = late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS + layer_rank_jobs.JOBS
+    folder = shared_folder(tmp_path_factory, "ranks", lambda folder: run_ranks(folder, rank_jobs.JOBS + others))
     return torch.load(folder / "results", weights_only=True), folder
 
 
@@ -128,15 +129,32 @@ def test_late_updates__change_no_bits_of_compiled_models(tmp_path: Path) -> None
     assert torch.load(tmp_path / "results") == {"compiled_shards": True, "compiled_replicas": True}
 
 
-def run_ranks(folder: Path, jobs: tuple[Any, ...]) -> None:
+def test_layers_that_move__have_the_bits_of_the_plain_job_on_the_same_ranks(ranks: tuple[Results, Path]) -> None:
+    results, _ = ranks
+    assert results["random_layers"]["differing"] == []
+    assert len(results["random_layers"]["counts"]) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_layers_that_move__many_jobs_on_ranks(count: int, tmp_path: Path) -> None:
+    run_ranks(tmp_path, (layer_rank_jobs.many_random_layers,), count, limit_s=900)
+    results = torch.load(tmp_path / "results")["many_random_layers"]
+    assert results["differing"] == []
+    assert {name.split()[0] for name in results["counts"]} == {*layer_rank_jobs.KINDS}
+
+
+def run_ranks(
+    folder: Path, jobs: tuple[Any, ...], count: int = rank_jobs.RANKS, limit_s: float = PROCESS_TIMEOUT_S
+) -> None:
     """Run jobs on all ranks; kill them and fail if they take too long."""
-    ranks = torch.multiprocessing.spawn(rank_jobs.main, (folder, jobs), nprocs=rank_jobs.RANKS, join=False, daemon=True)
-    deadline = time.monotonic() + PROCESS_TIMEOUT_S
+    ranks = torch.multiprocessing.spawn(rank_jobs.main, (folder, jobs, count), nprocs=count, join=False, daemon=True)
+    deadline = time.monotonic() + limit_s
     while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
         if time.monotonic() >= deadline:
             for process in ranks.processes:
                 process.kill()
-            pytest.fail(f"the ranks did not finish within {PROCESS_TIMEOUT_S:g} s")
+            pytest.fail(f"the ranks did not finish within {limit_s:g} s")
 
 
 def one_process() -> dict[str, torch.Tensor]:

@@ -185,6 +185,24 @@ OVERLAPS = ("none", "none", "forward", "backward", "both", "auto")
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """A model on several ranks. With `syncs_last` gradients of the last micro-step alone are reduced."""
+
+    kind: str
+    call: Any
+    rank: int
+    syncs_last: bool
+
+    def set_sync(self, is_last: bool) -> None:
+        is_synced = is_last or not self.syncs_last
+        if self.kind == "ddp":
+            # As its context `no_sync`.
+            self.call.require_backward_grad_sync = is_synced
+        else:
+            self.call.set_requires_gradient_sync(is_synced)
+
+
+@dataclass(frozen=True)
 class Job:
     """A random job. `steps` have the number of tokens of each micro-step."""
 
@@ -224,24 +242,29 @@ class Job:
             model=model,
         )
 
-    def train(self, model: Model, device: EmulatedDevice | None = None) -> list[torch.Tensor]:
+    def train(
+        self, model: Model, device: EmulatedDevice | None = None, parallel: Parallel | None = None
+    ) -> list[torch.Tensor]:
         """Return the losses, then the gradients of the last step, parameters and buffers."""
         optimizer = self.optimizer(model, device)
-        torch.manual_seed(self.seed + 1)
+        call, rank = (model, 0) if parallel is None else (parallel.call, parallel.rank)
+        torch.manual_seed(self.seed + 1 + rank)
         results: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for number, step in enumerate(self.steps):
             optimizer.zero_grad()
             if self.fault is not None and self.fault.step == number:
                 self.fault.attempt(model, optimizer, device)
-            for length in step:
+            for micro_step, length in enumerate(step):
+                if parallel is not None:
+                    parallel.set_sync(micro_step == len(step) - 1)
                 tokens = torch.randint(0, 8, (length + 1,))
                 with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
-                    loss = F.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
+                    loss = F.cross_entropy(call(tokens[:-1]).float(), tokens[1:])
                 if self.evaluates:
                     model.eval()
                     with torch.no_grad():
-                        results.append(model(tokens[:-1]).sum())
+                        results.append(call(tokens[:-1]).sum())
                     model.train()
                 loss.backward(retain_graph=self.twice)
                 if self.twice:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from tests.conftest import slow_case
 from tests.interleave.engine.layers.stacks import LAYER_BYTES, WEIGHT_BYTES, WIDTH, same, stack, train
 
@@ -46,6 +46,16 @@ def test_stream_weights__sharded_and_replicated_models(kind: str, one_rank: None
         # Shards stay, and are named.
         assert len(streamed.kept) == (10 if kind == "sharded" else 0)
         assert (streamed.peak_bytes > 0) == (kind == "ddp")
+
+
+def test_stream_weights__under_ddp_on_a_gpu_is_an_error_that_names_the_remedy(one_rank: None) -> None:
+    model = parallel("ddp")
+    with stream_weights(model, device=EmulatedDevice()) as streamed:
+        # As of a model on a GPU.
+        streamed._torch_device = torch.device("cuda")
+        with pytest.raises(EngineError, match="all_reduce the gradients of the model itself in a gloo group"):
+            train(model)
+        streamed._torch_device = torch.device("cpu")
 
 
 def parallel(kind: str) -> Any:

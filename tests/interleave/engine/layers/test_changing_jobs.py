@@ -1,0 +1,228 @@
+"""Jobs that change while their layers move: the bits of the plain job, whatever they do between passes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ebbtide.interleave import InterleavedAdamW, offload_activations, stream_weights
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.errors import EngineError
+from tests.interleave.engine.layers.random_jobs import Attention, Model, Nested, Perceptron
+from tests.interleave.engine.layers.stacks import LAYER_BYTES, LENGTH, WEIGHT_BYTES, WIDTH, Layer, Stack, same, stack
+from tests.interleave.engine.training import MACHINE
+
+Results = list[torch.Tensor]
+# Layers whose activations, and whose weights, the memory holds; None: they are not moved.
+CHOICES = [(2.2, None), (None, 2.1), (2.2, 2.1), (1.2, 1.1)]
+
+
+def steps(model: Stack, count: int, length: int = LENGTH, micro_steps: int = 1) -> Results:
+    """Return the losses of some steps, of an optimizer of their own."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    results = []
+    for step in range(count):
+        torch.manual_seed(step)
+        for _ in range(micro_steps):
+            loss = model(torch.randn(length, WIDTH, dtype=model.inputs.weight.dtype)).square().mean()
+            loss.backward()
+            results.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+def of_layers(model: Stack, order: Callable[[list[Layer]], list[Layer]]) -> None:
+    """Let a model compute other layers, or in another order."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = model.inputs(x)
+        for layer in order([*model.layers]):
+            x = layer(x)
+        return x
+
+    model.forward = forward
+
+
+def batches_of_other_sizes(model: Stack) -> Iterator[Results]:
+    for _ in range(2):
+        yield steps(model, 4)
+        yield steps(model, 1, length=7)
+    yield steps(model, 2, micro_steps=3)
+    yield steps(model, 1, micro_steps=2)
+
+
+def evaluation(model: Stack) -> Iterator[Results]:
+    for _ in range(5):
+        with torch.inference_mode():
+            yield [model(torch.ones(3, WIDTH)).clone()]
+        yield steps(model, 1)
+        model.eval()
+        with torch.no_grad():
+            yield [model(torch.ones(3, WIDTH))]
+        model.train()
+
+
+def replaced_weights(model: Stack) -> Iterator[Results]:
+    yield steps(model, 5)
+    model.load_state_dict({name: 1.5 * value for name, value in model.state_dict().items()}, assign=True)
+    yield steps(model, 5)
+    for param in model.parameters():
+        param.data = 1.25 * param.data
+    yield steps(model, 5)
+
+
+def smaller_type(model: Stack) -> Iterator[Results]:
+    yield steps(model, 5)
+    model.bfloat16()
+    yield steps(model, 5)
+
+
+def repeated_layers(model: Stack) -> Iterator[Results]:
+    of_layers(model, lambda layers: [layers[0], layers[0], *layers[:3]])
+    yield steps(model, 5)
+
+
+def dropped_layers(model: Stack) -> Iterator[Results]:
+    draw = random.Random(3)
+    of_layers(model, lambda layers: [layer for layer in layers if draw.random() < 0.7])
+    yield steps(model, 16)
+
+
+def early_exits(model: Stack) -> Iterator[Results]:
+    depths = iter([2, 3, 1, 2, 5, 4, 5, 1, 3])
+    of_layers(model, lambda layers: layers[: next(depths)])
+    yield steps(model, 9)
+
+
+def kept_graphs(model: Stack) -> Iterator[Results]:
+    for _ in range(5):
+        loss = model(torch.ones(LENGTH, WIDTH)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        yield [loss.detach()]
+
+
+def frozen_layers(model: Stack) -> Iterator[Results]:
+    yield steps(model, 4)
+    model.layers[:2].requires_grad_(False)
+    yield steps(model, 4)
+    model.requires_grad_(True)
+    yield steps(model, 2)
+
+
+JOBS = [
+    batches_of_other_sizes,
+    evaluation,
+    replaced_weights,
+    smaller_type,
+    repeated_layers,
+    dropped_layers,
+    early_exits,
+    kept_graphs,
+    frozen_layers,
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_moved_layers__have_the_bits_of_a_plain_job_that_changes(job: Callable[[Stack], Iterator[Results]]) -> None:
+    plain = stack()
+    expected = [one for part in job(plain) for one in part]
+    for activation_layers, weight_layers in CHOICES:
+        model, device = stack(), EmulatedDevice()
+        with ExitStack() as moved:
+            if weight_layers is not None:
+                moved.enter_context(stream_weights(model, memory_budget=weight_layers * WEIGHT_BYTES, device=device))
+            if activation_layers is not None:
+                # Each time that a layer is repeated counts as a forward of its own.
+                budget = (9 if job is repeated_layers else activation_layers) * LAYER_BYTES
+                moved.enter_context(offload_activations(model, memory_budget=budget, device=device))
+            results = [one for part in job(model) for one in part]
+        assert same(results, expected)
+        assert same([*model.parameters()], [*plain.parameters()])
+
+
+def scaled(kind: str, activations: str | None, weights: str | None, gradients: str = "kept") -> tuple[Results, int]:
+    """Return what a job with a GradScaler has computed, and the number of steps that it has skipped."""
+    torch.manual_seed(0)
+    model, device = Model([Perceptron, Attention, Nested], True, False), EmulatedDevice()
+    with ExitStack() as moved:
+        if weights is not None:
+            moved.enter_context(stream_weights(model, device=device, weights=weights))
+        if activations is not None:
+            moved.enter_context(offload_activations(model, device=device, memory_budget=1e6, activations=activations))
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if kind != "torch":
+            optimizer = moved.enter_context(closing(interleaved(model, device, kind, gradients)))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        results, skipped = [], 0
+        for step in range(8):
+            tokens = torch.randint(0, 8, (10,))
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
+            scaler.scale(loss).backward()
+            if step % 3 == 2:
+                scaler.unscale_(optimizer)
+                results.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            skipped += scaler.get_scale() < scale
+            results.append(loss.detach())
+    return [*results, *(param.detach() for param in model.parameters())], skipped
+
+
+def interleaved(model: nn.Module, device: EmulatedDevice, overlap: str, gradients: str) -> InterleavedAdamW:
+    """Return an optimizer with late updates, or without."""
+    return InterleavedAdamW(
+        model.parameters(),
+        lr=0.01,
+        policy="pipelined",
+        machine=MACHINE,
+        subgroup_params=500,
+        device=device,
+        model=model,
+        overlap=overlap,
+        gradients=gradients,
+    )
+
+
+@pytest.mark.parametrize("kind", ["torch", "none", "forward"])
+def test_grad_scaler__skips_the_same_steps(kind: str) -> None:
+    expected, skipped = scaled(kind, None, None)
+    assert 0 < skipped < 8
+    for activations, weights in [("offload", "streamed"), ("recompute", None), (None, "streamed")]:
+        results, also_skipped = scaled(kind, activations, weights)
+        assert same(results, expected)
+        assert also_skipped == skipped
+
+
+def test_grad_scaler__streamed_gradients_are_an_error_that_names_the_remedy() -> None:
+    with pytest.raises(EngineError, match=r"loss_scale=, and optimizer.scale\(loss\)\) in place of GradScaler"):
+        scaled("none", None, None, "streamed")
+
+
+@pytest.mark.parametrize("activations", [None, "recompute", "offload"])
+def test_stream_weights__gradients_come_in_the_order_of_the_plain_job(activations: str | None) -> None:
+    orders: list[list[str]] = []
+    for is_moved in (False, True):
+        torch.manual_seed(0)
+        model, order = Model([Perceptron, Attention, Nested], True, False), []
+        with ExitStack() as moved:
+            if is_moved:
+                moved.enter_context(stream_weights(model, device=EmulatedDevice()))
+                if activations is not None:
+                    moved.enter_context(offload_activations(model, memory_budget=1e6, activations=activations))
+            for name, param in model.named_parameters():
+                param.register_post_accumulate_grad_hook(lambda _, name=name, order=order: order.append(name))
+            for _ in range(4):
+                model(torch.arange(9) % 8).sum().backward()
+        orders.append(order)
+    assert orders[0] == orders[1]
