@@ -132,7 +132,7 @@ def test_find_machine__accepts_a_file_a_preset_or_the_recorded_machine(tmp_path:
 
 
 def test_find_machine__takes_the_first_letters_of_one_name() -> None:
-    assert find_machine("RTX4").name == "rtx4090"
+    assert find_machine("RTX409").name == "rtx4090"
     assert find_machine("h100-80gb").name == "h100-80gb"
     assert find_machine("h100-80gb-s").name == "h100-80gb-sxm-published"
 
