@@ -127,7 +127,7 @@ def predicted_line(job: Callable[[], Iterator[str]], device_name: str, relative:
 def snapshot_line(path: Path) -> MemoryLine:
     """Return the line of a snapshot of torch's allocator with one device."""
     snapshot = read_snapshot(lambda: path.open("rb"))
-    events = np.concatenate([*snapshot.events[0].blocks()])
+    events = np.concatenate([*snapshot.events[0].blocks(*ACTIONS)])
     signs = np.select([events["action"] == ACTIONS["alloc"], events["action"] == ACTIONS["free_requested"]], [1, -1], 0)
     rows = signs != 0
     changes = (signs * events["bytes"])[rows]

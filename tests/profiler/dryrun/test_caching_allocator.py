@@ -79,7 +79,7 @@ def test_caching_allocator__takes_the_segments_of_a_real_run(name: str) -> None:
     live = {address: allocator.allocate(size) for address, size in zip(older["address"], older["bytes"], strict=True)}
     reserved_before, segments_before = allocator.reserved_bytes, allocator.segments_allocated
     segments = grown = errors = 0
-    events = np.concatenate([*snapshot.events[0].blocks()])
+    events = np.concatenate([*snapshot.events[0].blocks(*ACTIONS)])
     for number, address, size in events[["action", "address", "bytes"]].tolist():
         action = names[number]
         if action == "segment_alloc":
