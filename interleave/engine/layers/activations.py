@@ -133,7 +133,10 @@ class OffloadedActivations(MovedLayers):
         if self._weights is not None:
             self._weights.follow(orders, measurement)
         self._pass = None
-        if not orders.keeps_all:
+        if orders.keeps_all:
+            # It waits for no copy later: one of a pass that has no backward would hold its memory.
+            transfers.wait("d2h", lambda _: True)
+        else:
             own = storages_of(self._model)
             self._pass = LayerPass(transfers, orders, device_type, self._order, kind.end_pass, own, measurement)
             self._passes.add(self._pass)

@@ -108,10 +108,15 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
                 assert offloaded.peak_bytes <= offloaded._transfers.memory.limit_bytes
             assert [*map(torch.equal, actual, expected)] == [True] * len(expected), (seed, planner.kinds)
             kinds = set(offloaded.choices.values())
-            # torch keeps the graph of a backward that an error ends in a checkpoint, with any hooks of saved tensors.
-            fails_in_backward = job.fault is not None and job.fault.kind == "backward"
-            assert offloaded.used_bytes == 0 or fails_in_backward, (seed, planner.kinds)
+            assert offloaded.used_bytes == 0, (seed, planner.kinds)
         return "+".join(sorted(kinds))
+
+
+def test_offload_activations__keeps_no_copied_memory_of_a_pass_whose_backward_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # All later passes keep everything.
+    assert run_case(10594, monkeypatch) == "keep"
 
 
 def test_time_limit__ends_a_case_whose_copies_never_end() -> None:
