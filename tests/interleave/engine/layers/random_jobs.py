@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
-from tests.interleave.engine.training import MACHINE
+from tests.interleave.engine.layers.stacks import interleaved
 
 WIDTH = 16
 
@@ -230,17 +230,8 @@ class Job:
         params = [param for param in model.parameters() if param.requires_grad]
         if not self.interleaved:
             return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-        return InterleavedAdamW(
-            params,
-            lr=1e-2,
-            policy="pipelined",
-            machine=MACHINE,
-            subgroup_params=500,
-            device=device,
-            overlap=self.overlap,
-            gradients="streamed" if self.overlap in ("backward", "both") else "kept",
-            model=model,
-        )
+        gradients = "streamed" if self.overlap in ("backward", "both") else "kept"
+        return interleaved(model, device, self.overlap, gradients)
 
     def train(
         self, model: Model, device: EmulatedDevice | None = None, parallel: Parallel | None = None

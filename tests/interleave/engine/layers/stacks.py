@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ebbtide.interleave import InterleavedAdamW
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from tests.interleave.engine.training import MACHINE
+
 WIDTH, LENGTH = 32, 24
 # One layer saves its input and the output of its function.
 LAYER_BYTES = 2 * 4 * WIDTH * LENGTH
@@ -57,3 +61,20 @@ def train(model: Any, steps: int = 1) -> list[torch.Tensor]:
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def interleaved(
+    model: nn.Module, device: EmulatedDevice | None, overlap: Any, gradients: Any, lr: float = 0.01
+) -> InterleavedAdamW:
+    """Return an optimizer of several subgroups with late updates, or without."""
+    return InterleavedAdamW(
+        [param for param in model.parameters() if param.requires_grad],
+        lr=lr,
+        policy="pipelined",
+        machine=MACHINE,
+        subgroup_params=500,
+        device=device,
+        overlap=overlap,
+        gradients=gradients,
+        model=model,
+    )

@@ -11,12 +11,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ebbtide.interleave import InterleavedAdamW, offload_activations, stream_weights
+from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from tests.interleave.engine.layers.random_jobs import Attention, Model, Nested, Perceptron
-from tests.interleave.engine.layers.stacks import LAYER_BYTES, LENGTH, WEIGHT_BYTES, WIDTH, Layer, Stack, same, stack
-from tests.interleave.engine.training import MACHINE
+from tests.interleave.engine.layers.stacks import (
+    LAYER_BYTES,
+    LENGTH,
+    WEIGHT_BYTES,
+    WIDTH,
+    Layer,
+    Stack,
+    interleaved,
+    same,
+    stack,
+)
 
 Results = list[torch.Tensor]
 # Layers whose activations, and whose weights, the memory holds; None: they are not moved.
@@ -177,21 +186,6 @@ def scaled(kind: str, activations: str | None, weights: str | None, gradients: s
             skipped += scaler.get_scale() < scale
             results.append(loss.detach())
     return [*results, *(param.detach() for param in model.parameters())], skipped
-
-
-def interleaved(model: nn.Module, device: EmulatedDevice, overlap: str, gradients: str) -> InterleavedAdamW:
-    """Return an optimizer with late updates, or without."""
-    return InterleavedAdamW(
-        model.parameters(),
-        lr=0.01,
-        policy="pipelined",
-        machine=MACHINE,
-        subgroup_params=500,
-        device=device,
-        model=model,
-        overlap=overlap,
-        gradients=gradients,
-    )
 
 
 @pytest.mark.parametrize("kind", ["torch", "none", "forward"])

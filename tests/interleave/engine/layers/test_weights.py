@@ -21,7 +21,16 @@ from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import transfers
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.machines.machine import StoragePath
-from tests.interleave.engine.layers.stacks import LAYER_BYTES, LENGTH, WEIGHT_BYTES, WIDTH, same, stack, train
+from tests.interleave.engine.layers.stacks import (
+    LAYER_BYTES,
+    LENGTH,
+    WEIGHT_BYTES,
+    WIDTH,
+    interleaved,
+    same,
+    stack,
+    train,
+)
 from tests.interleave.engine.training import MACHINE
 
 
@@ -200,17 +209,7 @@ def test_stream_weights__has_the_same_bits_with_late_and_speculative_updates(
     overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(model: Any, device: EmulatedDevice) -> list[torch.Tensor]:
-        optimizer = InterleavedAdamW(
-            model.parameters(),
-            lr=0.1,
-            policy="pipelined",
-            machine=MACHINE,
-            subgroup_params=500,
-            device=device,
-            overlap=overlap,  # type: ignore[arg-type]
-            gradients="streamed",
-            model=model,
-        )
+        optimizer = interleaved(model, device, overlap, "streamed", lr=0.1)
         losses = []
         for step in range(6):
             torch.manual_seed(step)
