@@ -29,6 +29,8 @@ class Before(NamedTuple):
     policy: str | None = None
 
 
+# Most plans that are printed without being asked for.
+_MAX_PLANS = 10
 # Frameworks that code is printed for, as people say it.
 Framework = Literal["deepspeed", "script"]
 _FRAMEWORKS = {"deepspeed": "DeepSpeed", "script": "a plain script"}
@@ -137,16 +139,19 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
 def print_plans(
     job: TrainingJob, plans: list[MachinePlan], sort: str, explain: bool, is_named: bool, smallest: Machine | None
 ) -> None:
-    """Print a table of plans, sorted by `iteration` or `cost`, and the answer for the first machine if machines were
-    named; `smallest`: as for `plan_view`; `explain`: also what limits each plan, and the other policies."""
+    """Print a table of plans, sorted by the middle of the range of `iteration` or `cost`, and the answer for the first
+    machine if machines were named; `smallest`: as for `plan_view`; `explain`: all plans, also what limits each of them,
+    and the other policies."""
     from ebbtide.interleave.advise.tables import plan_view, policies_table
 
     def sort_key(plan: MachinePlan) -> tuple[bool, float]:
-        value = plan.cost_per_billion_tokens if sort == "cost" else plan.iteration_ms
-        return value is None, value or 0.0
+        low, high = plan.iteration_low_ms, plan.iteration_high_ms
+        if sort == "cost":
+            low, high = plan.cost_low, plan.cost_high
+        return low is None or high is None, (low or 0.0) + (high or 0.0)
 
     ordered = sorted(plans, key=sort_key)
-    print_view(plan_view(job, ordered, plans[0] if is_named else None, smallest))
+    print_view(plan_view(job, ordered, plans[0] if is_named else None, smallest, None if explain else _MAX_PLANS))
     for plan in ordered if explain else ():
         notes = (*plan.notes, f"accuracy: {plan.accuracy}")
         print_view(iter(["", _title(plan), *(f"  {note}" for note in notes), policies_table(plan)]))

@@ -51,8 +51,6 @@ class Accuracy:
         if ranks is not None and fitted_ranks and ranks not in fitted_ranks:
             numbers = " and ".join(map(str, fitted_ranks))
             line += f", which had {numbers} ranks on a host: not validated with {ranks}"
-        if self.undetermined:
-            line += f"; not determined by them: {', '.join(self.undetermined)}"
         return line
 
     def short_text(self) -> str:

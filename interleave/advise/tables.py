@@ -145,9 +145,13 @@ def gains_table(steps: Sequence[AblationStep]) -> Table:
 
 
 def plan_view(
-    job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | None = None, smallest: Machine | None = None
+    job: TrainingJob,
+    plans: Sequence[MachinePlan],
+    here: MachinePlan | None = None,
+    smallest: Machine | None = None,
+    max_plans: int | None = None,
 ) -> View:
-    """Return the answer for a machine (`here`), the changes that help there, and the table of the sorted plans."""
+    """Return the answer for a machine (`here`), the changes that help there, and the table of the first plans."""
     yield from _answer(job, plans, here)
     if any((plan.hosts or 1) > 1 for plan in plans):
         yield f"  {NETWORK_NOTE}"
@@ -196,7 +200,7 @@ def plan_view(
     title = "The fastest plan for each machine"
     if any(plan.change for plan in plans):
         title += ", with ebbtide's offload where it does not fit"
-    yield Table("plans", title, columns, plans, note, max_rows=None)
+    yield Table("plans", title, columns, plans, note, "-v", max_plans)
 
 
 def _answer(job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | None) -> Iterator[str]:

@@ -194,7 +194,8 @@ def test_calibrate__says_how_accurate_predictions_are(measured: tuple[Run, Path]
     trace = write_trace(tmp_path, "static", ratio=1.0)
     run = ebbtide_in_process("calibrate", "--from-trace", trace, "-o", tmp_path / "m.json")
     assert run.returncode == 0, run.stderr
-    assert "% on the 1 run it was fitted to; not determined by them: " in run.stderr
+    assert "% on the 1 run it was fitted to\n" in run.stderr
+    assert "ebbtide: not determined by the runs: " in run.stderr
     # One run cannot tell the overhead of a step from rates.
     assert "stand on one size" in " ".join(run.stderr.split())
 

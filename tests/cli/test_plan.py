@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +194,16 @@ def test_plan__at_80_columns_has_memory_time_and_tokens(
 @pytest.mark.parametrize("text", ["2B", "2e9", "2G", "2000M"])
 def test_plan__takes_a_size_with_a_suffix(folder: Path, capsys: Printed, text: str) -> None:
     assert answer(capsys, f"--params {text} --machine large.json --policy gpu-only")["job"]["params"] == 2e9
+
+
+def test_plan__prints_the_first_plans_by_the_middle_of_their_ranges(capsys: Printed) -> None:
+    command = ["plan", *f"{SIZE} --policy gpu-only".split()]
+    assert run(command) == 0
+    printed = capsys.readouterr().out
+    ranges = [tuple(map(float, pair)) for pair in re.findall(r"  ([\d.]+)-([\d.]+)  ", printed)]
+    assert len(ranges) == 10
+    middles = [low + high for low, high in ranges]
+    assert all(before <= after + 0.02 for before, after in pairwise(middles))  # They are rounded to 0.01 s.
+    assert "\nThe first 10 of " in printed
+    assert run([*command, "-v"]) == 0
+    assert "\nThe first " not in capsys.readouterr().out

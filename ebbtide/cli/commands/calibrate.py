@@ -77,8 +77,11 @@ def calibrate(
     else:
         print_view(machine_view(machine, verbose))
     with on_stderr():
-        for note in (accuracy_of(machine).text(), *machine.extra.get("notes", ())):
+        accuracy = accuracy_of(machine)
+        for note in (accuracy.text(), *machine.extra.get("notes", ())):
             echo_line(f"ebbtide: {note}")
+        if accuracy.undetermined:
+            echo_line(f"ebbtide: not determined by the runs: {', '.join(accuracy.undetermined)}")
         if machine.h2d_bytes_per_s is None:
             echo_line(
                 f"ebbtide: {path} has no link rates, which replay needs: use a preset (--machine a100-40gb-published), "
