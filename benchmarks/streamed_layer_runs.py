@@ -33,6 +33,14 @@ SHEETS = {
     "rtx3090": (71.2e12, 936e9, 32e9, 51.2e9),
     "rtx5090": (209.5e12, 1792e9, 64e9, 83.2e9),
 }
+# Sizes of heads that FlashAttention has kernels for. Before Hopper a forward runs those of all sizes from the model's
+# own on: `run_mha_fwd` in ml_dataflow's copy of FlashAttention 3 does not return after the first. On H100 the next ones
+# find its counter of tiles at the end.
+KERNEL_HEADS = (64, 96, 128, 192, 256)
+BEFORE_HOPPER = ("a100-80gb-sxm", "rtx3090")
+# RTX 5090 has FlashAttention 2, whose deterministic backward starts ceil(170 / 32) blocks for each of 32 heads. With 72
+# or 80 KiB of shared memory each of 170 multiprocessors runs one at a time: 192 blocks take two turns.
+BACKWARD_TURNS = {"rtx5090": 2 * 170 / 192}
 # More rounds than these are alike.
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 4
 
@@ -55,7 +63,8 @@ class Settings:
 
 
 class Rates(NamedTuple):
-    """Shares of a data sheet's peaks: of products, of attention by the size of its heads, of link and device memory."""
+    """Shares of a data sheet's peaks: of products, of attention's forward by the size of its heads, of link and device
+    memory."""
 
     product: float = 0.75
     attention: float = 0.55
@@ -63,6 +72,7 @@ class Rates(NamedTuple):
     link: float = 0.8  # A direction.
     both: float = 0.75  # Both directions together.
     memory: float = 0.8  # Bytes of elementwise work and of the update.
+    backward: float = 0.8  # The rate of attention's backward over that of its forward.
 
 
 @dataclass(frozen=True)
@@ -119,9 +129,13 @@ def workload_of(job: Job, settings: Settings, rates: Rates, rounds: int) -> Work
     params = 2 * d * d + 2 * d * kv + 3 * d * e
     products_s = 2 * tokens * params / (peak * rates.product)
     elementwise_s = tokens / (memory_rate * rates.memory)
-    attention_s = [4 * tokens * context * d / attention_rate for context in contexts]
+    forward_work, backward_work = attention_work(job.machine, head_size)
+    once_s = [4 * tokens * context * d / attention_rate for context in contexts]
+    attention_s = [forward_work * one for one in once_s]
     forward_s = [products_s + one + elementwise_s * (16 * d + 6 * e) for one in attention_s]
-    backward_s = [2 * products_s + 2.5 * one + elementwise_s * (30 * d + 18 * e) for one in attention_s]
+    backward_s = [
+        2 * products_s + backward_work / rates.backward * one + elementwise_s * (30 * d + 18 * e) for one in once_s
+    ]
     # Up to the products that "all" holds: the backward computes the activation function after them in any form.
     again_s = 2 * tokens * (2 * d * d + 2 * d * e) / (peak * rates.product) + elementwise_s * 8 * d
     total = [a + b for a, b in zip(forward_s, backward_s, strict=True)]
@@ -148,6 +162,12 @@ def workload_of(job: Job, settings: Settings, rates: Rates, rounds: int) -> Work
         clipping=False,
     )
     return with_layers(workload, layers, [one for _ in range(rounds) for one in total], job.name)
+
+
+def attention_work(card: str, head_size: int) -> tuple[float, float]:
+    """Return the work of attention's forward and backward on a card, in that of a forward with causal mask."""
+    heads = [head for head in KERNEL_HEADS if head >= head_size] if card in BEFORE_HOPPER else [head_size]
+    return sum(heads) / head_size, 2.5 * BACKWARD_TURNS.get(card, 1.0)
 
 
 def chunks_of(job: Job, settings: Settings) -> int:
