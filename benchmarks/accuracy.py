@@ -43,7 +43,7 @@ REASONS = {
     (
         "streamed",
         "A100",
-    ): "attention reaches about 0.3 of the peak in this runtime; alone 0.72 was measured",
+    ): "its forward runs kernels of larger heads, too ([layers](layers.md#attention)): 0.3 of the peak; alone 0.72",
     ("streamed", "RTX 5090"): "heads of 64 are faster than those of 128 on this card; the prior had them slower",
     (
         "torchtitan",
