@@ -1,6 +1,7 @@
 """Operations of a plan: their kinds, resources, and the points at which they may start and must end."""
 
 from collections.abc import Collection
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
@@ -51,6 +52,8 @@ LATE_KINDS: frozenset[OpKind] = frozenset(
 )
 WRITES_PARAMETERS: frozenset[OpKind] = frozenset({"update", "cast", "upload"})
 _NAMES = ("none", "forward", "backward", "both")
+# Workloads whose points are remembered: searches ask for them with every plan.
+_REMEMBERED = 8
 
 
 class Op(NamedTuple):
@@ -97,6 +100,7 @@ def plan_error(policy: str, op: Op, problem: str) -> PlanError:
     return PlanError(f"policy {policy}: {op.kind} of subgroup {op.subgroup} {problem}")
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def gradient_ready_points(workload: Workload) -> list[float]:
     """Return the point of the iteration at which the backward has computed each subgroup's gradient.
 
@@ -118,6 +122,7 @@ def backward_points(workload: Workload) -> list[float]:
     return [*gradient_ready_points(workload)[1:], BACKWARD]
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def forward_points(workload: Workload) -> list[float]:
     """Return the point of the iteration at which the forward first uses the parameters of each subgroup.
 

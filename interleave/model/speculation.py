@@ -50,7 +50,7 @@ def redone(plan: Plan) -> Plan:
     ops: list[Op] = []
     indices: list[int] = []
     again: dict[int, int] = {}
-    speculative = {(index, op.subgroup) for index, op in enumerate(plan.ops) if op.speculative}
+    speculative = {op.subgroup: index for index, op in enumerate(plan.ops) if op.speculative}
     clip = -1
     transfers = {(op.kind, op.subgroup): op for op in plan.ops if op.kind in ("read", "write")}
     # The latest write from each buffer: the next read into it waits for that.
@@ -79,10 +79,10 @@ def redone(plan: Plan) -> Plan:
         return index
 
     for op in plan.ops:
-        source = next((index for index in op.after if (index, op.subgroup) in speculative), None)
-        if source is not None and source not in again and op.kind != "write":
+        source = speculative.get(op.subgroup, -1)
+        if source in op.after and source not in again and op.kind != "write":
             again[source] = update_again(source)
-        indices.append(append(op, *(again.get(index, indices[index]) for index in op.after)))
+        indices.append(append(op, *[again.get(index, indices[index]) for index in op.after]))
         if op.kind == "clip":
             clip = indices[-1]
     return replace(plan, ops=tuple(ops))

@@ -169,7 +169,7 @@ def _search_merged(levels: list[Level], shares: list[OptimalShares]) -> list[Ass
         # Merged subgroups differ from single ones, so the best start may not lead to the best placement.
         step = max(1, factor // 2)
         best = search.improve(placements[0], step)
-        starts = [*search.modes(best), *placements[1:]]
+        starts = [*map(search.with_fewer_moved, search.modes(best)), *placements[1:]]
         best = min([best, *(search.improve(start, step, START_SHARE) for start in starts)], key=search.cost)
         placements[0] = search.explore(best)
         assignments.append(search.assignment(placements[0]))

@@ -243,6 +243,13 @@ class PlacementSearch:
         )
         return list(dict.fromkeys(modes))
 
+    def with_fewer_moved(self, placement: Placement) -> Placement:
+        """Return a placement that fits, with as many eighths of its moved subgroups as may be; itself if none does.
+
+        From counts that do not fit, single steps seldom lead to some that do."""
+        fewer = (self._clamp(placement._replace(moved=placement.moved * eighths // 8)) for eighths in range(8, 0, -1))
+        return next((one for one in fewer if self.cost(one) < INFINITE), placement)
+
     def shrink_to_fit(self, placement: Placement, factor: int) -> Placement:
         """Reduce what stays on the device until the placement fits.
 
@@ -267,8 +274,8 @@ class PlacementSearch:
         `step` is the size of the first steps; None: an eighth of the subgroups. `share` is the part of the operations
         left that it may take."""
         step = step or max(1, len(self._workload.subgroups) // 8)
-        best = start
         self._least_ops = (1 - share) * max(0, self._costs.ops_left)
+        best = start
         while step and self._has_ops:
             before = best
             for change in self._changes:

@@ -212,7 +212,7 @@ class PlanCosts:
     def _simulated(self, plan: Plan, limit: float) -> _Evaluation:
         plan = with_default_storage(plan, self.workload, self.machine)
         self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
-        schedule = self._simulator.run(plan, limit, steady=False)
+        schedule = self._simulator.run(plan, limit)
         if schedule is None:
             return _Evaluation(limit, limit, exact=False)
         seconds = schedule.iteration_s
@@ -222,7 +222,7 @@ class PlanCosts:
             self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
             again = redone(plan)
             redone_limit = (limit - (1 - share) * seconds) / share
-            redone_schedule = self._simulator.run(again, redone_limit, steady=False)
+            redone_schedule = self._simulator.run(again, redone_limit)
             if redone_schedule is None:
                 return _Evaluation(limit, limit, exact=False)
             seconds = (1 - share) * seconds + share * redone_schedule.iteration_s

@@ -104,6 +104,8 @@ def test_cost__of_late_updates_is_no_less_than_its_bound(
     assert costs.minimums.of_assignment(assignment) <= seconds * (1 + 1e-9)
     if seconds < INFINITE:
         assert costs.minimums.of_plan(plan) <= seconds * (1 + 1e-9)
+        # Also where an iteration depends on the one before: with parked state, which leaves when one begins.
+        assert seconds == simulate(plan, workload, machine).iteration_s
 
 
 @settings(max_examples=examples(25, by_default=6))
