@@ -51,18 +51,12 @@ class Simulator:
         self._compute_s: list[float] = []
 
     def run(self, plan: Plan, limit_s: float = INFINITE) -> Schedule | None:
-        """Run a plan; None if it was given up since it takes longer than the limit. Where an iteration depends on the
-        one before, one cycle from an idle machine is compared with the limit first: it is a quarter of the work."""
+        """Run a plan; None if it was given up since it takes longer than the limit. An iteration that depends on the one
+        before is repeated until it is as long as that."""
         work = self.iteration_work(plan)
         if not plan.has_late_operations:
             return run_once(work, limit_s)
-        if is_exact(plan):
-            return run_cycle(work, limit_s)
-        if limit_s < INFINITE:
-            cycle = run_cycle(work, limit_s)
-            if cycle is None or cycle.iteration_s > limit_s:
-                return None
-        return run_iterations(work)
+        return run_cycle(work, limit_s) if is_exact(plan) else run_iterations(work)
 
     def iteration_work(self, plan: Plan) -> IterationWork:
         """Return the tasks of an iteration under a plan."""
