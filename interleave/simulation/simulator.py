@@ -51,8 +51,8 @@ class Simulator:
         self._compute_s: list[float] = []
 
     def run(self, plan: Plan, limit_s: float = INFINITE) -> Schedule | None:
-        """Run a plan; None if it was given up since it takes longer than the limit. An iteration that depends on the one
-        before is repeated until it is as long as that."""
+        """Run a plan; None if it was given up since it takes longer than the limit. Iterations that depend on the ones
+        before are repeated until they are equal."""
         work = self.iteration_work(plan)
         if not plan.has_late_operations:
             return run_once(work, limit_s)
