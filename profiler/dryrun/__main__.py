@@ -5,7 +5,9 @@ Compiled code that reads the address of a fake tensor ends its process, which ca
 
 import ctypes
 import faulthandler
+import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from typing import IO, NoReturn
 
 from ebbtide.profiler.dryrun.child import fail, main
 from ebbtide.profiler.dryrun.failures import explain_crash
+from ebbtide.profiler.dryrun.files.view import FileView, made_in, remove_made, status_of
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -23,7 +26,10 @@ def run_apart(arguments: list[str]) -> int:
     """Run the job in a process of its own, and return the exit status: 128 and more if a signal ended it."""
     signals = {signal.SIGCHLD, *_FORWARDED}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    with tempfile.TemporaryFile() as dump:
+    output, scratch = arguments[0], json.loads(arguments[1])["scratch"]
+    before = _identity(output)
+    with tempfile.TemporaryFile() as dump, tempfile.TemporaryDirectory(prefix="ebbtide-dry-run-") as folder:
+        FileView.parent = folder
         job = os.fork()
         if not job:
             _be_job(arguments, dump, mask)
@@ -36,12 +42,24 @@ def run_apart(arguments: list[str]) -> int:
             ended, status = os.waitpid(job, os.WNOHANG)
         dump.seek(0)
         stack = dump.read().decode(errors="replace")
+        for left in os.listdir(folder):
+            remove_made(made_in(os.path.join(folder, left)))
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     if -code in _CRASHES:
         return fail(explain_crash(signal.Signals(-code).name, stack))
     if code < 0:
         fail(f"incomplete: signal {-code} ({signal.strsignal(-code)}) ended the job; no trace is written")
+    if not code and _identity(output) == before:
+        return fail("incomplete: the job ended its process by os._exit or exec; no trace is written: take sys.exit")
     return code if code >= 0 else 128 - code
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Return what tells a trace from another one at the same path; None: there is none."""
+    status = status_of(path)
+    return status and (status.st_ino, status.st_mtime_ns)
 
 
 def _be_job(arguments: list[str], dump: IO[bytes], mask: Set[int]) -> NoReturn:

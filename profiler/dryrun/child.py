@@ -3,10 +3,10 @@
 python -m ebbtide.profiler.dryrun OUTPUT OPTIONS train.py ARGUMENTS...
 """
 
+import contextlib
 import json
 import os
 import runpy
-import shutil
 import sys
 import threading
 import time
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         if sys.stderr.isatty():
             threading.Thread(target=_show_progress, args=(run,), daemon=True).start()
         status = 0
-        with run, launcher_followed(job):
+        with contextlib.chdir("."), run, launcher_followed(job):
             if own["scratch"]:
                 for line in complete_stand_ins(Path(own["scratch"])):
                     print(line, file=sys.stderr)
@@ -74,9 +74,6 @@ def main(arguments: list[str]) -> int:
             return fail(str(error))
     except UserError as error:
         return fail(str(error))
-    finally:
-        if own["scratch"]:
-            shutil.rmtree(own["scratch"], ignore_errors=True)
 
 
 def _print_result(printer: str, output: Path) -> bool:

@@ -12,5 +12,5 @@ class CannotFakeError(RuntimeError):
 
 
 class DryRunFinished(BaseException):
-    """Raised in the job when its iterations are done, or, with the line on it, when a thread of it cannot be dry-run.
+    """Raised in the job when its iterations are done, or, with the line on it, where it cannot get so far.
     Not an `Exception`, which the job might catch."""

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.errors import CannotFakeError, DryRunFinished
@@ -60,6 +61,10 @@ _OWN, _TORCH = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{os.sep}torch
 _DUMPED_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # Interrupts what the main thread waits for; jobs have other signals.
 _WAKE = signal.SIGRTMAX
+_OTHER_PROCESS = (
+    "cannot dry-run a training in a process that the job forks: start it in the script's own process, or by "
+    "torch.multiprocessing.spawn"
+)
 # Errors of the job itself, wherever they are raised: a file, a package or a device that it names is not there.
 _OF_THE_JOB = (OSError, ImportError, SyntaxError, RecursionError)
 _TEXTS_OF_THE_JOB = ("Expected all tensors to be on the same device", "invalid device ordinal")
@@ -70,6 +75,11 @@ def explain_failure(error: BaseException) -> str | None:
     if reason := next(filter(None, map(_reason, _causes(error))), None):
         return f"{reason}{_place([*reversed(traceback.extract_tb(error.__traceback__))])}"
     return None
+
+
+def place_of_call() -> str:
+    """Return where the job is, as at the end of a line on what it cannot do."""
+    return _place([*reversed(traceback.extract_stack())])
 
 
 def explain_crash(signal_name: str, dump: str) -> str:
@@ -84,6 +94,12 @@ def explain_crash(signal_name: str, dump: str) -> str:
     )
 
 
+def end_from_fork(process: int) -> NoReturn:
+    """End the dry run of a process from one that its job has forked and trains in."""
+    os.kill(process, _WAKE)
+    os._exit(0)
+
+
 def follow_threads(patches: Patches, has_ended: Callable[[], bool]) -> None:
     """Let what ends a dry run in a thread of the job end it in the main one, which may wait for that for ever."""
     main, report = threading.main_thread(), threading.excepthook
@@ -91,15 +107,16 @@ def follow_threads(patches: Patches, has_ended: Callable[[], bool]) -> None:
 
     def receive(failed: threading.ExceptHookArgs) -> None:
         error = failed.exc_value
-        reason = explain_failure(error) if isinstance(error, Exception) and not has_ended() else None
-        if reason is None and not isinstance(error, DryRunFinished):
+        if isinstance(error, Exception) and not has_ended() and (reason := explain_failure(error)):
+            error = DryRunFinished(reason)
+        if not isinstance(error, DryRunFinished):
             report(failed)
             return
-        ends.append(DryRunFinished(reason) if reason else DryRunFinished())
+        ends.append(error)
         signal.pthread_kill(main.ident or 0, _WAKE)
 
     def end(*_: object) -> None:
-        raise ends[0]
+        raise ends[0] if ends else DryRunFinished(f"{_OTHER_PROCESS}{place_of_call()}")
 
     if threading.current_thread() is main:
         patches.on_undo(functools.partial(signal.signal, _WAKE, signal.signal(_WAKE, end)))

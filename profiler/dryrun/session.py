@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from ebbtide.profiler.dryrun.device.tensor_patches import patch_legacy_types, pa
 from ebbtide.profiler.dryrun.device.triton_kernels import TritonKernels
 from ebbtide.profiler.dryrun.device.unknown_shapes import register_missing_kernels
 from ebbtide.profiler.dryrun.errors import DryRunError, DryRunFinished
-from ebbtide.profiler.dryrun.failures import follow_threads
+from ebbtide.profiler.dryrun.failures import end_from_fork, follow_threads
 from ebbtide.profiler.dryrun.files.user_files import UserFiles
 from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
@@ -35,9 +36,15 @@ from ebbtide.profiler.dryrun.frameworks.parallelism import patch_data_parallel, 
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups, patch_ray_train
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
 from ebbtide.profiler.dryrun.memory.convolutions import keep_channels_last, reserved_range
-from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory
+from ebbtide.profiler.dryrun.memory.device_memory import (
+    TRIALS,
+    CallStacks,
+    DeviceMemory,
+    FakeHostMemory,
+    is_called_where,
+)
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
-from ebbtide.profiler.dryrun.shadow_values import MAX_READS, tensors_in
+from ebbtide.profiler.dryrun.shadow_values import tensors_in
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
 from ebbtide.profiler.dryrun.time.phase_tracker import PhaseTracker
 
@@ -127,7 +134,7 @@ class DryRun:
         finished: Whether all iterations were reached.
 
     Raises:
-        DryRunError: This build of torch cannot be faked, or what a thread of the job has done.
+        DryRunError: This build of torch cannot be faked, or the job cannot get to its end.
     """
 
     def __init__(self, options: DryRunOptions | None = None) -> None:
@@ -161,6 +168,7 @@ class DryRun:
         self.user_files = UserFiles(self.mode)
         self.process_groups = ProcessGroups(self.options.ranks, self.options.ranks_per_node)
         self._patches = Patches()
+        self._process = os.getpid()
 
     def __enter__(self) -> DryRun:
         self._patches.on_undo(CudaStubs(torch, self.process_groups.ranks_per_node).remove)
@@ -267,8 +275,6 @@ class DryRun:
             notes.append(
                 f"Triton kernels count with the bytes of their arguments alone: {_counted(self._triton.counts)}"
             )
-        if self.mode.values.waited:
-            notes.append(f"the job was ended: it read {MAX_READS:,} unknown values without an optimizer step")
         if self.tracker.rule.index < 0:
             notes.append("no optimizer of torch stepped: there are no iterations")
         elif not self.finished:
@@ -288,13 +294,15 @@ class DryRun:
                 self.memory.set_categories(blocks)
 
     def _end_iteration(self, finished: int) -> None:
+        if os.getpid() != self._process:
+            end_from_fork(self._process)
         optimizers = self.tracker.rule.optimizers
         modules = list(self.tracker.modules)
         self.model = describe_model(modules, optimizers, self.tracker.recomputes)
         self.framework = self.framework or describe_framework(modules, self.tracker.batch)
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
-        if finished >= self.options.iterations:
+        if finished >= self.options.iterations and not is_called_where(TRIALS):
             self._natural_bytes = self._natural_bytes or self.memory.most_reserved_bytes
             if self.batches.needs_longest():
                 return

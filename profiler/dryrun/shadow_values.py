@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ebbtide.profiler.dryrun.errors import DryRunFinished
+from ebbtide.profiler.dryrun.failures import place_of_call
 
 _aten = torch.ops.aten
 MAX_ELEMENTS = 65_536
@@ -27,6 +28,11 @@ _REDUCTIONS = frozenset(
     {_aten.all.default, _aten.all.dim, _aten.all.dims, _aten.any.default, _aten.any.dim, _aten.any.dims}
 )
 _POINTWISE = torch.Tag.pointwise
+# Logical operation -> the truth of one argument that decides the result, whatever the other one is.
+_DECISIVE = {
+    **dict.fromkeys((_aten.bitwise_and.Tensor, _aten.bitwise_and_.Tensor, _aten.logical_and.default), False),
+    **dict.fromkeys((_aten.bitwise_or.Tensor, _aten.bitwise_or_.Tensor, _aten.logical_or.default), True),
+}
 # In `deepspeed.zero.Init` those of the module make tensors on the device, in another data type.
 _empty, _empty_strided, _full, _ones = torch.empty, torch.empty_strided, torch.full, torch.ones
 
@@ -44,12 +50,11 @@ class ShadowValues:
     """Real storages beside fake ones. Jobs branch on masks, positions and steps, which rarely depend on weights.
 
     `placeholders` counts reads of values that are not known, by dtype, `reads` those since the last iteration; where
-    these are too many, the job is ended, and `waited` is set."""
+    these are too many, the job is ended."""
 
     def __init__(self) -> None:
         self.placeholders: Counter[str] = Counter()
         self.reads = 0
-        self.waited = False
         self._conditions = Conditions(self.of)
         # Address of a fake storage -> (its real storage, the reference whose callback removes the entry)
         self._storages: dict[int, tuple[Any, Any]] = {}
@@ -102,8 +107,11 @@ class ShadowValues:
         self.placeholders[str(tensor.dtype).removeprefix("torch.")] += elements
         self.reads += 1
         if self.reads > MAX_READS:
-            self.waited = True
-            raise DryRunFinished
+            raise DryRunFinished(
+                f"incomplete: the job read {MAX_READS:,} values that a dry run does not have without an optimizer "
+                "step, as where it waits for one of them: end that loop after some rounds for the dry run; no trace "
+                f"is written{place_of_call()}"
+            )
 
     def set(self, tensor: Any, real: Any) -> None:
         """Set the values of a fake tensor whose storage is its own."""
@@ -135,13 +143,24 @@ class ShadowValues:
         large = any(tensor.numel() > MAX_ELEMENTS for tensor in outputs)
         result = None if large else self.compute(func, args, kwargs, inputs)
         if result is None:
+            decided = self._decided(func, args, outputs)
             if func is not _FINITE_CHECK:
                 self._forget_written(func, args, kwargs)
             self._conditions.follow(func, args, kwargs, outputs)
-            return
+            if decided is None:
+                return
+            result = decided
         for output, real in zip(outputs, tensors_in((result,)), strict=False):
             if isinstance(output, FakeTensor) and output.untyped_storage()._cdata not in self._storages:
                 self.set(output, real)
+
+    def _decided(self, func: Any, args: Any, outputs: list[Any]) -> Any:
+        """Return the result of a logical operation that one known argument decides; None: none does."""
+        decisive = _DECISIVE.get(func)
+        for real in map(self.of, args) if decisive is not None and outputs[0].numel() <= MAX_ELEMENTS else ():
+            if isinstance(real, torch.Tensor) and real.dtype == torch.bool and bool((real == decisive).all()):
+                return _full(outputs[0].shape, decisive, dtype=outputs[0].dtype)
+        return None
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget the values of tensors, since something else is written to them."""

@@ -31,8 +31,8 @@ _CACHE_VARIABLES = (
     "TRITON_CACHE_DIR",
     "MPLCONFIGDIR",
 )
-# In the temporary folder: what processes that the job has forked have made.
-_FORKED = "forked"
+# In the temporary folder: what the job has made, for a process that outlives it.
+_MADE = "made"
 _WRITES = os.O_WRONLY | os.O_RDWR
 # Audit events -> positions of the paths that are changed, and of the descriptors of folders that they start from.
 _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
@@ -48,13 +48,17 @@ _EVENTS = frozenset({"open", *_CHANGES})
 class FileView:
     """Maps paths of the job to paths on the disk, and never lets it change a file that it has not made. A file of the
     user that the job overwrites is replaced by a copy in a temporary folder; one that it removes or renames stays, and
-    is missing or renamed for the job alone. What the job makes itself is made as ever, and removed by `close`."""
+    is missing or renamed for the job alone. What the job makes itself is made as ever, and removed by `close`.
+
+    `parent`: the folder of temporary folders; None: that of the system."""
+
+    parent: str | None = None
 
     def __init__(self) -> None:
         # Files and folders that the job has made -> device and inode; those of the user that it has changed for itself.
         self.made: dict[str, tuple[int, int]] = {}
         self.preserved: dict[str, None] = {}
-        self.folder = os.path.realpath(tempfile.mkdtemp(prefix="ebbtide-dry-run-"))
+        self.folder = os.path.realpath(tempfile.mkdtemp(prefix="ebbtide-dry-run-", dir=self.parent))
         # Path as the job writes it -> path on the disk; None: missing for the job. It holds for all below a folder.
         self._entries: dict[str, str | None] = {}
         self._caches = cache_folders()
@@ -124,10 +128,7 @@ class FileView:
         real = real_entry(location)
         status = status_of(real, follow=False)
         if status is not None and self.is_protected(real):
-            self.made[real] = status.st_dev, status.st_ino
-            if os.getpid() != self._process:
-                with open(os.path.join(self.folder, _FORKED), "a", encoding="utf-8") as file:
-                    file.write(json.dumps([real, *self.made[real]]) + "\n")
+            self._keep_made(real, (status.st_dev, status.st_ino))
 
     def place(self, path: str) -> str:
         """Return where a path is on the disk, or where the job may make something there: the temporary folder, where
@@ -168,7 +169,7 @@ class FileView:
             function(old, new)
             new_real = real_entry(new)
             for key in [key for key in self.made if is_inside(key, old_real)]:
-                self.made[new_real + key[len(old_real) :]] = self.made.pop(key)
+                self._keep_made(new_real + key[len(old_real) :], self.made.pop(key))
             self._move_entries(source, target)
             return
         if new is None or status_of(new, follow=False) is None:
@@ -198,17 +199,13 @@ class FileView:
     def close(self) -> None:
         """Remove the temporary folder, and what the job has made and nobody has replaced."""
         self._entries.clear()
-        with contextlib.suppress(FileNotFoundError), open(os.path.join(self.folder, _FORKED), encoding="utf-8") as file:
-            self.made |= {path: (device, number) for path, device, number in map(json.loads, file)}
-        for path in sorted(self.made, key=len, reverse=True):
-            status = status_of(path, follow=False)
-            if status is None or (status.st_dev, status.st_ino) != self.made[path]:
-                continue
-            try:
-                (posix.rmdir if stat.S_ISDIR(status.st_mode) else posix.unlink)(path)
-            except OSError:
-                continue  # a folder with files that the job has not made
+        remove_made(self.made | made_in(self.folder, self._process))
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _keep_made(self, real: str, identity: tuple[int, int]) -> None:
+        self.made[real] = identity
+        with open(os.path.join(self.folder, _MADE), "a", encoding="utf-8") as file:
+            file.write(json.dumps([os.getpid(), real, *identity]) + "\n")
 
     def _may_change(self, path: str) -> bool:
         return self.owns(path) or not self.is_protected(path)
@@ -235,6 +232,26 @@ class FileView:
         self._entries.pop(target, None)
         self._forget(source)
         self._entries.update({target + key[len(source) :]: value for key, value in moved.items()})
+
+
+def made_in(folder: str, process: int | None = None) -> dict[str, tuple[int, int]]:
+    """Return what a job has made, from the temporary folder of its view. `process`: one to leave out."""
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _MADE), encoding="utf-8") as file:
+        rows = map(json.loads, file)
+        return {path: (device, number) for maker, path, device, number in rows if maker != process}
+    return {}
+
+
+def remove_made(made: dict[str, tuple[int, int]]) -> None:
+    """Remove files and folders, by path, that still have this device and inode."""
+    for path in sorted(made, key=len, reverse=True):
+        status = status_of(path, follow=False)
+        if status is None or (status.st_dev, status.st_ino) != made[path]:
+            continue
+        try:
+            (posix.rmdir if stat.S_ISDIR(status.st_mode) else posix.unlink)(path)
+        except OSError:
+            continue  # a folder with files that the job has not made
 
 
 def cache_folders() -> tuple[str, ...]:

@@ -14,6 +14,27 @@ from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 
 _CUDA_SOURCES = (".cu", ".cuh")
+_POOL = "float scale, SymInt pooled_height, SymInt pooled_width"
+_IMAGE = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
+_CONVOLUTION = (
+    "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt sh, SymInt sw, SymInt ph, SymInt pw, "
+    "SymInt dh, SymInt dw, SymInt groups, SymInt offset_groups, bool use_mask"
+)
+# Operators of torchvision 0.28 by name.
+_VISION_OPERATORS = {
+    **dict.fromkeys(("nms", "qnms"), "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
+    "roi_align": f"(Tensor input, Tensor rois, {_POOL}, SymInt sampling_ratio, bool aligned) -> Tensor",
+    "_roi_align_backward": f"(Tensor grad, Tensor rois, {_POOL}, {_IMAGE}, SymInt ratio, bool aligned) -> Tensor",
+    "roi_pool": f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
+    "_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor argmax, {_POOL}, {_IMAGE}) -> Tensor",
+    "ps_roi_align": f"(Tensor input, Tensor rois, {_POOL}, SymInt sampling_ratio) -> (Tensor, Tensor)",
+    "_ps_roi_align_backward": f"(Tensor grad, Tensor rois, Tensor map, {_POOL}, SymInt ratio, {_IMAGE}) -> Tensor",
+    "ps_roi_pool": f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
+    "_ps_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor map, {_POOL}, {_IMAGE}) -> Tensor",
+    "deform_conv2d": f"({_CONVOLUTION}) -> Tensor",
+    "_deform_conv2d_backward": f"(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "qroi_align": f"(Tensor x, Tensor r, float s, int z, float t, int y, {_POOL}, SymInt n, bool aligned) -> Tensor",
+}
 
 
 class LibraryPatches:
@@ -63,7 +84,8 @@ def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> None:
     patches.when_imported("pynvml", lambda module: _answer_nvml(module, patches))
     patches.when_imported("bitsandbytes.cextension", lambda module: _leave_out_kernels(module, patches))
     patches.when_imported("bitsandbytes.functional", lambda module: _page_state(module, patches, mode))
-    patches.when_imported("torchvision.extension", _define_operators)
+    patches.when_imported("torchvision.extension", lambda module: _define_operators(module, patches))
+    patches.when_imported("torchvision._meta_registrations", lambda _: _keep_all_boxes())
     patches.when_imported("torchaudio._extension.utils", lambda module: _leave_out_library(module, patches))
 
 
@@ -117,12 +139,23 @@ def _page_state(module: Any, patches: Patches, mode: FakeDeviceMode) -> None:
         patches.set(module, name, constant(None))
 
 
-def _define_operators(module: Any) -> None:
-    """Let torchvision be imported where its operators cannot be loaded, as those of PyPI beside a CPU build."""
-    if module._has_ops():
-        return
+def _define_operators(module: Any, patches: Patches) -> None:
+    """Define torchvision's operators, for fake tensors alone, where they cannot be loaded, as those of PyPI beside a
+    CPU build."""
+    if not module._has_ops():
+        for name, schema in _VISION_OPERATORS.items():
+            torch.library.define(f"torchvision::{name}", schema)
+        patches.set(module, "_has_ops", lambda: True)
+
+
+def _keep_all_boxes() -> None:
+    """Let `nms` keep all boxes, the most that is possible: torchvision states no number to fake tensors."""
     for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        torch.library.register_fake(
+            f"torchvision::{name}",
+            lambda boxes, _scores, _threshold: boxes.new_empty(len(boxes), dtype=torch.int64),
+            allow_override=True,
+        )
 
 
 def _leave_out_library(module: Any, patches: Patches) -> None:

@@ -40,13 +40,15 @@ class CachingAllocator:
         capacity_bytes: Memory for segments: before they need more, those without a block in use are given back. A job
             that needs more is not stopped. None: no limit.
 
-    `retries`: how often segments were given back, since no memory was left.
+    `retries`: how often segments were given back, since no memory was left; `on_shortage` is called with the bytes of a
+    request where that was not enough, and may raise an error.
     """
 
     def __init__(
         self, make_settings: Callable[[], AllocatorSettings] = AllocatorSettings, capacity_bytes: int | None = None
     ) -> None:
         self._make_settings = make_settings
+        self.on_shortage: Callable[[int], None] = lambda _size: None
         self.allocated_bytes = self.retries = 0
         self._capacity_bytes = capacity_bytes
         self._space = AddressSpace()
@@ -136,8 +138,10 @@ class CachingAllocator:
         pool = self._pool(stream, size <= SMALL)
         block = pool.take(size)
         if block is None:
-            if not self._make_room(pool.segment_bytes(size)) and not always:
-                return None
+            if not self._make_room(pool.segment_bytes(size)):
+                if not always:
+                    return None
+                self.on_shortage(size)
             block = pool.grow(size)
         if pool.splits(block, size):
             pool.add(block.cut(size))

@@ -18,6 +18,16 @@ from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ENGINE
 
 _MAX_FRAMES = 40
+# Names in functions that try batch sizes until memory is short: accelerate trains there, Lightning only tries.
+_SEARCH, TRIALS = "should_reduce_batch_size", "is_oom_error"
+
+
+def is_called_where(*names: str) -> bool:
+    """Return whether a function that is running uses one of these names."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not set(names) & set(frame.f_code.co_names):
+        frame = frame.f_back
+    return frame is not None
 
 
 class CallStacks:
@@ -125,6 +135,7 @@ class DeviceMemory:
         self.timeline: list[tuple[int, int, int, int]] = []
         self.convolutions: list[DeviceBlock] = []
         self.allocator = allocator or CachingAllocator()
+        self.allocator.on_shortage = _fail_in_search
         self.most_bytes = self.most_reserved_bytes = 0
         self._clock = clock
         # Address of a storage -> (its block, the reference whose callback releases it)
@@ -152,10 +163,12 @@ class DeviceMemory:
         """Add memory that a kernel takes while it runs."""
         if not self._clock.closed:
             blocks = [DeviceBlock(0, 0, stack, None, category="temporary") for _ in sizes]
-            for block, size in zip(blocks, sizes, strict=True):
-                self._allocate(block, size)
-            for block in blocks:
-                self._free(block)
+            try:
+                for block, size in zip(blocks, sizes, strict=True):
+                    self._allocate(block, size)
+            finally:
+                for block in blocks:
+                    self._free(block)
 
     def add_convolution(self, sizes: list[tuple[int, int]], stack: int) -> None:
         """Add the workspaces of a convolution, (typical, most) bytes, one after the other, as far as they are free."""
@@ -247,6 +260,12 @@ class DeviceMemory:
         self.most_bytes = max(self.most_bytes, self.requested_bytes)
         self.most_reserved_bytes = max(self.most_reserved_bytes, reserved)
         self.timeline.append((t_ns, self.requested_bytes, allocated, reserved))
+
+
+def _fail_in_search(size: int) -> None:
+    """Raise the error of a device that has no memory left where the job is made for it; other jobs go on."""
+    if is_called_where(_SEARCH, TRIALS):
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:,.2f} MiB (dry run)")
 
 
 class FakeHostMemory:

@@ -109,6 +109,12 @@ CANNOT = {
         "import threading, time; threading.Thread(target=lambda: (time.sleep(0.05), x.numpy())).start()", ".numpy()",
         "fake tensors have no values",
     ),
+    "process that the job forks": (
+        "import multiprocessing\ndef train():\n    " + TRAIN.format("model(x)") + "\n"
+        'process = multiprocessing.get_context("spawn").Process(target=train); process.start(); process.join()',
+        "a training in a process that the job forks",
+        "or by torch.multiprocessing.spawn",
+    ),
     "sample of a data set": (
         "class Data(torch.utils.data.Dataset):\n    __len__ = lambda data: 2\n"
         "    __getitem__ = lambda data, index: x[index].numpy()\n"
@@ -160,6 +166,7 @@ WORKS = {
     "value that decides": "y = model(x)\nif y.sum().item() > 1e9: raise ValueError\nstep(y)",
     "boolean index": "y = model(x); step(y[y > 0])",
     "no training": "model(x)",
+    "folder of its own": 'import os; os.mkdir("own"); os.chdir("own")\n' + TRAIN.format("model(x)"),
     "training in a thread": (
         "import threading; thread = threading.Thread(target=lambda: [step(model(x)) for _ in range(9)])\n"
         "thread.start(); thread.join(); raise ValueError"
@@ -273,6 +280,7 @@ def test_program__that_is_missing_is_named(job: list[str], line: str, tmp_path: 
     ("script", "status", "line"),
     [
         (CRASH, 2, "ebbtide: cannot dry-run a call in string_at: it ended the job with SIGSEGV, as "),
+        ("os._exit(0)", 2, "ebbtide: incomplete: the job ended its process by os._exit or exec; no trace is written"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ebbtide: incomplete: signal 9 (Killed) ended the job; no trace"),
         ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", 143, SIGTERM_LINE),
         ("os.kill(0, signal.SIGTERM); time.sleep(60)", 143, SIGTERM_LINE),
@@ -281,11 +289,24 @@ def test_program__that_is_missing_is_named(job: list[str], line: str, tmp_path: 
     ],
 )  # fmt: skip
 def test_dry_run__that_a_signal_ends_says_so(script: str, status: int, line: str, tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(f"import os, signal, time\n{script}\n")
+    (tmp_path / "job.py").write_text(
+        "import os, signal, time\nopen('notes', 'a').write('more')\n"
+        "open('new', 'w').close(); os.rename('new', 'newer')\n"
+        f"{script}\n"
+    )
+    (tmp_path / "notes").write_text("my notes")
+    folder = tmp_path / "temporary"
+    folder.mkdir()
     command = [sys.executable, "-m", "ebbtide", "dry-run", "-o", "run.ebb", "--", "python", "job.py"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, start_new_session=True, check=False)
+    run = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True,
+        start_new_session=True, check=False,
+    )  # fmt: skip
     first = next(iter(run.stderr.splitlines()), "")
     assert (run.returncode, first[: len(line)]) == (status, line), run.stderr
     assert (tmp_path / "run.ebb").exists() == (status == 130)
+    assert (tmp_path / "notes").read_text() == "my notes"
+    if status != -9:
+        assert not [*folder.iterdir(), *tmp_path.glob("new*")]
     if status != 130:
         assert run.stderr.count("\n") == bool(line), run.stderr

@@ -103,6 +103,47 @@ x = torch.randn(300, 300, device="cuda")
 while (x - x @ x).norm() > 0.5:
     x = x @ x / x.norm()
 """
+BATCH_SEARCH = """
+import torch
+from accelerate.utils import find_executable_batch_size
+
+@find_executable_batch_size(starting_batch_size=1024)
+def train(batch_size):
+    torch.cuda.empty_cache()
+    model = torch.nn.Linear(1024, 1024, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    print("batch size", batch_size)
+    while True:
+        model(torch.randn(1024 * batch_size, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+
+train()
+"""
+BATCH_TRIALS = """
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.tuner import Tuner
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.net = 2, torch.nn.Linear(1024, 1024)
+
+    def training_step(self, batch, index):
+        return self.net(batch.repeat(1024, 1)).sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(64, 1024), self.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1)
+
+trainer = pl.Trainer(accelerator="gpu", devices=1, logger=False, max_steps=6)
+module = Module()
+Tuner(trainer).scale_batch_size(module)
+print("batch size", module.batch_size)
+trainer.fit(module)
+"""
 INTERRUPTED = """
 import torch
 
@@ -112,10 +153,12 @@ raise KeyboardInterrupt
 """
 
 
-def dry_run(folder: Path, script: str, *arguments: str, status: int = 0) -> Path:
+def dry_run(folder: Path, script: str, *arguments: str, status: int = 0, capacity_bytes: int | None = None) -> Path:
     """Return the trace of a script that ends after two iterations, run in a fork."""
     (folder / "job.py").write_text(script)
-    settings = {"iterations": 2, "capacity_bytes": None, "device_name": "h100", "machine": None, "force": False}
+    settings = {
+        "iterations": 2, "capacity_bytes": capacity_bytes, "device_name": "h100", "machine": None, "force": False
+    }  # fmt: skip
 
     def start() -> int:
         os.chdir(folder)
@@ -177,8 +220,21 @@ def test_dry_run__leaves_checkpoints_as_they_are(tmp_path: Path) -> None:
 
 def test_dry_run__ends_a_loop_that_waits_for_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow_values, "MAX_READS", 10)
-    trace = open_trace(dry_run(tmp_path, LOOP_WITHOUT_OPTIMIZER))
-    assert any("unknown values without an optimizer step" in note for note in trace.notes)
+    assert not dry_run(tmp_path, LOOP_WITHOUT_OPTIMIZER, status=2).exists()
+    lines = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("ebbtide: incomplete: the job read 10 values that a dry run does not have")
+    assert lines[0].endswith("no trace is written (job.py:5)")
+
+
+@pytest.mark.parametrize(("script", "batch"), [(BATCH_SEARCH, 19), (BATCH_TRIALS, 16)], ids=["accelerate", "Lightning"])
+def test_dry_run__lets_a_search_for_the_batch_size_run_out_of_memory(script: str, batch: int, tmp_path: Path) -> None:
+    trace = open_trace(dry_run(tmp_path, script, capacity_bytes=600 << 20))
+    # 4 MiB for each unit of the batch and for its result, beside weights and workspaces: 21 and 32 do not fit.
+    assert (tmp_path / "log").read_text(encoding="utf-8").rsplit("batch size ", 1)[1].split()[0] == str(batch)
+    reserved = trace.memory(0)
+    peak = reserved[reserved["pool"] == "reserved"]["bytes"].max()
+    assert 128 << 20 < peak < 300 << 20
 
 
 def test_dry_run__writes_its_trace_when_it_is_interrupted(tmp_path: Path) -> None:

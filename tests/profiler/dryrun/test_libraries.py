@@ -206,12 +206,17 @@ def test_notes__name_torch_compile_where_compiled_code_ran(calls: bool) -> None:
     assert any("torch.compile" in note for note in notes) is calls
 
 
-def test_torchvision__is_imported_without_its_operators(tmp_path: Path) -> None:
+def test_torchvision__runs_without_its_operators(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text(
-        "import torch\nfrom . import extension\n"
-        "register = torch.library.register_fake('torchvision::nms')\n"
-        "register(lambda boxes, scores, limit: boxes.new_empty(boxes.shape[0], dtype=torch.int64))\n"
+    (tmp_path / "torchvision" / "__init__.py").write_text("from . import extension, _meta_registrations\n")
+    (tmp_path / "torchvision" / "_meta_registrations.py").write_text(
+        "import torch\n"
+        "def kept(boxes, scores, limit):\n"
+        "    return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)\n"
+        "torch.library.register_fake('torchvision::nms')(kept)\n"
+        "def align(image, boxes, scale, height, width, ratio, aligned):\n"
+        "    return image.new_empty(len(boxes), image.shape[1], height, width)\n"
+        "torch.library.register_fake('torchvision::roi_align')(align)\n"
     )
     (tmp_path / "torchvision" / "extension.py").write_text("def _has_ops():\n    return False\n")
 
@@ -219,10 +224,12 @@ def test_torchvision__is_imported_without_its_operators(tmp_path: Path) -> None:
         sys.path.insert(0, str(tmp_path))
         import torchvision  # type: ignore[import-not-found]
 
-        assert torchvision.extension
-        return torch.ops.torchvision.nms(torch.ones(3, 4, device="cuda"), torch.ones(3, device="cuda"), 0.5).shape
+        assert torchvision.extension._has_ops()
+        operators, boxes = torch.ops.torchvision, torch.ones(3, 4, device="cuda")
+        features = operators.roi_align(torch.ones(1, 2, 8, 8, device="cuda"), boxes, 0.5, 7, 7, 2, False)
+        return operators.nms(boxes, boxes[:, 0], 0.5).shape, features.shape
 
-    assert run_forked(lambda: tuple(dry_run(job)[1])) == (3,)
+    assert run_forked(lambda: dry_run(job)[1]) == ((3,), (3, 2, 7, 7))
 
 
 def test_replaced_functions__can_be_classified_by_dynamo() -> None:

@@ -174,6 +174,20 @@ def test_dry_run__knows_values_that_do_not_depend_on_weights() -> None:
     assert any("the job read 90,006 values" in note for note in notes)
 
 
+def test_dry_run__knows_the_end_of_a_generation_whose_tokens_it_does_not_know() -> None:
+    def job() -> int:
+        unfinished, length = torch.ones(2, dtype=torch.int64, device="cuda"), 0
+        while unfinished.max() and length < 9:
+            length += 1
+            tokens = torch.multinomial(torch.rand(2, 8, device="cuda"), 1)[:, 0]
+            ended = torch.isin(tokens, torch.tensor([7], device="cuda"))
+            ended |= torch.full((2,), length >= 3, device="cuda")
+            unfinished = unfinished & ~ended
+        return length
+
+    assert run_forked(lambda: dry_run(job)[1]) == 3
+
+
 @pytest.mark.parametrize(
     ("dtype", "head", "mask", "kernel"),
     [
