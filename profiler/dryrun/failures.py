@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.errors import CannotFakeError, DryRunFinished
@@ -59,8 +58,8 @@ _PACKAGES = re.compile(r"(flash_attn|FlashAttention\d?|xformers|apex|transformer
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}")
 _OWN, _TORCH = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
 _DUMPED_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-# Interrupts what the main thread waits for; jobs have other signals.
-_WAKE = signal.SIGRTMAX
+# Interrupts what the main thread waits for; jobs have other signals. From a process that it has forked: that trains.
+WAKE = signal.SIGRTMAX
 _OTHER_PROCESS = (
     "cannot dry-run a training in a process that the job forks: start it in the script's own process, or by "
     "torch.multiprocessing.spawn"
@@ -94,12 +93,6 @@ def explain_crash(signal_name: str, dump: str) -> str:
     )
 
 
-def end_from_fork(process: int) -> NoReturn:
-    """End the dry run of a process from one that its job has forked and trains in."""
-    os.kill(process, _WAKE)
-    os._exit(0)
-
-
 def follow_threads(patches: Patches, has_ended: Callable[[], bool]) -> None:
     """Let what ends a dry run in a thread of the job end it in the main one, which may wait for that for ever."""
     main, report = threading.main_thread(), threading.excepthook
@@ -113,13 +106,13 @@ def follow_threads(patches: Patches, has_ended: Callable[[], bool]) -> None:
             report(failed)
             return
         ends.append(error)
-        signal.pthread_kill(main.ident or 0, _WAKE)
+        signal.pthread_kill(main.ident or 0, WAKE)
 
     def end(*_: object) -> None:
         raise ends[0] if ends else DryRunFinished(f"{_OTHER_PROCESS}{place_of_call()}")
 
     if threading.current_thread() is main:
-        patches.on_undo(functools.partial(signal.signal, _WAKE, signal.signal(_WAKE, end)))
+        patches.on_undo(functools.partial(signal.signal, WAKE, signal.signal(WAKE, end)))
         patches.set(threading, "excepthook", receive)
 
 

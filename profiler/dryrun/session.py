@@ -28,7 +28,7 @@ from ebbtide.profiler.dryrun.device.tensor_patches import patch_legacy_types, pa
 from ebbtide.profiler.dryrun.device.triton_kernels import TritonKernels
 from ebbtide.profiler.dryrun.device.unknown_shapes import register_missing_kernels
 from ebbtide.profiler.dryrun.errors import DryRunError, DryRunFinished
-from ebbtide.profiler.dryrun.failures import end_from_fork, follow_threads
+from ebbtide.profiler.dryrun.failures import WAKE, follow_threads
 from ebbtide.profiler.dryrun.files.user_files import UserFiles
 from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
@@ -295,7 +295,8 @@ class DryRun:
 
     def _end_iteration(self, finished: int) -> None:
         if os.getpid() != self._process:
-            end_from_fork(self._process)
+            os.kill(self._process, WAKE)
+            os._exit(0)
         optimizers = self.tracker.rule.optimizers
         modules = list(self.tracker.modules)
         self.model = describe_model(modules, optimizers, self.tracker.recomputes)

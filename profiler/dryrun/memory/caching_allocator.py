@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 from ebbtide.profiler.dryrun.memory.allocator_pools import (
     ROUNDING,
@@ -77,21 +78,28 @@ class CachingAllocator:
             return _next_division(size, divisions)
         return max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
 
-    def allocate(self, size: int, stream: int = 0, now_ns: int = 0) -> AllocatorBlock:
-        """Return a block for a request of `size` bytes on a stream.
+    def allocate(self, size: int, stream: int = 0, now_ns: int = 0, always: bool = True) -> Any:
+        """Return a block for a request of `size` bytes on a stream; None if no memory is left and it is not `always`.
 
         It is the smallest free block of that stream that fits, or a part of a new segment.
 
         Args:
             now_ns: The time, at which blocks that other streams have used until then become free.
         """
-        block = self._allocate(size, stream, now_ns, always=True)
-        assert block is not None
+        self._free_awaited(now_ns)
+        size = self.round_size(size)
+        pool = self._pool(stream, size <= SMALL)
+        block = pool.take(size)
+        if block is None:
+            if not self._make_room(pool.segment_bytes(size)):
+                if not always:
+                    return None
+                self.on_shortage(size)
+            block = pool.grow(size)
+        if pool.splits(block, size):
+            pool.add(block.cut(size))
+        self.allocated_bytes += block.size
         return block
-
-    def allocate_if_free(self, size: int, stream: int = 0, now_ns: int = 0) -> AllocatorBlock | None:
-        """Return a block as `allocate` does; None if no memory is left for it."""
-        return self._allocate(size, stream, now_ns, always=False)
 
     def free(self, block: AllocatorBlock, until_ns: int | None = None) -> None:
         """Give a block back. until_ns: when other streams have used it; None: no other stream has."""
@@ -131,22 +139,6 @@ class CachingAllocator:
             kind = ExpandablePool if self.settings.expandable else BlockPool
             self._pools[key] = kind(small, self.settings, self._space)
         return self._pools[key]
-
-    def _allocate(self, size: int, stream: int, now_ns: int, always: bool) -> AllocatorBlock | None:
-        self._free_awaited(now_ns)
-        size = self.round_size(size)
-        pool = self._pool(stream, size <= SMALL)
-        block = pool.take(size)
-        if block is None:
-            if not self._make_room(pool.segment_bytes(size)):
-                if not always:
-                    return None
-                self.on_shortage(size)
-            block = pool.grow(size)
-        if pool.splits(block, size):
-            pool.add(block.cut(size))
-        self.allocated_bytes += block.size
-        return block
 
     def _make_room(self, size: int) -> bool:
         """Give segments back where memory is short, and return whether there is room then."""

@@ -77,7 +77,7 @@ def _peak(events: list[tuple[int, int, Any]], allocator: CachingAllocator, with_
             allocator.free(live.pop(id(block)))
         elif block.most is None:
             live[id(block)] = allocator.allocate(block.size, block.stream, t_ns)
-        elif with_workspaces and (workspace := allocator.allocate_if_free(block.most, block.stream, t_ns)):
+        elif with_workspaces and (workspace := allocator.allocate(block.most, block.stream, t_ns, always=False)):
             allocator.free(workspace)
         peak = max(peak, allocator.reserved_bytes)
     return peak

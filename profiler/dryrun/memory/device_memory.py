@@ -236,8 +236,7 @@ class DeviceMemory:
         block.size = size
         block.start_ns, block.stream = self._clock.tick(), self._clock.stream
         if size:
-            allocate = self.allocator.allocate_if_free if block.most is not None else self.allocator.allocate
-            block.allocated = allocate(size, block.stream, block.start_ns)
+            block.allocated = self.allocator.allocate(size, block.stream, block.start_ns, always=block.most is None)
         if block.allocated is not None:
             self.requested_bytes += size
             self.blocks.append(block)
