@@ -27,7 +27,7 @@ def run_apart(arguments: list[str]) -> int:
     signals = {signal.SIGCHLD, *_FORWARDED}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     output, scratch = arguments[0], json.loads(arguments[1])["scratch"]
-    before = _identity(output)
+    before = status_of(output)
     with tempfile.TemporaryFile() as dump, tempfile.TemporaryDirectory(prefix="ebbtide-dry-run-") as folder:
         FileView.parent = folder
         job = os.fork()
@@ -51,15 +51,9 @@ def run_apart(arguments: list[str]) -> int:
         return fail(explain_crash(signal.Signals(-code).name, stack))
     if code < 0:
         fail(f"incomplete: signal {-code} ({signal.strsignal(-code)}) ended the job; no trace is written")
-    if not code and _identity(output) == before:
+    if not code and status_of(output) == before:
         return fail("incomplete: the job ended its process by os._exit or exec; no trace is written: take sys.exit")
     return code if code >= 0 else 128 - code
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    """Return what tells a trace from another one at the same path; None: there is none."""
-    status = status_of(path)
-    return status and (status.st_ino, status.st_mtime_ns)
 
 
 def _be_job(arguments: list[str], dump: IO[bytes], mask: Set[int]) -> NoReturn:

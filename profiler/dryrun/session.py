@@ -83,17 +83,13 @@ class BatchLengths:
         return True
 
     def follow(self, loader: int, batches: Any) -> Iterator[Any]:
-        """Give the batches of a loader; where the longest one is asked for, that of the next ones, again and again."""
+        """Give the batches of a loader; where the longest one is asked for, that of the next ones in place of each."""
         shapes = self._shapes.setdefault(loader, set())
         for batch in batches:
-            shapes.add(_shape(batch))
-            if self._long_iterations:
-                ahead = [batch, *islice(batches, _LOOKED_AT - 1)]
-                shapes.update(map(_shape, ahead))
-                longest = max(ahead, key=lambda each: math.prod(_shape(each)))
-                while True:
-                    yield longest
-            yield batch
+            ahead = [batch, *islice(batches, _LOOKED_AT - 1 if self._long_iterations else 0)]
+            shapes.update(map(_shape, ahead))
+            longest = max(ahead, key=lambda each: math.prod(_shape(each)))
+            yield from [longest] * len(ahead)
 
 
 def _shape(batch: Any) -> Shape:

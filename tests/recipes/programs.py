@@ -341,6 +341,15 @@ PROGRAMS = (
         environment="vision",
     ),
     Program(
+        "torchvision-detection",
+        ("torchvision", "torchvision"),
+        "Faster R-CNN with ResNet-50, fp32, 2 images of 427 to 640 pixels",
+        "python jobs/torchvision_detection.py",
+        "https://github.com/pytorch/vision/tree/main/references/detection",
+        gpu="rtx4090",
+        environment="vision",
+    ),
+    Program(
         "axolotl-lora",
         ("Axolotl", "axolotl"),
         "Llama-3.2-1B, LoRA 16, packed, 2 x 2,048",

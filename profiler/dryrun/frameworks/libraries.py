@@ -145,7 +145,8 @@ def _define_operators(module: Any, patches: Patches) -> None:
     if not module._has_ops():
         for name, schema in _VISION_OPERATORS.items():
             torch.library.define(f"torchvision::{name}", schema)
-        patches.set(module, "_has_ops", lambda: True)
+        patches.set(module, "_has_ops", constant(True))
+        patches.set(module, "_check_cuda_version", constant(-1))  # a build for the CPU
 
 
 def _keep_all_boxes() -> None:

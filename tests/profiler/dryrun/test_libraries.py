@@ -218,7 +218,9 @@ def test_torchvision__runs_without_its_operators(tmp_path: Path) -> None:
         "    return image.new_empty(len(boxes), image.shape[1], height, width)\n"
         "torch.library.register_fake('torchvision::roi_align')(align)\n"
     )
-    (tmp_path / "torchvision" / "extension.py").write_text("def _has_ops():\n    return False\n")
+    (tmp_path / "torchvision" / "extension.py").write_text(
+        "def _has_ops():\n    return False\ndef _check_cuda_version():\n    return -1\n"
+    )
 
     def job() -> Any:
         sys.path.insert(0, str(tmp_path))

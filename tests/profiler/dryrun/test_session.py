@@ -409,3 +409,21 @@ def test_dry_run__ends_with_the_longest_batch_where_batches_vary() -> None:
     assert seen == ((1, 500, 256), (1, 8000, 256))
     assert least < most == reserved
     assert constant[:2] == ([1000, 1000], None)
+
+
+def test_evaluation_between_iterations__ends_where_its_batches_vary() -> None:
+    def observe() -> int:
+        evaluated = 0
+        with DryRun(DryRunOptions(iterations=2)):
+            model = torch.nn.Linear(256, 64).to("cuda")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            batches = [(torch.ones(n, 256),) for n in (30, 20, 10, 40)]
+            for (batch,) in torch.utils.data.DataLoader(batches):
+                model(batch.to("cuda")).sum().backward()
+                optimizer.step()
+                for _ in torch.utils.data.DataLoader(batches):
+                    evaluated += 1
+                    assert evaluated < 50
+        return evaluated
+
+    assert run_forked(observe) == 12
