@@ -60,10 +60,7 @@ _OWN, _TORCH = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{os.sep}torch
 _DUMPED_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # Interrupts what the main thread waits for; jobs have other signals. From a process that it has forked: that trains.
 WAKE = signal.SIGRTMAX
-_OTHER_PROCESS = (
-    "cannot dry-run a training in a process that the job forks: start it in the script's own process, or by "
-    "torch.multiprocessing.spawn"
-)
+_FORKED = "cannot dry-run a training in a process that the job forks: start it in the script's own, or by "
 # Errors of the job itself, wherever they are raised: a file, a package or a device that it names is not there.
 _OF_THE_JOB = (OSError, ImportError, SyntaxError, RecursionError)
 _TEXTS_OF_THE_JOB = ("Expected all tensors to be on the same device", "invalid device ordinal")
@@ -109,7 +106,7 @@ def follow_threads(patches: Patches, has_ended: Callable[[], bool]) -> None:
         signal.pthread_kill(main.ident or 0, WAKE)
 
     def end(*_: object) -> None:
-        raise ends[0] if ends else DryRunFinished(f"{_OTHER_PROCESS}{place_of_call()}")
+        raise ends[0] if ends else DryRunFinished(f"{_FORKED}torch.multiprocessing.spawn{place_of_call()}")
 
     if threading.current_thread() is main:
         patches.on_undo(functools.partial(signal.signal, WAKE, signal.signal(WAKE, end)))

@@ -39,11 +39,9 @@ def dry_run(
 
     Args:
         capacity_bytes: Memory of the device; None: that of the machine.
-        machine: The machine; None: not named.
         ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would start, else not stated.
         printer: `module:function` that is called with the path of the trace when it is written, and returns whether the
             job fits; None: nothing is.
-        check: Whether the exit status is 3 where it does not fit.
         scratch: A folder of the job that is removed at the end; None: it has none.
     """
     refuse_existing(output, force)

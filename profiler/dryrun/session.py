@@ -36,13 +36,7 @@ from ebbtide.profiler.dryrun.frameworks.parallelism import patch_data_parallel, 
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups, patch_ray_train
 from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
 from ebbtide.profiler.dryrun.memory.convolutions import keep_channels_last, reserved_range
-from ebbtide.profiler.dryrun.memory.device_memory import (
-    TRIALS,
-    CallStacks,
-    DeviceMemory,
-    FakeHostMemory,
-    is_called_where,
-)
+from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, is_trial
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
 from ebbtide.profiler.dryrun.shadow_values import tensors_in
 from ebbtide.profiler.dryrun.time.clock import VirtualClock
@@ -299,7 +293,7 @@ class DryRun:
         self.framework = self.framework or describe_framework(modules, self.tracker.batch)
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
-        if finished >= self.options.iterations and not is_called_where(TRIALS):
+        if finished >= self.options.iterations and not is_trial():
             self._natural_bytes = self._natural_bytes or self.memory.most_reserved_bytes
             if self.batches.needs_longest():
                 return

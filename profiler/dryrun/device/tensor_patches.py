@@ -81,12 +81,7 @@ def become(tensor: Any, content: Any) -> None:
 def patch_tensors(
     patches: Patches, memory: DeviceMemory, stacks: CallStacks, modules: list[str], values: ShadowValues
 ) -> None:
-    """Replace the methods until `patches.undo()`.
-
-    Args:
-        memory: The memory of the device, which learns of storages that change their size.
-        modules: Names of the modules that run, the innermost last.
-    """
+    """Replace the methods until `patches.undo()`; `modules`: names of those that run, the innermost last."""
     data = torch._C.TensorBase.data
 
     def set_data(tensor: Any, value: Any) -> None:

@@ -63,7 +63,6 @@ class FileView:
         self._entries: dict[str, str | None] = {}
         self._caches = cache_folders()
         self._number = 0
-        self._process = os.getpid()
         self.lock = threading.RLock()
 
     def is_protected(self, path: str) -> bool:
@@ -199,13 +198,13 @@ class FileView:
     def close(self) -> None:
         """Remove the temporary folder, and what the job has made and nobody has replaced."""
         self._entries.clear()
-        remove_made(self.made | made_in(self.folder, self._process))
+        remove_made(self.made | made_in(self.folder))
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _keep_made(self, real: str, identity: tuple[int, int]) -> None:
         self.made[real] = identity
         with open(os.path.join(self.folder, _MADE), "a", encoding="utf-8") as file:
-            file.write(json.dumps([os.getpid(), real, *identity]) + "\n")
+            file.write(json.dumps([real, *identity]) + "\n")
 
     def _may_change(self, path: str) -> bool:
         return self.owns(path) or not self.is_protected(path)
@@ -234,11 +233,10 @@ class FileView:
         self._entries.update({target + key[len(source) :]: value for key, value in moved.items()})
 
 
-def made_in(folder: str, process: int | None = None) -> dict[str, tuple[int, int]]:
-    """Return what a job has made, from the temporary folder of its view. `process`: one to leave out."""
+def made_in(folder: str) -> dict[str, tuple[int, int]]:
+    """Return what a job and its processes have made at any time, from the temporary folder of its view."""
     with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _MADE), encoding="utf-8") as file:
-        rows = map(json.loads, file)
-        return {path: (device, number) for maker, path, device, number in rows if maker != process}
+        return {path: (device, number) for path, device, number in map(json.loads, file)}
     return {}
 
 
@@ -246,12 +244,9 @@ def remove_made(made: dict[str, tuple[int, int]]) -> None:
     """Remove files and folders, by path, that still have this device and inode."""
     for path in sorted(made, key=len, reverse=True):
         status = status_of(path, follow=False)
-        if status is None or (status.st_dev, status.st_ino) != made[path]:
-            continue
-        try:
-            (posix.rmdir if stat.S_ISDIR(status.st_mode) else posix.unlink)(path)
-        except OSError:
-            continue  # a folder with files that the job has not made
+        if status is not None and (status.st_dev, status.st_ino) == made[path]:
+            with contextlib.suppress(OSError):  # a folder with files that the job has not made
+                (posix.rmdir if stat.S_ISDIR(status.st_mode) else posix.unlink)(path)
 
 
 def cache_folders() -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.dryrun.errors import CannotFakeError
 
 _CUDA_SOURCES = (".cu", ".cuh")
+_SENSORS = ("Temperature", "PowerUsage", "EnforcedPowerLimit", "TotalEnergyConsumption")
 _POOL = "float scale, SymInt pooled_height, SymInt pooled_width"
 _IMAGE = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
 _CONVOLUTION = (
@@ -25,12 +26,13 @@ _VISION_OPERATORS = {
     **dict.fromkeys(("nms", "qnms"), "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
     "roi_align": f"(Tensor input, Tensor rois, {_POOL}, SymInt sampling_ratio, bool aligned) -> Tensor",
     "_roi_align_backward": f"(Tensor grad, Tensor rois, {_POOL}, {_IMAGE}, SymInt ratio, bool aligned) -> Tensor",
-    "roi_pool": f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
-    "_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor argmax, {_POOL}, {_IMAGE}) -> Tensor",
+    **dict.fromkeys(("roi_pool", "ps_roi_pool"), f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)"),
+    **dict.fromkeys(
+        ("_roi_pool_backward", "_ps_roi_pool_backward"),
+        f"(Tensor grad, Tensor rois, Tensor map, {_POOL}, {_IMAGE}) -> Tensor",
+    ),
     "ps_roi_align": f"(Tensor input, Tensor rois, {_POOL}, SymInt sampling_ratio) -> (Tensor, Tensor)",
     "_ps_roi_align_backward": f"(Tensor grad, Tensor rois, Tensor map, {_POOL}, SymInt ratio, {_IMAGE}) -> Tensor",
-    "ps_roi_pool": f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
-    "_ps_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor map, {_POOL}, {_IMAGE}) -> Tensor",
     "deform_conv2d": f"({_CONVOLUTION}) -> Tensor",
     "_deform_conv2d_backward": f"(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "qroi_align": f"(Tensor x, Tensor r, float s, int z, float t, int y, {_POOL}, SymInt n, bool aligned) -> Tensor",
@@ -180,17 +182,11 @@ def _answer_nvml(module: Any, patches: Patches) -> None:
         return SimpleNamespace(total=total, free=free, used=total - free)
 
     answers: dict[str, Any] = {
-        "nvmlInit": None,
-        "nvmlShutdown": None,
+        **dict.fromkeys(("nvmlInit", "nvmlShutdown")),
+        **{f"nvmlDeviceGet{name}": 0 for name in ("HandleByIndex", "HandleByUUID", *_SENSORS)},
         "nvmlDeviceGetCount": 1,
-        "nvmlDeviceGetHandleByIndex": 0,
-        "nvmlDeviceGetHandleByUUID": 0,
         "nvmlDeviceGetName": torch.cuda.get_device_name(),
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
-        "nvmlDeviceGetTemperature": 0,
-        "nvmlDeviceGetPowerUsage": 0,
-        "nvmlDeviceGetEnforcedPowerLimit": 0,
-        "nvmlDeviceGetTotalEnergyConsumption": 0,
         "nvmlDeviceGetComputeRunningProcesses": [],
         "nvmlSystemGetDriverVersion": "dry run",
     }

@@ -81,11 +81,8 @@ class CachingAllocator:
     def allocate(self, size: int, stream: int = 0, now_ns: int = 0, always: bool = True) -> Any:
         """Return a block for a request of `size` bytes on a stream; None if no memory is left and it is not `always`.
 
-        It is the smallest free block of that stream that fits, or a part of a new segment.
-
-        Args:
-            now_ns: The time, at which blocks that other streams have used until then become free.
-        """
+        It is the smallest free block of that stream that fits, or a part of a new segment. At `now_ns`, blocks that
+        other streams have used until then become free."""
         self._free_awaited(now_ns)
         size = self.round_size(size)
         pool = self._pool(stream, size <= SMALL)

@@ -56,12 +56,7 @@ def convolution_bytes(kind: Any, args: Any, capability: tuple[int, int]) -> list
 def reserved_range(
     blocks: list[Any], workspaces: list[Any], allocators: tuple[CachingAllocator, CachingAllocator]
 ) -> tuple[int, int]:
-    """Return the least and the largest peak of reserved memory, with no workspace and with the largest ones.
-
-    Args:
-        blocks, workspaces: What the job allocated, and the workspaces of its convolutions, as `DeviceBlock`.
-        allocators: A new allocator for each.
-    """
+    """Return the least and the largest peak of reserved memory, with no workspace and with the largest ones."""
     needed = [block for block in blocks if block.most is None]
     ends = [(block.end_ns, 0, block) for block in needed if block.end_ns is not None]
     starts = [(block.start_ns, 1, block) for block in [*needed, *workspaces]]

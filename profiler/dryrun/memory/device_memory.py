@@ -19,15 +19,7 @@ from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ENGINE
 
 _MAX_FRAMES = 40
 # Names in functions that try batch sizes until memory is short: accelerate trains there, Lightning only tries.
-_SEARCH, TRIALS = "should_reduce_batch_size", "is_oom_error"
-
-
-def is_called_where(*names: str) -> bool:
-    """Return whether a function that is running uses one of these names."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not set(names) & set(frame.f_code.co_names):
-        frame = frame.f_back
-    return frame is not None
+_SEARCH, _TRIALS = "should_reduce_batch_size", "is_oom_error"
 
 
 class CallStacks:
@@ -117,15 +109,11 @@ class DeviceBlock:
 class DeviceMemory:
     """Follows the storages of fake tensors on the device.
 
-    Args:
-        allocator: The simulated allocator; None: one with torch's default settings.
-
     Attributes:
         peak_bytes, peak_allocated_bytes, peak_reserved_bytes: The largest so far, or since the job reset them.
         most_bytes, most_reserved_bytes: The largest so far, requested and reserved.
-        blocks: Every block so far, in the order of allocation.
+        blocks, convolutions: Every block so far, in the order of allocation, and workspaces of convolutions.
         timeline: (time in ns, requested, allocated, reserved bytes) after each change.
-        convolutions: Workspaces of convolutions.
     """
 
     def __init__(self, clock: VirtualClock, allocator: CachingAllocator | None = None) -> None:
@@ -261,9 +249,17 @@ class DeviceMemory:
         self.timeline.append((t_ns, self.requested_bytes, allocated, reserved))
 
 
+def is_trial(*names: str) -> bool:
+    """Return whether a function that is running uses one of these names, by default those of trials alone."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not {_TRIALS, *names} & set(frame.f_code.co_names):
+        frame = frame.f_back
+    return frame is not None
+
+
 def _fail_in_search(size: int) -> None:
     """Raise the error of a device that has no memory left where the job is made for it; other jobs go on."""
-    if is_called_where(_SEARCH, TRIALS):
+    if is_trial(_SEARCH):
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:,.2f} MiB (dry run)")
 
 

@@ -51,11 +51,8 @@ class FakeForward:
 
 
 class FakeForwards:
-    """Collects the outermost forwards while grad mode is off and no phase is open, as the recorder's class does.
-
-    Attributes:
-        active: Whether one runs.
-    """
+    """Collects the outermost forwards while grad mode is off and no phase is open, as the recorder's class does;
+    `active`: whether one runs."""
 
     def __init__(self, clock: VirtualClock, phases: list[FakePhase]) -> None:
         self.active = False
