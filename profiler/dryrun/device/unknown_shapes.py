@@ -98,6 +98,14 @@ def register_missing_kernels(library: Any, patches: Patches) -> None:
     for owner in ("cudnn", "miopen"):
         library.impl(f"_use_{owner}_ctc_loss", lambda *_args: False, "Meta")
     library.impl("_ctc_loss_backward", _ctc_loss_backward, "Meta")
+    for name, form in {
+        "batch_norm_stats": lambda x, *_: _channels(x, 2),
+        "batch_norm_gather_stats_with_counts": lambda x, *_: _channels(x, 2),
+        "batch_norm_elemt": lambda x, *_: torch.empty_like(x),
+        "batch_norm_backward_reduce": lambda _grad, x, *_: _channels(x, 4),
+        "batch_norm_backward_elemt": lambda _grad, x, *_: torch.empty_like(x),
+    }.items():
+        library.impl(name, form, "Meta")
     ctc_loss = torch.ctc_loss
 
     def ctc_loss_of_numbers(scores: Any, targets: Any, lengths: Any, target_lengths: Any, *args: Any) -> Any:
@@ -105,6 +113,12 @@ def register_missing_kernels(library: Any, patches: Patches) -> None:
         return ctc_loss(scores, targets, _numbers(lengths), _numbers(target_lengths), *args)
 
     patches.set(torch, "ctc_loss", ctc_loss_of_numbers)
+
+
+def _channels(x: Any, number: int) -> tuple[Any, ...]:
+    """Return statistics of SyncBatchNorm, which have at least 32 bits."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return tuple(x.new_empty(x.shape[1], dtype=dtype) for _ in range(number))
 
 
 def _numbers(lengths: Any) -> Any:

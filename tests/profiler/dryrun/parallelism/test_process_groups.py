@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 from ebbtide.profiler.dryrun.failures import explain_failure
@@ -207,3 +208,22 @@ def test_nodes__divide_the_ranks() -> None:
     groups = ProcessGroups(16, 8)
     assert (groups.ranks, groups.ranks_per_node) == (16, 8)
     assert ProcessGroups(2, 8).ranks_per_node == 2
+
+
+def test_synchronized_batch_norm__has_the_memory_of_a_local_one() -> None:
+    def most_bytes(synchronized: bool) -> int:
+        def job() -> None:
+            layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 8, 3), nn.BatchNorm2d(8)]
+            model = nn.Sequential(*layers).cuda()
+            if synchronized:
+                model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with torch.autocast("cuda"):
+                loss = model(torch.randn(4, 3, 64, 64, device="cuda")).sum()
+            loss.backward()
+            optimizer.step()
+
+        return int(run_in(job)[0].memory.most_bytes)
+
+    local, synchronized = run_forked(lambda: (most_bytes(False), most_bytes(True)))
+    assert abs(synchronized - local) < 0.01 * local
