@@ -17,6 +17,7 @@ _DYNAMIC = frozenset(
         _aten._unique2.default,
         _aten.unique_dim.default,
         _aten.unique_consecutive.default,
+        _aten.bincount.default,
     }
 )
 _INDEX = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
@@ -26,7 +27,7 @@ class UnknownShapes:
     """Gives such operations the shape of known values, or else the largest one that is possible.
 
     `bounds`: results of that size, by operation. `least`: results with the smallest size, of libraries that state no
-    largest one: int8 products of bitsandbytes, which have few columns of outliers."""
+    largest one: int8 products of bitsandbytes, which have few columns of outliers, and `bincount`."""
 
     def __init__(self, fake_mode: Any, values: ShadowValues) -> None:
         self.bounds: Counter[str] = Counter()
@@ -74,6 +75,11 @@ class UnknownShapes:
 
     def _bound(self, func: Any, args: Any) -> Any:
         source = args[0]
+        if func is _aten.bincount.default:
+            self.least["bincount"] += 1
+            dtype = torch.int64 if args[1:2] in ((), (None,)) else torch.float64
+            with self._fake_mode:
+                return torch.empty(max([1, *args[2:]]), dtype=dtype, device=source.device)
         self.bounds[func._schema.name.removeprefix("aten::")] += 1
         with self._fake_mode:
             if func is _aten.nonzero.default:

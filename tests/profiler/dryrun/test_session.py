@@ -161,6 +161,7 @@ def test_dry_run__knows_values_that_do_not_depend_on_weights() -> None:
         unknown = torch.randn(5, device="cuda")
         flags = unknown > 0
         followed = bool(mask.all()), mask.sum().item(), kept.tolist(), positions.cpu().numpy().tolist()
+        assert torch.bincount(unknown.long(), minlength=6).shape == (6,)
         large = torch.randn(300, 300, device="cuda").cpu().numpy().sum()
         return before, *followed, f"{unknown.sum():.2f}", unknown[flags].shape, unknown.cpu().numpy().tolist(), large
 
