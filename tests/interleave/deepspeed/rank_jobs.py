@@ -24,11 +24,14 @@ def run_ranks(folder: Path, *jobs: str) -> None:
 
 def main(folder: Path, *jobs: str) -> None:
     import deepspeed
+    import pytest
 
     from tests.interleave.deepspeed import test_muon, test_ranks
     from tests.interleave.engine.compile_once import compile_once
+    from tests.interleave.little_search import search_little
 
     compile_once()
+    search_little(pytest.MonkeyPatch())
     kinds = {"muon": test_muon.job, "policies": test_ranks.job}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
