@@ -24,6 +24,9 @@ def run_ranks(folder: Path, *jobs: str) -> None:
 
 def main(folder: Path, *jobs: str) -> None:
     import deepspeed
+
+    # It is imported for any engine, and imports torch's compiler, which takes as long as the rest.
+    import deepspeed.runtime.zero.muon.muon_optimizer
     import pytest
 
     from tests.interleave.deepspeed import test_muon, test_ranks
