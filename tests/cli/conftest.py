@@ -1,5 +1,5 @@
 import pytest
 
-from tests.interleave.little_search import search_little
+from tests.interleave.quick_plans import plan_quickly
 
-little_search = pytest.fixture(autouse=True)(search_little)
+quick_plans = pytest.fixture(autouse=True)(plan_quickly)

@@ -31,10 +31,10 @@ def main(folder: Path, *jobs: str) -> None:
 
     from tests.interleave.deepspeed import test_muon, test_ranks
     from tests.interleave.engine.compile_once import compile_once
-    from tests.interleave.little_search import search_little
+    from tests.interleave.quick_plans import plan_quickly
 
     compile_once()
-    search_little(pytest.MonkeyPatch())
+    plan_quickly(pytest.MonkeyPatch())
     kinds = {"muon": test_muon.job, "policies": test_ranks.job}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

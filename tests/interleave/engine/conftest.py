@@ -12,10 +12,10 @@ from ebbtide.interleave.policies.registry import plan_in_memory
 from ebbtide.machines.machine import Machine
 from tests.conftest import torch_on_one_thread
 from tests.interleave.engine.compile_once import compile_once
-from tests.interleave.little_search import search_little
+from tests.interleave.quick_plans import plan_quickly
 
 one_thread = pytest.fixture(scope="session", autouse=True)(torch_on_one_thread)
-little_search = pytest.fixture(autouse=True)(search_little)
+quick_plans = pytest.fixture(autouse=True)(plan_quickly)
 compile_once()
 
 

@@ -36,7 +36,7 @@ ROUNDS = 6
 
 
 @pytest.fixture
-def little_search() -> None:
+def quick_plans() -> None:
     """Search as usual: the tests compare plans with the best ones."""
 
 
