@@ -34,6 +34,8 @@ torch_extensions.use_own_directory()
 os.environ.pop("COLUMNS", None)
 # Also in processes that tests start. With more threads than idle cores, each operator waits for the others' threads.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Files of tests need not outlive a crash of the machine, and each of thousands of traces would wait for the disk.
+os.fsync = lambda file: None
 
 FUZZ = float(os.environ.get("EBBTIDE_FUZZ", "1"))
 PROCESS_TIMEOUT_S = 240.0

@@ -69,7 +69,7 @@ class LayerChoice(NamedTuple):
         for layer in layers:
             weights[layer] = weights[layer] if streamed is None else streamed
             forms[layer] = forms[layer] if form is None else form
-        return self._replace(streamed=tuple(weights), forms=tuple(forms))
+        return LayerChoice(tuple(weights), tuple(forms), self.weight_slots, self.activation_slots)
 
 
 # Makes the plan for the optimizer's state in a placed workload; whether updates may end in the next forward.
@@ -243,13 +243,13 @@ class LayerSearch:
 
     def _improved(self, choice: LayerChoice, changes: Sequence[Change], make: Maker) -> LayerChoice:
         """Return a choice after all changes that lower its cost."""
+        best = self._cost(choice, make)
         for change in changes:
             for candidate in change(choice):
                 if self._ops_left < 0:
                     return choice
-                cost = self._cost(choice, make)
-                if self._cost(candidate, make, cost) < cost:
-                    choice = candidate
+                if (cost := self._cost(candidate, make, best)) < best:
+                    choice, best = candidate, cost
         return choice
 
     def _change_slots(self, choice: LayerChoice) -> Iterator[LayerChoice]:
@@ -262,19 +262,22 @@ class LayerSearch:
 
     def _change_layers(self, choice: LayerChoice, layers: range) -> Iterator[LayerChoice]:
         """Yield choices that differ in a block of layers."""
-        for streamed, form in product((None, *self._weights), (None, *self._forms)):
-            yield choice.changed(layers, streamed, form)
+        # What all of them have already is no change.
+        weights, forms = ({values[layer] for layer in layers} for values in choice[:2])
+        for streamed in (None, *(value for value in self._weights if weights != {value})):
+            for form in (None, *(value for value in self._forms if forms != {value})):
+                yield choice.changed(layers, streamed, form)
 
     def _cost(self, choice: LayerChoice, make: Maker, limit: Cost | None = None) -> Cost:
         """Return the cost of a choice, or the missing memory alone where that is above the limit's."""
-        if choice in self._costs:
-            return self._costs[choice]
-        if choice not in self._missing:
-            self._missing[choice] = place(self._workload, choice.plan(self._workload)).missing_bytes
+        if (cost := self._costs.get(choice)) is not None:
+            return cost
+        if (missing := self._missing.get(choice)) is None:
+            self._missing[choice] = missing = place(self._workload, choice.plan(self._workload)).missing_bytes
             chunks = len(self._workload.layers) * len(self._workload.chunk_shares)
             self._ops_left -= max(_LEAST_OPS, self._plan_ops + 2 * chunks)
-        if limit is not None and self._missing[choice] > limit[0]:
-            return self._missing[choice], 0.0, 0.0, 0.0
+        if limit is not None and missing > limit[0]:
+            return missing, 0.0, 0.0, 0.0
         result = plan_of_choice(choice, self._workload, self._machine, make)
         self._plan_ops = len(result.plan.ops)
         self._costs[choice] = result.cost

@@ -27,7 +27,8 @@ def sum_of_squares(gradient: torch.Tensor) -> float:
     rows = padded.reshape(-1, BLOCK // LANES, LANES)
     lanes = np.zeros((len(rows), LANES))
     with np.errstate(invalid="ignore"):
-        for row in range(BLOCK // LANES):
+        # The others are zeros.
+        for row in range(-(-min(flat.size, BLOCK) // LANES)):
             lanes += rows[:, row] * rows[:, row]
         while lanes.shape[1] > 1:
             half = lanes.shape[1] // 2

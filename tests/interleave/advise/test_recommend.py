@@ -272,9 +272,7 @@ def test_recommend__mentions_the_largest_smaller_batch_that_would_fit(batch: int
 
 def test_recommend__states_the_uncertainty_of_the_machine() -> None:
     fit = {"residuals": {"a": 0.01, "b": -0.024}, "unidentified": ["d2h_bytes_per_s", "step_overhead_s"]}
-    fitted = recommend(workload(), machine(fit=fit)).uncertainty
-    assert "within 2.4 %" in fitted
-    assert fitted.endswith("d2h_bytes_per_s, step_overhead_s")
+    assert "within 2.4 % on the 2 runs" in recommend(workload(), machine(fit=fit)).uncertainty
     assert "not validated" in recommend(workload(gpu_free_bytes=30e9), machine()).uncertainty
 
 

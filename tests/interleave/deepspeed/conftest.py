@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import shared_folder, torch_on_one_thread
+from tests.interleave.quick_plans import plan_quickly
 
 from .rank_jobs import QUICK, run_ranks
 
 one_thread = pytest.fixture(scope="package", autouse=True)(torch_on_one_thread)
+quick_plans = pytest.fixture(autouse=True)(plan_quickly)
 ResultsOfRanks = Callable[[str], list[dict[str, Any]]]
 _NAMES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 

@@ -25,10 +25,16 @@ def run_ranks(folder: Path, *jobs: str) -> None:
 def main(folder: Path, *jobs: str) -> None:
     import deepspeed
 
+    # It is imported for any engine, and imports torch's compiler, which takes as long as the rest.
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import pytest
+
     from tests.interleave.deepspeed import test_muon, test_ranks
     from tests.interleave.engine.compile_once import compile_once
+    from tests.interleave.quick_plans import plan_quickly
 
     compile_once()
+    plan_quickly(pytest.MonkeyPatch())
     kinds = {"muon": test_muon.job, "policies": test_ranks.job}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

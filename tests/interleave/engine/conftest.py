@@ -12,8 +12,10 @@ from ebbtide.interleave.policies.registry import plan_in_memory
 from ebbtide.machines.machine import Machine
 from tests.conftest import torch_on_one_thread
 from tests.interleave.engine.compile_once import compile_once
+from tests.interleave.quick_plans import plan_quickly
 
 one_thread = pytest.fixture(scope="session", autouse=True)(torch_on_one_thread)
+quick_plans = pytest.fixture(autouse=True)(plan_quickly)
 compile_once()
 
 

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 
 from ebbtide.interleave.engine.layers import activations, model_layers
 from ebbtide.interleave.engine.layers.weights import stream_weights
-from ebbtide.interleave.policies import layer_choice
 from tests.interleave.engine.layers.random_jobs import CountingDevice, Job, Model, Parallel, random_job, time_limit
 from tests.interleave.engine.layers.test_random_layers import RandomPlanner
 
@@ -57,7 +56,6 @@ def run_case(seed: int, patch: pytest.MonkeyPatch) -> tuple[str, bool]:
     # Each rank has a plan of its own, as after its own measurements.
     planner = RandomPlanner(random.Random(seed * 10 + dist.get_rank()), is_limited=not job.autocast)
     with patch.context() as patched:
-        patched.setattr(layer_choice, "_SEARCHED_OPS", 3000)
         patched.setattr(model_layers, "plan_orders", planner.plan)
         with (
             stream_weights(model, memory_budget=12e3, device=device) if streams else nullcontext(),

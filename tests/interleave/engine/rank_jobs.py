@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,6 +22,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from tests.conftest import FUZZ
 from tests.interleave.engine.compile_once import compile_once
 from tests.interleave.engine.training import MACHINE, Net, batches, maker, net
+from tests.interleave.quick_plans import plan_quickly
 
 RANKS = 2
 STEPS = 8
@@ -189,6 +191,7 @@ def main(rank: int, folder: Path, jobs: tuple[Callable[[int, Path], Result], ...
     """Run jobs on one of several ranks; rank 0 writes the results to the folder."""
     torch.set_num_threads(1)
     compile_once()
+    plan_quickly(pytest.MonkeyPatch())
     gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -148,7 +149,11 @@ def run_ranks(
     folder: Path, jobs: tuple[Any, ...], count: int = rank_jobs.RANKS, limit_s: float = PROCESS_TIMEOUT_S
 ) -> None:
     """Run jobs on all ranks; kill them and fail if they take too long."""
-    ranks = torch.multiprocessing.spawn(rank_jobs.main, (folder, jobs, count), nprocs=count, join=False, daemon=True)
+    # The ranks are forks of one process that has imported all: with FSDP that takes longer than most of the jobs.
+    multiprocessing.set_forkserver_preload([job.__module__ for job in jobs] + ["torch._dynamo"])
+    ranks = torch.multiprocessing.start_processes(
+        rank_jobs.main, (folder, jobs, count), nprocs=count, join=False, daemon=True, start_method="forkserver"
+    )
     deadline = time.monotonic() + limit_s
     while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
         if time.monotonic() >= deadline:

@@ -21,9 +21,11 @@ from ebbtide.interleave.simulation.event_loop import link_factors
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
+from tests.interleave.quick_plans import plan_quickly
 from tests.interleave.simulation.fluid import Fluid, traffic_bytes
 from tests.interleave.strategies import fixed_policies, machines, policies, workloads
 
+quick_plans = pytest.fixture(autouse=True)(plan_quickly)
 # Times are sums of some hundred terms.
 CLOSE = 1e-9
 

@@ -35,6 +35,11 @@ WITHIN = 10
 ROUNDS = 6
 
 
+@pytest.fixture
+def quick_plans() -> None:
+    """Search as usual: the tests compare plans with the best ones."""
+
+
 @pytest.fixture(autouse=True)
 def _plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan at any time: these steps are so short that planning would have to wait for a thousand of them."""

@@ -16,7 +16,7 @@ from ebbtide.interleave.engine.layers import activations, model_layers, orders
 from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders, MeasuredLayer, PassTimes
 from ebbtide.interleave.engine.layers.weights import stream_weights
 from ebbtide.interleave.model.layers import ACTIVATION_KINDS, place
-from ebbtide.interleave.policies import layer_choice, make_plan
+from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.layer_choice import LayerChoice, plan_of_choice
 from tests.conftest import examples
 from tests.interleave.engine.layers.random_jobs import CountingDevice, random_job, time_limit, watched
@@ -78,8 +78,6 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
     planner = RandomPlanner(draw)
     budget = 1e9 if forced else draw.choice((2e3, 8e3, 2e4, 4e4))
     with monkeypatch.context() as patched:
-        # Of choices, the search compares few.
-        patched.setattr(layer_choice, "_SEARCHED_OPS", 3000)
         if forced:
             patched.setattr(model_layers, "plan_orders", planner.plan)
         with (

@@ -17,6 +17,7 @@ from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.rules.rule import BLOCK, UpdateRange
 from ebbtide.interleave.engine.runtime.layout import divide
+from tests.conftest import slow_case
 from tests.interleave.engine.states import any_bits, bits
 from tests.interleave.engine.training import MACHINE
 
@@ -35,7 +36,10 @@ def any_rows(length: int, has_remainders: bool, generator: torch.Generator) -> l
 
 
 @pytest.mark.parametrize("length", [0, 1, 256, 1000, 40_000])
-@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32", "remainder", "beside", "state"])
+# Loops convert each dtype as those of AdamW do, and take seconds to compile.
+@pytest.mark.parametrize(
+    "kind", ["bfloat16", slow_case("float16"), slow_case("float32"), "remainder", "beside", "state"]
+)
 def test_kernel__gives_the_bits_of_the_reference(kernel: CpuKernel, length: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(length)
     dtype = {"float16": torch.float16, "float32": torch.float32}.get(kind, torch.bfloat16)

@@ -7,15 +7,19 @@ import pytest
 from ebbtide.interleave.experiments.compare.compare import CompareConfig, compare
 from ebbtide.interleave.experiments.compare.results import Comparison
 from tests.conftest import torch_on_one_thread
+from tests.interleave.quick_plans import plan_quickly
 
 TINY = 200_000
 LINK = 5e8
 
 
 one_thread = pytest.fixture(scope="package", autouse=True)(torch_on_one_thread)
+quick_plans = pytest.fixture(autouse=True)(plan_quickly)
 
 
 @pytest.fixture(scope="package")
 def comparison() -> Comparison:
     """Compare all policies on an emulated device, and torch."""
-    return compare(CompareConfig(params=TINY, iterations=5, link_bytes_per_s=LINK, baselines=("torch",)))
+    with pytest.MonkeyPatch.context() as patch:
+        plan_quickly(patch)
+        return compare(CompareConfig(params=TINY, iterations=5, link_bytes_per_s=LINK, baselines=("torch",)))

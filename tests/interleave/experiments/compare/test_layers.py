@@ -13,8 +13,8 @@ from ebbtide.interleave.experiments.compare.layers import CHOICES, WARMUP, Layer
 from ebbtide.interleave.experiments.compare.picture import draw_layer_comparison
 from ebbtide.interleave.experiments.compare.runs import PhaseWaits
 from ebbtide.interleave.experiments.compare.tables import layer_comparison_view
-from ebbtide.interleave.policies import layer_choice
 from tests.cli.test_json_schemas import schema, strict
+from tests.interleave.quick_plans import plan_quickly
 
 FEW = (("keep", "resident"), ("offload", "streamed"), ("auto", "auto"))
 
@@ -22,8 +22,7 @@ FEW = (("keep", "resident"), ("offload", "streamed"), ("auto", "auto"))
 @pytest.fixture(scope="module", params=[FEW, pytest.param(CHOICES, marks=pytest.mark.slow)], ids=["few", "all"])
 def layer_comparison(request: pytest.FixtureRequest) -> LayerComparison:
     with pytest.MonkeyPatch.context() as patched:
-        # Of choices, the search compares few.
-        patched.setattr(layer_choice, "_SEARCHED_OPS", 1000)
+        plan_quickly(patched)
         waits = PhaseWaits(0.01, 0.02)
         config = CompareConfig(params=200_000, iterations=WARMUP + 2, link_bytes_per_s=4e7, waits=waits)
         return compare_layers(config, choices=request.param)

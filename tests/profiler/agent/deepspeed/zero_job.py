@@ -20,6 +20,7 @@ from typing import Any
 import cpuinfo
 import deepspeed
 import deepspeed.accelerator
+import deepspeed.runtime.zero.muon.muon_optimizer
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
@@ -29,7 +30,8 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# DeepSpeed collects garbage for each engine: what is imported is none.
+# DeepSpeed collects garbage for each engine: what is imported is none. Engines import the optimizer of Muon, and that
+# torch's compiler.
 gc.freeze()
 # DeepSpeed calls it whenever it creates its CPU Adam, and it takes a second.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

@@ -1,0 +1,23 @@
+"""Lets plans be made quickly, for tests that do not depend on how good a plan is."""
+
+from functools import lru_cache
+
+import pytest
+
+from ebbtide.interleave.engine.runtime.storage import speed
+from ebbtide.interleave.policies import layer_choice
+from ebbtide.interleave.policies.search import best_plan
+
+_OPS = 1000
+
+
+def plan_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let planners search little, and measure drives with little data, while patches last; to be made a fixture."""
+    monkeypatch.setattr(layer_choice, "_SEARCHED_OPS", 3 * _OPS)
+    for name in ("_PLACEMENT_OPS", "_ASSIGNMENT_OPS", "_SLOWER_OPS", "_OPS_BESIDE_LAYERS"):
+        monkeypatch.setattr(best_plan, name, _OPS)
+    # Other tests find none of these plans.
+    monkeypatch.setattr(best_plan, "search_plan", lru_cache(best_plan.search_plan.__wrapped__))
+    # In place of 32 MiB, of which a measurement moves 16.
+    monkeypatch.setattr(speed, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(speed, "_PROBED_BYTES", 2 << 20)
