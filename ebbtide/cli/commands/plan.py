@@ -156,7 +156,8 @@ def plan(
                 )
             with new_output(save_workload, force, Path.is_file, "a file") as file:
                 file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
-        plans, requests = [], []
+        plans = []
+        requests: list[PlanRequest] = []
         for target in targets:
             # The rates of a workload's machine are those of its own ranks, unless these are stated.
             own = target.machine.box.ranks if workload and not ranks and target.machine.box is not None else None
