@@ -65,11 +65,11 @@ def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None
 
 def test_plan__of_a_shape_also_moves_layers_and_saves_them(folder: Path, capsys: Printed) -> None:
     shape = "--params 2e8 --layers 2 --hidden 2048 --sequence 512 --micro-batch 1"
-    (whole,) = answer(capsys, f"{shape} --machine small.json --save-workload layers.json")["whole_job"]
+    (whole,) = answer(capsys, f"{shape} --machine small.json --policy gpu-only")["whole_job"]
     assert sum(whole["result"]["weights"].values()) == sum(whole["result"]["activations"].values()) == 2
     assert whole["bound_ms"] <= whole["result"]["iteration_ms"]
     assert whole["tokens_per_s"] == pytest.approx(512e3 / whole["result"]["iteration_ms"])
-    assert run(f"plan {shape} --machine small.json --policy gpu-only --save-workload layers.json --force".split()) == 0
+    assert run(f"plan {shape} --machine small.json --policy gpu-only --save-workload layers.json".split()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("fits on small as it is")
     assert lines[1].startswith("  where weights and activations of layers move, too: ")

@@ -243,7 +243,7 @@ def test_interleaved_adamw__is_the_rule_adamw() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize("name", slow(sorted(RULES), but=("lion", "muon")))
 @pytest.mark.parametrize("master", ["fp32", "remainder"])
 def test_adaptive__measures_the_rates_of_each_rule(name: str, master: Any) -> None:
     """With all overlaps that the master allows: updates beside the old state are then measured, too."""
