@@ -47,8 +47,7 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
         yield f"  host: {machine.extra['host']['spec']}"
         if undetermined := accuracy_of(machine).undetermined:
             yield f"  not determined by these runs, as assumed before: {', '.join(undetermined)}"
-        record = ranges_text((machine.gpu and machine.gpu.name) or "")
-        yield f"  iterations of `plan`: {record or 'no run of this card was compared'}"
+        yield f"  iterations of `plan`: {ranges_text((machine.gpu and machine.gpu.name) or '')}"
         if machine.unified_memory:
             yield "  GPU and CPU share one memory: offload frees none of it (--policy gpu-only)"
         yield from _sources(source["figures"])

@@ -137,11 +137,18 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
 
 
 def print_plans(
-    job: TrainingJob, plans: list[MachinePlan], sort: str, explain: bool, is_named: bool, smallest: Machine | None
+    job: TrainingJob,
+    plans: list[MachinePlan],
+    sort: str,
+    explain: bool,
+    is_named: bool,
+    smallest: Machine | None,
+    remarks: list[str],
+    gpu_name: str,
 ) -> None:
     """Print a table of plans, sorted by the middle of the range of `iteration` or `cost`, and the answer for the first
-    machine if machines were named; `smallest`: as for `plan_view`; `explain`: all plans, also what limits each of them,
-    and the other policies."""
+    machine if machines were named; `smallest` and later ones: as for `plan_view`; `explain`: all plans, also what
+    limits each of them, and the other policies."""
     from ebbtide.interleave.advise.tables import plan_view, policies_table
 
     def sort_key(plan: MachinePlan) -> tuple[bool, float]:
@@ -151,7 +158,8 @@ def print_plans(
         return low is None or high is None, (low or 0.0) + (high or 0.0)
 
     ordered = sorted(plans, key=sort_key)
-    print_view(plan_view(job, ordered, plans[0] if is_named else None, smallest, None if explain else _MAX_PLANS))
+    here, max_plans = plans[0] if is_named else None, None if explain else _MAX_PLANS
+    print_view(plan_view(job, ordered, here, smallest, max_plans, remarks, gpu_name))
     for plan in ordered if explain else ():
         notes = (*plan.notes, f"accuracy: {plan.accuracy}")
         print_view(iter(["", _title(plan), *(f"  {note}" for note in notes), policies_table(plan)]))

@@ -124,12 +124,12 @@ def track_record() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("track_record.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def ranges_text(gpu_name: str = "all") -> str | None:
-    """Return in few words how far ranges of iterations can be trusted; None where no run on such a GPU was compared."""
+def ranges_text(gpu_name: str = "all") -> str:
+    """Return in few words how far ranges of iterations on a GPU can be trusted."""
     for name, record in track_record()["iterations"].items():
         if name in gpu_name:
             return f"80 % range; held {100 * record['held']:.0f} % of {record['runs']:,} runs predicted blind"
-    return None
+    return "80 % range; no run of this card was compared"
 
 
 def updates_text() -> str:

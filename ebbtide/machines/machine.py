@@ -12,8 +12,11 @@ from msgspec import Meta
 
 from ebbtide.errors import MachineError
 from ebbtide.json_files import convert_object, number_range, read_object
+from ebbtide.units import counted
 
 MAX_RANKS = 1024
+# The rates that ranks on a host share.
+SHARED_RATES = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 MAX_PATHS = 64
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0 would be a resource that the
@@ -207,6 +210,17 @@ class Machine:
             storage=tuple(path.for_ranks(measured_ranks, ranks) for path in self.storage),
             box=box,
         )
+
+    def limits(self, rank: Machine) -> list[str]:
+        """Return in words which of these rates the box limits for `rank`, this machine `for_ranks` of no more ranks."""
+        if self.box is None or rank.box is None or rank.box.ranks > self.box.ranks:
+            return []
+        shared = {key: (getattr(self, key), getattr(rank, key)) for key in SHARED_RATES}
+        return [
+            f"box limits {key} to {used:.3g} of {own:.3g} with {counted(rank.box.ranks, 'rank')}: raise its total, too"
+            for key, (own, used) in shared.items()
+            if own is not None and used < own
+        ]
 
     def need(self, keys: Iterable[str], why: str) -> None:
         """Raise MachineError where one of the rates is not known. why: what needs it, for the message."""

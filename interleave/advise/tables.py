@@ -150,9 +150,13 @@ def plan_view(
     here: MachinePlan | None = None,
     smallest: Machine | None = None,
     max_plans: int | None = None,
+    remarks: Sequence[str] = (),
+    gpu_name: str = "all",
 ) -> View:
-    """Return the answer for a machine (`here`), the changes that help there, and the table of the first plans."""
+    """Return the answer for a machine (`here`), with remarks on it, the changes that help there, and the table of the
+    first plans, with the record of ranges on a GPU."""
     yield from _answer(job, plans, here)
+    yield from (f"  {remark}" for remark in remarks)
     if any((plan.hosts or 1) > 1 for plan in plans):
         yield f"  {NETWORK_NOTE}"
     if smallest is not None and smallest.gpu_memory_bytes is not None:
@@ -192,9 +196,12 @@ def plan_view(
         *([] if host_binds else [host]),
         text("limited by", "limited_by"),
     ]
-    note = f"{ranges_text()}; memory is that of a rank."
+    note = f"{ranges_text(gpu_name)}; memory is that of a rank."
     if host_binds:
         note += f" Of host memory {100 * SYSTEM_SHARE:.0f} % stays for the system."
+    if on_host := sorted({plan.ranks_per_host for plan in plans if plan.ranks_per_host}):
+        numbers = f"{on_host[0]} to " * (len(on_host) > 1) + counted(on_host[-1], "rank")
+        note += f" Rates are those with {numbers} on a host."
     if any(DATA_SHEETS in plan.accuracy for plan in plans):
         note += " Rates of data sheets are not validated."
     title = "The fastest plan for each machine"

@@ -36,9 +36,10 @@ class WholeJobPlan:
     def text(self) -> str:
         """The plan in a line."""
         if not self.result.fits:
-            return f"{self.machine}, also with weights and activations that move: does not fit"
+            return "does not fit either where weights and activations of layers move, too"
         speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} tokens/s"
-        return f"{self.machine}, {self.result.layers_text}: {ms_text(self.result.iteration_ms)}{speed}"
+        time = ms_text(self.result.iteration_ms)
+        return f"where weights and activations of layers move, too: {time}{speed} ({self.result.layers_text})"
 
 
 def plan_whole_job(workload: Workload, tokens: float | None, machine: Machine) -> WholeJobPlan:

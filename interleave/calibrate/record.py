@@ -13,8 +13,6 @@ from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.machines.machine import GpuCompute, StoragePath
 
 _MIN_RUNS = 3
-# The rates that ranks on a host share.
-SHARED_RATES = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from ebbtide.errors import MachineError, UserError
 from ebbtide.interleave.calibrate import cpu, gpu, link
 from ebbtide.interleave.calibrate import storage as storage_rates
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.record import SHARED_RATES, Record, Setup, Timing, measure_time
+from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.machine import Box, Machine, StoragePath
+from ebbtide.machines.machine import SHARED_RATES, Box, Machine, StoragePath
 
 # Every kind of operation occurs in its plans.
 _POLICY = "interleaved:2"

@@ -4,8 +4,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ebbtide.analysis.tables.table import Column, Table, View, rate, size, text
-from ebbtide.interleave.calibrate.record import SHARED_RATES
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import SHARED_RATES, Machine
 
 
 class _Rate(NamedTuple):

@@ -109,6 +109,8 @@ def gradient_ready_points(workload: Workload) -> list[float]:
         ends = [workload.backward_s]
         for layer in workload.layers[:-1]:
             ends.append(ends[-1] - layer.backward_s)
+        # Those after all layers are ready with the last one's.
+        ends.append(ends[-1])
         return [BACKWARD + min(1.0, ends[layer] / workload.backward_s) for layer in workload.layers_of_subgroups]
     points, params_done = [], 0
     for size in reversed(workload.subgroups):
@@ -128,7 +130,8 @@ def forward_points(workload: Workload) -> list[float]:
 
     The forward uses subgroups in their order, each for a time in proportion to its parameters."""
     if workload.layers:
-        starts = [0.0, *accumulate(layer.forward_s for layer in workload.layers)]
+        starts = [*accumulate((layer.forward_s for layer in workload.layers[:-1]), initial=0.0)]
+        starts.append(starts[-1])
         return [FORWARD + min(1.0, starts[layer] / workload.forward_s) for layer in workload.layers_of_subgroups]
     points, params_done = [], 0
     for size in workload.subgroups:

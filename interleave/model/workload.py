@@ -157,9 +157,9 @@ class Workload:
 
     @cached_property
     def layers_of_subgroups(self) -> list[int]:
-        """The layer of the first parameter of each subgroup; parameters after all layers count as the last one's."""
-        ends, last = list(accumulate(layer.params for layer in self.layers)), len(self.layers) - 1
-        return [min(bisect_right(ends, offset), last) for offset in accumulate(self.subgroups[:-1], initial=0)]
+        """The layer of the first parameter of each subgroup; the number of layers if that is after all of them."""
+        ends = list(accumulate(layer.params for layer in self.layers))
+        return [bisect_right(ends, offset) for offset in accumulate(self.subgroups[:-1], initial=0)]
 
     @property
     def cpu_update_bytes(self) -> float:

@@ -145,7 +145,8 @@ def with_layer_operations(
         after, nbytes, needed = tuple([first + index for index in op.after]), op.nbytes, op.needed
         if op.kind == "upload" and layer in evicted:
             nbytes = 0.0
-        taker = layer - layers.gradient_slots
+        # Parameters after all layers, and their gradients, have memory of their own.
+        taker = layer - layers.gradient_slots if layer < len(placed.layers) else -1
         if op.kind == "gradient down" and not op.blocking and taker >= 0 and op.point < UPDATE:
             needed = max(backward_starts[taker], op.point)
         if op.kind == "update" and op.resource == "gpu" and layer in layers.streamed and not from_host:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from ebbtide.cli import run
 from ebbtide.interleave.advise import whole_job
+from ebbtide.machines.accuracy import ranges_text
 from tests.conftest import ebbtide_in_process
 from tests.interleave.advise.jobs import gpu_machine
 from tests.interleave.advise.test_levers import lora_trace
@@ -63,14 +65,19 @@ def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None
 
 def test_plan__of_a_shape_also_moves_layers_and_saves_them(folder: Path, capsys: Printed) -> None:
     shape = "--params 2e8 --layers 2 --hidden 2048 --sequence 512 --micro-batch 1"
-    (whole,) = answer(capsys, f"{shape} --machine small.json --save-workload layers.json")["whole_job"]
+    (whole,) = answer(capsys, f"{shape} --machine small.json --policy gpu-only")["whole_job"]
     assert sum(whole["result"]["weights"].values()) == sum(whole["result"]["activations"].values()) == 2
     assert whole["bound_ms"] <= whole["result"]["iteration_ms"]
     assert whole["tokens_per_s"] == pytest.approx(512e3 / whole["result"]["iteration_ms"])
-    command = (
-        "replay --workload layers.json --machine small.json --policy adaptive,weights=auto,activations=auto --json"
-    )
-    assert run(command.split()) == 0
+    assert run(f"plan {shape} --machine small.json --policy gpu-only --save-workload layers.json".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("fits on small as it is")
+    assert lines[1].startswith("  where weights and activations of layers move, too: ")
+    assert f", {whole['tokens_per_s']:,.0f} tokens/s (layers 2 " in lines[1]
+    assert any("Rates are those with 1 rank on a host." in line for line in lines)
+    command = lines[-1].removeprefix("next: ebbtide ")
+    assert command == "replay --workload layers.json --machine small.json --ranks-per-host 1"
+    assert run([*command.split(), "--policy", "adaptive,weights=auto,activations=auto", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["iteration_ms"] == pytest.approx(whole["result"]["iteration_ms"])
     assert run(f"plan {shape} --machine small.json large.json --save-workload other.json".split()) == 2
@@ -207,3 +214,22 @@ def test_plan__prints_the_first_plans_by_the_middle_of_their_ranges(capsys: Prin
     assert "\nThe first 10 of " in printed
     assert run([*command, "-v"]) == 0
     assert "\nThe first " not in capsys.readouterr().out
+
+
+def test_plan__with_one_machine_has_the_record_of_its_card(capsys: Printed) -> None:
+    command = ["plan", str(TRACE), "--policy", "zero-offload", "--machine", "a100-40gb-published"]
+    assert run(command) == 0
+    assert ranges_text("NVIDIA A100-SXM4-40GB") in capsys.readouterr().out
+    assert run([*command, "rtx4090"]) == 0
+    assert ranges_text() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["replay", "plan --ranks 2"])
+def test_outputs__say_where_the_box_limits_a_rate_of_the_file(folder: Path, capsys: Printed, command: str) -> None:
+    machine = gpu_machine(gpu_memory_bytes=80e9, box={"ranks": 2, "cpu_update_params_per_s": 4e9})
+    for rate, is_limited in ((2e9, False), (4e9, True)):
+        replace(machine, cpu_update_params_per_s=rate).save(folder / "box.json")
+        arguments = "--params 2e9 --policy zero-offload --machine box.json --ranks-per-host 2"
+        assert run([*command.split(), *arguments.split()]) == 0
+        note = "note: box limits cpu_update_params_per_s to 2e+09 of 4e+09 with 2 ranks: raise its total, too"
+        assert (note in capsys.readouterr().out) == is_limited

@@ -116,6 +116,7 @@ def plan(
 
     from ebbtide.cli.advice import print_code, print_plans
     from ebbtide.errors import WorkloadError
+    from ebbtide.interleave.advise.changes import share_host
     from ebbtide.interleave.advise.job.decoder import Implementation, shape_of
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
@@ -155,13 +156,16 @@ def plan(
                 )
             with new_output(save_workload, force, Path.is_file, "a file") as file:
                 file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
-        whole = [] if layered is None else [plan_whole_job(layered, job.tokens, targets[0].machine)]
         plans = []
+        requests: list[PlanRequest] = []
         for target in targets:
             # The rates of a workload's machine are those of its own ranks, unless these are stated.
             own = target.machine.box.ranks if workload and not ranks and target.machine.box is not None else None
-            request = PlanRequest(target.source, policy or (), ranks_per_host or own, target.price_per_hour)
-            plans.append(plan_for_machine(job, target.machine, request))
+            requests.append(PlanRequest(target.source, policy or (), ranks_per_host or own, target.price_per_hour))
+            plans.append(plan_for_machine(job, target.machine, requests[-1]))
+        first = targets[0].machine
+        shared = share_host(first, job.settings.ranks, requests[0].ranks_per_host)
+        whole = [] if layered is None else [plan_whole_job(layered, job.tokens, shared)]
         if picture is not None:
             from ebbtide.interleave.advise.pictures.policy_bars import draw_plans
 
@@ -175,12 +179,17 @@ def plan(
         print_code(plans[machines.index(code)])
     else:
         is_named = bool(machines) or len(plans) == 1
-        for one in whole:
-            echo_line(one.text)
-        print_plans(job, plans, sort or ("cost" if price_per_hour else "iteration"), explain, is_named, smallest)
+        texts = [*(one.text for one in whole), *(f"note: {limit}" for limit in first.limits(shared))]
+        gpu_name = "all" if len(targets) > 1 else (first.gpu and first.gpu.name) or ""
+        by = sort or ("cost" if price_per_hour else "iteration")
+        print_plans(job, plans, by, explain, is_named, smallest, texts, gpu_name)
         if card is not None and recording is not None:
             echo_line(own_preset_text(card, recording))
     print_outputs(plot, save_workload)
+    if save_workload is not None and not as_json:
+        source = " ".join([(machines or [card or first.name])[0], *(["--host", host] if host else [])])
+        per_host = shared.box.ranks if shared.box is not None else 1
+        echo_line(f"next: ebbtide replay --workload {save_workload} --machine {source} --ranks-per-host {per_host}")
 
 
 def _is_trace(name: str) -> bool:

@@ -161,7 +161,8 @@ def replay(
         job = inputs.resolve_workload(recording, file, job_size, free, host_free, policy or ())
         own = inputs.own_preset(recording) if machines[0] is None else None
         name = machines[0] or own
-        rates = inputs.share_box(inputs.resolve_machine(name, recording), ranks_per_host, recording)
+        stated = inputs.resolve_machine(name, recording)
+        rates = inputs.share_box(stated, ranks_per_host, recording)
         own_notes, job = job.notes, inputs.note_other_machine(job, rates, recording, free is not None)
         settings = recorded_job(recording) if recording is not None else None
         try:
@@ -193,6 +194,7 @@ def replay(
             additions["recommend"] = advice.as_json()
         echo(json.dumps({**replayed.as_json(), **additions}))
     else:
+        print_view(f"note: {limit}" for limit in stated.limits(rates))
         baseline = baseline or names[0]
         if advice is not None:
             is_deepspeed = settings is None or bool(settings.section("zero_optimization"))

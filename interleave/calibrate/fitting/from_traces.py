@@ -15,9 +15,8 @@ from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.errors import MachineError
 from ebbtide.interleave.advise.job.inputs import ranks_on_host
 from ebbtide.interleave.calibrate.fitting.samples import FitSample, StepRates, sample_of, step_rates
-from ebbtide.interleave.calibrate.record import SHARED_RATES
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.machines.machine import Box, Machine
+from ebbtide.machines.machine import SHARED_RATES, Box, Machine
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.units import bytes_text
 

@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -294,8 +294,11 @@ class CpuKernel:
 
         # Small tensors are not worth more threads.
         count = min(threads, max(1, -(-length // min_slice)))
-        for running in [self._pool.submit(run_slices) for _ in range(count)]:
-            running.result()
+        running = [self._pool.submit(run_slices) for _ in range(count)]
+        # Also after an error nothing is written any more when this returns.
+        wait(running)
+        for each in running:
+            each.result()
 
 
 def _with_gaps(ranges: _Ranges, length: int) -> Iterator[tuple[int, int, UpdateRange | None]]:

@@ -103,6 +103,19 @@ def test_simulate__waits_for_streamed_weights() -> None:
     assert moved == [2e9, 2e9]
 
 
+def test_streamed_weights__leave_parameters_outside_of_layers_on_the_device() -> None:
+    """Of eight layers of 2 GB two stay for the next forward; 3 GB are outside of them, in two subgroups."""
+    workload = _workload(8, params=9.5e9)
+    for policy, gigabytes in (
+        # Both passes copy what has no slot; updated parameters are uploaded where they do not come with that.
+        ("pipelined", {"h2d": 2 * (6 + 6) + 2 * 2 + 3, "d2h": 2 * 9.5}),
+        # Updated weights of layers are copied to the host.
+        ("gpu-only", {"h2d": 2 * (6 + 6), "d2h": 8 * 2}),
+    ):
+        ops = make_plan(f"{policy},weights=streamed", workload, MACHINE).ops
+        assert {key: sum(op.nbytes for op in ops if op.resource == key) / 1e9 for key in gigabytes} == gigabytes
+
+
 def test_simulate__waits_for_offloaded_activations() -> None:
     """Chunks of 1.5 GB take 0.15 s down and up, and compute of one 0.05 s; the last two of six stay in their slots."""
     workload = _workload()

@@ -241,3 +241,25 @@ def test_interleaved_adamw__is_the_rule_adamw() -> None:
     assert isinstance(optimizer, InterleavedOptimizer)
     assert optimizer.defaults == {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     optimizer.close()
+
+
+@pytest.mark.parametrize("name", slow(sorted(RULES), but=("lion", "muon")))
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+def test_adaptive__measures_the_rates_of_each_rule(name: str, master: Any) -> None:
+    """With all overlaps that the master allows: updates beside the old state are then measured, too."""
+    options: dict[str, Any] = {"gradients": "streamed", "overlap": "auto", "memory_budget": 1e4, "threads": 1}
+    results = []
+    for policy in ("adaptive", "zero-offload"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3))).bfloat16()
+        optimizer = InterleavedOptimizer(
+            model.parameters(), name, policy=policy, master=master, model=model, subgroup_params=64, **options
+        )
+        for _ in range(2):
+            model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        results.append(torch.cat([param.detach().view(-1) for param in model.parameters()]))
+        assert policy == "zero-offload" or optimizer.machine.cpu_update_params_per_s
+        optimizer.close()
+    assert torch.equal(*results)
