@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.trace_analysis import TraceAnalysis
+    from ebbtide import TraceAnalysis
 
 __all__ = ["TraceAnalysis"]
 
