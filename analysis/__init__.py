@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.trace_analysis import TraceAnalysis
+    from ebbtide import TraceAnalysis
 
 __all__ = ["TraceAnalysis"]
 
@@ -11,7 +11,7 @@ __all__ = ["TraceAnalysis"]
 def __getattr__(name: str) -> Any:
     # Commands import single modules of this package and should not load all others.
     if name == "TraceAnalysis":
-        from ebbtide.analysis.trace_analysis import TraceAnalysis
+        import ebbtide
 
-        return TraceAnalysis
+        return ebbtide.TraceAnalysis
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

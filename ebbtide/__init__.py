@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.trace_analysis import TraceAnalysis
     from ebbtide.profiler.recording.live.job_metrics import metrics
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
+    from ebbtide.trace_analysis import TraceAnalysis
 
 __version__ = "0.2.0"
 __all__ = ["Trace", "TraceAnalysis", "TraceError", "__version__", "metrics", "open_trace"]
@@ -19,7 +19,7 @@ __all__ = ["Trace", "TraceAnalysis", "TraceError", "__version__", "metrics", "op
 
 # Modules that the names are loaded from when they are first used.
 _MODULES = {
-    "TraceAnalysis": "ebbtide.analysis.trace_analysis",
+    "TraceAnalysis": "ebbtide.trace_analysis",
     "metrics": "ebbtide.profiler.recording.live.job_metrics",
     **dict.fromkeys(("Trace", "TraceError", "open_trace"), "ebbtide.profiler.trace"),
 }

@@ -1,9 +1,10 @@
 """Reads JSON files that people write, and converts them to constrained types with one-line errors."""
 
+import difflib
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -30,6 +31,13 @@ def read_object(path: Path, kind: str, error: type[UserError]) -> dict[str, Any]
     if not isinstance(content, dict):
         raise error(f"{kind} file {path} is not a JSON object")
     return content
+
+
+def misspelled_keys(values: Collection[str], keys: Collection[str], where: str) -> Iterator[str]:
+    """Yield a note for each key of a file that is nearly one of those that are read; `where` names the file."""
+    for key in values:
+        if key not in keys and (near := difflib.get_close_matches(key, keys, 1, cutoff=0.8)):
+            yield f"{where}: unknown key {key:.80}: did you mean {near[0]}?"
 
 
 def _refuse(constant: str) -> Any:

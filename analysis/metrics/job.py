@@ -46,13 +46,17 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.windows import Windows
 
 
+def _several(ranks: Sequence[int] | int | None) -> Sequence[int] | None:
+    return [int(ranks)] if isinstance(ranks, int | np.integer) else ranks
+
+
 class JobMetrics:
     """The figures of a trace over its steady iterations. Figures that were not recorded are None.
 
     Medians leave the first two iterations out where there are five or more. Every result is a frozen dataclass with
     `as_json()`, the object that the command of its name prints with `--json`, and `to_pandas()`, its main table.
-    Methods take the ranks to look at (None: all), or one rank (None: the first), and raise TraceError for a rank that
-    is not in the trace."""
+    Methods take the ranks to look at, or one of them (None: all), or one rank (None: the first), and raise TraceError
+    for a rank that is not in the trace."""
 
     def __init__(self, trace: Trace, adviser: Adviser | None = None) -> None:
         """Take a trace, from `ebbtide.open_trace` or from an importer. Nothing is computed yet.
@@ -86,37 +90,37 @@ class JobMetrics:
 
         return summarize(self.trace)
 
-    def windows(self, min_bytes: int = 2**30, ranks: Sequence[int] | None = None) -> Windows:
+    def windows(self, min_bytes: int = 2**30, ranks: Sequence[int] | int | None = None) -> Windows:
         """Windows of free memory of the device; `missing` says why there are none where memory was not recorded.
 
         Times are those of the GPU where it has any, as in `summary`.
 
         Args:
             min_bytes: Least free memory of a window, bytes.
-            ranks: Ranks to look at; None: all.
+            ranks: Sequence[int] | int | None to look at, or one; None: all.
 
         Raises:
             TraceError: A rank is not in the trace.
         """
         from ebbtide.analysis.metrics.windows import find_windows
 
-        return find_windows(self._on_device_clock, min_bytes, ranks)
+        return find_windows(self._on_device_clock, min_bytes, _several(ranks))
 
     @cached_property
     def _on_device_clock(self) -> Trace:
         return on_device_clock(self.trace)
 
-    def memory(self, ranks: Sequence[int] | None = None) -> MemoryUse:
+    def memory(self, ranks: Sequence[int] | int | None = None) -> MemoryUse:
         """Every memory pool in each phase, and the differences between pools."""
-        return memory_use(self.trace, ranks)
+        return memory_use(self.trace, _several(ranks))
 
-    def link(self, ranks: Sequence[int] | None = None) -> LinkUse:
+    def link(self, ranks: Sequence[int] | int | None = None) -> LinkUse:
         """Bytes, rates and busy time of the link, per phase and direction."""
-        return link_use(self.trace, ranks)
+        return link_use(self.trace, _several(ranks))
 
-    def gpu(self, ranks: Sequence[int] | None = None) -> GpuState:
+    def gpu(self, ranks: Sequence[int] | int | None = None) -> GpuState:
         """Utilization, power, clocks and temperature of the GPUs, per phase."""
-        return gpu_state(self.trace, ranks)
+        return gpu_state(self.trace, _several(ranks))
 
     def activity(self, rank: int | None = None) -> GpuActivity:
         """Compute, communication, copies and idle time of the first GPU of a rank."""
@@ -139,9 +143,9 @@ class JobMetrics:
 
         return holders_at(self.trace, self.trace.ranks[0] if rank is None else rank, at_ns, device)
 
-    def iterations(self, ranks: Sequence[int] | None = None) -> Iterations:
+    def iterations(self, ranks: Sequence[int] | int | None = None) -> Iterations:
         """Milliseconds of every iteration and phase, and how they spread over iterations and ranks."""
-        return compare_iterations(self.trace, ranks)
+        return compare_iterations(self.trace, _several(ranks))
 
     def ranks(self) -> RankTable:
         """Medians of each rank, and the ranks that differ from the others with their causes."""
@@ -149,11 +153,11 @@ class JobMetrics:
 
         return rank_table(self.trace)
 
-    def substeps(self, ranks: Sequence[int] | None = None, by_subgroup: bool = True) -> SubSteps:
+    def substeps(self, ranks: Sequence[int] | int | None = None, by_subgroup: bool = True) -> SubSteps:
         """Sub-steps of the update of a DeepSpeed job or of a simulated schedule; none where they were not recorded."""
         from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 
-        return sub_steps(self.trace, ranks, by_subgroup)
+        return sub_steps(self.trace, _several(ranks), by_subgroup)
 
     @property
     def without_gradients_ms(self) -> float | None:

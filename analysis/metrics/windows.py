@@ -143,6 +143,7 @@ class Window:
         streamed_params: Number of parameters whose state could be fetched, updated and flushed in the window through a
             few buffers, if the idle share of both directions ran at the link's peak: an upper bound. None if the peak
             or the idle shares are not known.
+        length_ms: Time from start to end.
     """
 
     rank: int
@@ -156,6 +157,7 @@ class Window:
     d2h_idle_share: float | None
     resident_params: int | None
     streamed_params: int | None
+    length_ms: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -314,4 +316,5 @@ class _WindowFinder:
             d2h_idle_share=d2h,
             resident_params=None if self._on_cpu else free // STATE_BYTES,
             streamed_params=streamed,
+            length_ms=(end - start) / 1e6,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ebbtide.analysis.metrics.devices import first_device, peak_pool, pool_peaks
+from ebbtide.analysis.metrics.devices import peak_pool, pool_peaks
 from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.metrics.ranks.comparison import RankDifferences
 from ebbtide.analysis.tables.table import Table, View, free_note, ms, number, rate, size, text
@@ -37,7 +37,7 @@ def rank_table(trace: Trace, table: RankTable) -> Table:
     pool = peak_pool(trace)
     columns = (
         number("rank", "rank"),
-        text("device", lambda row: (device := first_device(trace, row.rank)).name or device.device, key="device_name"),
+        text("device", "device_name"),
         *(ms(phase, f"{phase}_ms") for phase in ("iteration", *ITERATION_PARTS)),
         rate("h2d", "h2d_bytes_per_s"),
         rate("d2h", "d2h_bytes_per_s"),

@@ -61,13 +61,13 @@ def _columns(pool: str | None) -> tuple[Column, ...]:
         size("bytes", "bytes"),
         size("h2d", "h2d.bytes"),
         size("d2h", "d2h.bytes"),
-        rate("rate", lambda step: _larger(step, "busy_bytes_per_s") or None, key="busy_bytes_per_s"),
-        share("pageable", lambda step: _larger(step, "pageable_share")),
+        rate("rate", "busy_bytes_per_s"),
+        share("pageable", _pageable_share),
         text("waits for", "waits_for"),
         size(f"peak {pool or 'memory'}", "peak_bytes"),
     )
 
 
-def _larger(step: SubStep, name: str) -> float | None:
-    values = [value for side in (step.h2d, step.d2h) if (value := getattr(side, name)) is not None]
-    return max(values, default=None)
+def _pageable_share(step: SubStep) -> float | None:
+    shares = (step.h2d.pageable_share, step.d2h.pageable_share)
+    return max((share for share in shares if share is not None), default=None)

@@ -5,7 +5,7 @@ All figures of a column have one unit, so that they can be compared and sorted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from operator import attrgetter
@@ -38,7 +38,6 @@ class Column:
     label: str  # Heading, without the unit.
     value: Callable[[Any], Any]  # Returns the value of a row.
     formatter: Formatter | None = None  # Formats figures; None: values are text.
-    key: str | None = None  # Key of the values in JSON, if the rows of the result do not have them already.
     is_outlier: Callable[[Any], bool] = lambda row: False  # Whether the figure of a row is marked.
 
 
@@ -61,7 +60,7 @@ class PrintedColumn:
 class Table:
     """A table of a result."""
 
-    name: str  # Its name in documents; also of its rows in the JSON object of the result, where `columns` add keys.
+    name: str  # Its name in documents.
     title: str  # Heading.
     all_columns: Sequence[Column]  # Columns, also those without any value.
     all_rows: Sequence[Any]  # Rows of the result.
@@ -99,12 +98,6 @@ class Table:
     def rows(self) -> list[tuple[Cell, ...]]:
         """Cells of `columns`, row by row."""
         return list(zip(*(column.cells for column in self.columns), strict=True))
-
-    def extend(self, printed: dict[str, Any], rows: Iterable[Any]) -> None:
-        """Add the values of columns with a key to the objects of their rows in the JSON object of a result, whose list
-        `name` has an object for each row."""
-        for entry, row in zip(printed[self.name], rows, strict=True):
-            entry.update({c.key: c.value(row) for c in self.all_columns if c.key is not None and c.key not in entry})
 
     def _repr_html_(self) -> str:
         heads = "".join(f"<th>{escape(column.heading)}</th>" for column in self.columns)

@@ -40,7 +40,7 @@ COLUMNS: tuple[Column, ...] = (
     number("iteration", "iteration"),
     ms("from", "start_ms"),
     ms("to", "end_ms"),
-    ms("length", lambda window: window.end_ms - window.start_ms, key="length_ms"),
+    ms("length", "length_ms"),
     size("least free", "free_bytes"),
     share("h2d idle", "h2d_idle_share"),
     share("d2h idle", "d2h_idle_share"),
@@ -62,7 +62,7 @@ def recurring_table(windows: Windows, ranks: Sequence[int] | None = None) -> Tab
 
 def longest_table(windows: Windows) -> Table:
     """Return the table of all windows, the longest first."""
-    rows = sorted(windows.windows, key=lambda window: window.start_ms - window.end_ms)
+    rows = sorted(windows.windows, key=lambda window: -window.length_ms)
     origin = "iteration" if any(row.iteration is not None for row in rows) else "trace"
     note = f"Times count from the start of the {origin}."
     return Table("windows", "The longest windows", COLUMNS, rows, note, _SOURCE, _MAX_LONGEST)
@@ -103,15 +103,15 @@ def windows_view(trace: Trace, windows: Windows, verbose: bool = True) -> View:
 
 def _longest_line(windows: Windows) -> str:
     """Return the line on the longest window that every iteration has."""
-    window = max(windows.guaranteed, key=lambda one: one.end_ms - one.start_ms)
-    length = ms_text(window.end_ms - window.start_ms)
+    window = max(windows.guaranteed, key=lambda one: one.length_ms)
+    length = ms_text(window.length_ms)
     rows = [one for one in windows.guaranteed if one.rank == window.rank]
     iteration_ms = next(device["iteration_ms"] for device in windows.devices if device["rank"] == window.rank)
-    if iteration_ms is not None and sum(one.end_ms - one.start_ms for one in rows) > iteration_ms * (1 - 1e-6):
+    if iteration_ms is not None and sum(one.length_ms for one in rows) > iteration_ms * (1 - 1e-6):
         # They fill the whole iteration; most is free in one that is longer than a gap between two phases.
-        lasting = [one for one in rows if one.end_ms - one.start_ms > _SHORT_SHARE * rows[-1].end_ms]
-        most = max(lasting or rows, key=lambda one: (one.free_bytes, one.end_ms - one.start_ms))
-        least, length = min(one.free_bytes for one in rows), ms_text(most.end_ms - most.start_ms)
+        lasting = [one for one in rows if one.length_ms > _SHORT_SHARE * rows[-1].end_ms]
+        most = max(lasting or rows, key=lambda one: (one.free_bytes, one.length_ms))
+        least, length = min(one.free_bytes for one in rows), ms_text(most.length_ms)
         text = f"Free throughout the iteration: {bytes_text(least)}"
         if most.free_bytes > least:
             text += f"; most in {most.phase}, {bytes_text(most.free_bytes)} for {length}"

@@ -124,6 +124,7 @@ Host = Annotated[
         "that of the machine",
     ),
 ]
+PolicyFile = Annotated[Path | None, valued("FILE.py", "Python file that registers your own policies; it is executed.")]
 WORKLOAD = valued("W.json", "Workload file, instead of a trace.")
 Params = Annotated[int | None, valued("N", "Number of parameters, instead of a trace, e.g. 13e9 or 13B.", parser=count)]
 RanksPerHost = Annotated[

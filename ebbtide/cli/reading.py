@@ -43,7 +43,7 @@ def show_result(
     from ebbtide.analysis.tables.table import Gain, Table
 
     if as_json:
-        print_json(trace, _with_columns(result, view(trace, result)))
+        print_json(trace, result.as_json())
     else:
         print_prediction(trace)
         parts = list(view(trace, result))
@@ -62,17 +62,6 @@ def print_rank(trace: Trace, rank: int | None) -> None:
 def print_next(trace: Trace, follow_up: str) -> None:
     """Print the command to go on with, with {} for the trace."""
     echo_line(f"next: ebbtide {follow_up.format(shlex.quote(str(trace.path)))}")
-
-
-def _with_columns(result: Result, view: View) -> dict[str, Any]:
-    """Return the JSON object of a result, with the columns of its tables that its rows do not have themselves."""
-    from ebbtide.analysis.tables.table import Table
-
-    printed = result.as_json()
-    for part in view:
-        if isinstance(part, Table) and isinstance(printed.get(part.name), list):
-            part.extend(printed, getattr(result, part.name))
-    return printed
 
 
 def print_prediction(trace: Trace) -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -58,21 +58,28 @@ class Sweep:
 
         return [Scenario(*values) for values in itertools.product(factors, sizes, counts, host_sizes)]
 
-    def tasks(self, scenarios: list[Scenario]) -> list[Task]:
-        """Return all combinations. Raises UserError for too many, and for names that do not exist."""
+    def tasks(self, scenarios: list[Scenario]) -> tuple[list[Task], list[Row]]:
+        """Return all combinations, and the rows of those of traces that cannot be replayed. Raises UserError for too
+        many, and for names that do not exist."""
         from ebbtide.errors import UserError
         from ebbtide.interleave.experiments.sweep.task import combinations, find_pairs
         from ebbtide.interleave.policies import BUILT_IN, parse, with_systems
 
-        policies = _distinct(with_systems(self.policies or BUILT_IN))
+        policies = _distinct(with_systems(self.policies))
         for text in policies:
             parse(text)
         traces, workloads, machines = _distinct(self.traces), _distinct(self.workloads), _distinct(self.machines)
-        pairs = find_pairs(traces, workloads, machines, self.ranks_per_host)
-        total = len(pairs) * len(scenarios) * len(policies)
+        pairs, failed = find_pairs(traces, workloads, machines, self.ranks_per_host)
+        total = (len(pairs) + len(failed)) * len(scenarios) * len(policies or BUILT_IN)
         if total > _MAX_COMBINATIONS:
             raise UserError(f"{total:,} combinations: replay at most {_MAX_COMBINATIONS:,} at once")
-        return combinations(pairs, scenarios, policies)
+        tasks = combinations(pairs, scenarios, policies)
+        names = _distinct(task.machine.name for task in tasks) if machines else ["not known"]
+        cases = itertools.product(failed.items(), names, scenarios, _distinct(task.policy for task in tasks))
+        return tasks, [
+            {"workload": str(path), "machine": name, "policy": policy, **asdict(scenario), "error": str(error)}
+            for (path, error), name, scenario, policy in cases
+        ]
 
 
 @dataclass(frozen=True)
@@ -97,15 +104,15 @@ def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler
     from ebbtide import host_limits
     from ebbtide.workers import run_locally, run_on_cluster
 
-    tasks = sweep.tasks(scenarios)
+    tasks, failed = sweep.tasks(scenarios)
     processes = jobs or host_limits.cores()
     runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=processes)
     notes = _distinct(note for task in tasks for note in task.workload.notes)
-    _print(_run(tasks, runner, outputs), notes, outputs)
+    _print(_run(tasks, failed, runner, outputs), notes, outputs)
 
 
-def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs) -> list[Row]:
-    """Compute all rows and write the outputs. Raises UserError without any row."""
+def _run(tasks: list[Task], failed: list[Row], runner: TaskRunner, outputs: SweepOutputs) -> list[Row]:
+    """Compute the rows of tasks, and write the outputs with those that failed. Raises UserError without any result."""
     from ebbtide.errors import UserError
     from ebbtide.interleave.experiments.sweep.best import write_rows
     from ebbtide.interleave.experiments.sweep.task import compute_rows
@@ -115,7 +122,7 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs) -> list[R
         from ebbtide.interleave.experiments.sweep.picture import Grid, draw_sweep
 
         # Raises UserError for more panels or policies than anybody can read.
-        Grid.of([task.columns() for task in tasks])
+        Grid.of([*(task.columns() for task in tasks), *failed])
     with ExitStack() as files:
         # Before the work is done: a path that cannot be written is refused here.
         table, picture = (
@@ -124,6 +131,7 @@ def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs) -> list[R
         )
         update = files.enter_context(progress_bar())
         rows = compute_rows(tasks, runner, lambda done, total: update(f"{done} of {total} combinations", done, total))
+        rows += failed
         if all(row["error"] for row in rows):
             raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
         if table is not None:
@@ -152,7 +160,7 @@ def _print(rows: list[Row], notes: list[str], outputs: SweepOutputs) -> None:
     if notes:
         echo_line(f"note: {notes[0]}{f' (and {len(notes) - 1} more)' if len(notes) > 1 else ''}")
     options = [f"--all (all {len(rows):,} combinations)"] if len(rows) > len(best) and not outputs.print_all else []
-    echo_line(f"next: {', '.join([*options, '--recommend for one of them (what to paste)'])}")
+    echo_line(f"next: {', '.join([*options, '--recommend for one of them (any overlap, and what to paste)'])}")
     print_outputs(outputs.table)
 
 

@@ -2,18 +2,20 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
 from ebbtide.json_files import section
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Box, Machine
 from ebbtide.units import counted
 
 # Value of `source.kind` in machine files whose rates are those of data sheets.
 DATA_SHEETS = "data sheets"
+# The rates of a machine, which a fit states in `rates`: its accuracy is that of these.
+RATES = {item.name for item in fields(Machine) if item.name.endswith(("_per_s", "_s", "_share", "_ratio"))}
 Basis = Literal["fitted", "measured", "data sheets", "unknown"]
 
 
@@ -63,7 +65,7 @@ class Accuracy:
 
 _SHORT = {"fitted": "fit", "measured": "measured", "data sheets": "sheet", "unknown": "not known"}
 _NOT_VALIDATED: dict[Basis, str] = {
-    "fitted": "the machine was fitted, but its file does not say how well: predictions are not validated",
+    "fitted": "the machine was fitted, but its file does not say how well with these rates: predictions not validated",
     "measured": "rates measured by `ebbtide calibrate`: predictions from this machine are not validated against a run",
     "data sheets": "rates from data sheets: predictions from this machine are not validated",
     "unknown": "the machine file does not say where its rates are from: predictions are not validated",
@@ -75,16 +77,19 @@ def accuracy_of(machine: Machine) -> Accuracy:
     ranks = machine.box.ranks if machine.box is not None else None
     fit, source = section(machine.extra, "fit"), section(machine.extra, "source")
     errors = [abs(error) for error in section(fit, "residuals").values() if isinstance(error, (int, float))]
-    if errors:
+    fitted_ranks = sorted({number for number in section(fit, "ranks").values() if isinstance(number, int)})
+    # With another number of ranks on a host than the fit's, the rates that they share are others.
+    other_ranks = ranks is not None and fitted_ranks and ranks != fitted_ranks[-1]
+    compared = RATES - {item.name for item in fields(Box) if other_ranks}
+    rates = section(fit, "rates")
+    if errors and "rates" in fit and all(getattr(machine, key) == rates.get(key) for key in compared):
         undetermined = fit.get("unidentified")
         return Accuracy(
             "fitted",
             runs=len(errors),
             largest_error=max(errors),
             undetermined=tuple(map(str, undetermined)) if isinstance(undetermined, list) else (),
-            fitted_ranks_per_host=tuple(
-                sorted({number for number in section(fit, "ranks").values() if isinstance(number, int)})
-            ),
+            fitted_ranks_per_host=tuple(fitted_ranks),
             ranks_per_host=ranks,
             uncertainty=uncertainty_of(machine),
         )

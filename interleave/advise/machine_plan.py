@@ -20,6 +20,7 @@ from ebbtide.interleave.advise.schedule_to_trace import device_memory
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import parse
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
+from ebbtide.json_files import section
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE
@@ -56,15 +57,14 @@ def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> Policy
 
 def residual_factor(policy: str, machine: Machine) -> float | None:
     """Return the factor (root mean square) within which a fit to such updates explains them; None without one."""
-    about = machine.extra.get("fit")
-    policies, residuals = (about.get(key) if isinstance(about, dict) else None for key in ("policies", "residuals"))
-    if not isinstance(policies, dict) or not isinstance(residuals, dict):
+    if accuracy_of(machine).largest_error is None:
         return None
+    policies, residuals = (section(section(machine.extra, "fit"), key) for key in ("policies", "residuals"))
     name, blocks = _operations(policy)
     fitted = {_operations(text) for text in policies.values() if isinstance(text, str)}
     errors = [float(value) for value in residuals.values() if isinstance(value, int | float)]
     # Blocking copies of gradients are operations of their own; the update after them is the same.
-    if not errors or not any(other == name and (other_blocks or not blocks) for other, other_blocks in fitted):
+    if not any(other == name and (other_blocks or not blocks) for other, other_blocks in fitted):
         return None
     return 1 + max(_MODEL_FACTOR - 1, math.sqrt(sum(error**2 for error in errors) / len(errors)))
 

@@ -1,11 +1,10 @@
 """The recommended setup: the best policy, and what to paste for each policy that fits."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
-from ebbtide.errors import PolicyError
 from ebbtide.interleave.advise.changes import alternatives
 from ebbtide.interleave.advise.choice import PolicyChoice, choose_policy, unified_memory_text
 from ebbtide.interleave.advise.job.training_job import RecordedJob
@@ -99,18 +98,6 @@ def recommend(
         action=choice.action(),
         is_as_today=best.policy == "gpu-only" and context.job.state_bytes is not None,
     )
-
-
-def policy_of_action(action: Mapping[str, Any]) -> str:
-    """Return the policy that simulates the `action` of a finding or recommendation. Raises PolicyError without one."""
-    settings = action["settings"]
-    if action["kind"] == "policy":
-        overlap = settings.get("overlap", "none")
-        return settings["policy"] if overlap == "none" else f"{settings['policy']},overlap={overlap}"
-    offload = settings.get("offload_optimizer")
-    if offload is None:
-        raise PolicyError(f"an action on {', '.join(settings)} has no policy")
-    return "gpu-only" if offload.get("device") == "none" else f"twin-flow:{offload['ratio']:g}"
 
 
 def _line(choice: PolicyChoice, warnings: Sequence[str]) -> str:

@@ -28,7 +28,8 @@ from ebbtide.units import bytes_text, ms_text
 _LIMITING_MEMORY_SHARE = 0.95
 _LIMITING_BUSY_SHARE = 0.75
 _DAY_S = 86400.0
-_LATE = "adaptive,overlap=forward"
+# The policy of late updates, which is replayed by default beside `default_policies`, with a bound of its own.
+LATE = "adaptive,overlap=forward"
 # The policy of all that may move, of workloads with layers.
 WHOLE_JOB = "adaptive,weights=auto,activations=auto"
 
@@ -148,6 +149,11 @@ class Replay(TabularResult, table="results"):
         }
 
 
+def default_policies(workload: Workload) -> list[str]:
+    """Return the policies that are replayed where the user names none."""
+    return [*BUILT_IN, *[WHOLE_JOB] * bool(workload.layers)]
+
+
 def replay(
     workload: Workload, machine: Machine, policies: Sequence[str] | None = None, job: RecordedJob | None = None
 ) -> Replay:
@@ -155,7 +161,7 @@ def replay(
     that the rates suffice for. Raises PolicyError if a policy cannot plan it, MachineError for a missing rate."""
     results, schedules = [], []
     skipped = {}
-    for text in with_systems(policies or (*BUILT_IN, *[WHOLE_JOB] * bool(workload.layers))):
+    for text in with_systems(policies or default_policies(workload)):
         try:
             own = own_workload(workload, job) if text == "gpu-only" else workload
             steps = simulate_steps(make_plan(text, own, machine), own, machine)
@@ -173,7 +179,7 @@ def replay(
     late = None
     if not policies and "adaptive" not in skipped:
         with suppress(MachineError, PolicyError):
-            late = replay(workload, machine, [_LATE])
+            late = replay(workload, machine, [LATE])
     return Replay(workload, machine, results, schedules, without_overlap, overlap, overlap_bound, skipped, late)
 
 

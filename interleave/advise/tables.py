@@ -82,7 +82,7 @@ def _policies(replayed: Replay, baseline: str) -> Table:
         columns.insert(4, text("exact", lambda row: "yes" if row["exact"] else "no"))
     title = f"One iteration under each policy (speed-up over {baseline})"
     exact = "" if all(row["exact"] for row in rows) else "exact "
-    note = f"No {exact}policy whose state fits is faster than the bound below it."
+    note = f"No {exact}policy that fits is faster than the bound of its overlap (`bound`: none)."
     return Table("results", title, columns, rows, note, max_rows=None)
 
 

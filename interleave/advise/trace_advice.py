@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbtide.analysis.metrics.advice import Setting, SettingKind
@@ -19,13 +20,17 @@ from ebbtide.interleave.advise.replay import Replay, replay
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import Steps, simulate, simulate_steps
+from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text
 
 
-def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[str] | None = None) -> Replay:
+def replay_trace(
+    trace: Trace, machine: str | Path | Machine | None = None, policies: Sequence[str] | str | None = None
+) -> Replay:
     """Replay the job of a trace under some policies, as `ebbtide replay` does; by default on its own card's machine.
     Raises WorkloadError where parameters or iterations were not recorded, else as `replay`."""
+    policies = [policies] if isinstance(policies, str) else policies
     rates = inputs.share_box(inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace)
     return replay(inputs.note_other_machine(workload_of(trace), rates, trace), rates, policies, recorded_job(trace))
 

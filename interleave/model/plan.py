@@ -68,7 +68,7 @@ _REPEATABLE: dict[OpKind, Rule] = {"update": ONE_UPDATE, "upload": ONE_UPLOAD, "
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The operations of one iteration. Every iteration repeats them.
 
@@ -101,6 +101,9 @@ class Plan:
     departures: Departures = NO_DEPARTURES
     rolls_back: bool = False
     layers: LayerPlan | None = None
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.policy}, {len(self.ops):,} operations on {self.subgroups:,} subgroups>"
 
     def validate(self, workload: Workload) -> Plan:
         """Check that the plan updates every subgroup exactly once, with all inputs ready and all memory released.

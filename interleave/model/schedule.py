@@ -22,7 +22,7 @@ class MeasuredBytes:
     storage_written: int  # Bytes written to storage.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """A plan with the times of one iteration, which repeats.
 
@@ -47,6 +47,9 @@ class Schedule:
     backward_s: float
     update_s: float
     measured: MeasuredBytes | None = None
+
+    def __repr__(self) -> str:
+        return f"<Schedule: {self.plan.policy}, {len(self.starts):,} operations, iteration {self.iteration_s:.6g} s>"
 
     @property
     def iteration_s(self) -> float:

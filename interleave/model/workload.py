@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from ebbtide.analysis.metrics.device_fit import equal_sizes
 from ebbtide.errors import WorkloadError
-from ebbtide.json_files import convert_object, number_range, read_object
+from ebbtide.json_files import convert_object, misspelled_keys, number_range, read_object
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, REMAINDER_STATE_BYTES, STATE_BYTES
 
 # (seconds from the iteration's start, bytes free from there on), in order; the first at 0.
@@ -380,8 +380,11 @@ def _state_bytes(workload: Workload, state_bytes: float | None, where: str) -> f
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload file. Raises WorkloadError where it is not a valid one."""
-    return workload_from(read_object(path, "workload", WorkloadError), path.name)
+    """Read a workload file, with a note for each key that is misspelled. Raises WorkloadError for an invalid one."""
+    values = read_object(path, "workload", WorkloadError)
+    workload = workload_from(values, path.name)
+    keys = {*_FileKeys.__struct_fields__, *Workload.__dataclass_fields__} - {"gpu_free", "gradients_held_until_step"}
+    return replace(workload, notes=(*workload.notes, *misspelled_keys(values, keys, path.name)))
 
 
 def _free_steps(free: float | list[_FreeMemoryStep] | None, slack: float) -> FreeMemorySteps | None:

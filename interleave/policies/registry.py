@@ -1,6 +1,6 @@
 """The registry of policies, and the strings that select them: `twin-flow:0.4`, `interleaved:2@0.8,grads=blocking`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -44,7 +44,8 @@ class PolicySpec:
         value = self.value if part is None else part
         if value is None or not value.strip():
             if default is None:
-                raise PolicyError(f"{self.text!r} lacks {what}: write it after a colon")
+                example = with_values([POLICIES[self.name]])
+                raise PolicyError(f"{self.text!r} lacks {what}: write it after a colon, as in {example}")
             return default
         try:
             number = float(value)
@@ -126,21 +127,24 @@ def policy(
 system = partial(policy, simulation_only=True, uses_storage=False)
 
 
+def with_values(policies: Iterable[Policy]) -> str:
+    """Return the names of policies in a list for people, with a typical value where they have one."""
+    return ", ".join(sorted(policy.run.text.partition(",")[0] if policy.run else policy.name for policy in policies))
+
+
 def parse(text: str) -> PolicySpec:
     """Parse a policy's string. Raises PolicyError where the policy, an option or an option's value does not exist."""
     head, *option_texts = (part.strip() for part in text.split(","))
     name, colon, value = head.partition(":")
     if name not in POLICIES:
-        raise PolicyError(f"{text!r}: there is no policy {name!r}; there are {', '.join(sorted(POLICIES))}")
+        raise PolicyError(f"{text!r}: there is no policy {name!r}; there are {with_values(POLICIES.values())}")
     allowed = POLICIES[name].options
     options = {key: values[0] for key, values in allowed.items()}
     for option_text in option_texts:
         key, equals, chosen = (part.strip() for part in option_text.partition("="))
         if not equals or key not in allowed:
-            choices = (
-                "it has " + ", ".join(f"{k}={'|'.join(v)}" for k, v in allowed.items()) if allowed else "it has none"
-            )
-            raise PolicyError(f"{text!r}: {name} has no option {option_text!r}; {choices}")
+            choices = ", ".join(f"{k}={'|'.join(v)}" for k, v in allowed.items()) or "none"
+            raise PolicyError(f"{text!r}: {name} has no option {option_text!r}; it has {choices}")
         if chosen not in allowed[key]:
             raise PolicyError(f"{text!r}: {key} is one of {', '.join(allowed[key])}")
         options[key] = chosen
@@ -150,7 +154,7 @@ def parse(text: str) -> PolicySpec:
 def refuse_simulation_only(text: str) -> None:
     """Raise PolicyError if the policy that a string selects can only be simulated, or does not exist."""
     if POLICIES[parse(text).name].simulation_only:
-        others = ", ".join(sorted(name for name, other in POLICIES.items() if not other.simulation_only))
+        others = with_values(other for other in POLICIES.values() if not other.simulation_only)
         raise PolicyError(
             f"policy {text} can be simulated, by `ebbtide replay`, and not run: run the system itself, or choose "
             f"{others}"

@@ -15,10 +15,11 @@ import pytest
 import ebbtide
 from ebbtide.analysis import TraceAnalysis
 from ebbtide.errors import UserError
-from ebbtide.interleave.advise.trace_advice import TraceAdviser
+from ebbtide.machines.catalog import find_machine
 from tests.conftest import ebbtide_in_process
 
 RUN = Path(__file__).parents[2] / "traces" / "h100-20b-blocking.ebb"
+RUNS = (RUN, RUN.with_name("a100-13b-async.ebb"))
 # Method -> the command that prints the same, and its list that `to_pandas` makes a table of.
 METHODS = {
     "summary": ("summary", "phases"),
@@ -40,14 +41,25 @@ def test_results__are_one_line_as_text_and_a_table_in_notebooks(analysis: TraceA
     assert result._repr_html_().count("<tr>") > 1
 
 
-def test_replay__is_that_of_the_command(analysis: TraceAnalysis) -> None:
-    policies = ["zero-offload", "pipelined"]
-    command = ["replay", RUN, *(word for policy in policies for word in ("--policy", policy)), "--json"]
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
+def test_replay__is_that_of_the_command(run: Path) -> None:
+    analysis, policies = TraceAnalysis(ebbtide.open_trace(run)), ["zero-offload", "pipelined"]
+    command = ["replay", run, *(word for policy in policies for word in ("--policy", policy)), "--json"]
     printed = json.loads(ebbtide_in_process(*command).stdout)
     assert json.loads(json.dumps(analysis.replay(policies).as_json())) == printed
     assert list(analysis.replay(policies).to_pandas()["policy"]) == policies
     with pytest.raises(UserError, match="did you mean"):
         analysis.replay(machine="h100-80gbx")
+
+
+def test_replay__takes_one_policy_and_a_machine(analysis: TraceAnalysis, tmp_path: Path) -> None:
+    machine = find_machine("h100-80gb-sxm-published")
+    machine.save(tmp_path / "machine.json")
+    for given in (machine, tmp_path / "machine.json", "h100-80gb-sxm-published"):
+        replayed = analysis.replay("zero-offload", given)
+        assert [result.policy for result in replayed.results] == ["zero-offload"]
+        assert (replayed.machine, replayed.bound.iteration_s > 0) == (machine, True)
+    assert [len(repr(value)) < 120 for value in (replayed.schedules, replayed.schedules[0].plan)] == [True, True]
 
 
 def test_dir__has_public_names_only(analysis: TraceAnalysis) -> None:
@@ -57,8 +69,7 @@ def test_dir__has_public_names_only(analysis: TraceAnalysis) -> None:
 
 @pytest.fixture(scope="module")
 def analysis() -> TraceAnalysis:
-    trace = ebbtide.open_trace(RUN)
-    return TraceAnalysis(trace, TraceAdviser(trace))
+    return TraceAnalysis(ebbtide.open_trace(RUN))
 
 
 def call(analysis: TraceAnalysis, method: str) -> Any:
@@ -66,25 +77,15 @@ def call(analysis: TraceAnalysis, method: str) -> Any:
     return function()
 
 
-# Keys that columns of the tables add to what commands print.
-ADDED_KEYS = {"length_ms", "busy_bytes_per_s", "device_name"}
-
-
-def without_added_keys(printed: Any) -> Any:
-    """Return a JSON value without the keys that columns add."""
-    if isinstance(printed, list):
-        return [without_added_keys(entry) for entry in printed]
-    if isinstance(printed, dict):
-        return {key: without_added_keys(value) for key, value in printed.items() if key not in ADDED_KEYS}
-    return printed
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_method__gives_what_the_command_prints(analysis: TraceAnalysis, method: str) -> None:
-    command, _ = METHODS[method]
-    printed = json.loads(ebbtide_in_process(*command.split(), RUN, "--json").stdout)
-    method_result = json.loads(json.dumps(call(analysis, method).as_json()))
-    assert without_added_keys(method_result) == without_added_keys(printed)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
+@pytest.mark.parametrize("method", [*METHODS, "activity"])
+def test_method__gives_what_the_command_prints(run: Path, method: str) -> None:
+    command = "summary --by activity" if method == "activity" else METHODS[method][0]
+    printed = json.loads(ebbtide_in_process(*command.split(), run, "--json").stdout)
+    analysis = TraceAnalysis(ebbtide.open_trace(run))
+    assert json.loads(json.dumps(call(analysis, method).as_json())) == printed
+    if method == "summary":
+        assert (json.loads(json.dumps(analysis.gpu().as_json()))["gpu"] or None) == printed["gpu"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -114,6 +115,7 @@ def test_to_pandas__keeps_columns_and_types_without_rows(analysis: TraceAnalysis
 
 
 def test_ranks__select(analysis: TraceAnalysis) -> None:
+    assert {window.rank for window in analysis.windows(ranks=0).windows} == {0}
     assert set(analysis.link([2]).to_pandas()["rank"]) == {2}
     assert set(analysis.iterations([1, 3]).to_pandas()["rank"]) == {1, 3}
 

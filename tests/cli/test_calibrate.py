@@ -172,6 +172,8 @@ def test_calibrate__fits_a_machine_from_traces(tmp_path: Path) -> None:
     fit = result["fit"]
     assert list(fit["residuals"]) == ["static", "every-2", "every-5"]
     assert max(map(abs, fit["residuals"].values())) < 0.01
+    assert fit["rates"] == {key: result[key] for key in fit["rates"]}
+    assert fit["rates"].keys() >= fit["uncertainty"].keys()
     assert fit["policies"]["every-2"] == "interleaved:2@1,grads=async"
     # Traces without blocking copies do not determine the rate of pageable copies to the host.
     assert "d2h_pageable_bytes_per_s" in fit["unidentified"]

@@ -12,8 +12,10 @@ import pytest
 from ebbtide.cli import run
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.policies import POLICIES
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import open_trace
+from tests.cli.test_replay import OWN
 from tests.conftest import ebbtide_in_process, slow_case, torch_on_one_thread
 
 Printed = pytest.CaptureFixture[str]
@@ -114,8 +116,19 @@ def test_compare__exits_with_1_if_losses_differ(folder: Path, capsys: Printed, o
         assert "losses: equal" not in out
 
 
+def test_compare__runs_policies_of_a_file(folder: Path, capsys: Printed) -> None:
+    (folder / "own.py").write_text(OWN)
+    try:
+        status = run(["compare", *TINY.split(), "--policy-file", "own.py", "--policy", "own,half=last", "--json"])
+    finally:
+        POLICIES.pop("own", None)
+    printed = json.loads(capsys.readouterr().out)
+    assert (status, [result["policy"] for result in printed["results"]]) == (0, ["own,half=last"])
+
+
 # (options, part of the error message)
 BAD = [
+    ("--policy-file nowhere.py", "nowhere.py is not a Python file that registers policies"),
     ("--params many", "'many' is not a count"),
     ("--params 10", "--params 10: must be from 100000 to 1e+11"),
     ("--iterations 2", "--steps must be at least 3"),

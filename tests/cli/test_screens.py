@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ebbtide.interleave.advise.recommendation import policy_of_action
 from tests.conftest import ebbtide_in_process, slow_case
 
 TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
@@ -80,7 +79,7 @@ def test_screens__replays_of_many_traces_are_one_screen(monkeypatch: pytest.Monk
     machines = ("--machine", "h100-80gb-sxm-published", "--machine", "a100-80gb-sxm")
     result = ebbtide_in_process("replay", *traces, *machines, "--policy", "zero-offload", "--policy", "pipelined")
     lines = result.stdout.splitlines()
-    assert "is the best policy in" in lines[0]
+    assert "is the best of" in lines[0]
     assert lines[-1].startswith("next: ")
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 24
@@ -95,6 +94,17 @@ def actions(trace: Path) -> list[dict[str, Any]]:
         recommendation = json.loads(recommended.stdout)["recommend"]
         simulated.append({**recommendation["action"], "iteration_ms": recommendation["setups"][0]["iteration_ms"]})
     return [action for action in simulated if action["iteration_ms"] is not None]
+
+
+def policy_of_action(action: dict[str, Any]) -> str:
+    """Return the policy that simulates the `action` of a finding or recommendation."""
+    settings = action["settings"]
+    if action["kind"] == "policy":
+        overlap = settings.get("overlap", "none")
+        policy: str = settings["policy"]
+        return policy if overlap == "none" else f"{policy},overlap={overlap}"
+    offload = settings["offload_optimizer"]
+    return "gpu-only" if offload.get("device") == "none" else f"twin-flow:{offload['ratio']:g}"
 
 
 @each_trace

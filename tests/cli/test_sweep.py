@@ -161,7 +161,7 @@ def test_sweep__no_answer_of_the_scheduler_is_one_line(refuses: Refuses) -> None
 def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
     axes = ("--scale-params", "0.5,1", "--scale-params", "20", "--free-bytes", "0,40GB")
     short = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet").out.splitlines()
-    assert short[0] == "interleaved:2 is the best policy in 2 of 6 cases; none fits in 2"
+    assert short[0] == "interleaved:2 is the best of 3 policies in 2 of 6 cases; none fits in 2"
     assert short[-1].startswith("next: --all (all 18 combinations)")
     output = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet", "--all", "--force")
     assert output.err == "ebbtide: s.parquet\n"
@@ -227,6 +227,26 @@ def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep)
     slow, fast = rows(folder / "s.parquet")
     assert [(row["workload"], row["machine"]) for row in (slow, fast)] == [("a", "a"), ("b", "b")]
     assert slow["update_ms"] > 2 * fast["update_ms"]
+
+
+def test_sweep__a_trace_that_cannot_be_replayed_has_rows_with_the_reason(folder: Path, sweep: Sweep) -> None:
+    TraceBuilder("recorded").write(folder / "empty.ebb")
+    (folder / "broken.ebb").mkdir()
+    printed = sweep("empty.ebb", "broken.ebb", *FAST, "-o", "s.parquet", "--plot", "s.svg").out
+    done, failed = rows(folder / "s.parquet")[:2], rows(folder / "s.parquet")[2:]
+    assert [row["error"] for row in done] == [None, None]
+    assert [(row["workload"], row["machine"], row["policy"]) for row in failed] == [
+        (trace, "box", policy) for trace in ("empty.ebb", "broken.ebb") for policy in ("zero-offload", "interleaved:2")
+    ]
+    assert all(row["error"] and row["iteration_ms"] is None for row in failed)
+    assert "interleaved:2 is the best of 2 policies in 1 of 3 cases; no result in 2" in printed
+    best = json.loads(sweep("empty.ebb", *FAST, "-o", "t.parquet", "--json").out)["best"]
+    assert [bool(item["error"]) for item in best] == [False, True]
+
+
+def test_sweep__refuses_traces_of_which_none_can_be_replayed(folder: Path, refuses: Refuses) -> None:
+    TraceBuilder("recorded").write(folder / "empty.ebb")
+    assert "empty.ebb" in refuses("empty.ebb", "empty.ebb", "--machine", "m.json", "-o", "s.parquet")
 
 
 @pytest.mark.parametrize("ending", slow(["png", "svg", "pdf"], but=["svg"]))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.cli import run
+from ebbtide.interleave.experiments.sweep.best import SCHEMA
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload
 from ebbtide.machines.machine import Machine
 from tests.docs.run_page import ROOT
@@ -31,9 +32,9 @@ COMMANDS = {
 QUICK = ("windows", "memory", "summary --by iteration")
 
 
-def rows(heading: str) -> list[list[str]]:
-    """Return the cells of the first table below a heading of the page, without its head."""
-    text = (ROOT / "docs" / "formats.md").read_text()
+def rows(heading: str, page: str = "formats.md") -> list[list[str]]:
+    """Return the cells of the first table below a heading of a page, without its head."""
+    text = (ROOT / "docs" / page).read_text()
     section = re.split(r"^#+ ", text, flags=re.MULTILINE)
     (table,) = (part for part in section if part.startswith(f"{heading}\n"))
     return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
@@ -52,6 +53,10 @@ def test_workload_file__has_the_keys_of_workloads() -> None:
     layer = Layer("layer", 1, 1.0, 1.0, (ActivationForm("kept", 1.0, 0.0),))
     written = set(Workload("job", 1, 1, 1.0, 1.0, layers=(layer,)).as_json())
     assert {key for row in rows("Workload file") for key in keys(row[0])} == written
+
+
+def test_sweep__has_the_columns_of_the_page() -> None:
+    assert [key for row in rows("Columns", "sweep.md") for key in keys(row[0])] == SCHEMA.names
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ebbtide.interleave.advise.machine_plan import residual_factor
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
-from ebbtide.machines.catalog import preset, presets
+from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.machine import Box, Machine
 
 FIT: dict[str, Any] = {
     "residuals": {"a": 0.01, "b": -0.037},
     "ranks": {"a": 1, "b": 2},
     "unidentified": ["h2d_bytes_per_s"],
+    "rates": {"cpu_update_params_per_s": 1e9},
 }
 
 
 def test_accuracy_of__a_fitted_machine_has_the_largest_error_and_undetermined_rates() -> None:
-    accuracy = accuracy_of(Machine(extra={"fit": FIT}))
+    accuracy = accuracy_of(Machine(cpu_update_params_per_s=1e9, extra={"fit": FIT}))
     assert (accuracy.basis, accuracy.runs, accuracy.largest_error) == ("fitted", 2, 0.037)
     assert accuracy.undetermined == ("h2d_bytes_per_s",)
     assert "within 3.7 % on the 2 runs it was fitted to" in accuracy.text()
+
+
+def test_accuracy_of__a_fit_says_nothing_of_other_rates(tmp_path: Path) -> None:
+    fitted = preset("a100-40gb-published")
+    for ranks in (1, 2, 4):
+        assert accuracy_of(fitted.for_ranks(ranks)).largest_error is not None
+    assert fitted.h2d_bytes_per_s
+    assert fitted.cpu_update_params_per_s
+    changes: dict[str, Any] = {"h2d_bytes_per_s": fitted.h2d_bytes_per_s / 2, "duplex_bytes_per_s": 30e9}
+    replace(fitted, **changes, cpu_update_params_per_s=fitted.cpu_update_params_per_s / 2).save(tmp_path / "m.json")
+    edited = accuracy_of(find_machine(str(tmp_path / "m.json")))
+    assert (edited.basis, edited.largest_error) == ("fitted", None)
+    assert "does not say how well with these rates" in edited.text()
+    for change in ({"step_overhead_s": 0.1}, {"duplex_bytes_per_s": 3e10}, {"gpu_update_params_per_s": None}):
+        assert accuracy_of(replace(fitted, **change)).largest_error is None
+    assert residual_factor("zero-offload", fitted) is not None
+    assert residual_factor("zero-offload", replace(fitted, step_overhead_s=0.1)) is None
+    without_rates = {key: value for key, value in fitted.extra["fit"].items() if key != "rates"}
+    assert accuracy_of(replace(fitted, extra={"fit": without_rates})).largest_error is None
 
 
 @pytest.mark.parametrize(("ranks", "validated"), [(1, True), (2, True), (4, False)])

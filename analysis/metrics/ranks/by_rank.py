@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ebbtide.analysis.dataframes import TabularResult
+from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks.comparison import RankDifferences, rank_differences
@@ -31,6 +32,7 @@ class RankRow:
     d2h_bytes_per_s: float | None
     times_slowest: int | None  # In how many iterations its phases took longest; None with one rank.
     cause: str | None  # The cause where it differs from the others, alone or with its host; else None.
+    device_name: str | None  # Model of its device, else the device; None if neither is known.
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,7 +60,8 @@ def rank_table(trace: Trace) -> RankTable:
     rows = []
     for rank in trace.ranks:
         series = rank_series(trace, rank)
-        medians = {column: median_or_none(series.columns[column]) for column in _MEDIANS}
-        row = RankRow(rank, trace.rank(rank).host, **medians, times_slowest=slowest.get(rank), cause=causes.get(rank))
-        rows.append(row)
+        device = first_device(trace, rank)
+        facts: dict[str, Any] = {column: median_or_none(series.columns[column]) for column in _MEDIANS}
+        facts |= {"cause": causes.get(rank), "device_name": device.name or device.device}
+        rows.append(RankRow(rank, trace.rank(rank).host, **facts, times_slowest=slowest.get(rank)))
     return RankTable(len(steady_iterations(trace).numbers), rows, differences)

@@ -57,6 +57,7 @@ class SubStep:
     d2h: ConcurrentTransfers  # Copies to the host during it.
     waits_for: str | None  # Of a sub-step on the host: the direction whose pageable copies cover it.
     peak_bytes: int | None  # Peak of the trace's `peak_pool`, median over iterations.
+    busy_bytes_per_s: float | None  # Rate of the faster direction while copies run.
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class SubstepAggregator:
         transfers = {direction: self._transfers(direction, median, total, typical) for direction in DIRECTIONS}
         pageable = {direction: side.pageable_share or 0.0 for direction, side in transfers.items()}
         longest = max(DIRECTIONS, key=lambda direction: pageable[direction])
+        rates = [side.busy_bytes_per_s for side in transfers.values() if side.busy_bytes_per_s]
         waits = key["resource"] in ON_HOST and pageable[longest] >= _COVERED
         return SubStep(
             rank=self._rank,
@@ -164,6 +166,7 @@ class SubstepAggregator:
             **transfers,
             waits_for=longest if waits else None,
             peak_bytes=None if np.isnan(median["peak"]) else round(median["peak"]),
+            busy_bytes_per_s=max(rates, default=None),
         )
 
     def _transfers(

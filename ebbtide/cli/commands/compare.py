@@ -28,6 +28,7 @@ def compare(
     policy: Annotated[
         list[str] | None, options.policy_option("zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive")
     ] = None,
+    policy_file: options.PolicyFile = None,
     steps: Annotated[int, options.STEPS] = 12,
     iterations: options.FormerSteps = None,
     params: Annotated[
@@ -115,10 +116,12 @@ def compare(
     # the second one, waiting threads of torch leave the cores to the updates.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    if layers and (policy or subgroup_params or machine or storage or host_free_bytes or against or save):
+    own = policy, policy_file, subgroup_params, machine, storage, host_free_bytes, against, save
+    if layers and any(own):
         raise typer.BadParameter("--layers goes with the options of job, link and memory alone")
 
     from ebbtide.cli.printing import progress_bar
+    from ebbtide.interleave.advise.job.inputs import own_policies
     from ebbtide.interleave.experiments.compare import compare as policies
     from ebbtide.interleave.experiments.compare.layers import compare_layers
     from ebbtide.interleave.experiments.compare.picture import draw_comparison, draw_layer_comparison
@@ -130,7 +133,7 @@ def compare(
     draw: Callable[..., Figure] = draw_layer_comparison if layers else draw_comparison
     view_of: Callable[..., View] = layer_comparison_view if layers else comparison_view
     # All outputs are complete before anything is printed.
-    with new_outputs(plot, save, force) as (picture_file, folder):
+    with new_outputs(plot, save, force) as (picture_file, folder), own_policies(policy_file):
         config = policies.CompareConfig(
             policies=policy,
             iterations=iterations if iterations is not None else steps,

@@ -11,19 +11,17 @@ def findings(
 ) -> None:
     """Print what slows the job down, with evidence and the estimated gain per iteration."""
     from ebbtide.analysis.findings import find
-    from ebbtide.analysis.metrics.iterations import median_ms
-    from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.tables.findings import findings_view
-    from ebbtide.interleave.advise.trace_advice import TraceAdviser
     from ebbtide.profiler.trace import open_trace
+    from ebbtide.trace_analysis import TraceAnalysis
 
     opened = open_trace(trace)
     read_ranks(opened, find, jobs, scheduler)
-    iteration_ms = median_ms(opened, "iteration")
+    analysis = TraceAnalysis(opened)
     show_result(
         opened,
-        find(opened, TraceAdviser(opened)),
-        lambda trace, result: findings_view(trace, result, iteration_ms, verbose),
+        analysis.findings(),
+        lambda trace, result: findings_view(trace, result, analysis.iteration_ms, verbose),
         as_json,
-        "replay {} --recommend" if JobMetrics(opened).offloaded else "report {} -o report.html",
+        "replay {} --recommend" if analysis.offloaded else "report {} -o report.html",
     )

@@ -79,13 +79,11 @@ def replay(
     ] = None,
     host: options.Host = None,
     policy: Annotated[list[str] | None, options.policy_option("all built-in ones; systems: all other systems")] = None,
-    policy_file: Annotated[
-        Path | None, options.valued("FILE.py", "Python file that registers your own policies; it is executed.")
-    ] = None,
+    policy_file: options.PolicyFile = None,
     baseline: Annotated[str | None, options.valued("P", "Baseline policy for speed-ups.", "the first one")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also print the gain of each mechanism.")] = False,
     recommend: Annotated[
-        bool, typer.Option("--recommend", help="Print the best policy that fits, and what to paste for it.")
+        bool, typer.Option("--recommend", help="Print the best policy of any overlap, and what to paste for it.")
     ] = False,
     framework: Annotated[
         Literal["deepspeed", "script"] | None,
@@ -140,7 +138,6 @@ def replay(
     check_outputs([plot, plot_schedules], save)
 
     from ebbtide.cli.advice import print_recommendation, print_setups
-    from ebbtide.errors import PlanError, PolicyError
     from ebbtide.interleave.advise.job import inputs
     from ebbtide.interleave.advise.job.training_job import recorded_job
     from ebbtide.interleave.advise.recommendation import recommend as recommend_policy
@@ -153,9 +150,8 @@ def replay(
     with (
         new_outputs(plot, save, force) as (picture, folder),
         new_outputs(plot_schedules, None, force) as (schedules_picture, _),
+        inputs.own_policies(policy_file),
     ):
-        if policy_file is not None:
-            inputs.load_policies(policy_file)
         recording = open_trace(traces[0]) if traces else None
         file = workload[0] if workload else None
         job = inputs.resolve_workload(recording, file, job_size, free, host_free, policy or ())
@@ -163,14 +159,9 @@ def replay(
         name = machines[0] or own
         stated = inputs.resolve_machine(name, recording)
         rates = inputs.share_box(stated, ranks_per_host, recording)
-        own_notes, job = job.notes, inputs.note_other_machine(job, rates, recording, free is not None)
+        own_notes, job = () if file else job.notes, inputs.note_other_machine(job, rates, recording, free is not None)
         settings = recorded_job(recording) if recording is not None else None
-        try:
-            replayed = run(job, rates, policy, settings)
-        except PlanError as error:
-            if policy_file is None:
-                raise
-            raise PolicyError(f"{policy_file}: {error}") from error
+        replayed = run(job, rates, policy, settings)
         names = [result.policy for result in replayed.results]
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
@@ -215,7 +206,7 @@ def replay(
             echo_line(inputs.own_preset_text(own, recording))
         if advice is None:
             gains = "" if explain else ", --explain (what each mechanism gains)"
-            echo_line(f"next: --recommend (the best policy, and what to paste){gains}")
+            echo_line(f"next: --recommend (the best with any overlap, and what to paste){gains}")
     print_outputs(plot, plot_schedules, save)
 
 

@@ -31,10 +31,10 @@ def report(
 
     from ebbtide.analysis.findings import find
     from ebbtide.analysis.report import write_report
-    from ebbtide.interleave.advise.trace_advice import TraceAdviser
     from ebbtide.profiler.trace import open_trace
+    from ebbtide.trace_analysis import TraceAnalysis
 
     opened = open_trace(trace)
     read_ranks(opened, find, jobs, scheduler)
-    write_report(opened, find(opened, TraceAdviser(opened)), output, min_size, rank or [], force)
+    write_report(opened, TraceAnalysis(opened).findings(), output, min_size, rank or [], force)
     echo_error(f"{output} (open it in a browser)")

@@ -51,9 +51,9 @@ def windows(
 
 def _select(all_windows: Windows, min_ms: float, span: tuple[int, int | None] | None) -> Windows:
     """Leave out windows that are shorter than `min_ms` or not in the range `span` of iterations."""
-    windows = [w for w in all_windows.windows if w.end_ms - w.start_ms >= min_ms]
+    windows = [w for w in all_windows.windows if w.length_ms >= min_ms]
     if span is not None:
         first, last = span
         windows = [w for w in windows if w.iteration is not None and first <= w.iteration < (last or w.iteration + 1)]
-    guaranteed = [w for w in all_windows.guaranteed if w.end_ms - w.start_ms >= min_ms]
+    guaranteed = [w for w in all_windows.guaranteed if w.length_ms >= min_ms]
     return replace(all_windows, windows=windows, guaranteed=guaranteed)

@@ -4,12 +4,13 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from ebbtide.errors import MachineError, PolicyError, WorkloadError
+from ebbtide.errors import MachineError, PlanError, PolicyError, WorkloadError
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, load_workload, workload_from
 from ebbtide.interleave.policies import moves_layers, with_systems
 from ebbtide.machines.catalog import find_machine, preset, presets
@@ -94,8 +95,11 @@ def workload_of_size(size: JobSize) -> Workload:
     return replace(workload, notes=("forward and backward are not known: only the update is replayed",))
 
 
-def resolve_machine(name_or_path: str | None, trace: Trace | None) -> Machine:
-    """Return a machine by name or file, or the one that was recorded in the trace."""
+def resolve_machine(machine: str | Path | Machine | None, trace: Trace | None) -> Machine:
+    """Return a machine, one by name or file, or the one that was recorded in the trace."""
+    if isinstance(machine, Machine):
+        return machine
+    name_or_path = None if machine is None else str(machine)
     if trace is None:
         return find_machine(name_or_path)
     return find_machine(name_or_path, trace.meta.machine, recorded_in=str(trace.path))
@@ -181,8 +185,20 @@ def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
     return f"a GPU of {bytes_text(recorded)}, not {bytes_text(capacity)}", recorded - capacity
 
 
-def load_policies(path: Path) -> None:
-    """Run a Python file of the user that registers policies."""
+@contextmanager
+def own_policies(path: Path | None) -> Iterator[None]:
+    """Run a Python file of the user that registers policies, and name it where their plans are invalid."""
+    if path is not None:
+        _load_policies(path)
+    try:
+        yield
+    except PlanError as error:
+        if path is None:
+            raise
+        raise PolicyError(f"{path}: {error}") from error
+
+
+def _load_policies(path: Path) -> None:
     spec = importlib.util.spec_from_file_location(f"ebbtide_policies_{path.stem}", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise PolicyError(f"{path} is not a Python file that registers policies")

@@ -16,6 +16,7 @@ from ebbtide.errors import MachineError
 from ebbtide.interleave.advise.job.inputs import ranks_on_host
 from ebbtide.interleave.calibrate.fitting.samples import FitSample, StepRates, sample_of, step_rates
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.accuracy import RATES
 from ebbtide.machines.machine import SHARED_RATES, Box, Machine
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.units import bytes_text
@@ -57,7 +58,9 @@ def machine_of(paths: Sequence[Path], name: str) -> Machine:
         measured_rates.pop("cpu_update_params_per_s", None)
     measured = Machine(gpu_memory_bytes=_gpu_memory(traces), host_memory_bytes=_host_memory(traces), **measured_rates)
     result = fit(samples, measured, name)
-    return replace(_rounded(result), extra={"fit": _about(result, samples), "notes": _notes(result, samples)})
+    machine = _rounded(result)
+    about = {**_about(result, samples), "rates": {key: getattr(machine, key) for key in sorted(RATES)}}
+    return replace(machine, extra={"fit": about, "notes": _notes(result, samples)})
 
 
 def _notes(result: MachineFit, samples: Sequence[FitSample]) -> list[str]:

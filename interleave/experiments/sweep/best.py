@@ -64,6 +64,7 @@ class BestPolicy:
 
     group: Row  # The values of _GROUP.
     row: Row | None  # Row of the combination; None if no combination fits.
+    error: str | None  # Why no combination has a result; None if one has.
     speed_up: float | None  # Speed-up over the baseline with the same subgroups; None if that is not in the sweep.
 
     @property
@@ -91,6 +92,7 @@ class BestPolicy:
         return {
             **self.group,
             **{name: self.row[name] if self.row else None for name in names},
+            "error": self.error,
             "speed_up": self.speed_up,
             "above_bound_share": self.above_bound,
         }
@@ -118,7 +120,7 @@ def _best(group: Row, rows: Sequence[Row]) -> BestPolicy:
         if best and row["policy"] == BASELINE and row["subgroup_params"] == best["subgroup_params"]
     ]
     speed_up = baseline_ms[0] / best["iteration_ms"] if best and baseline_ms and best["iteration_ms"] else None
-    return BestPolicy(group, best, speed_up)
+    return BestPolicy(group, best, None if replayed else rows[0]["error"], speed_up)
 
 
 def values_of(rows: Iterable[Row], column: str) -> list[Any]:
@@ -129,7 +131,8 @@ def values_of(rows: Iterable[Row], column: str) -> list[Any]:
 def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> View:
     """Return the best policy of each workload, machine and scenario; with `print_all` all rows of a small sweep."""
     best = find_best(rows)
-    yield _answer(best)
+    policies = len(values_of(rows, "policy"))
+    yield _answer(best, policies)
     # Names that are the same in all rows are a line above the table.
     constant = [name for name in ("workload", "machine") if len(values_of(rows, name)) == 1]
     if constant:
@@ -137,7 +140,7 @@ def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> Vie
     scenario = _scenario_columns(rows)
     columns = [
         *scenario,
-        text("best policy", lambda row: _policy_text(row) if "policy" in row else "none fits"),
+        text("best policy", lambda row: _policy_text(row) if "policy" in row else row["misfit"]),
         ms("iteration", lambda row: row.get("iteration_ms")),
         text("speed-up", lambda row: None if row["speed_up"] is None else f"{row['speed_up']:.2f}x"),
         text("fits", lambda row: FITS_TEXTS[row["fits"]] if "fits" in row else None),
@@ -145,9 +148,16 @@ def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> Vie
         share("above the bound", itemgetter("above_bound"), digits=1),
     ]
     best_rows = [
-        {**item.group, **(item.row or {}), "speed_up": item.speed_up, "above_bound": item.above_bound} for item in best
+        {
+            **item.group,
+            **(item.row or {"misfit": "no result" if item.error else "none fits"}),
+            "speed_up": item.speed_up,
+            "above_bound": item.above_bound,
+        }
+        for item in best
     ]
-    title = f"The best policy that fits (speed-up over {BASELINE} with the same subgroups)"
+    of_policies = f" of {policies} policies" if policies > 1 else ""
+    title = f"The best{of_policies} that fits (speed-up over {BASELINE} with the same subgroups)"
     max_rows = _MAX_ROWS if print_all else _MAX_SHORT
     yield Table("best", title, columns, best_rows, source=str(output or "--all"), max_rows=max_rows)
     if print_all:
@@ -165,22 +175,24 @@ def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> Vie
         yield f"{len(errors)} of {len(rows)} combinations cannot be replayed; the first: {errors[0]}"
 
 
-def _answer(best: Sequence[BestPolicy]) -> str:
-    """Return the line that says which policy to use, and where."""
+def _answer(best: Sequence[BestPolicy], compared: int) -> str:
+    """Return the line that says which of so many policies to use, and where."""
     policies = Counter(item.row["policy"] for item in best if item.row)
     cases = "1 case" if len(best) == 1 else f"{len(best):,} cases"
     if not policies:
         return f"no policy fits ({cases})"
-    none_fits = len(best) - policies.total()
+    no_result = sum(item.error is not None for item in best)
+    others = {"none fits": len(best) - policies.total() - no_result, "no result": no_result}
+    rest = "".join(f"; {kind} in {number:,}" for kind, number in others.items() if number)
+    of_policies = f" of {compared} policies" if compared > 1 else ""
     if len({tuple(value for name, value in item.group.items() if name != "machine") for item in best}) > 1:
         policy, number = policies.most_common(1)[0]
-        rest = f"; none fits in {none_fits:,}" if none_fits else ""
-        return Gain(f"{policy} is the best policy in {number:,} of {cases}{rest}")
+        return Gain(f"{policy} is the best{of_policies} in {number:,} of {cases}{rest}")
     fastest = min((item for item in best if item.row), key=lambda item: float((item.row or {})["iteration_ms"]))
     assert fastest.row is not None
     gain = f" ({fastest.speed_up:.2f}x {BASELINE})" if fastest.speed_up is not None else ""
-    of_cases = f", the fastest of {len(best)} machines" if len(best) > 1 else ""
-    rest = f"; no policy fits on {none_fits}" if none_fits else ""
+    of_cases = f", the best{of_policies}" if of_policies else ""
+    of_cases += f", the fastest of {len(best)} machines" if len(best) > 1 else ""
     time = f"{fastest.row['iteration_ms']:,.0f} ms an iteration{gain}"
     return Gain(f"{_policy_text(fastest.row)} on {fastest.row['machine']}: {time}{of_cases}{rest}")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ebbtide.errors import UserError, WorkloadError
 from ebbtide.interleave.advise.job import inputs
-from ebbtide.interleave.advise.replay import replay
+from ebbtide.interleave.advise.replay import LATE, default_policies, replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.catalog import find_machine
@@ -91,31 +91,38 @@ def _scaled_time(time_s: float, workload: Workload, factor: float) -> float:
 
 def find_pairs(
     traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str], ranks_per_host: int | None = None
-) -> list[tuple[Workload, Machine]]:
+) -> tuple[list[tuple[Workload, Machine]], dict[Path, UserError]]:
     """Pair each workload with each machine, with the rates of one of `ranks_per_host` ranks (None: those of the trace).
-    Without machines a trace goes with its recorded one, else its card's preset. Paths replace equal names."""
-    sources: list[tuple[Trace | None, Path]] = [
-        *((open_trace(path), path) for path in traces),
-        *((None, path) for path in files),
-    ]
-    workloads = _distinct_names(
-        [(inputs.resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
-    )
-    each: list[list[Machine]]
-    if machines:
-        each = [_distinct_names([(find_machine(text), text) for text in machines])] * len(sources)
-    else:
-        own = [
-            (inputs.resolve_machine(inputs.own_preset(trace), trace), f"the machine of {path}")
-            for trace, path in sources
-        ]
-        each = [[machine] for machine in _distinct_names(own)]
+    Without machines a trace goes with its recorded one, else its card's preset. Paths replace equal names.
+
+    Returns the pairs, and the errors of traces that cannot be replayed. Raises UserError where no trace can, or one
+    does not exist."""
+    sources: list[tuple[Trace | None, Path]] = []
+    jobs, own, failed = list[tuple[Workload, str]](), list[tuple[Machine, str]](), dict[Path, UserError]()
+    for path in (*traces, *files):
+        try:
+            trace = open_trace(path) if path in traces else None
+            job = inputs.resolve_workload(trace, None if trace else path)
+            if not machines:
+                own.append((inputs.resolve_machine(inputs.own_preset(trace), trace), f"the machine of {path}"))
+        except UserError as error:
+            if path not in traces or not path.exists():
+                raise
+            failed[path] = error
+        else:
+            sources.append((trace, path))
+            jobs.append((job, str(path)))
+    if not sources and failed:
+        raise next(iter(failed.values()))
+    named = _distinct_names([(find_machine(text), text) for text in machines])
+    each = [named] * len(sources) if machines else [[machine] for machine in _distinct_names(own)]
     shared = (
         (workload, trace, inputs.share_box(machine, ranks_per_host, trace))
-        for workload, (trace, _), own_machines in zip(workloads, sources, each, strict=True)
+        for workload, (trace, _), own_machines in zip(_distinct_names(jobs), sources, each, strict=True)
         for machine in own_machines
     )
-    return [(inputs.note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
+    pairs = [(inputs.note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
+    return pairs, failed
 
 
 def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
@@ -193,8 +200,13 @@ def _replayed_row(task: Task) -> Row:
 def combinations(
     pairs: Sequence[tuple[Workload, Machine]], scenarios: Sequence[Scenario], policies: Sequence[str]
 ) -> list[Task]:
-    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order."""
-    return [Task(*pair, scenario, policy) for pair, scenario, policy in itertools.product(pairs, scenarios, policies)]
+    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order; no
+    policies: those that are replayed by default, with late updates."""
+    return [
+        Task(*pair, scenario, policy)
+        for pair, scenario in itertools.product(pairs, scenarios)
+        for policy in policies or (*default_policies(pair[0]), LATE)
+    ]
 
 
 def compute_rows(tasks: Sequence[Task], runner: TaskRunner, progress: Callable[[int, int], None]) -> list[Row]:

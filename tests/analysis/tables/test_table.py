@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ebbtide.analysis.tables import table as columns
 from ebbtide.analysis.tables.table import Table
@@ -29,7 +28,7 @@ TABLE = Table(
         columns.size("peak", "peak_bytes"),
         columns.ms("time", "time_ms", is_outlier=lambda row: row.time_ms == 1.0),
         columns.number("copies", lambda row: None),
-        columns.share("half", lambda row: 0.5, key="half_share"),
+        columns.share("half", lambda row: 0.5),
     ),
     ROWS,
     "A note.",
@@ -54,12 +53,6 @@ def test_table__omits_columns_without_values_and_rows_above_its_limit() -> None:
     assert [[cell.text for cell in row] for row in first.rows] == [["forward", "3.00", "12,346", "50"]]
     assert first.cut == "The first 1 of 3 rows: ebbtide phases --json has more."
     assert not Table("empty", "", TABLE.all_columns, [])
-
-
-def test_extend__adds_columns_with_a_key_to_the_json_of_the_rows() -> None:
-    printed: dict[str, Any] = {"phases": [asdict(row) for row in ROWS]}
-    TABLE.extend(printed, ROWS)
-    assert printed["phases"][1] == {"phase": "backward", "peak_bytes": None, "time_ms": 1.0, "half_share": 0.5}
 
 
 def test_repr_html__escapes_texts() -> None:

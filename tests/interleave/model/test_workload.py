@@ -36,6 +36,15 @@ def test_workload_from__fills_in_defaults() -> None:
     assert workload_from(minimal | dict.fromkeys(optional), "w.json") == job
 
 
+def test_load_workload__notes_misspelled_keys_and_no_others(tmp_path: Path) -> None:
+    file = tmp_path / "w.json"
+    file.write_text(json.dumps(WORKLOAD | {"gpu_free_byts": 1e9, "comment": "x", "notes": ["own"]}))
+    note = "w.json: unknown key gpu_free_byts: did you mean gpu_free_bytes?"
+    assert load_workload(file).notes == ("own", note)
+    file.write_text(json.dumps(load_workload(file).as_json()))
+    assert load_workload(file).notes == ("own", note)
+
+
 @pytest.mark.parametrize("key", ["params", "forward_s", "backward_s"])
 def test_workload_from__refuses_a_missing_required_key(key: str) -> None:
     with pytest.raises(WorkloadError, match=f"w.json has no {key}"):

@@ -23,10 +23,10 @@ from tests.interleave.strategies import fixed_policies, machines, workloads
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there is no policy ''; there are adaptive, deepcompile, fsdp2-offload, gpu-only, interleaved, mega"),
+        ("", "there is no policy ''; there are adaptive, deepcompile, fsdp2-offload, gpu-only, interleaved:2, mega"),
         ("magic", "there is no policy 'magic'"),
         ("Adaptive", "there is no policy 'Adaptive'"),
-        ("twin-flow", "'twin-flow' lacks the share on the CPU: write it after a colon"),
+        ("twin-flow", "'twin-flow' lacks the share on the CPU: write it after a colon, as in twin-flow:0.5"),
         ("twin-flow:", "lacks the share on the CPU"),
         ("twin-flow:3", "the share on the CPU is '3'; it must be a number from 0 to 1"),
         ("twin-flow:-0.1", "must be a number from 0 to 1"),

@@ -68,6 +68,13 @@ def test_run_task__a_combination_that_cannot_be_replayed_has_an_error(task: list
     assert set(row) == {"workload", "machine", "policy", *scenario, "error"}
 
 
+def test_combinations__without_policies_are_those_of_a_replay() -> None:
+    replayed = replay(workload(params=2e8), machine())
+    assert replayed.late is not None
+    results = [*replayed.results, *replayed.late.results]
+    assert [task.policy for task in tasks([])] == [*[result.policy for result in results], *replayed.skipped]
+
+
 def test_compute_rows__any_number_of_processes_gives_the_same_rows() -> None:
     scenarios = [Scenario(scale_params=scale, free_bytes=free) for scale in (2.0, 0.5) for free in (4e9, None)]
     sweep_tasks = tasks([*FAST, "twin-flow"], scenarios)
@@ -170,11 +177,11 @@ def test_find_pairs__workloads_with_the_same_name_are_named_by_their_paths(tmp_p
     for name, params in (("v.json", 1e9), ("u.json", 3e9)):
         (tmp_path / name).write_text(json.dumps(json.loads((tmp_path / "w.json").read_text()) | {"params": params}))
     machine_file = str(tmp_path / "m.json")
-    pairs = find_pairs([], [tmp_path / "v.json", tmp_path / "u.json"], [machine_file])
+    pairs, _ = find_pairs([], [tmp_path / "v.json", tmp_path / "u.json"], [machine_file])
     assert [(job.name, rates.name) for job, rates in pairs] == [
         (str(tmp_path / f"{name}.json"), "box") for name in "vu"
     ]
-    (alone,) = find_pairs([], [tmp_path / "v.json"], [machine_file])
+    ((alone,), _) = find_pairs([], [tmp_path / "v.json"], [machine_file])
     assert alone[0].name == "job"
 
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.job import JobMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from matplotlib.figure import Figure
 
     from ebbtide.analysis.findings import Findings
+    from ebbtide.interleave.advise.replay import Replay
+    from ebbtide.machines.machine import Machine
 
 
 class TraceAnalysis(JobMetrics):
     """The figures of one trace, as the commands of the same names print them, and what they show.
-
-    The command `findings` passes `adviser`, `ebbtide.interleave.advise.trace_advice.TraceAdviser(trace)`, which
-    simulates the settings that findings advise; without one they are estimated.
 
     Medians are over the steady iterations: the first two are left out where there are five or more. What was not
     recorded is None. Every result is a frozen dataclass with `as_json()`, the object that the command prints with
@@ -32,25 +30,29 @@ class TraceAnalysis(JobMetrics):
     """
 
     def findings(self) -> Findings:
-        """Causes that hold the job back, with evidence and potential gain, the largest gain first."""
+        """Causes that hold the job back, with evidence and potential gain, the largest gain first.
+
+        Settings that they advise are simulated, as `ebbtide replay --recommend` does."""
         from ebbtide.analysis.findings import find
+        from ebbtide.interleave.advise.trace_advice import TraceAdviser
 
-        return find(self.trace, self.adviser)
+        return find(self.trace, self.adviser or TraceAdviser(self.trace))
 
-    def replay(self, policies: Sequence[str] | None = None, machine: str | None = None) -> TabularResult:
+    def replay(
+        self, policies: Sequence[str] | str | None = None, machine: str | Path | Machine | None = None
+    ) -> Replay:
         """Iteration times under other offload policies, as `ebbtide replay` predicts them.
 
         Args:
-            policies: Policies' strings, such as `adaptive`; None: all that are built in.
-            machine: File or preset; None: the recorded machine, else the preset of the trace's card.
+            policies: Strings of policies, such as `adaptive`, or one; None: all that are built in.
+            machine: File, preset or machine; None: the recorded machine, else the preset of the trace's card.
 
         Raises:
             UserError: The trace lacks what a replay needs, or there is no such policy or machine.
         """
-        # By name, since the analysis lies below what simulates.
-        advice = import_module("ebbtide.interleave.advise.trace_advice")
-        result: TabularResult = advice.replay_trace(self.trace, machine, policies)
-        return result
+        from ebbtide.interleave.advise.trace_advice import replay_trace
+
+        return replay_trace(self.trace, machine, policies)
 
     def plot(self, kind: str = "both", rank: int | None = None, iterations: tuple[int, int] | None = None) -> Figure:
         """Draw the trace over time, as `ebbtide plot` does.
