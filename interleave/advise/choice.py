@@ -158,11 +158,12 @@ def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps | None:
 
 
 def own_workload(workload: Workload, job: RecordedJob | None) -> Workload:
-    """Return the workload without offload: that of a job whose state is on the device today has its own state."""
+    """Return the workload without offload: a job whose state is on the device today has its own state and update."""
     if job is None or job.state_bytes is None:
         return workload
-    # Its gradients are in the memory that it takes already.
-    return replace(workload, state_bytes=job.state_bytes, gradients_held_until_step=True)
+    # Its gradients are in the memory that it takes already, or in that of layers.
+    held = workload.gradients_held_until_step or not workload.layers
+    return replace(workload, state_bytes=job.state_bytes, gradients_held_until_step=held, own_update_s=job.own_update_s)
 
 
 def without_offload(workload: Workload, machine: Machine) -> Steps | None:

@@ -181,7 +181,8 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
     if solution is None:
         return _with_changes(_without_solution(job, machine, asked), job, machine, asked)
     settings, placed, shared = solution
-    recorded = replace(job.recorded, micro_steps=job.micro_steps_of(settings))
+    own_s = placed.times.own_update_s
+    recorded = replace(job.recorded, micro_steps=job.micro_steps_of(settings), own_update_s=own_s)
     if asked.policies:
         choice = choose_among(asked.policies, placed.workload, shared)
     else:

@@ -82,7 +82,8 @@ def _policies(replayed: Replay, baseline: str) -> Table:
         columns.insert(4, text("exact", lambda row: "yes" if row["exact"] else "no"))
     title = f"One iteration under each policy (speed-up over {baseline})"
     exact = "" if all(row["exact"] for row in rows) else "exact "
-    note = f"No {exact}policy that fits is faster than the bound of its overlap (`bound`: none)."
+    but = ", but for the job's own optimizer" * any(schedule.workload.own_update_s for schedule in replayed.schedules)
+    note = f"No {exact}policy that fits is faster than the bound of its overlap (`bound`: none){but}."
     return Table("results", title, columns, rows, note, max_rows=None)
 
 
@@ -173,7 +174,7 @@ def plan_view(
         trained = f"{count_text(job.workload.params)} trained of {count_text(total)} parameters"
     parts = [trained, counted(settings.ranks, "rank")]
     if settings.micro_batch is not None:
-        parts.append(f"micro-batch {settings.micro_batch}")
+        parts.append(f"micro-batch {settings.micro_batch}" + f" x {job.micro_steps}" * (job.micro_steps > 1))
     if settings.checkpointing:
         parts.append("checkpointing")
     if job.tokens is not None:
@@ -223,20 +224,22 @@ def _answer(job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | 
     change = here.cheapest
     if job.settings.ranks == 1 < change.ranks:
         yield f"  not on one card, whatever else is changed: on {change.ranks}"
-    framework = TITLES[change.action["kind"]]
+    kind = change.action["kind"]
+    framework = TITLES[kind] + " with ebbtide's optimizer" * (kind == "torch" and "offload" in change.levers)
     yield f"  cheapest change that fits ({framework}, {_gib(change.device_bytes)} GiB): {change.text}"
     yield f"  {settings_text(change.action['settings'])}"
 
 
 def _changes_table(plan: MachinePlan) -> Table:
-    """Return what each change of settings does alone."""
+    """Return what each change of settings does alone, or with checkpointing."""
     columns = (
         text("change", "text"),
         text("device GiB", lambda change: _gib(change.device_bytes)),
         text("fits", lambda change: FITS_TEXTS[change.fits]),
         text("costs", lambda change: "; ".join(change.costs)),
     )
-    return Table("changes", "Each change alone, the cheapest first", columns, plan.alone)
+    title = "Each change alone, or with checkpointing; those that train other weights come last"
+    return Table("changes", title, columns, plan.alone)
 
 
 def _gib(size: float | None) -> str:

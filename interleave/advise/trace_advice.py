@@ -10,7 +10,13 @@ from ebbtide.analysis.metrics.advice import Setting, SettingKind
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.out_of_memory import OFFLOAD, OutOfMemory, make_remedy
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
-from ebbtide.interleave.advise.choice import all_on_device, best_static_split, fits_memory, unified_memory_text
+from ebbtide.interleave.advise.choice import (
+    all_on_device,
+    best_static_split,
+    fits_memory,
+    own_workload,
+    unified_memory_text,
+)
 from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
 from ebbtide.interleave.advise.job.training_job import recorded_job
@@ -19,7 +25,7 @@ from ebbtide.interleave.advise.lines.setups import PasteContext, setup_of
 from ebbtide.interleave.advise.replay import Replay, replay
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.simulator import Steps, simulate, simulate_steps
+from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text
@@ -65,16 +71,18 @@ class TraceAdviser:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"
         recorded_ms = JobMetrics(self._trace).iteration_ms or 0.0
-        return _setting("deepspeed", {"offload_optimizer": offload}, text, steps, recorded_ms)
+        gain_s = recorded_ms / 1e3 - steps.iteration_s
+        return _setting("deepspeed", {"offload_optimizer": offload}, text, gain_s, recorded_ms)
 
     def activations_setting(self) -> Setting | None:
         """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""
         if self._job is None:
             return None
-        workload, machine = with_trace_layers(self._job.workload, self._trace), self._job.context.machine
+        metrics, machine = JobMetrics(self._trace), self._job.context.machine
+        workload = own_workload(with_trace_layers(self._job.workload, self._trace), self._job.context.job)
         if not workload.layers or machine.gpu_update_params_per_s is None:
             return None
-        policy = "pipelined" if JobMetrics(self._trace).offloaded else "gpu-only"
+        policy = "pipelined" if metrics.offloaded else "gpu-only"
         again, best = (
             simulate_steps(make_plan(f"{policy},activations={kind}", workload, machine), workload, machine)
             for kind in ("recompute", "auto")
@@ -88,7 +96,9 @@ class TraceAdviser:
         )
         if copied := layers.host_bytes(workload):
             text += f": {bytes_text(copied)} to the host in the forward, and back in the backward"
-        return _setting("activations", counts, f"activations: {text}", best, again.iteration_s * 1e3)
+        # The job itself computes again all that it checkpoints.
+        before_ms = (metrics.checkpointing and metrics.iteration_ms) or again.iteration_s * 1e3
+        return _setting("activations", counts, f"activations: {text}", again.iteration_s - best.iteration_s, before_ms)
 
     @cached_property
     def _job(self) -> _Job | None:
@@ -102,10 +112,10 @@ class TraceAdviser:
             return None
 
 
-def _setting(kind: SettingKind, settings: dict[str, Any], text: str, steps: Steps, before_ms: float) -> Setting:
-    iteration_ms = steps.iteration_s * 1e3
+def _setting(kind: SettingKind, settings: dict[str, Any], text: str, gain_s: float, before_ms: float) -> Setting:
+    iteration_ms = before_ms - gain_s * 1e3
     times = f"{ms_text(before_ms).removesuffix(' ms')} -> {ms_text(iteration_ms)}"
-    return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, max(0.0, before_ms - iteration_ms))
+    return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, max(0.0, gain_s * 1e3))
 
 
 _POLICY = "pipelined"

@@ -34,7 +34,7 @@ Sizes = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=_MAX_S
 Flag = Annotated[bool, Meta(description="true or false")]
 _MAX_LAYERS, _MAX_CHUNKS, _MAX_ACTIVATIONS = 10_000, 4096, 100_000
 # Fields of a workload that files do not have, or have in another form.
-_OTHER_FIELDS = ("gpu_free", "layers", "chunk_shares", "layer_memory", "host_gradient_bytes")
+_OTHER_FIELDS = ("gpu_free", "layers", "chunk_shares", "layer_memory", "host_gradient_bytes", "own_update_s")
 
 
 class ActivationForm(NamedTuple):
@@ -112,6 +112,7 @@ class Workload:
         layer_memory: Device memory of the layers over the iteration, if a plan for them is chosen (`layers.place`).
         host_gradient_bytes: Where weights of all layers come from the host before each forward (`stream_weights`):
             bytes per parameter of gradients, which go there while compute waits. None: weights are on the device.
+        own_update_s: The update of a job's own optimizer, all state on the device; None: by the machine's rates.
     """
 
     name: str
@@ -143,6 +144,7 @@ class Workload:
     chunk_shares: tuple[float, ...] = (1.0,)
     layer_memory: tuple[LayerMemory, ...] = ()
     host_gradient_bytes: float | None = None
+    own_update_s: float | None = None
 
     @cached_property
     def subgroups(self) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ class Simulator:
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._workload = workload
         self._machine = machine
+        self._overhead_s = 0.0 if workload.own_update_s is not None else machine.step_overhead_s or 0.0
         self._storage_limits = tuple(path.duplex_bytes_per_s or INFINITE for path in machine.storage)
         self._link_left = link_shares(workload, machine)
         # Resource, seconds and bytes/s of host memory traffic of each class of operations that has occurred.
@@ -75,7 +76,7 @@ class Simulator:
             self._workload,
             points,
             [COMPUTE] * before + resource,
-            [0.0, *self._compute_s, self._machine.step_overhead_s or 0.0, *alone_s],
+            [0.0, *self._compute_s, self._overhead_s, *alone_s],
             [0.0] * before + demand,
             self._link_left,
             self._machine.duplex_bytes_per_s or INFINITE,

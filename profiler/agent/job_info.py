@@ -75,7 +75,7 @@ class JobInfo:
         self.write()
 
     def add_training(
-        self, modules: Iterable[Any], optimizers: Iterable[Any], recomputes: bool = False, batch: int | None = None
+        self, modules: Iterable[Any], optimizers: Iterable[Any], recomputes: bool, batch: dict[str, Any]
     ) -> None:
         """Describe the model and the optimizers of an update that has ended, if an optimizer is new. Optimizer state
         exists only after the first step, so an optimizer that has skipped its step waits for the next."""
@@ -258,36 +258,38 @@ _FRAMEWORKS = (
 _TRAINING_ARGUMENTS = "transformers.training_args"
 
 
-def describe_framework(modules: Iterable[Any], batch: int | None) -> dict[str, Any]:
-    """Return the entry `framework`: name, version, samples of a micro-step; `batch`: those of the model's input."""
+def describe_framework(modules: Iterable[Any], batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry `framework`: name, version, and samples and tokens of a micro-step, those of `batch_of`."""
     for name, module, package in _FRAMEWORKS:
         if module in sys.modules:
             version = getattr(sys.modules.get(package), "__version__", None)
-            return {"name": name, "version": version, "micro_batch": _stated_batch() or batch}
+            return {"name": name, "version": version, **batch, **_stated_batch()}
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     is_sharded = sharded is not None and any(isinstance(module, sharded) for module in modules)
     version = getattr(sys.modules.get("torch"), "__version__", None)
-    return {"name": "fsdp2" if is_sharded else "torch", "version": version and str(version), "micro_batch": batch}
+    return {"name": "fsdp2" if is_sharded else "torch", "version": version and str(version), **batch}
 
 
-def first_dimension(value: Any, tensor: type, depth: int = 4) -> int | None:
-    """Return the first dimension of the first tensor in the arguments of a model; None if there is none."""
+def batch_of(value: Any, tensor: type, depth: int = 4) -> dict[str, Any]:
+    """Return the samples of the first tensor in the arguments of a model, and its tokens if it is a matrix of integers;
+    empty if there is none."""
     if isinstance(value, tensor):
-        shape = value.shape  # type: ignore[attr-defined]
-        return int(shape[0]) if len(shape) else None
+        shape, dtype = value.shape, value.dtype  # type: ignore[attr-defined]
+        tokens = {"tokens": int(shape[0] * shape[1])} if len(shape) == 2 and "int" in str(dtype) else {}
+        return {"micro_batch": int(shape[0]), **tokens} if len(shape) else {}
     parts: Any = list(value.values()) if isinstance(value, Mapping) else value
     if not depth or not isinstance(parts, (list, tuple)):
-        return None
-    sizes = (first_dimension(part, tensor, depth - 1) for part in parts[:64])
-    return next((size for size in sizes if size is not None), None)
+        return {}
+    batches = (batch_of(part, tensor, depth - 1) for part in parts[:64])
+    return next(filter(None, batches), {})
 
 
-def _stated_batch() -> int | None:
+def _stated_batch() -> dict[str, Any]:
     """Return the micro-batch of the arguments of transformers' Trainer, which those of others inherit. A preference
     trainer joins two samples in one input of its model, and a packed one has a single row."""
     base = getattr(sys.modules.get(_TRAINING_ARGUMENTS), "TrainingArguments", None)
     if base is None:
-        return None
+        return {}
     arguments = next((one for one in gc.get_objects() if base in type(one).__mro__), None)
     size = getattr(arguments, "per_device_train_batch_size", None)
-    return size if isinstance(size, int) and size > 0 else None
+    return {"micro_batch": size} if isinstance(size, int) and size > 0 else {}

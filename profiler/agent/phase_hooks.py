@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from .closures import UpdateParts
 from .iteration_figures import BACKWARD, FORWARD, UPDATE
-from .job_info import first_dimension
+from .job_info import batch_of
 from .patches import Patches, wrapper
 from .recorder import Recorder
 
@@ -111,8 +111,7 @@ class OutermostCall:
     def _add(self, module: Any, arguments: Any) -> int:
         """Return a number for an outermost module: 1 for the first one."""
         modules = self._recorder.modules
-        if self._recorder.batch is None:
-            self._recorder.batch = first_dimension(arguments, self._tensor)
+        self._recorder.batch = self._recorder.batch or batch_of(arguments, self._tensor)
         return modules.setdefault(module, len(modules) + 1)
 
 

@@ -33,7 +33,7 @@ class Recorder(ProcessRecorder):
         self.stepped: list[Any] = []
         self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the outermost that ran forward -> number
         self.called: Any = None  # the outermost module of the open forward; `source`: its number, or 0
-        self.batch: int | None = None
+        self.batch: dict[str, Any] = {}
         self.optimizers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self.micro_batch = self.source = 0  # micro-batch that a pipeline schedule works on, from 1; 0: not known
         self.parts: Any = None

@@ -143,11 +143,12 @@ class ModelInfo(_Section, frozen=True, kw_only=True):
 
 
 class FrameworkInfo(_Section, frozen=True, kw_only=True):
-    """The framework that trains, and the samples of its micro-step on a rank."""
+    """The framework that trains, and the samples and tokens of its micro-step on a rank."""
 
     name: str | None = None
     version: str | None = None
     micro_batch: Count | None = None
+    tokens: Count | None = None
 
 
 class OptimizerInfo(_Section, frozen=True, kw_only=True):

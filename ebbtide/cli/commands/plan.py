@@ -9,7 +9,7 @@ import typer
 from ebbtide.cli import options
 from ebbtide.cli.command import command
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
-from ebbtide.cli.printing import echo, echo_line
+from ebbtide.cli.printing import echo, echo_line, progress_bar
 from ebbtide.machines.machine import MAX_RANKS
 
 
@@ -145,7 +145,7 @@ def plan(
     targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
     for text in policy or ():
         parse(text)
-    with new_outputs(plot, None, force) as (picture, _):
+    with new_outputs(plot, None, force) as (picture, _), progress_bar() as update:
         layered = None
         if has_shape or (recording is not None and (explain or save_workload) and len(targets) == 1 and batch.is_empty):
             layered = layers_of_job(job, recording, targets[0].machine)
@@ -158,7 +158,8 @@ def plan(
                 file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
         plans = []
         requests: list[PlanRequest] = []
-        for target in targets:
+        for number, target in enumerate(targets):
+            update(f"{number} of {len(targets)} machines", number, len(targets))
             # The rates of a workload's machine are those of its own ranks, unless these are stated.
             own = target.machine.box.ranks if workload and not ranks and target.machine.box is not None else None
             requests.append(PlanRequest(target.source, policy or (), ranks_per_host or own, target.price_per_hour))

@@ -1,7 +1,7 @@
 """The times of forward and backward on a machine: by arithmetic, or scaled from the machine they were recorded on."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +118,7 @@ class RecordedCompute:
     settings: TunableSettings
     param_bytes: float
     params: float
+    own_update_s: float | None = None
 
     def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
         """Return the times of an iteration; more micro-steps of a smaller micro-batch take as long as before."""
@@ -126,7 +127,8 @@ class RecordedCompute:
         if settings.checkpointing and not self.settings.checkpointing:
             backward += forward
         factor = combined_factor(self.factor, factor)
-        times = ComputeTimes(forward, backward, self.other_s, factor, 0.0, note)
+        own_s = self.own_update_s and self.own_update_s * ratio * self.settings.ranks / settings.ranks
+        times = ComputeTimes(forward, backward, self.other_s, factor, 0.0, note, own_s)
         if self.settings.ranks > 1:
             # The recorded times have their collectives.
             return times
@@ -172,13 +174,12 @@ def with_collectives(
     overlap_factor = math.exp(math.log(longest / shortest) / 2 / DEVIATIONS_OF_RANGE)
     share = times.forward_s / compute if compute else _FORWARD_PASSES / passes
     compute_share = compute / longest
-    return ComputeTimes(
+    return replace(
+        times,
         forward_s=total * share,
         backward_s=total * (1 - share),
-        other_s=times.other_s,
         factor=combined_factor(times.factor**compute_share, overlap_factor),
         collectives_s=exchange,
-        note=times.note,
     )
 
 

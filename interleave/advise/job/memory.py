@@ -9,22 +9,24 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
 from ebbtide.interleave.advise.job.compute_times import GATHERED_LAYERS
 from ebbtide.interleave.advise.job.decoder import checkpointed_share, guessed_layers
+from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
 from ebbtide.interleave.advise.job.training_job import (
     ComputeTimes,
     MemoryPoint,
     OwnMemory,
     TrainingJob,
     TunableSettings,
-    state_bytes_on_device,
 )
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, value_at
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, FORWARD, OTHER
 from ebbtide.profiler.trace import Trace
 
-# Pools of what tensors take, without what torch keeps for others; the first one recorded counts.
 # The point of the iteration where the update begins.
 _UPDATE_POINT = 3.0
+# What torch keeps at least beyond its tensors (docs/plan.md).
+_CACHED_SHARE = 0.05
+# Pools of what tensors take, without what torch keeps for others; the first one recorded counts.
 _TENSOR_POOLS = ("requested", "allocated")
 
 
@@ -42,7 +44,7 @@ def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> Plac
     base = job.workload
     share = job.settings.ranks / settings.ranks
     params = -(-base.params * job.settings.ranks // settings.ranks)
-    accumulates = micro_steps > job.micro_steps or base.gradients_held_until_step
+    stay = base.gradients_held_until_step and not streams_gradients(job, settings)
     state = job.state_bytes if job.state_bytes is not None and not settings.offload else base.state_bytes
     workload = replace(
         base,
@@ -53,10 +55,16 @@ def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> Plac
         backward_s=times.backward_s,
         other_s=times.other_s,
         state_bytes=state,
-        gradients_held_until_step=accumulates,
+        gradients_held_until_step=stay or micro_steps > job.micro_steps,
     )
     free, missing = _free_memory(job, settings, machine, workload, share)
     return PlacedWorkload(replace(workload, gpu_free=free, missing_bytes=missing), times)
+
+
+def streams_gradients(job: TrainingJob, settings: TunableSettings) -> bool:
+    """Return whether gradients that stay until the step go to the host as they are computed, since the state is there
+    with some settings; those of several micro-steps stay."""
+    return settings.offload and not job.settings.offload and job.micro_steps_of(settings) == 1
 
 
 def own_bytes(
@@ -71,24 +79,31 @@ def own_bytes(
         batch *= memory.checkpointed
     gathered = min(memory.gather_bytes, memory.param_bytes * (1 - share)) if share < 1 else 0.0
     constant = memory.fixed_bytes + memory.param_bytes * share + gathered
+    own_points = memory.tensors or memory.points
+    all_gradients = max(at.gradient_bytes for at in own_points)
+    left = 0.0 if streams_gradients(job, settings) else memory.gradient_share
 
-    all_gradients = max(at.gradient_bytes for at in memory.points)
-
-    def used(points: Sequence[MemoryPoint], batch: float, left: float = memory.gradient_share) -> list[float]:
+    def used() -> list[tuple[float, float]]:
         sizes = []
-        for at in points:
+        for at in own_points:
             # Temporaries of an update do not depend on the batch: as large as its gradients, at most.
             kept = min(at.activation_bytes, all_gradients) if at.point >= _UPDATE_POINT else 0.0
             gradients = max(at.gradient_bytes * share * left, grad_bytes)
-            sizes.append(gradients + kept * left + (at.activation_bytes - kept) * batch)
+            sizes.append((gradients + kept * left + (at.activation_bytes - kept) * batch, gradients))
         return sizes
 
     numbers = [at.point for at in memory.points]
     if not memory.tensors:
-        return [*zip(numbers, (constant + size for size in used(memory.points, batch)), strict=True)]
-    kept = [constant + size for size in used(memory.points, 1.0, 1.0)]
-    change = max(used(memory.tensors, batch)) - max(used(memory.tensors, 1.0, 1.0))
-    most = max(kept) + change
+        return [*zip(numbers, (constant + size for size, _ in used()), strict=True)]
+    kept = [constant + at.gradient_bytes + at.activation_bytes for at in memory.points]
+    before, at_peak = max((at.gradient_bytes + at.activation_bytes, at.gradient_bytes) for at in memory.tensors)
+    after, still_at_peak = max(used())
+    # Gradients that are not on the device at the peak of tensors are in memory that torch keeps.
+    later = max(all_gradients * share * left, grad_bytes) - still_at_peak
+    fewer, cached = max(0.0, all_gradients - at_peak - later), memory.cached_bytes
+    most = max(kept) - cached + after - before
+    most += max(cached - fewer, min(later, cached + before - after), min(cached, _CACHED_SHARE * most))
+    change = most - max(kept)
     return [*zip(numbers, (size + change if change > 0 else min(size, most) for size in kept), strict=True)]
 
 
@@ -144,14 +159,14 @@ def points_of(free: FreeMemorySteps, lengths: tuple[float, float, float], capaci
     return [(_point(at_s, lengths), capacity - value_at(free, at_s)) for at_s in times]
 
 
-def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> tuple[OwnMemory | None, float | None]:
-    """Return the memory of a job beside its optimizer state, and the recorded bytes of state per parameter; None where
-    either is not known. Fixed is what every moment of the iteration has, but for the parameters. Of the rest, gradients
-    held until the step count as they are computed; all else counts as activations."""
+def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> OwnMemory | None:
+    """Return the memory of a job beside its optimizer state; None where it is not known. Fixed is what every moment of
+    the iteration has, but for parameters. Gradients held until the step count from the backward, as they are computed,
+    to the update, or all the time if there are several micro-steps; all else counts as activations."""
     metrics = JobMetrics(trace)
     capacity = capacity_bytes(trace, trace.ranks[0])
     if workload.gpu_free is None or capacity is None:
-        return None, None
+        return None
     lengths = workload.other_s, workload.forward_s, workload.backward_s
     phase_s = dict(zip((OTHER, FORWARD, BACKWARD), lengths, strict=True))
     # Not `gpu_free`, which is 0 where a predicted job needs more than the device has.
@@ -161,26 +176,39 @@ def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> t
     params = float(model.bytes) if model.bytes is not None else workload.param_bytes * workload.params
     params = min(params, max(least, 0.0))
     all_gradients = workload.grad_bytes * workload.params if gradients_held else 0.0
+    lasting = min(all_gradients, max(least - params, 0.0)) if workload.accumulates else 0.0
     pool = next((pool for pool in _TENSOR_POOLS if memory_timeline(trace, trace.ranks[0], pool)[0].size), None)
-    of_tensors = recorded_free_memory(metrics, phase_s, pool) if pool is not None else None
+    free = recorded_free_memory(metrics, phase_s, pool) if pool is not None else None
+    of_tensors = points_of(free, lengths, float(capacity)) if free else []
     total = model.total_params or workload.params
     several = (metrics.entry.world_size or len(trace.ranks)) > 1
     memory = OwnMemory(
-        fixed_bytes=least - params,
+        fixed_bytes=least - params - lasting,
         param_bytes=params,
         gather_bytes=0.0 if several else GATHERED_LAYERS * workload.param_bytes * total / guessed_layers(total),
-        points=_memory_points(used, all_gradients),
-        tensors=_memory_points(points_of(of_tensors, lengths, float(capacity)), all_gradients) if of_tensors else (),
+        points=_memory_points(used, all_gradients, lasting),
+        tensors=_memory_points(of_tensors, all_gradients, lasting) if of_tensors else (),
+        cached_bytes=max(size for _, size in used) - max((size for _, size in of_tensors), default=0.0),
         checkpointed=checkpointed_share(total),
     )
-    return memory, state_bytes_on_device(metrics)
+    most = max(at.activation_bytes for at in memory.tensors or memory.points)
+    layers = () if metrics.checkpointing else with_trace_layers(workload, trace).layers
+    if layers and most:
+        # Layers keep their inputs, and one at a time all; logits and the like stay.
+        whole, inputs = ([layer.forms[form].nbytes for layer in layers] for form in (0, 1))
+        memory = replace(memory, checkpointed=max(0.0, 1 - (sum(whole) - sum(inputs) - max(whole)) / most))
+    return memory
 
 
-def _memory_points(used: Sequence[tuple[float, float]], all_gradients: float) -> tuple[MemoryPoint, ...]:
-    """Return what is used beyond the least of all moments: gradients, as they are computed, and activations."""
-    least = min(size for _, size in used)
+def _memory_points(
+    used: Sequence[tuple[float, float]], all_gradients: float, lasting: float
+) -> tuple[MemoryPoint, ...]:
+    """Return the gradients and the activations of what is used beyond the least of all moments, but for gradients that
+    are `lasting`. What is between the phases, at first, has the gradients between backward and update."""
+    least = min(size for _, size in used) - lasting
     points = []
     for point, size in used:
-        gradients = min(all_gradients * min(max(point - 2, 0.0), 1.0), size - least)
+        computed = all_gradients * (1.0 if point < 1 else min(max(point - 2, 0.0), 1.0))
+        gradients = min(max(computed, lasting), size - least)
         points.append(MemoryPoint(point, gradients, size - least - gradients))
     return tuple(points)

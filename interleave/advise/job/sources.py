@@ -31,11 +31,13 @@ from ebbtide.interleave.advise.job.training_job import (
     TrainingJob,
     TunableSettings,
     recorded_job,
+    state_bytes_on_device,
 )
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE
 from ebbtide.profiler.trace import Trace
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
 # The CUDA context and workspaces.
 _CONTEXT_BYTES = 1e9
@@ -92,7 +94,8 @@ def job_of_size(
         facts=JobFacts(total_params=shape.params),
         notes=(
             f"assumed: {shape.layers} layers of width {shape.hidden:,}, sequence {shape.sequence:,}, vocabulary "
-            f"{shape.vocabulary:,}, fused attention; memory from these is an estimate: `ebbtide dry-run` has the bytes",
+            f"{shape.vocabulary:,}, fused attention; {PARAM_BYTES} + {GRAD_BYTES} + {STATE_BYTES} B a parameter (bf16 "
+            "weights and gradients, fp32 masters and moments); memory is an estimate: `ebbtide dry-run` has the bytes",
         ),
     )
 
@@ -102,7 +105,7 @@ def job_of_workload(workload: Workload, batch: BatchSettings) -> TrainingJob:
     settings = TunableSettings(batch.ranks or 1, batch.micro_batch, checkpointing=False, offload=False)
     compute = _recorded_compute(workload, settings, None, None)
     notes = (*workload.notes, "times and free memory are those of the workload on every machine")
-    return TrainingJob(workload, settings, compute, None, tokens=_tokens(batch, settings, 1), notes=notes)
+    return TrainingJob(workload, settings, compute, None, tokens=_tokens(batch, settings, 1, None), notes=notes)
 
 
 def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
@@ -127,15 +130,15 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
         offload=offloads,
     )
     micro_steps = recorded.micro_steps or 1
-    memory, state_bytes = recorded_memory(trace, workload, stay)
+    compute = _recorded_compute(workload, settings, trace, recorded_gpu(trace), _times_factor(trace, workload))
     return TrainingJob(
         workload=replace(workload, gradients_held_until_step=stay),
         settings=settings,
-        compute=_recorded_compute(workload, settings, trace, recorded_gpu(trace), _times_factor(trace, workload)),
-        memory=memory,
-        state_bytes=state_bytes,
+        compute=replace(compute, own_update_s=recorded.own_update_s),
+        memory=recorded_memory(trace, workload, stay),
+        state_bytes=state_bytes_on_device(JobMetrics(trace)),
         micro_steps=micro_steps,
-        tokens=_tokens(batch, settings, micro_steps),
+        tokens=_tokens(batch, settings, micro_steps, trace.rank(trace.ranks[0]).framework.tokens),
         recorded=recorded,
         notes=workload.notes,
         facts=facts_of(trace),
@@ -156,12 +159,13 @@ def _times_factor(trace: Trace, workload: Workload) -> float:
 _BF16: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
 
 
-def _tokens(batch: BatchSettings, settings: TunableSettings, micro_steps: int) -> float | None:
+def _tokens(batch: BatchSettings, settings: TunableSettings, steps: int, step_tokens: int | None) -> float | None:
+    """Return the tokens of an iteration as they are stated, else by those of a micro-step of a rank."""
     if batch.tokens is not None:
         return float(batch.tokens)
-    if batch.sequence is None or settings.micro_batch is None:
-        return None
-    return float(batch.sequence * settings.micro_batch * micro_steps * settings.ranks)
+    if batch.sequence is not None and settings.micro_batch is not None:
+        step_tokens = batch.sequence * settings.micro_batch
+    return None if step_tokens is None else float(step_tokens * steps * settings.ranks)
 
 
 def _recorded_compute(

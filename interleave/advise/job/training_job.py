@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.json_files import section
 from ebbtide.machines.machine import Machine
+from ebbtide.phases import UPDATE
 
 if TYPE_CHECKING:
     from ebbtide.analysis.metrics.job import JobMetrics
@@ -20,13 +21,14 @@ _ASYNC_GRADIENTS = (0, 19, 5)
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """The settings of a job, as far as they are known; `state_bytes`: of optimizer state per parameter, None: not on
-    the device."""
+    """The settings of a job, as far as they are known; `state_bytes`: of optimizer state per parameter, and
+    `own_update_s`: the length of its update, None: the state is not on the device."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
     micro_steps: int | None = None
     state_bytes: float | None = None
+    own_update_s: float | None = None
 
     @property
     def micro_batch(self) -> int | None:
@@ -68,7 +70,9 @@ def recorded_job(trace: Trace) -> RecordedJob:
     metrics = JobMetrics(trace)
     setup = metrics.deepspeed
     if setup is None:
-        return RecordedJob(micro_steps=metrics.micro_steps, state_bytes=state_bytes_on_device(metrics))
+        state, update_ms = state_bytes_on_device(metrics), metrics.phase_ms(UPDATE)
+        own_s = update_ms / 1e3 if state is not None and update_ms else None
+        return RecordedJob(micro_steps=metrics.micro_steps, state_bytes=state, own_update_s=own_s)
     return RecordedJob(setup.info.config, setup.stage, metrics.micro_steps)
 
 
@@ -128,6 +132,7 @@ class ComputeTimes:
     factor: float  # The factor within which their sum is known: one standard error, normal in the logarithm.
     collectives_s: float  # The time that exchanges with other ranks would take alone; they overlap with the rest.
     note: str  # The source of the times, for people.
+    own_update_s: float | None = None  # See `Workload`.
 
 
 class Compute(Protocol):
@@ -157,6 +162,7 @@ class OwnMemory:
     points: tuple[MemoryPoint, ...]  # Gradients and activations over the iteration; the first at 0.
     # The same of tensors alone, where `points` are of memory that torch keeps, which follows the most of these.
     tensors: tuple[MemoryPoint, ...] = ()
+    cached_bytes: float = 0.0  # The peak of `points` beyond that of `tensors`.
     # The share of activations that remains with checkpointing; None: it cannot be switched on.
     checkpointed: float | None = None
     gradient_share: float = 1.0  # The share of gradients that a change leaves on the device.

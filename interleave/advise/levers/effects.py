@@ -87,7 +87,7 @@ def _offloaded(one: Variant) -> Iterable[Variant]:
 def _adapters(one: Variant) -> Iterable[Variant]:
     """Only adapters of rank 16 on all linear layers have gradients and state; activations are taken to stay."""
     job, memory, facts = one.job, one.job.memory, one.job.facts
-    if memory is None or facts.has_adapters or one.state == "offloaded" or one.settings.ranks > 1:
+    if memory is None or facts.has_adapters or one.state == "offloaded" or job.settings.ranks > 1:
         return
     width = _WIDTH_PER_LAYER * guessed_layers(job.workload.params)
     adapters = max(1, round(job.workload.params * _LORA_PER_WIDTH * _LORA_RANK / width))
@@ -100,7 +100,7 @@ def _adapters(one: Variant) -> Iterable[Variant]:
 
 
 def _quantized_weights(one: Variant) -> Iterable[Variant]:
-    """Frozen weights of linear layers in 4 bits, under adapters."""
+    """Frozen weights of linear layers in 4 bits, under adapters; strategies that shard weights do not take them."""
     if one.job.facts.has_quantized_weights or one.settings.ranks > 1:
         return
     for base in [one] if one.job.facts.has_adapters else _adapters(one):

@@ -15,7 +15,7 @@ from ebbtide.machines.machine import Machine
 
 # Changes that move state to the memory of the host.
 _TO_THE_HOST = {"offload", "paged optimizer"}
-_RANKS = "ranks"
+_RANKS, _CHECKPOINTING = "ranks", "checkpointing"
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,29 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
     by_ranks = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
     for ranks in [job.settings.ranks, *(one.settings.ranks for lever in by_ranks for one in lever.apply(own))]:
         is_more = ranks > job.settings.ranks
+        shared = replace(own, settings=replace(own.settings, ranks=ranks))
         for number in range(0 if is_more else 1, 1 << len(levers)):
             chosen = [*compress(levers, (number >> bit & 1 for bit in range(len(levers))))]
-            for one in _variants(own, chosen):
-                shared = replace(one, settings=replace(one.settings, ranks=ranks))
-                change = _change(job, shared, chosen + by_ranks * is_more, machine, ranks_per_host)
+            for one in _variants(shared, chosen):
+                change = _change(job, one, chosen + by_ranks * is_more, machine, ranks_per_host)
                 if change.fits:
                     return change
     return None
 
 
 def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> tuple[JobChange, ...]:
-    """Return what each change does alone: the least that fits, else the greatest."""
-    alone = []
-    for lever in _possible(job, machine):
-        variants = lever.apply(Variant(job, job.settings))
-        changes = [_change(job, one, [lever], machine, ranks_per_host) for one in variants]
-        if changes:
-            alone.append(next((change for change in changes if change.fits), changes[-1]))
-    return tuple(alone)
+    """Return what each change does alone, the least that fits, else the greatest, and then together with checkpointing
+    if only both fit."""
+    changes, possible = [], _possible(job, machine)
+    for lever in possible:
+        for levers in ([lever], [one for one in possible if one.name in (lever.name, _CHECKPOINTING)]):
+            variants = _variants(Variant(job, job.settings), levers)
+            each = [_change(job, one, levers, machine, ranks_per_host) for one in variants]
+            fitting = [change for change in each if change.fits]
+            changes += (fitting or each[-1:] * (levers == [lever]))[:1]
+            if fitting or lever.name == _CHECKPOINTING:
+                break
+    return tuple(changes)
 
 
 def smallest_machine(job: TrainingJob, machines: Iterable[Machine]) -> Machine | None:

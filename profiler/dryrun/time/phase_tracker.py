@@ -91,7 +91,7 @@ class PhaseTracker:
         # Read and set by the hooks of the recorder.
         self.live, self.recomputes, self.source = True, False, 0
         self.called: Any = None
-        self.batch: int | None = None
+        self.batch: dict[str, Any] = {}
         self.threads = TrainingThreads(torch)
         self._clock, self._on_update, self._on_iteration = clock, on_update, on_iteration
         # Code of the open phase, and its start for the host and the device.

@@ -35,6 +35,23 @@ STREAMED = """
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device=args.device))], lr=1.0)
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(1, device=args.device)
 """
+FROZEN = """
+    class Adapted(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+            self.a = nn.Linear(linear.in_features, 16, bias=False).to(linear.weight)
+            self.b = nn.Linear(16, linear.out_features, bias=False).to(linear.weight)
+        def forward(self, x):
+            return self.linear(x) + self.b(self.a(x))
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for parent in block.modules():
+            for name, child in [*parent.named_children()]:
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, Adapted(child))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+"""
 TRAINER = """
 import sys, torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -128,8 +145,20 @@ def test_levers__save_what_streamed_gradients_save(tmp_path: Path) -> None:
     trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "1")
     job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
     streamed = tensor_bytes(predicted(tmp_path, SCRIPT.replace(LOOP, STREAMED + LOOP), *SIZE, "--batch", "1"))
-    # Gradients that are on the device between backward and update count as other memory.
-    assert 0.7 <= saved_bytes(job, "streamed gradients") / (before - streamed) <= 1.0
+    assert saved_bytes(job, "streamed gradients") == pytest.approx(before - streamed, abs=0.03 * before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", ["1", "2"])
+def test_levers__need_for_adapters_what_a_dry_run_with_adapters_needs(accumulate: str, tmp_path: Path) -> None:
+    """Compare memory that torch reserves, for which `plan` says whether a job fits."""
+    words = [*SIZE, "--width", "2048", "--batch", "1", "--accumulate", accumulate]
+    job = job_of_trace(predicted(tmp_path, SCRIPT, *words), BatchSettings())
+    frozen = predicted(tmp_path, SCRIPT.replace(LOOP, FROZEN + LOOP), *words)
+    assert job_of_trace(frozen, BatchSettings()).facts.has_adapters
+    reserved = frozen.memory(0)[frozen.memory(0)["pool"] == "reserved"]["bytes"].max()
+    alone = {one.text: one.device_bytes for one in single_changes(job, preset("a10"))}
+    assert alone["LoRA"] == pytest.approx(reserved, rel=0.1)
 
 
 @pytest.mark.slow
@@ -184,6 +213,77 @@ def lora_trace(path: Path, framework: str = "trl", used_gib: float = 24.0) -> Tr
     return open_trace(path)
 
 
+def full_trace(path: Path, micro_steps: int) -> Trace:
+    """Write the trace of a job that trains 8 G parameters: 15 GiB of weights, as many of gradients, 30 of
+    state, 3 of activations, and of 0.5 that torch keeps; gradients are freed after the update."""
+    builder = TraceBuilder("recorded")
+    params, gib = 8_053_063_680, 2**30
+    device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 24 * gib, "name": "NVIDIA GeForce RTX 4090"}
+    count = {"params": params, "total_params": params, "trainable_params": params, "bytes": 15 * gib}
+    optimizer = {
+        "class": "AdamW",
+        "params": params,
+        "state_bytes": 30 * gib,
+        "state_dtypes": {"bfloat16": 2 * params},
+        "state_devices": ["cuda"],
+    }
+    rank = builder.rank(
+        0,
+        world_size=1,
+        devices=[device],
+        model={**count, "checkpointing": True, "dtypes": {"bfloat16": params}},
+        optimizers=[optimizer],
+        framework={"name": "torch", "micro_batch": 1, "tokens": 2048},
+    )
+    now = 0
+
+    def phase(name: str, iteration: int, step: int, *used: int) -> None:
+        nonlocal now
+        for number, size in enumerate(used):
+            rank.memory(now + number * 2 * 10**7, (45 + size) * gib, "requested")
+        now += 10**8
+        rank.phase(name, now - 10**8, now, iteration, step)
+
+    for iteration in range(6):
+        for step in range(micro_steps):
+            held = 15 * (step > 0)
+            phase("forward", iteration, step, held, held + 1, held + 3)
+            phase("backward", iteration, step, *((held + 3, 15) if held else (3, 5, 8, 10, 13)))
+        # The norm of the gradients.
+        now += 10**7
+        phase("update", iteration, micro_steps - 1, 15)
+        rank.memory(now, 45 * gib, "requested")
+        now += 10**7
+    rank.memory(0, (60 + 3 * (micro_steps > 1)) * gib + gib // 2, "reserved")
+    builder.write(path)
+    return open_trace(path)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_single_changes__adapters_need_no_gradients_of_all_weights(micro_steps: int, tmp_path: Path) -> None:
+    job = job_of_trace(full_trace(tmp_path / "run.ebb", micro_steps), BatchSettings())
+    assert (job.micro_steps, job.tokens) == (micro_steps, 2048 * micro_steps)
+    alone = {one.text: one for one in single_changes(job, preset("rtx4090"))}
+    adapters = 16 * 47e6 / 2**30
+    assert alone["LoRA"].device_bytes / 2**30 == pytest.approx(15 + 3 + 0.5 + adapters, abs=0.2)
+    assert alone["LoRA"].fits
+    assert alone["QLoRA"].device_bytes < 0.6 * alone["LoRA"].device_bytes
+    # Those of one micro-step go to the host as they are computed.
+    kept = 15 if micro_steps > 1 else 0
+    assert alone["offload"].device_bytes / 2**30 == pytest.approx(15 + 3 + 0.5 + kept, abs=0.2)
+    large = replace(preset("rtx4090"), gpu_memory_bytes=40 * 2**30)
+    ranks = single_changes(job, large)[-1]
+    assert ranks.text == "2 ranks"
+    assert ranks.device_bytes / 2**30 == pytest.approx((15 + 15 + 30) / 2 + 3 * (kept > 0) + 1.5, abs=0.7)
+
+
+def test_cheapest_change__shares_no_weights_of_four_bits(tmp_path: Path) -> None:
+    job = job_of_trace(full_trace(tmp_path / "run.ebb", 1), BatchSettings())
+    for gib in (6, 9, 12, 16):
+        change = cheapest_change(job, gpu_machine(gpu_memory_bytes=gib * 2**30))
+        assert change is None or not {"QLoRA", "ranks"} <= {*change.levers}
+
+
 def test_cheapest_change__of_a_lora_job_is_its_micro_batch(tmp_path: Path) -> None:
     job = job_of_trace(lora_trace(tmp_path / "run.ebb"), BatchSettings())
     assert (job.facts.has_adapters, job.facts.total_params) == (True, 8_072_000_000)
@@ -213,11 +313,11 @@ def test_quantized_state__takes_a_quarter_of_moments_in_fp32() -> None:
     job = replace(sized(1e9), state_bytes=8.0)
     machine = gpu_machine(gpu_memory_bytes=1e11)
     before, _ = needed_bytes(Variant(job, job.settings), machine)
-    alone = {one.levers[0]: one.device_bytes for one in single_changes(job, machine)}
+    alone = {one.text: one.device_bytes for one in single_changes(job, machine)}
     assert before - alone["8-bit optimizer"] == pytest.approx(6e9, rel=0.01)
     assert before - alone["paged optimizer"] == pytest.approx(8e9, rel=0.01)
     in_trainer = replace(job, facts=JobFacts("transformers", embedding_share=0.5))
-    kept = {one.levers[0]: one.device_bytes for one in single_changes(in_trainer, machine)}
+    kept = {one.text: one.device_bytes for one in single_changes(in_trainer, machine)}
     assert before - kept["8-bit optimizer"] == pytest.approx(3e9, rel=0.01)
 
 
@@ -228,7 +328,7 @@ def test_cheapest_change__has_no_part_that_fits(device: float) -> None:
     change = cheapest_change(job, machine)
     assert change is not None
     assert change.fits
-    alone = {one.levers[0]: one.fits for one in single_changes(job, machine)}
+    alone = {one.levers[0]: one.fits for one in single_changes(job, machine) if len(one.levers) == 1}
     assert len(change.levers) == 1 or not any(alone[name] for name in change.levers)
     order = [lever.name for lever in LEVERS]
     cheaper = order[: order.index(change.levers[-1])]

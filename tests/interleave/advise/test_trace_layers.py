@@ -20,9 +20,11 @@ from ebbtide.analysis.findings.finding import Finding
 from ebbtide.analysis.metrics.devices import capacity_bytes
 from ebbtide.analysis.metrics.holders.categories import categorized_allocations
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_trace
 from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
-from ebbtide.interleave.advise.trace_advice import TraceAdviser
+from ebbtide.interleave.advise.machine_plan import plan_for_machine
+from ebbtide.interleave.advise.trace_advice import TraceAdviser, replay_trace
 from ebbtide.interleave.model.layers import place
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.layer_choice import LayerChoice
@@ -179,6 +181,23 @@ def _finding(trace: Trace, rule: str) -> Finding | None:
     return next(iter(one for one in results.findings if one.rule == rule), None)
 
 
+def test_advice__is_relative_to_the_iteration_of_the_trace() -> None:
+    """All state is on the device: `gpu-only` is the job as it is, in replay and plan, and findings begin there."""
+    trace = _dry_run(True)
+    metrics = JobMetrics(trace)
+    (result,) = replay_trace(trace, policies=["gpu-only"]).results
+    assert result.update_ms == pytest.approx(metrics.phase_ms("update"))
+    assert result.iteration_ms == pytest.approx(metrics.iteration_ms, rel=0.01)
+    plan = plan_for_machine(job_of_trace(trace, BatchSettings()), find_machine("h100-80gb"))
+    assert (plan.policy, plan.fits) == ("gpu-only", True)
+    assert plan.iteration_ms == pytest.approx(result.iteration_ms)
+    finding = _finding(trace, "recomputation")
+    assert finding is not None
+    assert finding.action is not None
+    before = (finding.action.iteration_ms or 0.0) + (finding.action.gain_ms or 0.0)
+    assert before == pytest.approx(metrics.iteration_ms)
+
+
 def test_recomputation__is_reported_where_activations_could_be_kept() -> None:
     finding = _finding(_dry_run(True), "recomputation")
     assert isinstance(finding, Finding)
@@ -207,7 +226,7 @@ def test_activation_offload__is_reported_where_it_is_faster_than_recomputation_a
     assert (finding.potential_gain_ms or 0.0) < 1e3 * _workload(trace).forward_s
 
 
-@pytest.mark.parametrize("gib", [pytest.param(128, id="fits"), pytest.param(80, id="too short for offload")])
+@pytest.mark.parametrize("gib", [pytest.param(128, id="fits"), pytest.param(72, id="too short for offload")])
 def test_activation_offload__is_silent_where_activations_fit_or_recomputation_is_needed(gib: int) -> None:
     trace = _dry_run(False, gib=gib, **WIDE)
     assert (JobMetrics(trace).always_free_bytes or 0) * (gib - 100) > 0
