@@ -96,7 +96,7 @@ class PolicyChoice:
 def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
     """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`, or
     `interleaved:2` where the free memory is unknown; `job`: what DeepSpeed runs takes less overlap."""
-    on_gpu = all_on_device(own_workload(workload, job), machine)
+    on_gpu = all_on_device(own_job(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))
     policy = "adaptive" if workload.gpu_free is not None else "interleaved:2"
@@ -157,13 +157,13 @@ def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps | None:
         return None
 
 
-def own_workload(workload: Workload, job: RecordedJob | None) -> Workload:
+def own_job(workload: Workload, job: RecordedJob | None) -> Workload:
     """Return the workload without offload: a job whose state is on the device today has its own state and update."""
     if job is None or job.state_bytes is None:
         return workload
     # Its gradients are in the memory that it takes already, or in that of layers.
-    held = workload.gradients_held_until_step or not workload.layers
-    return replace(workload, state_bytes=job.state_bytes, gradients_held_until_step=held, own_update_s=job.own_update_s)
+    stay = workload.gradients_held_until_step or not workload.layers
+    return replace(workload, state_bytes=job.state_bytes, gradients_held_until_step=stay, own_update_s=job.own_update_s)
 
 
 def without_offload(workload: Workload, machine: Machine) -> Steps | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.errors import MachineError, PolicyError
-from ebbtide.interleave.advise.choice import memory_excess, own_workload
+from ebbtide.interleave.advise.choice import memory_excess, own_job
 from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import STORAGE_RESOURCES, Plan
@@ -163,7 +163,7 @@ def replay(
     skipped = {}
     for text in with_systems(policies or default_policies(workload)):
         try:
-            own = own_workload(workload, job) if text == "gpu-only" else workload
+            own = own_job(workload, job) if text == "gpu-only" else workload
             steps = simulate_steps(make_plan(text, own, machine), own, machine)
         except (MachineError, PolicyError) as error:
             if policies and text in policies:

@@ -231,15 +231,14 @@ def _answer(job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | 
 
 
 def _changes_table(plan: MachinePlan) -> Table:
-    """Return what each change of settings does alone, or with checkpointing."""
+    """Return what each change of settings does alone; LoRA also with checkpointing."""
     columns = (
         text("change", "text"),
         text("device GiB", lambda change: _gib(change.device_bytes)),
         text("fits", lambda change: FITS_TEXTS[change.fits]),
         text("costs", lambda change: "; ".join(change.costs)),
     )
-    title = "Each change alone, or with checkpointing; those that train other weights come last"
-    return Table("changes", title, columns, plan.alone)
+    return Table("changes", "Each change alone; those that train other weights are last", columns, plan.alone)
 
 
 def _gib(size: float | None) -> str:

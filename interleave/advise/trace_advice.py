@@ -10,13 +10,7 @@ from ebbtide.analysis.metrics.advice import Setting, SettingKind
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.out_of_memory import OFFLOAD, OutOfMemory, make_remedy
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
-from ebbtide.interleave.advise.choice import (
-    all_on_device,
-    best_static_split,
-    fits_memory,
-    own_workload,
-    unified_memory_text,
-)
+from ebbtide.interleave.advise.choice import all_on_device, best_static_split, fits_memory, own_job, unified_memory_text
 from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
 from ebbtide.interleave.advise.job.training_job import recorded_job
@@ -71,15 +65,15 @@ class TraceAdviser:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"
         recorded_ms = JobMetrics(self._trace).iteration_ms or 0.0
-        gain_s = recorded_ms / 1e3 - steps.iteration_s
-        return _setting("deepspeed", {"offload_optimizer": offload}, text, gain_s, recorded_ms)
+        setting = {"offload_optimizer": offload}
+        return _setting("deepspeed", setting, text, recorded_ms / 1e3 - steps.iteration_s, recorded_ms)
 
     def activations_setting(self) -> Setting | None:
         """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""
         if self._job is None:
             return None
         metrics, machine = JobMetrics(self._trace), self._job.context.machine
-        workload = own_workload(with_trace_layers(self._job.workload, self._trace), self._job.context.job)
+        workload = own_job(with_trace_layers(self._job.workload, self._trace), self._job.context.job)
         if not workload.layers or machine.gpu_update_params_per_s is None:
             return None
         policy = "pipelined" if metrics.offloaded else "gpu-only"

@@ -116,21 +116,19 @@ class Durations:
             "storage_write": [path.write_bytes_per_s for path in machine.storage],
         }
         self._copy_rates = {False: pinned, True: limited}
+        own = workload.own_update_s
         self._update_rates = {
             "cpu": (machine.cpu_update_rate(workload.master) or 1.0) * plan.cpu_share,
-            "gpu": machine.gpu_update_params_per_s or 1.0,
+            "gpu": workload.params / own if own else machine.gpu_update_params_per_s or 1.0,
         }
         self._speculative_share = 1.0 if plan.rolls_back else machine.out_of_place_share
         self._cast_rates = {"cpu": machine.cpu_cast_params_per_s or 1.0, "gpu": gpu_cast or 1.0}
         self._norm_s = norm_s(workload, machine)
-        self._operation_s = machine.operation_s or 0.0
-        self._own_s = None if workload.own_update_s is None else workload.own_update_s / workload.params
+        self._operation_s = 0.0 if own else machine.operation_s or 0.0
 
     def seconds(self, op: Op) -> float:
         if op.kind == "clip":
             return self._norm_s
-        if op.kind == "update" and self._own_s is not None:
-            return self._own_s * op.params
         if op.kind == "update":
             share = self._speculative_share if op.speculative else 1.0
             return self._operation_s + op.params / (self._update_rates[op.resource] * share)

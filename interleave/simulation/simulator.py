@@ -42,7 +42,7 @@ class Simulator:
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._workload = workload
         self._machine = machine
-        self._overhead_s = 0.0 if workload.own_update_s is not None else machine.step_overhead_s or 0.0
+        self._overhead_s = 0.0 if workload.own_update_s else machine.step_overhead_s or 0.0
         self._storage_limits = tuple(path.duplex_bytes_per_s or INFINITE for path in machine.storage)
         self._link_left = link_shares(workload, machine)
         # Resource, seconds and bytes/s of host memory traffic of each class of operations that has occurred.

@@ -62,8 +62,7 @@ def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> Plac
 
 
 def streams_gradients(job: TrainingJob, settings: TunableSettings) -> bool:
-    """Return whether gradients that stay until the step go to the host as they are computed, since the state is there
-    with some settings; those of several micro-steps stay."""
+    """Return whether gradients go to the host as they are computed with some settings: those of one micro-step."""
     return settings.offload and not job.settings.offload and job.micro_steps_of(settings) == 1
 
 
@@ -191,24 +190,22 @@ def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> O
         cached_bytes=max(size for _, size in used) - max((size for _, size in of_tensors), default=0.0),
         checkpointed=checkpointed_share(total),
     )
-    most = max(at.activation_bytes for at in memory.tensors or memory.points)
     layers = () if metrics.checkpointing else with_trace_layers(workload, trace).layers
-    if layers and most:
+    if layers:
         # Layers keep their inputs, and one at a time all; logits and the like stay.
+        most = max(at.activation_bytes for at in memory.tensors or memory.points)
         whole, inputs = ([layer.forms[form].nbytes for layer in layers] for form in (0, 1))
         memory = replace(memory, checkpointed=max(0.0, 1 - (sum(whole) - sum(inputs) - max(whole)) / most))
     return memory
 
 
-def _memory_points(
-    used: Sequence[tuple[float, float]], all_gradients: float, lasting: float
-) -> tuple[MemoryPoint, ...]:
-    """Return the gradients and the activations of what is used beyond the least of all moments, but for gradients that
-    are `lasting`. What is between the phases, at first, has the gradients between backward and update."""
+def _memory_points(used: Sequence[tuple[float, float]], total: float, lasting: float) -> tuple[MemoryPoint, ...]:
+    """Return gradients and activations of what is used beyond the least of all moments; of a total of gradients some
+    may be `lasting`. What is between the phases, at first, has the gradients between backward and update."""
     least = min(size for _, size in used) - lasting
     points = []
     for point, size in used:
-        computed = all_gradients * (1.0 if point < 1 else min(max(point - 2, 0.0), 1.0))
+        computed = total * (1.0 if point < 1 else min(max(point - 2, 0.0), 1.0))
         gradients = min(max(computed, lasting), size - least)
         points.append(MemoryPoint(point, gradients, size - least - gradients))
     return tuple(points)

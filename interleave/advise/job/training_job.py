@@ -71,8 +71,8 @@ def recorded_job(trace: Trace) -> RecordedJob:
     setup = metrics.deepspeed
     if setup is None:
         state, update_ms = state_bytes_on_device(metrics), metrics.phase_ms(UPDATE)
-        own_s = update_ms / 1e3 if state is not None and update_ms else None
-        return RecordedJob(micro_steps=metrics.micro_steps, state_bytes=state, own_update_s=own_s)
+        own_s = state and update_ms and update_ms / 1e3
+        return RecordedJob(micro_steps=metrics.micro_steps, state_bytes=state, own_update_s=own_s or None)
     return RecordedJob(setup.info.config, setup.stage, metrics.micro_steps)
 
 

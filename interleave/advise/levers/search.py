@@ -53,7 +53,7 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
 
 
 def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> tuple[JobChange, ...]:
-    """Return what each change does alone, the least that fits, else the greatest, and then together with checkpointing
+    """Return what each change does alone, the least that fits, else the greatest, and adapters also with checkpointing
     if only both fit."""
     changes, possible = [], _possible(job, machine)
     for lever in possible:
@@ -62,7 +62,7 @@ def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | Non
             each = [_change(job, one, levers, machine, ranks_per_host) for one in variants]
             fitting = [change for change in each if change.fits]
             changes += (fitting or each[-1:] * (levers == [lever]))[:1]
-            if fitting or lever.name == _CHECKPOINTING:
+            if fitting or lever.name not in ("LoRA", "QLoRA"):
                 break
     return tuple(changes)
 

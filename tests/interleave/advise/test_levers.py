@@ -13,6 +13,8 @@ from ebbtide.interleave.advise.job.training_job import JobFacts, TrainingJob
 from ebbtide.interleave.advise.levers.effects import LEVERS, Variant
 from ebbtide.interleave.advise.levers.keys import KEYS, TITLES, settings_text
 from ebbtide.interleave.advise.levers.search import cheapest_change, needed_bytes, single_changes, smallest_machine
+from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
+from ebbtide.interleave.advise.tables import plan_view
 from ebbtide.machines.catalog import preset, presets
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from tests.conftest import ebbtide
@@ -246,9 +248,9 @@ def full_trace(path: Path, micro_steps: int) -> Trace:
 
     for iteration in range(6):
         for step in range(micro_steps):
-            held = 15 * (step > 0)
-            phase("forward", iteration, step, held, held + 1, held + 3)
-            phase("backward", iteration, step, *((held + 3, 15) if held else (3, 5, 8, 10, 13)))
+            kept = 15 * (step > 0)
+            phase("forward", iteration, step, kept, kept + 1, kept + 3)
+            phase("backward", iteration, step, *((kept + 3, 15) if kept else (3, 5, 8, 10, 13)))
         # The norm of the gradients.
         now += 10**7
         phase("update", iteration, micro_steps - 1, 15)
@@ -275,6 +277,23 @@ def test_single_changes__adapters_need_no_gradients_of_all_weights(micro_steps: 
     ranks = single_changes(job, large)[-1]
     assert ranks.text == "2 ranks"
     assert ranks.device_bytes / 2**30 == pytest.approx((15 + 15 + 30) / 2 + 3 * (kept > 0) + 1.5, abs=0.7)
+
+
+def test_single_changes__has_adapters_with_checkpointing_where_only_both_fit() -> None:
+    alone = {one.text: one for one in single_changes(sized(8e9), preset("rtx4090"))}
+    assert not alone["LoRA"].fits
+    assert alone["checkpointing + LoRA"].fits
+    assert [text for text in alone if "+" in text] == ["checkpointing + LoRA"]
+
+
+def test_plan_view__names_the_optimizer_of_ebbtide_and_the_bytes_of_a_parameter() -> None:
+    job = sized(8e9)
+    plan = plan_for_machine(job, preset("rtx4090"), PlanRequest(policies=["zero-offload"]))
+    lines = [line for line in plan_view(job, [plan], plan) if isinstance(line, str)]
+    change = next(line for line in lines if "cheapest change" in line)
+    assert "(plain torch with ebbtide's optimizer, " in change
+    assert "offload" in change
+    assert any("2 + 2 + 12 B a parameter" in line for line in lines)
 
 
 def test_cheapest_change__shares_no_weights_of_four_bits(tmp_path: Path) -> None:
