@@ -65,8 +65,8 @@ class TraceAdviser:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"
         recorded_ms = JobMetrics(self._trace).iteration_ms or 0.0
-        setting = {"offload_optimizer": offload}
-        return _setting("deepspeed", setting, text, recorded_ms / 1e3 - steps.iteration_s, recorded_ms)
+        gain_s = recorded_ms / 1e3 - steps.iteration_s
+        return _setting("deepspeed", {"offload_optimizer": offload}, text, gain_s, recorded_ms)
 
     def activations_setting(self) -> Setting | None:
         """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""

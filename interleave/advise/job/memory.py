@@ -102,8 +102,7 @@ def own_bytes(
     fewer, cached = max(0.0, all_gradients - at_peak - later), memory.cached_bytes
     most = max(kept) - cached + after - before
     most += max(cached - fewer, min(later, cached + before - after), min(cached, _CACHED_SHARE * most))
-    change = most - max(kept)
-    return [*zip(numbers, (size + change if change > 0 else min(size, most) for size in kept), strict=True)]
+    return [*zip(numbers, (min(size + max(0.0, most - max(kept)), most) for size in kept), strict=True)]
 
 
 def _free_memory(

@@ -160,7 +160,6 @@ _BF16: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
 
 
 def _tokens(batch: BatchSettings, settings: TunableSettings, steps: int, step_tokens: int | None) -> float | None:
-    """Return the tokens of an iteration as they are stated, else by those of a micro-step of a rank."""
     if batch.tokens is not None:
         return float(batch.tokens)
     if batch.sequence is not None and settings.micro_batch is not None:

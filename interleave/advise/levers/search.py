@@ -53,8 +53,7 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
 
 
 def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> tuple[JobChange, ...]:
-    """Return what each change does alone, the least that fits, else the greatest, and adapters also with checkpointing
-    if only both fit."""
+    """Return what each change does alone, the least that fits, else the greatest; adapters also with checkpointing."""
     changes, possible = [], _possible(job, machine)
     for lever in possible:
         for levers in ([lever], [one for one in possible if one.name in (lever.name, _CHECKPOINTING)]):

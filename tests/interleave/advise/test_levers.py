@@ -48,7 +48,7 @@ FROZEN = """
             return self.linear(x) + self.b(self.a(x))
     model.requires_grad_(False)
     for block in model.blocks:
-        for parent in block.modules():
+        for parent in [*block.modules()]:
             for name, child in [*parent.named_children()]:
                 if isinstance(child, nn.Linear):
                     setattr(parent, name, Adapted(child))
@@ -154,7 +154,7 @@ def test_levers__save_what_streamed_gradients_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulate", ["1", "2"])
 def test_levers__need_for_adapters_what_a_dry_run_with_adapters_needs(accumulate: str, tmp_path: Path) -> None:
     """Compare memory that torch reserves, for which `plan` says whether a job fits."""
-    words = [*SIZE, "--width", "2048", "--batch", "1", "--accumulate", accumulate]
+    words = [*SIZE, "--width", "4096", "--heads", "32", "--batch", "1", "--accumulate", accumulate]
     job = job_of_trace(predicted(tmp_path, SCRIPT, *words), BatchSettings())
     frozen = predicted(tmp_path, SCRIPT.replace(LOOP, FROZEN + LOOP), *words)
     assert job_of_trace(frozen, BatchSettings()).facts.has_adapters
