@@ -100,9 +100,10 @@ def predicted(folder: Path, script: str, *words: str) -> Trace:
     return trace
 
 
-def tensor_bytes(trace: Trace) -> int:
+def reserved_bytes(trace: Trace) -> int:
+    """Return the peak of what torch reserves, by which `plan` says whether a job fits."""
     memory = trace.memory(0)
-    return int(memory[memory["pool"] == "requested"]["bytes"].max())
+    return int(memory[memory["pool"] == "reserved"]["bytes"].max())
 
 
 def saved_bytes(job: TrainingJob, lever: str, **settings: int) -> float:
@@ -118,25 +119,24 @@ def saved_bytes(job: TrainingJob, lever: str, **settings: int) -> float:
 
 @pytest.mark.slow
 def test_levers__save_what_a_dry_run_with_a_smaller_micro_batch_saves(tmp_path: Path) -> None:
-    """Compare a change of an example, within 3 % of its peak. torch keeps more memory than tensors."""
+    """Compare a change of an example, within 5 % of its peak."""
     trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "8")
-    job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
+    job, before = job_of_trace(trace, BatchSettings()), reserved_bytes(trace)
     assert (job.settings.micro_batch, job.facts.framework, job.facts.moments) == (8, "torch", 2)
-    reserved = trace.memory(0)[trace.memory(0)["pool"] == "reserved"]["bytes"].max()
-    assert needed_bytes(Variant(job, job.settings), preset("a100-80gb-sxm"))[0] == pytest.approx(reserved, rel=0.01)
-    halved = tensor_bytes(predicted(tmp_path, SCRIPT, *SIZE, "--batch", "4", "--accumulate", "2"))
-    assert saved_bytes(job, "micro-batch", micro_batch=4) == pytest.approx(before - halved, abs=0.03 * before)
+    assert needed_bytes(Variant(job, job.settings), preset("a100-80gb-sxm"))[0] == pytest.approx(before, rel=0.01)
+    halved = reserved_bytes(predicted(tmp_path, SCRIPT, *SIZE, "--batch", "4", "--accumulate", "2"))
+    assert saved_bytes(job, "micro-batch", micro_batch=4) == pytest.approx(before - halved, abs=0.05 * before)
 
 
 @pytest.mark.slow
 def test_levers__save_what_a_dry_run_with_checkpointing_saves(tmp_path: Path) -> None:
     trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "8")
-    job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
+    job, before = job_of_trace(trace, BatchSettings()), reserved_bytes(trace)
     script = SCRIPT.replace(BLOCK, CHECKPOINTED).replace(
         "import torch\n", "import torch\nimport torch.utils.checkpoint\n"
     )
     trace = predicted(tmp_path, script, *SIZE, "--batch", "8")
-    assert saved_bytes(job, "checkpointing") == pytest.approx(before - tensor_bytes(trace), abs=0.03 * before)
+    assert saved_bytes(job, "checkpointing") == pytest.approx(before - reserved_bytes(trace), abs=0.05 * before)
     checkpointed = job_of_trace(trace, BatchSettings())
     assert "checkpointing" not in {change.levers[0] for change in single_changes(checkpointed, preset("a10"))}
 
@@ -145,37 +145,36 @@ def test_levers__save_what_a_dry_run_with_checkpointing_saves(tmp_path: Path) ->
 def test_levers__save_what_streamed_gradients_save(tmp_path: Path) -> None:
     """A small micro-batch has its peak in the update."""
     trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "1")
-    job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
-    streamed = tensor_bytes(predicted(tmp_path, SCRIPT.replace(LOOP, STREAMED + LOOP), *SIZE, "--batch", "1"))
-    assert saved_bytes(job, "streamed gradients") == pytest.approx(before - streamed, abs=0.03 * before)
+    job, before = job_of_trace(trace, BatchSettings()), reserved_bytes(trace)
+    streamed = reserved_bytes(predicted(tmp_path, SCRIPT.replace(LOOP, STREAMED + LOOP), *SIZE, "--batch", "1"))
+    assert saved_bytes(job, "streamed gradients") == pytest.approx(before - streamed, abs=0.05 * before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", ["1", "2"])
 def test_levers__need_for_adapters_what_a_dry_run_with_adapters_needs(accumulate: str, tmp_path: Path) -> None:
-    """Compare memory that torch reserves, for which `plan` says whether a job fits."""
     words = [*SIZE, "--width", "4096", "--heads", "32", "--batch", "1", "--accumulate", accumulate]
     job = job_of_trace(predicted(tmp_path, SCRIPT, *words), BatchSettings())
     frozen = predicted(tmp_path, SCRIPT.replace(LOOP, FROZEN + LOOP), *words)
     assert job_of_trace(frozen, BatchSettings()).facts.has_adapters
-    reserved = frozen.memory(0)[frozen.memory(0)["pool"] == "reserved"]["bytes"].max()
     alone = {one.text: one.device_bytes for one in single_changes(job, preset("a10"))}
-    assert alone["LoRA"] == pytest.approx(reserved, rel=0.1)
+    # Gradients of the full job are taken to be computed evenly; those of a thick layer come at once.
+    assert 1.0 <= alone["LoRA"] / reserved_bytes(frozen) <= 1.25
 
 
 @pytest.mark.slow
 def test_levers__save_what_dry_runs_of_the_changed_trainer_save(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     trace = predicted(tmp_path, TRAINER, "8", "False")
-    job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
+    job, before = job_of_trace(trace, BatchSettings()), reserved_bytes(trace)
     assert (job.settings.micro_batch, job.facts.framework) == (8, "transformers")
     assert job.facts.embedding_share == pytest.approx((8192 + 512) * 768 / (job.facts.total_params or 1), rel=0.01)
     for lever, words, settings in (
         ("micro-batch", ("4", "False"), {"micro_batch": 4}),
         ("checkpointing", ("8", "True"), {}),
     ):
-        after = tensor_bytes(predicted(tmp_path, TRAINER, *words))
-        assert saved_bytes(job, lever, **settings) == pytest.approx(before - after, abs=0.03 * before), lever
+        after = reserved_bytes(predicted(tmp_path, TRAINER, *words))
+        assert saved_bytes(job, lever, **settings) == pytest.approx(before - after, abs=0.05 * before), lever
 
 
 def lora_trace(path: Path, framework: str = "trl", used_gib: float = 24.0) -> Trace:
