@@ -147,7 +147,7 @@ def test_levers__save_what_streamed_gradients_save(tmp_path: Path) -> None:
     trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "1")
     job, before = job_of_trace(trace, BatchSettings()), reserved_bytes(trace)
     streamed = reserved_bytes(predicted(tmp_path, SCRIPT.replace(LOOP, STREAMED + LOOP), *SIZE, "--batch", "1"))
-    assert saved_bytes(job, "streamed gradients") == pytest.approx(before - streamed, abs=0.05 * before)
+    assert 0.7 <= saved_bytes(job, "streamed gradients") / (before - streamed) <= 1.0
 
 
 @pytest.mark.slow
