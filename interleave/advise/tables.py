@@ -83,7 +83,6 @@ def _policies(replayed: Replay, baseline: str) -> Table:
     title = f"One iteration under each policy (speed-up over {baseline})"
     exact = "" if all(row["exact"] for row in rows) else "exact "
     but = ", but for the job's own optimizer" * any(schedule.workload.own_update_s for schedule in replayed.schedules)
-    but = ", but for the job's own optimizer" * any(schedule.workload.own_update_s for schedule in replayed.schedules)
     note = f"No {exact}policy that fits is faster than the bound of its overlap (`bound`: none){but}."
     return Table("results", title, columns, rows, note, max_rows=None)
 
