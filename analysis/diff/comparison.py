@@ -52,11 +52,14 @@ class TimeChange(Change):
 
     @property
     def is_distinguishable(self) -> bool | None:
-        """Whether the difference can be told apart from noise: the medians differ by more than their spread, and the
-        interval does not contain 0. None with fewer than three iterations in one of the runs."""
-        if self.beyond_spread is None or self.interval is None:
-            return None
-        return self.beyond_spread and not self.interval.low <= 0 <= self.interval.high
+        """Whether the difference can be told apart from noise: the interval does not contain 0. None with fewer than
+        three iterations in one of the runs."""
+        return None if self.interval is None else not self.interval.low <= 0 <= self.interval.high
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether there is a difference whose size is uncertain: it is within the spread of the medians."""
+        return bool(self.is_distinguishable) and not self.beyond_spread
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `ebbtide diff --json`."""
@@ -99,16 +102,13 @@ class Diff:
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide diff --json` prints."""
         figures = ("median_ms", "peak_bytes", "min_free_bytes", "h2d_bytes", "d2h_bytes")
+        others = ("totals", "kernels", "operators")
         return {
             "a": self.a,
             "b": self.b,
             "counted_iterations": {"a": self.counted[0], "b": self.counted[1]},
-            **{name: [change.as_json() for change in getattr(self, name)] for name in figures},
+            **{name: [change.as_json() for change in getattr(self, name)] for name in (*figures, *others)},
             "facts": [change.as_json() for change in self.setting_changes],
-            **{
-                name: [change.as_json() for change in getattr(self, name)]
-                for name in ("totals", "kernels", "operators")
-            },
             **({"predicted": {"a": self.predicted[0], "b": self.predicted[1]}} if any(self.predicted) else {}),
         }
 

@@ -23,6 +23,7 @@ _MAX_KERNELS = 20
 
 Text = Callable[[float | None], str]
 _SIZES = {"peak_bytes": "peak ", "min_free_bytes": "free at peak, ", "h2d_bytes": "h2d, ", "d2h_bytes": "d2h, "}
+_UNCERTAIN = "Size uncertain: the difference is less than three of its standard errors; more iterations would tell."
 _LIMIT_NOTE = "At least: the growth that the iterations show with 95 % confidence, which the limit is compared with."
 
 
@@ -47,7 +48,7 @@ def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] =
         return
     times = [change for change in diff.median_ms if _is_recorded(change)]
     spread = (text("B - A may be ms", _possible), text("verdict", _verdict))
-    note = _interval_note(diff) if verbose else None
+    note = _interval_note(diff) if verbose else _UNCERTAIN if any(time.is_uncertain for time in times) else None
     yield Table("median_ms", "Median times", (*_columns("phase", ms, times), *spread), times, note)
     if not all(diff.counted):
         totals = [replace(change, name=TOTALS[change.name][0]) for change in diff.totals if _is_recorded(change)]
@@ -116,7 +117,7 @@ def headline(diff: Diff) -> str:
         return _sentence("an iteration takes", iteration, ms_text).replace("Largest change: an", "An")
     times = [time for time in phases if time.is_distinguishable]
     if times:
-        time = max(times, key=lambda time: abs(time.difference or 0))
+        time = max(times, key=lambda time: (not time.is_uncertain, abs(time.difference or 0)))
         return _sentence(f"{time.name} takes", time, ms_text)
     sizes = [(_share(c, [c]), f"the peak of {c.name} memory is", c) for c in diff.peak_bytes if c.name in _DEVICE_POOLS]
     for direction, moved in (("h2d", diff.h2d_bytes), ("d2h", diff.d2h_bytes)):
@@ -167,16 +168,17 @@ def _sentence(subject: str, change: Change, to_text: Text) -> str:
     if change.ratio:
         words = ("slower", "faster") if isinstance(change, TimeChange) else ("as much", "less")
         factor = f", {max(change.ratio, 1 / change.ratio):.2f}x {words[change.ratio < 1]}"
+    if isinstance(change, TimeChange) and change.is_uncertain:
+        factor += f" (size uncertain: B - A may be {_possible(change)} ms)"
     return f"Largest change: {subject} {to_text(change.b)} in B and {to_text(change.a)} in A{factor}."
 
 
 def _verdict(change: TimeChange) -> str:
     if change.is_distinguishable is None:
         return "not known"
-    if change.is_distinguishable:
-        return "differs"
-    excludes_0 = change.interval is not None and not change.interval.low <= 0 <= change.interval.high
-    return "within spread" if excludes_0 else "may be noise"
+    if not change.is_distinguishable:
+        return "may be noise"
+    return "differs, size uncertain" if change.is_uncertain else "differs"
 
 
 def _possible(change: TimeChange) -> str | None:
@@ -196,7 +198,7 @@ def _interval_note(diff: Diff) -> str | None:
     few = f"; {min(diff.counted)} iterations allow no more" if confidence < 0.99 else ""
     return (
         f"B - A may be: the differences that the iterations allow, with {100 * confidence:.0f} % confidence{few}. "
-        "May be noise: chance alone may explain the difference. Within spread: less than single iterations vary by."
+        f"May be noise: chance alone may explain the difference. {_UNCERTAIN}"
     )
 
 

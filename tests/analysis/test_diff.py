@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.diff import Change, Diff, SettingChange, compare
 from ebbtide.analysis.metrics.summary import summarize, whole_trace
-from ebbtide.analysis.tables.diff import diff_view
-from ebbtide.analysis.timeseries.two_samples import beyond_spread
+from ebbtide.analysis.tables.diff import diff_view, headline
+from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples, slow_case
@@ -116,6 +116,28 @@ def test_compare__does_not_distinguish_few_and_wide_iterations() -> None:
     clear = of(compare(trained([100, 101, 102]), trained([150, 151, 152])).median_ms, "update")
     assert clear.is_distinguishable is True
     assert (clear.interval.low, clear.interval.high) == (48, 52)
+
+
+def test_compare__distinguishes_separate_times_whose_spread_is_wide() -> None:
+    wide, short = trained([400, 7500, 10000]), trained([30, 31, 50])
+    diff = compare(wide, short)
+    update = of(diff.median_ms, "update")
+    assert (update.beyond_spread, update.is_distinguishable, update.is_uncertain) == (False, True, True)
+    first, *_ = view = list(diff_view(diff, verbose=False))
+    assert first == (
+        "An iteration takes 62.1 ms in B and 7,531 ms in A, 121.27x faster (size uncertain: B - A may be -9,970 to "
+        "-349.8 ms)."
+    )
+    times = next(part for part in view if not isinstance(part, str) and part.name == "median_ms")
+    assert times.rows[-2][-1].text == "differs, size uncertain"
+    assert "Size uncertain: " in str(times.note)
+    # A difference of a certain size comes before a larger one whose size is uncertain.
+    backward = of(diff.median_ms, "backward")
+    steady = replace(backward, b=30.0, beyond_spread=True, interval=DifferenceInterval(9.0, 11.0, 0.9))
+    unchanged = replace(of(diff.median_ms, "iteration"), interval=DifferenceInterval(-1.0, 1.0, 0.9))
+    assert headline(replace(diff, median_ms=[unchanged, update, steady])).startswith(
+        "Largest change: backward takes 30"
+    )
 
 
 def test_compare__has_totals_of_traces_without_iterations() -> None:
