@@ -83,7 +83,7 @@ class JsonWindow:
     def expect(self, byte: bytes) -> None:
         """Consume the next byte. Raise UnreadableJson if it is not `byte`."""
         if self.peek() != byte:
-            raise UnreadableJson("it is damaged")
+            raise UnreadableJson("it has text that is not JSON")
         self.position += 1
 
     def next_value(self) -> bytes:
@@ -109,7 +109,7 @@ def _value_end(data: bytes, begin: int) -> int | None:
     if data[begin : begin + 1] not in _OPENING:
         scalar = _SCALAR.match(data, begin)
         if scalar is None:
-            raise UnreadableJson("it is damaged")
+            raise UnreadableJson("it has text that is not JSON")
         return scalar.end() if scalar.end() < len(data) else None
     depth = 0
     for token in _TOKEN.finditer(data, begin):
@@ -195,6 +195,7 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     dur: _WholeDurationUs | _FloatDurationUs = 0
     tid: Any = None  # Thread: a number, or the name of a stream; None if the event has none.
     args: Args = Args()
+    pid: Any = None  # Process: a number, or the number of a device.
 
 
 class _ExactEvent(Event, gc=False, frozen=True):

@@ -116,7 +116,7 @@ class ChromeTrace:
             if event is None:
                 self.skipped += 1
                 if self.skipped > _MAX_SKIPPED + self.count:
-                    raise UnreadableJson("it is damaged")
+                    raise UnreadableJson("it has text that is not JSON")
             else:
                 batch.append(event)
         return False

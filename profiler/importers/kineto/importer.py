@@ -66,8 +66,7 @@ def _read_in_processes(builder: TraceBuilder, sources: Sequence[Source], jobs: i
         if isinstance(outcome, WorkerDied):
             raise SourceError(f"{source} could not be read: {outcome}; try --jobs 1")
         for rank, entry in outcome.ranks.items():
-            if rank in builder.ranks:
-                raise _second_file(builder.ranks[rank], source, rank)
+            _refuse_second_file(builder, source, rank, entry.meta)
             builder.ranks[rank] = entry
         for note in outcome.meta["notes"]:
             builder.note(note)
@@ -80,15 +79,24 @@ def _read_alone(file: tuple[Path, int]) -> TraceBuilder:
     return builder
 
 
-def _second_file(entry: RankBuilder, source: Source, rank: int) -> SourceError:
-    return SourceError(f"{entry.meta['imported_from']} and {source} are both of rank {rank}: import one file per rank")
+def _refuse_second_file(builder: TraceBuilder, source: Source, rank: int, meta: dict[str, Any]) -> None:
+    """Raise SourceError if another file is of the same rank, or of the same process, whose file states no rank."""
+    host, pid = meta.get("host"), meta.get("pid")
+    is_anonymous = "world_size" not in meta and None not in (host, pid)
+    for number, entry in builder.ranks.items():
+        if (other := entry.meta.get("imported_from")) is None:
+            continue
+        if number == rank:
+            raise SourceError(f"{other} and {source} are both of rank {rank}: import one file per rank")
+        if is_anonymous and (host, pid) == (entry.meta.get("host"), entry.meta.get("pid")):
+            raise SourceError(f"{other} and {source} are both of process {pid} on {host}: import one file per process")
 
 
 def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
     """Add the contents of a trace to its rank: `number` if neither the file nor its name states one."""
     contents = _Contents(source)
     trace = contents.trace
-    entry = _rank_entry(source, builder, number, trace.meta)
+    entry = _rank_entry(source, builder, number, contents)
     notes = []
     if trace.stop_reason:
         reason = trace.stop_reason.replace(str(source), "it", 1)
@@ -109,6 +117,7 @@ class _Contents:
     def __init__(self, source: Source) -> None:
         self.marks, self.ranges = Marks(), HostRanges()
         self.device, self.memory = GpuActivities(), AllocatorMemory()
+        self.pid: int | None = None
         self._is_torch = False
         with source.open() as file:
             self.trace = ChromeTrace(cast(io.BufferedReader, file))
@@ -130,6 +139,7 @@ class _Contents:
         for category, events in by_category.items():
             self._is_torch |= category in _CATEGORIES or any(event.name == _NAME for event in events)
             if category in OPS:
+                self.pid = events[0].pid if _is_count(events[0].pid) else self.pid
                 self.marks.add_ops(events)
                 self.ranges.add(events)
             elif category == CALLS:
@@ -140,21 +150,21 @@ class _Contents:
                 self.memory.add(events)
 
 
-def _rank_entry(source: Source, builder: TraceBuilder, number: int, meta: dict[str, Any]) -> RankBuilder:
+def _rank_entry(source: Source, builder: TraceBuilder, number: int, contents: _Contents) -> RankBuilder:
     """Return the builder of the rank that the file states, else the rank in its name, else `number`."""
-    info = meta.get("distributedInfo")
+    info = contents.trace.meta.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     in_name = _RANK.search(source.path.name)
     rank: int = info["rank"] if _is_count(info.get("rank")) else int(in_name.group(1)) if in_name else number
-    entry = builder.rank(rank)
-    if "imported_from" in entry.meta:
-        raise _second_file(entry, source, rank)
-    entry.meta["imported_from"] = source.path.name
+    meta: dict[str, Any] = {"imported_from": source.path.name, "pid": contents.pid}
     if _is_count(info.get("world_size")):
-        entry.meta["world_size"] = info["world_size"]
-    for key, value in (("backend", info.get("backend")), ("host", meta.get("host_name"))):
+        meta["world_size"] = info["world_size"]
+    for key, value in (("backend", info.get("backend")), ("host", contents.trace.meta.get("host_name"))):
         if isinstance(value, str):
-            entry.meta[key] = value
+            meta[key] = value
+    _refuse_second_file(builder, source, rank, meta)
+    entry = builder.rank(rank)
+    entry.meta.update(meta)
     return entry
 
 
@@ -163,7 +173,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _add_phases(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
-    marked = find_phases(contents.marks, notes)
+    # Marks that a file lacks may be in the part that is cut off.
+    marked = find_phases(contents.marks, [] if contents.trace.stop_reason else notes)
     device_times = DeviceTimes(contents.device.work)
     times, step_ends = device_times.times(marked.phases), device_times.ends(marked.steps)
     if contents.trace.stop_reason:

@@ -280,7 +280,7 @@ def test_batches__accept_a_trace_without_events() -> None:
 def test_batches__stop_at_damage_and_keep_the_events_before() -> None:
     trace, events = read('{"traceEvents": [{"ts": 1}, {"ts": 2}: {"ts": 3}], "host_name": "box"}')
     assert [event.ts for event in events] == [1, 2]
-    assert trace.stop_reason == "it is damaged"
+    assert trace.stop_reason == "it has text that is not JSON"
     assert trace.meta == {}
 
 
@@ -299,7 +299,7 @@ def test_json_window__stops_at_endless_nesting() -> None:
 def test_batches__stop_at_a_list_of_other_values() -> None:
     trace, events = read('[{"ts": 1}, ' + "7, " * 20_000 + '{"ts": 2}]')
     assert [event.ts for event in events] == [1]
-    assert trace.stop_reason == "it is damaged"
+    assert trace.stop_reason == "it has text that is not JSON"
 
 
 class Failing(io.BytesIO):

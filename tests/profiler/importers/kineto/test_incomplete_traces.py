@@ -73,6 +73,11 @@ def test_cut_trace__has_unknown_copies_and_host_times(tmp_path: Path) -> None:
     assert phases["phase"].tolist() == ["forward", "backward", "update"]
     assert any("cut off: phases have the host's times" in note for note in trace.notes)
     assert any("cut off: how much was copied is not known" in note for note in trace.notes)
+    # Marks that are not in the rest may have been in the file.
+    whole = write_trace(tmp_path / "whole.json", [span("forward", 10, 30), copy, copy])
+    assert any("prof.step()" in note for note in import_files(whole).notes)
+    whole.write_bytes(whole.read_bytes()[:-60])
+    assert not any("prof.step()" in note or "record_function" in note for note in import_files(whole).notes)
 
 
 def test_devices__are_not_known_without_gpu_activities_and_memory(tmp_path: Path) -> None:

@@ -258,6 +258,27 @@ def test_import_trace__combines_files_of_several_ranks(tmp_path: Path) -> None:
     assert (entry.world_size, trace.raw_meta["ranks"][1]["backend"], entry.host) == (2, "nccl", "box")
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_read_trace__refuses_two_files_of_one_process(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    monkeypatch.setattr(f"{KinetoImporter.__module__}._MIN_FILES_FOR_PROCESSES", 2)
+    job = Job()
+    later = profiled(tmp_path / "later.json", 4, lambda number: (job.forward().backward(), job.update())[1])
+    with pytest.raises(
+        SourceError, match=r"run\.json and .*later\.json are both of process \d+ on .+: import one file per process"
+    ):
+        import_trace([recorded, later], tmp_path / "x.ebb", align="start", jobs=jobs)
+    # Ranks that the files state may have a number of a process in common: each in a container on one host.
+    made = [
+        write_trace(
+            tmp_path / f"{n}.json", iteration(0, 0), distributedInfo={"rank": n, "world_size": 2}, host_name="box"
+        )
+        for n in (0, 1)
+    ]
+    assert import_files(*made).ranks == [0, 1]
+
+
 def test_read_trace__refuses_two_files_of_one_rank(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         write_trace(tmp_path / name, iteration(0, 0), distributedInfo={"rank": 5})
