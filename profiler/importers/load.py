@@ -17,6 +17,7 @@ from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
 from ebbtide.profiler.trace.merge import refuse_gaps
+from ebbtide.units import bytes_text
 
 _MAX_NAMES = 4
 # Names that torch.profiler's tensorboard_trace_handler gives: host and process, time.
@@ -177,11 +178,26 @@ def _apply_hardware(builder: TraceBuilder, hardware: Hardware) -> None:
         devices: list[dict[str, Any]] = rank.meta["devices"]
         for device in devices:
             if hardware.capacity_bytes is not None:
+                _check_capacity(builder, rank, device, hardware.capacity_bytes)
                 device["capacity_bytes"] = hardware.capacity_bytes
             if hardware.link is not None:
                 generation, width = hardware.link
-                peak = link_peak_bytes_per_s(generation, width)
+                peak, stated = link_peak_bytes_per_s(generation, width), device.get("link")
+                if stated and (own := (stated["generation"], stated["width"])) != hardware.link:
+                    builder.note("--link {}x{} replaces the {}x{} that the files state".format(*hardware.link, *own))
                 device["link"] = {"generation": generation, "width": width, "peak_bytes_per_s": peak}
+
+
+def _check_capacity(builder: TraceBuilder, rank: RankBuilder, device: dict[str, Any], capacity: int) -> None:
+    """Raise SourceError if a device had more in use than the user states; note if the files state another size."""
+    stated, name, memory = device.get("capacity_bytes"), device["device"], rank.frame("memory")
+    if (used := memory.loc[memory["device"] == name, "bytes"].max()) > capacity:
+        raise SourceError(
+            f"--capacity {bytes_text(capacity)} is less than the {bytes_text(used)} that were in use on {name}: a size "
+            "without a unit is in bytes, so write it like 80GB"
+        )
+    if stated not in (None, capacity):
+        builder.note(f"--capacity {bytes_text(capacity)} replaces the {bytes_text(stated)} that the files state")
 
 
 def _note_missing_hardware(builder: TraceBuilder) -> None:

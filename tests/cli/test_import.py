@@ -72,6 +72,7 @@ BAD = [
     ("import m.csv -o file --force", "replaces only traces"),
     ("import m.csv -o file/x.ebb", "cannot write"),
     ("import m.csv -o x.ebb --capacity lots", "'lots' is not a size"),
+    ("import m.csv -o x.ebb --capacity 80", "--capacity 80 B is less than the 7.45 GiB that were in use on cuda:0"),
     ("import m.csv -o x.ebb --link 7x16", "'7x16' is not a link: write generation x lanes, e.g. 5x16"),
     ("import m.csv -o x.ebb --link 5x3", "5x16"),
     ("import m.csv -o x.ebb --nonsense", "--nonsense"),

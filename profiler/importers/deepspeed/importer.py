@@ -64,7 +64,7 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Sequence[Source]) 
     for note in _missing_parts(timers, settings, timed):
         builder.note(note)
     offset_ns = clock_offset_ns(builder, zone) if timed else 0
-    ranks = add_metadata(builder, settings, timers.marks)
+    ranks = add_metadata(builder, settings, timers.marks, monitors)
     phase_ranks = sorted({0, *monitored_ranks(ranks, monitors)})
     for rank in phase_ranks:
         add_phases(ranks[rank], phases, timers.steps, offset_ns)
@@ -103,11 +103,11 @@ def _missing_parts(timers: TimerReader, settings: JobSettings, timed: bool) -> I
         yield f"the log has {damaged} DeepSpeed configuration (json = ...): ratio, stride and offload are not known"
     if settings.params() is None and not settings.subgroups:
         yield "the log does not state the number of parameters"
-    if settings.world_size is None:
-        yield "the log does not state the number of ranks: 1 is assumed"
 
 
-def add_metadata(builder: TraceBuilder, settings: JobSettings, marks: list[MemoryMark]) -> dict[int, RankBuilder]:
+def add_metadata(
+    builder: TraceBuilder, settings: JobSettings, marks: list[MemoryMark], monitors: Sequence[Source]
+) -> dict[int, RankBuilder]:
     """Add the settings to a trace, and an entry for each rank; return the builders of the ranks, rank 0 first."""
     meta: dict[str, Any] = builder.meta
     if settings.command is not None:
@@ -128,7 +128,7 @@ def add_metadata(builder: TraceBuilder, settings: JobSettings, marks: list[Memor
         "subgroup_params": [subgroups[key] for key in sorted(subgroups)] or None,
         "activation_checkpointing": settings.checkpointing or None,
     }
-    ranks = add_ranks(builder, settings)
+    ranks = add_ranks(builder, settings, monitors)
     shard, total = settings.shard_params(), settings.params()
     for rank, entry in ranks.items():
         entry.meta["model"] = {"total_params": total, "params": shard if shard is not None else total}

@@ -12,6 +12,7 @@ from ebbtide.profiler.importers.logs.text_log import LogLine
 from ebbtide.profiler.importers.nvml_monitor.importer import parse_monitor
 from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+from ebbtide.units import runs_text
 
 # A longer configuration is damaged.
 _MAX_CONFIG_CHARS = 1 << 20
@@ -243,10 +244,18 @@ def _parse_config(text: str) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def add_ranks(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBuilder]:
-    """Add an entry for each rank of a job, with its device, and return the builders by rank."""
-    world_size = settings.world_size or 1
-    local_devices = settings.visible_devices or list(range(world_size))
+def add_ranks(builder: TraceBuilder, settings: JobSettings, monitors: Sequence[Source]) -> dict[int, RankBuilder]:
+    """Add an entry for each rank of a job, with its device, and return the builders by rank. Where the log does not
+    state their number, each device of the monitor files is the one of a rank."""
+    devices = settings.visible_devices
+    if (world_size := settings.world_size) is None:
+        monitored = {device for source in monitors for device in source.parsed(parse_monitor).devices}
+        devices = devices or sorted(monitored)
+        world_size = max(len(devices), 1)
+        on_devices = f", on the devices {runs_text(devices)}: leave out the rows of those that are not of the job"
+        assumed = "1 is assumed" if world_size == 1 else f"{world_size} are assumed{on_devices}"
+        builder.note(f"the log does not state the number of ranks: {assumed}")
+    local_devices = devices or list(range(world_size))
     hosts = settings.hosts()
     ranks = {}
     if world_size > _MAX_IMPORTED_RANKS:

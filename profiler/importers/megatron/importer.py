@@ -86,7 +86,7 @@ class MegatronLogImporter:
         dated = any(interval.t_ns is not None for interval in reader.intervals)
         monitors = options.sources.get(MONITOR_FORMAT, ())
         offset_ns = clock_offset_ns(builder, zone) if dated else 0
-        ranks = _add_job(builder, settings)
+        ranks = _add_job(builder, settings, monitors)
         timed = {rank for interval in reader.intervals for times in interval.timers.values() for rank in times}
         timed_ranks = {rank for rank in timed if rank is not None}
         shortened = False
@@ -100,8 +100,8 @@ class MegatronLogImporter:
         return [] if dated else [source]
 
 
-def _add_job(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBuilder]:
-    ranks = add_ranks(builder, settings)
+def _add_job(builder: TraceBuilder, settings: JobSettings, monitors: Sequence[Source]) -> dict[int, RankBuilder]:
+    ranks = add_ranks(builder, settings, monitors)
     total = settings.params()
     for entry in ranks.values():
         # The log does not say how optimizer state is divided between several ranks.
@@ -139,8 +139,6 @@ def _notes(log: IntervalReader, settings: JobSettings, dated: bool, shortened: b
         yield "memory of Megatron's report is the peak since the job's start: it stands for all iterations"
     else:
         yield "the log has no report of memory"
-    if settings.world_size is None:
-        yield "the log does not state the number of ranks: 1 is assumed"
 
 
 @dataclass(frozen=True)

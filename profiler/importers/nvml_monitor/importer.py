@@ -27,6 +27,7 @@ from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable, Tool, ch
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+from ebbtide.units import runs_text
 
 FORMAT = "nvml-monitor"
 
@@ -72,7 +73,7 @@ def _add_monitors(monitors: Sequence[Monitor], builder: TraceBuilder) -> None:
         for number, fields in monitor.devices.items():
             name = f"cuda:{number}"
             if has_job and name not in owners:
-                others.append(str(number))
+                others.append(number)
                 continue
             entry = builder.rank(owners.get(name, number))
             existing = next((d for d in entry.meta["devices"] if d["device"] == name), None)
@@ -83,7 +84,7 @@ def _add_monitors(monitors: Sequence[Monitor], builder: TraceBuilder) -> None:
             _add_rows(entry, name, monitor.rows[monitor.rows["device"] == number], monitor.tool)
         if others:
             name = monitor.source.path.name
-            builder.note(f"{name}: devices {', '.join(others)} do not belong to this job and are left out")
+            builder.note(f"{name}: device {runs_text(others)} left out, because no rank of the other files is on it")
 
 
 def _refuse_overlaps(monitors: Sequence[Monitor]) -> None:

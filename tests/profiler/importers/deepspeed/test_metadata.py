@@ -15,7 +15,19 @@ def test_add_metadata__ranks_get_the_visible_devices_of_their_host(tmp_path: Pat
     # A monitor file is of one host; which of two it is of nothing tells, so it goes to the first ranks.
     assert [len(trace.link(rank)) > 0 for rank in range(4)] == [True, True, False, False]
     assert [len(trace.phases(rank)) for rank in range(4)] == [180, 180, 0, 0]
-    assert "m.csv: devices 5 do not belong to this job and are left out" in trace.notes
+    assert "m.csv: device 5 left out, because no rank of the other files is on it" in trace.notes
+
+
+def test_add_metadata__log_without_ranks_has_one_on_each_monitored_device(tmp_path: Path) -> None:
+    start = stamp_ns(log_line(0, ""))
+    trace = import_log(tmp_path, step_lines(60), write_monitor(tmp_path / "m.csv", start, 61, devices=[1, 4]))
+    assert [trace.rank(rank).devices[0].device for rank in trace.ranks] == ["cuda:1", "cuda:4"]
+    assert [len(trace.phases(rank)) for rank in trace.ranks] == [180, 180]
+    assert not any("left out, because" in note for note in trace.notes)
+    assert (
+        "the log does not state the number of ranks: 2 are assumed, on the devices 1, 4: leave out the rows of those "
+        "that are not of the job"
+    ) in trace.notes
 
 
 def test_add_metadata__limits_the_number_of_ranks(tmp_path: Path) -> None:

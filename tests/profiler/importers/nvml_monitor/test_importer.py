@@ -281,11 +281,25 @@ def test_import_trace__takes_the_link_from_the_file_or_the_user(tmp_path: Path) 
     assert link.peak_bytes_per_s == pytest.approx(31.5e9, rel=1e-3)
     rows = import_text(tmp_path, text).link(0)
     assert [v if v is not pd.NA else None for v in rows["generation"]] == [1, None]
-    given = import_text(tmp_path, text, hardware=Hardware(80 * 10**9, (5, 8))).rank(0).devices[0]
+    trace = import_text(tmp_path, text, hardware=Hardware(80 * 10**9, (5, 8)))
+    given = trace.rank(0).devices[0]
+    assert "--link 5x8 replaces the 4x16 that the files state" in trace.notes
     assert (given.capacity_bytes, given.link.generation, given.link.width) == (80 * 10**9, 5, 8)
     unknown = import_text(tmp_path, text.replace("gen.max", "x").replace(", 4, 16", ", 4, 16"))
     assert unknown.rank(0).devices[0].link == LinkInfo()
     assert any("import with --link" in note for note in unknown.notes)
+
+
+def test_import_trace__notes_a_capacity_that_contradicts_the_file(tmp_path: Path) -> None:
+    text = f"timestamp, index, memory.used [MiB], memory.total [MiB]\n{START}, 0, 9000 MiB, 40960 MiB\n"
+    notes = [import_text(tmp_path, text, hardware=Hardware(size * GIB)).notes for size in (80, 40)]
+    replaced = "--capacity 80.00 GiB replaces the 40.00 GiB that the files state"
+    assert [replaced in of_size for of_size in notes] == [True, False]
+    assert not any("--capacity" in note for note in notes[1])
+    with pytest.raises(
+        SourceError, match=r"--capacity 8\.00 GiB is less than the 8\.79 GiB that were in use on cuda:0"
+    ):
+        import_text(tmp_path, text, hardware=Hardware(8 * GIB))
 
 
 def test_find_windows__has_no_phases_for_a_monitor_file_alone(tmp_path: Path) -> None:
