@@ -46,7 +46,8 @@ def capacity_name(trace: Trace) -> str:
 
 def free_memory_text(trace: Trace) -> str:
     """Return the definition of free memory in a trace, as in `capacity minus reserved`."""
-    return f"{capacity_name(trace)} minus {free_pool(trace)}"
+    of_job = "this job's " if ran_on_cpu(trace) else ""
+    return f"{capacity_name(trace)} minus {of_job}{free_pool(trace)}"
 
 
 def link_peak(trace: Trace, rank: int) -> float | None:

@@ -11,7 +11,7 @@ import numpy as np
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, overlapping
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -50,7 +50,7 @@ class GpuFigure:
     # a power or thermal limit lowers the clocks, else 0; its mean is a share of time.
     quantity: str
     unit: str  # Unit of the values.
-    phase: str  # The phase, or `other`.
+    phase: str | None  # The phase, or `other`; None for the whole of a trace without iterations.
     min: float  # Smallest value.
     mean: float  # Mean over time.
     max: float  # Largest value.
@@ -82,13 +82,13 @@ def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
         return GpuState(figures)
     totals = [rank_gpu_totals(trace, rank) for rank in recorded]
     for quantity, (_, unit) in QUANTITIES.items():
-        for phase in ITERATION_PARTS:
+        for phase in ("", *ITERATION_PARTS):
             of_ranks = [total[quantity, phase] for total in totals if (quantity, phase) in total]
             if of_ranks:
                 low, high = min(total.low for total in of_ranks), max(total.high for total in of_ranks)
                 mean = sum(total.weighted for total in of_ranks) / sum(total.length_ns for total in of_ranks)
                 # The mean of equal values may differ from them by rounding.
-                figures.append(GpuFigure(quantity, unit, phase, low, min(max(mean, low), high), high))
+                figures.append(GpuFigure(quantity, unit, phase or None, low, min(max(mean, low), high), high))
     return GpuState(figures)
 
 
@@ -103,10 +103,14 @@ class GpuTotals(NamedTuple):
 
 @once_per_trace
 def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]:
-    """Return the totals of a rank's GPU over the steady iterations by quantity and phase, as far as recorded."""
+    """Return the totals of a rank's GPU over the steady iterations by quantity and phase, as far as recorded; of a
+    trace without iterations those of its whole time, with an empty text for the phase."""
     rows, phases = trace.columns(rank, "gpu"), intervals(trace, rank).times_with_other
     on_device = rows.equal("device", main_device(trace, rank))
     phases = phases.only(np.isin(phases.iterations, steady_iterations(trace).numbers))
+    if not steady_iterations(trace).numbers:
+        times = rows.ints("t_ns")
+        phases = PhaseArrays(np.zeros(1, np.int64), np.array([""], object), times[:1], times[-1:] + _MAX_HOLD_NS)
     names = phases.phases
     totals = {}
     for quantity in QUANTITIES if on_device.any() else ():
@@ -115,7 +119,7 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
         held_until = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS)
         phase, sample = overlapping(phases.starts, phases.ends, (times, held_until))
         lengths = np.minimum(held_until[sample], phases.ends[phase]) - np.maximum(times[sample], phases.starts[phase])
-        for name in ITERATION_PARTS:
+        for name in ("", *ITERATION_PARTS):
             own = (names[phase] == name) & (lengths > 0)
             if own.any():
                 figures, length = values[sample[own]], lengths[own].astype(np.float64)

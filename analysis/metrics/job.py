@@ -29,6 +29,7 @@ from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import RankInfo
+from ebbtide.units import parse_bytes
 
 if TYPE_CHECKING:
     # The others are imported when they are asked for: they load pandas, or read by other processes.
@@ -90,21 +91,22 @@ class JobMetrics:
 
         return summarize(self.trace)
 
-    def windows(self, min_bytes: int = 2**30, ranks: Sequence[int] | int | None = None) -> Windows:
+    def windows(self, min_bytes: int | str = 2**30, ranks: Sequence[int] | int | None = None) -> Windows:
         """Windows of free memory of the device; `missing` says why there are none where memory was not recorded.
 
         Times are those of the GPU where it has any, as in `summary`.
 
         Args:
-            min_bytes: Least free memory of a window, bytes.
-            ranks: Sequence[int] | int | None to look at, or one; None: all.
+            min_bytes: Least free memory of a window, bytes, or text such as `4GiB`.
+            ranks: Ranks to look at, or one; None: all.
 
         Raises:
             TraceError: A rank is not in the trace.
         """
         from ebbtide.analysis.metrics.windows import find_windows
 
-        return find_windows(self._on_device_clock, min_bytes, _several(ranks))
+        least = parse_bytes(min_bytes) if isinstance(min_bytes, str) else min_bytes
+        return find_windows(self._on_device_clock, least, _several(ranks))
 
     @cached_property
     def _on_device_clock(self) -> Trace:

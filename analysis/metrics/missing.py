@@ -11,7 +11,7 @@ from ebbtide.units import runs_text
 
 NO_MEMORY = (
     "no memory of a device was recorded; `ebbtide profile` records it (without `--record phases`, and of a job under "
-    "`--on-demand` when `--attach` asks for it)"
+    "`--on-demand` when `--attach` asks for it); import a log with a CSV of nvidia-smi, or turn on its memory_breakdown"
 )
 _MAX_RANGES = 6
 NO_GPU_STATE = "utilization, power and clocks were not recorded; `ebbtide profile` records them with NVML"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline, peak_pool, pool_peaks
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, peak_pool, pool_peaks
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
 from ebbtide.analysis.metrics.iterations import IterationTable, median_ms, part_counts, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, moved_bytes
@@ -22,10 +22,11 @@ from ebbtide.analysis.metrics.ranks.comparison import NOT_COMPARED, RankDifferen
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
-from ebbtide.analysis.timeseries.statistics import median_or_none, sum_or_none
+from ebbtide.analysis.timeseries.statistics import sum_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import ms_text
 
 
 @dataclass(frozen=True)
@@ -47,30 +48,21 @@ def whole_trace(trace: Trace) -> Totals:
     """Sum the figures of a trace."""
     span = trace.span_ns()
     busy = [times for rank in trace.ranks if (times := busy_time(trace, rank)) is not None]
-    idle = [length(times.recorded) - length(times.all) for times in busy]
     return Totals(
         span_ms=None if span is None else (span[1] - span[0]) / 1e6,
         h2d_bytes=sum_or_none(moved_bytes(trace, rank, "h2d") for rank in trace.ranks),
         d2h_bytes=sum_or_none(moved_bytes(trace, rank, "d2h") for rank in trace.ranks),
         min_free_bytes=_min_free(trace),
-        compute_ms=_sum_ms([length(times.compute) for times in busy]),
-        communication_ms=_sum_ms([length(times.communication) for times in busy]),
-        copy_ms=_sum_ms([length(times.copy) for times in busy]),
-        idle_ms=_sum_ms(idle),
+        compute_ms=sum_or_none(length(times.compute) / 1e6 for times in busy),
+        communication_ms=sum_or_none(length(times.communication) / 1e6 for times in busy),
+        copy_ms=sum_or_none(length(times.copy) / 1e6 for times in busy),
+        idle_ms=sum_or_none((length(times.recorded) - length(times.all)) / 1e6 for times in busy),
     )
 
 
-def _sum_ms(lengths_ns: list[int]) -> float | None:
-    return sum(lengths_ns) / 1e6 if lengths_ns else None
-
-
 def _min_free(trace: Trace) -> int | None:
-    pool, sizes = free_pool(trace), []
-    for rank in trace.ranks:
-        _, used = memory_timeline(trace, rank, pool or "")
-        capacity = capacity_bytes(trace, rank)
-        if len(used) and capacity is not None:
-            sizes.append(capacity - int(used.max()))
+    pairs = [(capacity_bytes(trace, r), pool_peaks(trace, r).get(free_pool(trace) or "")) for r in trace.ranks]
+    sizes = [capacity - peak for capacity, peak in pairs if capacity is not None and peak is not None]
     return max(min(sizes), 0) if sizes else None
 
 
@@ -82,8 +74,8 @@ class PhaseSummary:
     count: int  # How often it ran, each micro-step once.
     median_ms: float | None  # Median of its time per iteration, on the slowest rank.
     p95_ms: float | None  # 95th percentile of the same, with linear interpolation.
-    peak_bytes: int | None  # Peak of `MemorySummary.pool`, median over iterations and ranks.
-    min_free_bytes: int | None  # Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
+    peak_bytes: int | None  # Peak of `MemorySummary.pool` in any steady iteration, on any rank.
+    min_free_bytes: int | None  # Least free memory (capacity - `Summary.free_pool`), likewise.
     h2d_bytes: int | None  # Bytes moved to the device per iteration, median over iterations and ranks.
     d2h_bytes: int | None  # Bytes moved to the host per iteration, median over iterations and ranks.
     # `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
@@ -231,11 +223,11 @@ def _summarize(trace: Trace) -> Summary:
                 count=max((part_counts(trace, rank)[phase] for rank in trace.ranks), default=0),
                 median_ms=median,
                 p95_ms=float(np.percentile(phase_times, 95)) if median is not None else None,
-                peak_bytes=_median_bytes(peaks[phase]),
-                min_free_bytes=_median_bytes(free[phase]),
+                peak_bytes=_bytes(peaks[phase], np.max),
+                min_free_bytes=_bytes(free[phase], np.min),
                 # Copies of a phase that the trace does not show are those of another part.
-                h2d_bytes=_median_bytes(moved["h2d"][phase]) if median is not None else None,
-                d2h_bytes=_median_bytes(moved["d2h"][phase]) if median is not None else None,
+                h2d_bytes=_bytes(moved["h2d"][phase], np.median) if median is not None else None,
+                d2h_bytes=_bytes(moved["d2h"][phase], np.median) if median is not None else None,
                 share=median / total if median is not None and total else None,
                 **(asdict(times) if (times := predicted_range(trace, phase)) is not None else {}),
             )
@@ -349,11 +341,16 @@ def _remarks(trace: Trace) -> list[str]:
     has_gpu = any(device.kind == "cuda" for entry in trace.meta.ranks for device in entry.devices)
     if has_gpu and is_real and not any(len(trace.columns(rank, "gpu")) for rank in trace.ranks):
         remarks.append(NO_GPU_STATE)
+    whole, *parts = (median_ms(trace, part) or 0.0 for part in ("iteration", *ITERATION_PARTS))
+    if abs(sum(parts) - whole) > 0.1 * whole:
+        times = f"{ms_text(sum(parts))} of the phases, {ms_text(whole)} of the iteration"
+        remarks.append(f"medians of {len(numbers)} noisy iterations do not add up: {times}")
     if trace.meta.state == "recording":
         remarks.append("this trace is not finished: its recording was cut off or is still running")
     return remarks
 
 
-def _median_bytes(values: Floats) -> int | None:
-    median = median_or_none(values)
-    return None if median is None else round(median)
+def _bytes(values: Floats, statistic: Callable[[Floats], Any]) -> int | None:
+    """Return a statistic of the values that were recorded; None where none was."""
+    recorded = values[~np.isnan(values)]
+    return round(float(statistic(recorded))) if len(recorded) else None

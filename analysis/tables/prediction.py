@@ -46,7 +46,7 @@ def _memory_line(metrics: JobMetrics) -> str:
     spare = _spare_bytes(metrics)
     if spare is None:
         return f"memory  {amount} at the peak"
-    margin = f"{abs(spare) / scale:,.2f} {'to spare' if spare >= 0 else 'too much'}"
+    margin = f"{abs(spare) / scale:,.2f} {'to spare beside the CUDA context' if spare >= 0 else 'too much'}"
     return f"memory  {verdict(metrics)}: {amount} at the peak, {margin}"
 
 

@@ -11,7 +11,7 @@ from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, Totals
 from ebbtide.analysis.tables.ranks import differences_table
 from ebbtide.analysis.tables.table import Gain, Table, View, always_free, free_note, ms, number, share, size, text
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, ms_text, range_text
+from ebbtide.units import bytes_text, counted, ms_text, range_text
 
 # Field of `Totals` -> its label, and whether it sums all ranks.
 TOTALS = {
@@ -25,8 +25,8 @@ TOTALS = {
     "idle_ms": ("GPU: idle", True),
 }
 _NOTE = (
-    "Smallest value, mean over time and largest value over the steady iterations and all ranks. Utilization is NVML's "
-    "own mean over 1/6 to 1 s, so shorter phases also show their neighbours."
+    "Smallest value, mean over time and largest value over the steady iterations (else the whole trace) and all ranks. "
+    "Utilization is NVML's own mean over 1/6 to 1 s, so shorter phases also show their neighbours."
 )
 
 
@@ -47,10 +47,11 @@ def phase_table(trace: Trace, summary: Summary) -> Table:
         size("d2h", "d2h_bytes"),
     )
     counted = summary.iterations - summary.warmup_iterations
-    slowest = ", times of the slowest rank, bytes the median of ranks" if summary.ranks > 1 else ""
-    title = f"Medians over {counted} iterations{slowest}" if counted > 1 else f"One iteration{slowest}"
+    scope = f"Medians over {counted} iterations" if counted > 1 else "One iteration"
+    scope += ", times of the slowest rank" if summary.ranks > 1 else ""
+    worst = "; memory: the worst of all" if summary.memory.pool and max(counted, summary.ranks) > 1 else ""
     note = f"{free_note(trace)}{always_free(trace)}" if any(row.min_free_bytes for row in summary.phases) else None
-    return Table("phases", title, columns, [total, *summary.phases], note)
+    return Table("phases", f"{scope}{worst}", columns, [total, *summary.phases], note)
 
 
 def memory_table(trace: Trace, summary: Summary) -> Table:
@@ -87,14 +88,14 @@ def totals_table(trace: Trace, totals: Totals | None, ranks: int) -> Table:
 def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
     """Return time, memory and link use per phase; `verbose`: also the state of the GPUs, pools, copies, and notes."""
     left_out = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
-    counted = f"{summary.iterations} iterations, ranks: {summary.ranks}{left_out}"
+    scope = f"{counted(summary.iterations, 'iteration')}, ranks: {summary.ranks}{left_out}"
     if summary.iteration_ms is None:
-        yield f"{trace.path}: {counted}"
+        yield f"{trace.path}: {scope}"
     else:
         longest = summary.longest_phase
         share_text = f", {100 * (longest.share or 0.0):.0f} % of it {longest.phase}" if longest is not None else ""
         yield Gain(f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration{share_text}")
-        yield f"  {counted}"
+        yield f"  {scope}"
     for about_line in summary.about:
         yield f"  {about_line}"
     if summary.iterations > summary.warmup_iterations:
@@ -106,16 +107,21 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
         yield totals_table(trace, summary.totals, summary.ranks)
     yield storage_table(summary.storage)
     yield differences_table(summary.rank_differences)
-    notes = [*summary.remarks, *(f"note: {note}" for note in trace.notes)]
+    notes = [f"note: {note}" for note in (*summary.remarks, *trace.notes)]
+    details = {
+        "state of the GPU": gpu_table(summary.gpu or ()),
+        "pools of memory": memory_table(trace, summary),
+        "copies": copies_table(summary),
+    }
     if verbose:
-        yield gpu_table(summary.gpu or ())
-        yield memory_table(trace, summary)
-        yield copies_table(summary)
+        yield from details.values()
         yield from notes
-    else:
-        yield from _peaks(trace, summary)
-        noun = "note" if len(notes) == 1 else "notes"
-        yield f"{len(notes)} {noun}, pools of memory, state of the GPU, copies: -v"
+        return
+    yield from _peaks(trace, summary)
+    hidden = [counted(len(notes), "note")] if notes else []
+    hidden += [name for name, table in details.items() if table]
+    if hidden:
+        yield f"{', '.join(hidden)}: -v"
 
 
 def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:
@@ -124,7 +130,7 @@ def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:
     peaks = [f"{pool} {bytes_text(peak)}" for pool, peak in summary.memory.pools.items() if peak is not None]
     if peaks:
         of_capacity = f" ({capacity_name(trace)}: {bytes_text(capacity)})" if capacity is not None else ""
-        yield f"Peaks of memory: {', '.join(peaks)}{of_capacity}"
+        yield f"Peaks of the whole trace: {', '.join(peaks)}{of_capacity}"
 
 
 def storage_table(uses: Sequence[StorageUse]) -> Table:
@@ -152,4 +158,5 @@ def gpu_table(figures: Sequence[GpuFigure]) -> Table:
         number("mean", "mean"),
         number("largest", "max"),
     )
-    return Table("gpu", "The GPU in each phase", columns, figures, _NOTE)
+    scope = "each phase" if any(figure.phase for figure in figures) else "the whole trace"
+    return Table("gpu", f"The GPU in {scope}", columns, figures, _NOTE)

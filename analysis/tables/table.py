@@ -11,7 +11,7 @@ from html import escape
 from operator import attrgetter
 from typing import Any
 
-from ebbtide.analysis.metrics.devices import free_memory_text
+from ebbtide.analysis.metrics.devices import free_memory_text, ran_on_cpu
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import RATE_UNITS, bytes_text, bytes_unit, count_text
 
@@ -123,7 +123,8 @@ View = Iterator[str | Table]
 
 def free_note(trace: Trace) -> str:
     """Return the line that defines free memory."""
-    return f"Free memory is {free_memory_text(trace)}."
+    others = "; what other processes use counts as free" if ran_on_cpu(trace) else ""
+    return f"Free memory is {free_memory_text(trace)}{others}."
 
 
 def always_free(trace: Trace) -> str:

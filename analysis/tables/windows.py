@@ -64,7 +64,7 @@ def longest_table(windows: Windows) -> Table:
     """Return the table of all windows, the longest first."""
     rows = sorted(windows.windows, key=lambda window: -window.length_ms)
     origin = "iteration" if any(row.iteration is not None for row in rows) else "trace"
-    note = f"Times count from the start of the {origin}."
+    note = f"Times count from the start of the {origin}." + (f" {_FITS}" if windows.memory == "device" else "")
     return Table("windows", "The longest windows", COLUMNS, rows, note, _SOURCE, _MAX_LONGEST)
 
 
@@ -91,7 +91,7 @@ def windows_view(trace: Trace, windows: Windows, verbose: bool = True) -> View:
         yield reason_for_none(windows)
         return
     if windows.guaranteed:
-        yield Gain(f"{_longest_line(windows)}.{always_free(trace)}")
+        yield Gain(f"{_longest_line(trace, windows)}.{always_free(trace)}")
         table = recurring_table(windows)
         yield table if verbose else table.first(_MAX_LONGEST)
     elif any(window.iteration is not None for window in windows.windows):
@@ -101,10 +101,11 @@ def windows_view(trace: Trace, windows: Windows, verbose: bool = True) -> View:
     yield from _remarks(trace, windows.windows, on_host)
 
 
-def _longest_line(windows: Windows) -> str:
+def _longest_line(trace: Trace, windows: Windows) -> str:
     """Return the line on the longest window that every iteration has."""
     window = max(windows.guaranteed, key=lambda one: one.length_ms)
     length = ms_text(window.length_ms)
+    on_rank = f" on rank {window.rank}" if len(trace.ranks) > 1 else ""
     rows = [one for one in windows.guaranteed if one.rank == window.rank]
     iteration_ms = next(device["iteration_ms"] for device in windows.devices if device["rank"] == window.rank)
     if iteration_ms is not None and sum(one.length_ms for one in rows) > iteration_ms * (1 - 1e-6):
@@ -112,11 +113,11 @@ def _longest_line(windows: Windows) -> str:
         lasting = [one for one in rows if one.length_ms > _SHORT_SHARE * rows[-1].end_ms]
         most = max(lasting or rows, key=lambda one: (one.free_bytes, one.length_ms))
         least, length = min(one.free_bytes for one in rows), ms_text(most.length_ms)
-        text = f"Free throughout the iteration: {bytes_text(least)}"
+        text = f"Free throughout the iteration{on_rank}: {bytes_text(least)}"
         if most.free_bytes > least:
             text += f"; most in {most.phase}, {bytes_text(most.free_bytes)} for {length}"
         return text
-    return f"The longest in every iteration: {length} in {window.phase}, {bytes_text(window.free_bytes)} free"
+    return f"The longest in every iteration{on_rank}: {length} in {window.phase}, {bytes_text(window.free_bytes)} free"
 
 
 def windows_note(trace: Trace, windows: Windows) -> str:

@@ -16,6 +16,7 @@ import pyarrow as pa
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.columns import Columns
 from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta, parse_meta
+from ebbtide.units import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +44,7 @@ _CONTENTS = {
     "kernels": ("kind", "kernels"),
     "allocations": ("device", "allocations"),
     "ops": ("resource", "sub-steps"),
+    "gpu": ("device", "state of the GPU"),
 }
 
 
@@ -220,7 +222,7 @@ def closing_lines(trace: Trace) -> list[str]:
         name for table, (column, name) in _CONTENTS.items() if any(trace.labels(r, table, column) for r in first)
     ]
     return [
-        f"trace: {path}, {iterations} iterations on {len(trace.ranks)} rank{'s' if len(trace.ranks) != 1 else ''}",
+        f"trace: {path}, {counted(iterations, 'iteration')} on {counted(len(trace.ranks), 'rank')}",
         f"recorded: {', '.join(recorded) or 'nothing'}",
         f"next: ebbtide summary {path}",
     ]

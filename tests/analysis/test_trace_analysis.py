@@ -109,6 +109,7 @@ def test_to_pandas__has_a_row_for_each_entry_and_every_value(analysis: TraceAnal
 
 
 def test_to_pandas__keeps_columns_and_types_without_rows(analysis: TraceAnalysis) -> None:
+    assert analysis.windows("1GiB").as_json() == analysis.windows(2**30).as_json()
     some, none = analysis.windows(2**30).to_pandas(), analysis.windows(2**50).to_pandas()
     assert len(none) == 0
     assert list(none.dtypes.items()) == list(some.dtypes.items())

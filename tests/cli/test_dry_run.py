@@ -69,7 +69,11 @@ def test_dry_run__ends_with_a_screen_that_says_whether_the_job_fits(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     for capacity, code, verdict in (
-        (2**20, 0, "memory  fits: 0.59 of 1.00 MiB reserved at the peak, 0.40 to spare"),
+        (
+            2**20,
+            0,
+            "memory  fits: 0.59 of 1.00 MiB reserved at the peak, 0.40 to spare beside the CUDA context",
+        ),
         (2**19, 0, "memory  does not fit: 600.00 of 512.00 KiB reserved at the peak, 97.77 too much"),
         (630_000, 0, "memory  fits barely: 600.00 of 615.23 KiB reserved at the peak, 5.47 to spare"),
         (2**19, 130, "memory  incomplete, the job ended with status 130: 600.00 of 512.00 KiB reserved so far"),
@@ -148,7 +152,7 @@ def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:
         (["summary"], "predicted by a dry run, not measured"),
         (["memory", "--at", "peak"], "of cuda:0 at its peak"),
         (["memory"], "fragmentation"),
-        (["findings"], "Device memory is free all the time"),
+        (["findings"], "of device memory are free all the time"),
         (["windows", "--min-bytes", "1MB"], "free in every iteration"),
         (["replay", "--machine", "a100-40gb-published", "--policy", "pipelined"], "pipelined"),
     ],

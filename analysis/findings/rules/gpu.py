@@ -195,7 +195,7 @@ def _loss(metrics: JobMetrics, rank: int) -> tuple[float, float]:
     """Return (ms that an iteration loses by lowered clocks, ms in which they are lowered) of a rank."""
     by_quantity: dict[str, dict[str, GpuFigure]] = {}
     for figure in metrics.gpu([rank]).figures:
-        by_quantity.setdefault(figure.quantity, {})[figure.phase] = figure
+        by_quantity.setdefault(figure.quantity, {})[figure.phase or ""] = figure
     clocks = by_quantity.get("sm_clock", {})
     highest = max((figure.max for figure in clocks.values()), default=0.0)
     lost = throttled = 0.0

@@ -83,7 +83,7 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     if free < _UNUSED_SHARE * capacity:
         return None
     return free_memory.finding(
-        "Device memory is free all the time",
+        f"{bytes_text(free)} of device memory are free all the time",
         None,
         (measured,),
         "a larger batch, longer sequences or less recomputation would use it",

@@ -52,7 +52,9 @@ def memory(
     of_rank = next(iter(shown), None) if rank is None else None
     if at is None:
         view = partial(memory_view, verbose=verbose or as_json)
-        show_result(opened, metrics.memory(shown), view, as_json, "memory {} --at peak", of_rank)
+        has_holders = any(opened.labels(number, "allocations", "device") for number in shown)
+        follow_up = "memory {} --at peak" if has_holders else "findings {}"
+        show_result(opened, metrics.memory(shown), view, as_json, follow_up, of_rank)
         return
     if at == "oom":
         _print_out_of_memory(opened, shown if rank is not None else opened.ranks, verbose, as_json)

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from ebbtide.analysis import TraceAnalysis
 from ebbtide.analysis.metrics.gpu_state import QUANTITIES, GpuFigure, gpu_state
 from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.analysis.tables.summary import summary_view
+from ebbtide.analysis.tables.table import Table
 from ebbtide.errors import TraceError
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
+from ebbtide.profiler.trace.trace import closing_lines
 
 UNITS = {quantity: unit for quantity, (_, unit) in QUANTITIES.items()}
 
@@ -50,6 +53,26 @@ def test_gpu_state__is_a_step_function_that_phases_cut() -> None:
         "update": (200.0, pytest.approx((200 * 700 + 100 * 200) / 300), 700.0),
         "other": (100.0, pytest.approx(100.0), 100.0),
     }
+
+
+def test_gpu_state__without_iterations_is_of_the_whole_trace() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[GPU])
+    # The second sample holds for a second at most, and so does the last one.
+    rank.gpu(0, power_w=100.0).gpu(S // 2, power_w=300.0).gpu(5 * S, power_w=200.0)
+    trace = builder.build()
+    mean = pytest.approx((100 / 2 + 300 + 200) / 2.5)
+    assert gpu_state(trace).figures == [GpuFigure("power", "W", None, 100.0, mean, 300.0)]
+    summary = summarize(trace)
+    assert [entry["phase"] for entry in summary.as_json()["gpu"]] == [None]
+    tables = {part.name: part for part in summary_view(trace, summary, verbose=True) if isinstance(part, Table)}
+    details = tables["gpu"]
+    assert (details.title, [cell.text for cell in details.rows[0]]) == (
+        "The GPU in the whole trace",
+        ["power (W)", "100", "220", "300"],
+    )
+    assert list(summary_view(trace, summary, verbose=False))[-1] == "1 note, state of the GPU, pools of memory: -v"
+    assert closing_lines(trace)[1] == "recorded: state of the GPU"
 
 
 def test_gpu_state__a_sample_at_the_border_belongs_to_the_phase_that_begins() -> None:

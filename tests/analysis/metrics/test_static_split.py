@@ -15,11 +15,13 @@ from ebbtide.analysis.metrics.memory import memory_use
 from ebbtide.analysis.metrics.static_split import largest_split
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.analysis.tables.summary import summary_view
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler.trace import open_trace
+from ebbtide.units import counted
 from tests.analysis.findings.jobs import GIB, PARAMS, Job, offloaded
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -59,6 +61,29 @@ def test_largest_split__agrees_with_replay_on_published_runs(name: str) -> None:
     (gap,) = [gap for gap in memory_use(trace, [0]).gaps if (gap.gap, gap.phase) == ("free", "update")]
     (update,) = [phase for phase in summarize(trace.of_ranks([0])).phases if phase.phase == "update"]
     assert update.min_free_bytes == pytest.approx(gap.low_bytes, abs=1)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PUBLISHED]
+)
+def test_commands__agree_on_peak_and_free_memory_and_number_of_notes(name: str) -> None:
+    trace = open_trace(TRACES / f"{name}.ebb")
+    metrics = JobMetrics(trace)
+    summary, memory, windows = metrics.summary(), metrics.memory(), metrics.windows(1)
+    always = metrics.always_free_bytes
+    assert always == min(phase.min_free_bytes for phase in summary.phases) == min(metrics.min_gap_bytes("free"))
+    for phase in summary.phases:
+        pools = [use.peak_bytes for use in memory.pools if (use.phase, use.pool) == (phase.phase, summary.memory.pool)]
+        assert phase.peak_bytes == max(pools, default=None)
+    for rank, least in zip(trace.ranks, metrics.min_gap_bytes("free"), strict=True):
+        # Recurring windows hold in every iteration, those of the warm-up, too.
+        of_rank = [window.free_bytes for window in windows.guaranteed if window.rank == rank]
+        assert of_rank == [] or min(of_rank) <= least
+        steady = [w for w in windows.windows if w.rank == rank and w.iteration in metrics.steady_iterations]
+        assert min(window.free_bytes for window in steady) == least
+    *_, details = summary_view(trace, summary, verbose=False)
+    printed = [part for part in summary_view(trace, summary, verbose=True) if str(part).startswith("note: ")]
+    assert str(details).startswith(f"{counted(len(printed), 'note')}, ") or not printed
 
 
 @pytest.mark.parametrize(("free_bytes", "fits"), [(12.5e9, False), (13.9e9, False), (14.1e9, True)])

@@ -119,12 +119,23 @@ def test_summarize__sums_times_and_counts_each_micro_step() -> None:
     assert summary.iterations == 3
 
 
+def test_summarize__says_where_medians_do_not_add_up() -> None:
+    noisy = trained((0, 90, 10, 10), (0, 10, 90, 10), (0, 10, 10, 90))
+    assert (noisy.iteration_ms, sum(phase.median_ms or 0 for phase in noisy.phases)) == (110, 30)
+    remark = "medians of 3 noisy iterations do not add up: 30.0 ms of the phases, 110.0 ms of the iteration"
+    assert remark in noisy.remarks
+    assert not any("add up" in line for line in trained((0, 30, 40, 10), (0, 35, 40, 10), (0, 30, 42, 10)).remarks)
+
+
 def test_summarize__has_peak_and_least_free_memory_of_each_phase() -> None:
     builder, rank = with_iterations(*[(10, 10, 10, 10)] * 3)
     for begin in (0, 40 * MS, 80 * MS):
         for after, size in ((5, 50), (15, 300), (25, 700), (29, 200), (35, 10)):
             rank.memory(begin + after * MS, size)
     summary = summarize(builder.build())
+    # Not their medians: the least free memory is what an allocation may fail for. One iteration has more than others.
+    rank.memory(65 * MS, 800)
+    assert [phase.peak_bytes for phase in summarize(builder.build()).phases] == [300, 800, 200, 50]
     # A phase begins with the memory that the one before it left.
     assert [phase.peak_bytes for phase in summary.phases] == [300, 700, 200, 50]
     assert [phase.min_free_bytes for phase in summary.phases] == [700, 300, 800, 950]

@@ -206,7 +206,7 @@ def test_find_windows__host_memory_has_no_room_for_optimizer_state(tmp_path: Pat
     assert printed["windows"]
     assert {(w["resident_params"], w["streamed_params"]) for w in printed["windows"]} == {(None, None)}
     shown = ebbtide_in_process("windows", tmp_path / "cpu.ebb").stdout
-    assert "1.00 GiB of host memory free, of 4.00 GiB (host memory minus heap)" in shown
+    assert "1.00 GiB of host memory free, of 4.00 GiB (host memory minus this job's heap)" in shown
     assert not {"fits", "streams", "idle", "capacity", "device"} & set(shown.split())
     assert "never 1.82 TiB free: the host is smaller" in (
         ebbtide_in_process("windows", tmp_path / "cpu.ebb", "--min-bytes", "2TB").stdout

@@ -284,6 +284,6 @@ def test_page__calls_memory_of_a_cpu_job_host_memory() -> None:
     trace = builder.build()
     text = parse(trace, find(trace)).text
     assert "of 64.00 GiB of host memory" in text
-    assert "Free memory is host memory minus heap." in text
+    assert "Free memory is host memory minus this job's heap; what other processes use counts as free." in text
     assert "capacity minus" not in text
     assert "device memory" not in text

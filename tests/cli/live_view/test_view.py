@@ -72,7 +72,7 @@ def test_view__shows_every_panel_at_both_sizes(
         assert words in text
     for words in ("At least 1.00 GiB free in every iteration", "Findings of the last iterations: 2", "q quit"):
         assert words in text
-    assert "Device memory is free all the time" in text
+    assert "of device memory are free all the time" in text
     # Letters tell phases apart, also without colour.
     assert len(re.findall(r"^\d+ +[\d.]+ ms ·+F+B+U+", text, re.MULTILINE)) == bars
     assert re.search(r"\b0 cuda:0 +\w+ +\d", text)
