@@ -42,9 +42,11 @@ def bytes_text(size: float | None) -> str:
 
 
 def ms_text(milliseconds: float | None) -> str:
-    """Format milliseconds, as in `12.3 ms`."""
+    """Format milliseconds, as in `12.3 ms`; from a million seconds on as days."""
     if milliseconds is None:
         return "-"
+    if abs(milliseconds) >= 1e9:
+        return f"{milliseconds / 86_400_000:,.0f} days"
     digits = 2 if abs(milliseconds) < 10 else 1 if abs(milliseconds) < 1000 else 0
     return f"{milliseconds:,.{digits}f} ms"
 

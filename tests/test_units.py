@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.units import count_text, rate_text
+from ebbtide.units import count_text, ms_text, rate_text
 
 
 def test_count_text__has_three_digits_of_the_nearest_unit() -> None:
@@ -13,3 +13,9 @@ def test_count_text__has_three_digits_of_the_nearest_unit() -> None:
 
 def test_rate_text__has_three_digits_of_the_nearest_unit() -> None:
     assert [rate_text(rate) for rate in (12.34e9, 999.8e6, 999.4e6)] == ["12.3 GB/s", "1 GB/s", "999 MB/s"]
+
+
+def test_ms_text__has_days_where_nobody_reads_milliseconds() -> None:
+    assert [ms_text(time) for time in (9.994, 12.34, 999_999_999, 33_533_781_702)] == [
+        "9.99 ms", "12.3 ms", "999,999,999 ms", "388 days",
+    ]  # fmt: skip

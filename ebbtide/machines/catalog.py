@@ -58,7 +58,7 @@ def _meant(name: str, matches: Sequence[str]) -> str:
     """Return what to write instead of a name that is not that of one preset."""
     likeness = {other: difflib.SequenceMatcher(None, name.lower(), other[: len(name)]).ratio() for other in presets()}
     alike = sorted((other for other in likeness if likeness[other] >= _NEAR), key=lambda other: -likeness[other])
-    near = (matches or alike)[:_MAX_NEAR]
+    near = (matches or [other for other in presets() if name and name.lower() in other] or alike)[:_MAX_NEAR]
     if not near:
         return f"name a file, or one of {', '.join(presets())}"
     meant = " or ".join(filter(None, (", ".join(near[:-1]), near[-1])))

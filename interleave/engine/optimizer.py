@@ -11,6 +11,7 @@ import torch
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
 from ebbtide.interleave.engine.options import Budget, EngineOptions, with_overlap_option
@@ -22,6 +23,7 @@ from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
 
 log = logging.getLogger("ebbtide")
@@ -37,7 +39,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16`, `adamw-8bit` or `muon`. Further keyword arguments are its
             hyperparameters, as in torch or in the paper. A group with a key `rule` has that rule, with its defaults.
         policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
-        machine: The first rates. By default, `adaptive` measures this machine for a fraction of a second.
+        machine: The first rates, or their preset or file. By default, `adaptive` measures this machine for a moment.
         subgroup_params: Number of parameters whose state is moved and updated as one.
         memory_budget: Bytes of device memory for state, or a dict of bytes by phase (`forward`, `backward`, `update`).
             By default, what the device has free.
@@ -71,13 +73,13 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         rule: str = "adamw",
         *,
         policy: str = "adaptive",
-        machine: Machine | None = None,
+        machine: Machine | str | None = None,
         subgroup_params: int = EngineOptions.subgroup_params,
         memory_budget: Budget | None = None,
         max_grad_norm: float | None = None,
         gradients: Literal["kept", "streamed"] = "kept",
         loss_scale: float | Literal["dynamic"] | None = None,
-        device: Device | None = None,
+        device: Device | torch.device | str | None = None,
         threads: int | None = None,
         overlap: Literal["none", "forward", "backward", "both", "auto"] = "none",
         model: torch.nn.Module | None = None,
@@ -91,12 +93,12 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         supported = Overlap(forward=model is not None, backward=gradients == "streamed" and master == "fp32")
         options = EngineOptions(
             with_overlap_option(policy, overlap, gradients, supported),
-            machine,
+            find_machine(machine) if isinstance(machine, str) else machine,
             subgroup_params,
             memory_budget,
             max_grad_norm,
             gradients,
-            device,
+            open_device(torch.device(device)) if isinstance(device, str | torch.device) else device,
             threads,
             storage,
             host_memory_budget,

@@ -148,6 +148,7 @@ def test_find_machine__takes_the_first_letters_of_one_name() -> None:
             "did you mean a100-40gb-pcie, a100-40gb-published, a100-40gb-sxm or a100-80gb-sxm? `ebbtide machines`",
         ),
         ("h1000-80gb", "there is no machine 'h1000-80gb': did you mean h100-80gb,"),
+        ("4090", "did you mean rtx4090"),
         ("h100.json", "machine file h100.json cannot be read: No such file"),
         ("no/where", "machine file no/where cannot be read"),
         ("x" * 300, "there is no machine 'xxx"),

@@ -32,7 +32,8 @@ def workload_of(trace: Trace) -> Workload:
         )
     if not metrics.params:
         raise WorkloadError(
-            f"{trace.path} has no number of parameters that a rank updates: describe the job in a --workload file"
+            f"{trace.path} has no number of parameters that a rank updates: describe the job in a --workload file "
+            "(keys: docs/formats.md)"
         )
     bytes_per_param = param_bytes(metrics.entry)
     wait = gradient_wait(metrics)

@@ -141,7 +141,8 @@ class UpdateRule:
                 continue
             is_tuple = isinstance(default, tuple)
             try:
-                values = tuple(map(float, group[name] if is_tuple else (group[name],)))
+                stated = group[name] if is_tuple else (group[name],)
+                values = tuple(float(value) for value in stated if not isinstance(value, str))
             except (TypeError, ValueError):
                 values = ()
             if len(values) != (len(default) if is_tuple else 1):

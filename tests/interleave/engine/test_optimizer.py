@@ -178,3 +178,11 @@ def test_kept__gives_the_bits_of_the_reference_in_each_scenario(policy: str, sce
 )
 def test_streamed__gives_the_bits_of_the_reference_in_each_scenario(policy: str, scenario: Scenario) -> None:
     assert scenario(maker(policy, "streamed", machine=MACHINE)) == expected(scenario)
+
+
+def test_interleaved_adamw__takes_names_of_machines_and_devices() -> None:
+    job = Job()
+    optimizer = InterleavedAdamW(job.net.parameters(), machine="rtx4090", device="cpu", policy="twin-flow:0.5")
+    job.step(optimizer, 0)
+    assert optimizer.plan.policy == "twin-flow:0.5"
+    assert isinstance(optimizer._runner.engine.device, EmulatedDevice)
