@@ -111,7 +111,6 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
     if not steady_iterations(trace).numbers:
         times = rows.ints("t_ns")
         phases = PhaseArrays(np.zeros(1, np.int64), np.array([""], object), times[:1], times[-1:] + _MAX_HOLD_NS)
-    names = phases.phases
     totals = {}
     for quantity in QUANTITIES if on_device.any() else ():
         times, values = _samples(rows, on_device, quantity)
@@ -120,7 +119,7 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
         phase, sample = overlapping(phases.starts, phases.ends, (times, held_until))
         lengths = np.minimum(held_until[sample], phases.ends[phase]) - np.maximum(times[sample], phases.starts[phase])
         for name in ("", *ITERATION_PARTS):
-            own = (names[phase] == name) & (lengths > 0)
+            own = (phases.phases[phase] == name) & (lengths > 0)
             if own.any():
                 figures, length = values[sample[own]], lengths[own].astype(np.float64)
                 totals[quantity, name] = GpuTotals(

@@ -251,9 +251,7 @@ class JobMetrics:
     @cached_property
     def params(self) -> int | None:
         """Parameters whose state the first rank holds."""
-        counts = [optimizer.params for optimizer in self.entry.optimizers]
-        recorded = [count for count in counts if count]
-        return sum(recorded) if recorded else self.entry.model.params
+        return sum(optimizer.params or 0 for optimizer in self.entry.optimizers) or self.entry.model.params
 
     @cached_property
     def micro_steps(self) -> int | None:

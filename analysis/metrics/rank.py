@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, memory_timeline
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
@@ -27,15 +28,11 @@ class RankMetrics:
     @property
     def device(self) -> DeviceInfo:
         """The rank's first device."""
-        from ebbtide.analysis.metrics.devices import first_device
-
         return first_device(self.trace, self.rank)
 
     @property
     def capacity_bytes(self) -> int | None:
         """Memory of the rank's device."""
-        from ebbtide.analysis.metrics.devices import capacity_bytes
-
         return capacity_bytes(self.trace, self.rank)
 
     @property
@@ -75,8 +72,6 @@ class RankMetrics:
 
     def memory_timeline(self, pool: str) -> tuple[Ints, Ints]:
         """Return the times (ns) and bytes of a pool."""
-        from ebbtide.analysis.metrics.devices import memory_timeline
-
         return memory_timeline(self.trace, self.rank, pool)
 
     def has_operation(self, name: str) -> bool:

@@ -55,10 +55,9 @@ def _peak_line(trace: Trace, memory: MemoryUse) -> Iterator[str]:
     capacity = capacity_bytes(trace, most.rank)
     of_capacity = f" of {bytes_text(capacity)}" if capacity is not None else ""
     free = [gap.low_bytes for gap in memory.gaps if gap.gap == "free"]
-    all_ranks = always_free(trace) if len(trace.ranks) > 1 else ""
-    left = f"; at least {bytes_text(min(free))} free.{all_ranks}" if free else ""
+    of_rank, on_all = (f", rank {most.rank}", always_free(trace)) if len(trace.ranks) > 1 else ("", "")
+    left = f"; at least {bytes_text(min(free))} free.{on_all}" if free else ""
     phase = f" in {most.phase}" if most.phase else ""
-    of_rank = f", rank {most.rank}" if len(trace.ranks) > 1 else ""
     yield f"{trace.path}: {bytes_text(most.peak_bytes)}{of_capacity} at the peak{phase} ({most.pool}{of_rank}){left}"
 
 

@@ -52,8 +52,8 @@ def memory(
     of_rank = next(iter(shown), None) if rank is None else None
     if at is None:
         view = partial(memory_view, verbose=verbose or as_json)
-        has_holders = any(opened.labels(number, "allocations", "device") for number in shown)
-        follow_up = "memory {} --at peak" if has_holders else "findings {}"
+        named = any(opened.rank(n).inventories or opened.labels(n, "allocations", "device") for n in shown)
+        follow_up = "memory {} --at peak" if named else "findings {}"
         show_result(opened, metrics.memory(shown), view, as_json, follow_up, of_rank)
         return
     if at == "oom":

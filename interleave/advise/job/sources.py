@@ -114,7 +114,7 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
         command = shlex.join(trace.meta.command) if trace.meta.command else "python train.py"
         raise WorkloadError(
             f"{trace.path} was recorded on a CPU, which says nothing of a GPU: use "
-            f"`ebbtide dry-run --gpu h100-80gb -o predicted.ebb -- {command}`"
+            f"`ebbtide dry-run --gpu h100-80gb -o predicted.ebb -- {command}` (`ebbtide machines` has other names)"
         )
     workload = workload_of(trace)
     recorded = recorded_job(trace)

@@ -247,10 +247,9 @@ def _parse_config(text: str) -> dict[str, Any] | None:
 def add_ranks(builder: TraceBuilder, settings: JobSettings, monitors: Sequence[Source]) -> dict[int, RankBuilder]:
     """Add an entry for each rank of a job, with its device, and return the builders by rank. Where the log does not
     state their number, each device of the monitor files is the one of a rank."""
-    devices = settings.visible_devices
-    if (world_size := settings.world_size) is None:
-        monitored = {device for source in monitors for device in source.parsed(parse_monitor).devices}
-        devices = devices or sorted(monitored)
+    devices, world_size = settings.visible_devices, settings.world_size
+    if world_size is None:
+        devices = devices or sorted({device for source in monitors for device in source.parsed(parse_monitor).devices})
         world_size = max(len(devices), 1)
         on_devices = f", on the devices {runs_text(devices)}: leave out the rows of those that are not of the job"
         assumed = "1 is assumed" if world_size == 1 else f"{world_size} are assumed{on_devices}"
