@@ -23,7 +23,7 @@ _MAX_KERNELS = 20
 
 Text = Callable[[float | None], str]
 _SIZES = {"peak_bytes": "peak ", "min_free_bytes": "free at peak, ", "h2d_bytes": "h2d, ", "d2h_bytes": "d2h, "}
-_UNCERTAIN = "Size uncertain: the difference is less than three of its standard errors; more iterations would tell."
+_UNCERTAIN = "Size uncertain: differs, by less than 3 standard errors: run more iterations."
 _LIMIT_NOTE = "At least: the growth that the iterations show with 95 % confidence, which the limit is compared with."
 
 
@@ -178,7 +178,7 @@ def _verdict(change: TimeChange) -> str:
         return "not known"
     if not change.is_distinguishable:
         return "may be noise"
-    return "differs, size uncertain" if change.is_uncertain else "differs"
+    return "size uncertain" if change.is_uncertain else "differs"
 
 
 def _possible(change: TimeChange) -> str | None:

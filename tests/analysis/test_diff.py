@@ -129,7 +129,7 @@ def test_compare__distinguishes_separate_times_whose_spread_is_wide() -> None:
         "-349.8 ms)."
     )
     times = next(part for part in view if not isinstance(part, str) and part.name == "median_ms")
-    assert times.rows[-2][-1].text == "differs, size uncertain"
+    assert times.rows[-2][-1].text == "size uncertain"
     assert "Size uncertain: " in str(times.note)
     # A difference of a certain size comes before a larger one whose size is uncertain.
     backward = of(diff.median_ms, "backward")
