@@ -73,13 +73,25 @@ class EngineOptions:
         return None
 
 
+# Smaller budgets hold no state of any use: they were meant in GB.
+_LEAST_BUDGET_BYTES = 1000
+
+
 def _check_budget(budget: Any) -> None:
     by_phase = isinstance(budget, Mapping)
     if by_phase and set(budget) != set(PHASES):
         raise EngineError(f"memory_budget by phase has {', '.join(map(str, budget))}: it needs {', '.join(PHASES)}")
     for size in budget.values() if by_phase else (budget,):
-        if size is not None and not (isinstance(size, int | float) and size >= 0):
-            raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or a dict of bytes by phase")
+        if size is not None:
+            check_budget_bytes(size, "a dict of bytes by phase")
+
+
+def check_budget_bytes(size: Any, other: str) -> None:
+    """Raise EngineError unless a budget is in bytes; `other`: what else it may be."""
+    if not (isinstance(size, int | float) and size >= 0):
+        raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or {other}")
+    if 0 < size < _LEAST_BUDGET_BYTES:
+        raise EngineError(f"memory_budget is {size!r} bytes: for {size:g} GB it must be {size:g}e9")
 
 
 def with_overlap_option(policy: str, overlap: str, gradients: str, supported: Overlap) -> str:

@@ -16,6 +16,7 @@ from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.memory import HostArena, LayerMemoryCount
 from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME, LayerOptions, LayerOrders, plan_orders
 from ebbtide.interleave.engine.layers.transfers import StorageTransfers
+from ebbtide.interleave.engine.options import check_budget_bytes
 from ebbtide.interleave.model.layer_names import layer_names
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
@@ -120,8 +121,8 @@ class MovedLayers:
     def __init__(self, model: torch.nn.Module, memory_budget: float | None, choice: str) -> None:
         if choice not in self.choices_of:
             raise EngineError(f"{self.what}={choice!r}: choose from {', '.join(self.choices_of)}")
-        if memory_budget is not None and not (isinstance(memory_budget, int | float) and memory_budget >= 0):
-            raise EngineError(f"memory_budget is {memory_budget!r}: it must be bytes, at least 0, or None")
+        if memory_budget is not None:
+            check_budget_bytes(memory_budget, "None")
         self._budget_bytes = memory_budget
         self.option = choice
         self._layers = replace_forwards(model, self)

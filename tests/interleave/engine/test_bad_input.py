@@ -48,6 +48,7 @@ def frozen() -> list[nn.Parameter]:
         (lambda: maker("gpu-only", "kept", memory_budget=1000)([values(100)]), "1.17 KiB.*1000 bytes"),
         (lambda: maker("gpu-only", "kept", device=EmulatedDevice(1000))([values(100)]), "1000"),
         (lambda: maker("adaptive", "kept", machine=Machine(name="m"))([values(100)]), "machine m has no"),
+        (lambda: make([values(8)], memory_budget=4), "memory_budget is 4 bytes: for 4 GB it must be 4e9"),
         (lambda: make([values(8)], lr=-1e-3), "lr"),
         (lambda: make([values(8)], lr=float("nan")), "lr"),
         (lambda: make([values(8)], lr="fast"), "lr"),

@@ -169,7 +169,7 @@ def test_optimizer__leaves_no_hooks_on_the_model_of_an_invalid_call() -> None:
             policy="gpu-only",
             device=EmulatedDevice(capacity_bytes=1),
             model=job.net,
-            memory_budget=1.0,
+            memory_budget=1e3,
         )
     assert not job.net.late._forward_pre_hooks
     assert "__getstate__" not in vars(job.net)
