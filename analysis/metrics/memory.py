@@ -15,6 +15,7 @@ from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_t
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
 from ebbtide.analysis.metrics.phases import largest_by_part
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Ints, merge_times, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -29,11 +30,12 @@ class PoolUse:
     """Bytes of a pool in one phase of a rank."""
 
     rank: int
-    # The phase, or `other`; None for the whole of a trace without iterations.
+    # The phase, or `other`; None for the whole of a trace without iterations, whose smallest and largest values low and
+    # peak are then.
     phase: str | None
     pool: str
-    low_bytes: int  # Smallest value in any steady iteration.
-    peak_bytes: int  # Largest value in any steady iteration.
+    low_bytes: int  # Smallest value in an iteration, median over the steady iterations.
+    peak_bytes: int  # Largest value in an iteration, median over the steady iterations.
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Gap:
     # `fragmentation` (reserved - allocated), `outside torch` (device - reserved) or `free` (capacity - the pool of
     # `free_pool`).
     gap: str
-    low_bytes: int  # Smallest value in any steady iteration.
-    peak_bytes: int  # Largest value in any steady iteration.
+    low_bytes: int  # Smallest value in an iteration, median over the steady iterations.
+    peak_bytes: int  # Largest value in an iteration, median over the steady iterations.
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,8 +127,8 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
 def _per_phase(
     trace: Trace, rank: int, pool: str, phases: PhaseArrays, timeline: tuple[Ints, Ints]
 ) -> list[tuple[str | None, int, int]]:
-    """Return (phase, low, peak) of a timeline, over the iterations in which `pool` was read; without iterations, of the
-    whole trace."""
+    """Return (phase, low, peak) of a timeline, medians over the iterations in which `pool` was read; without
+    iterations, of the whole trace."""
     times, values = timeline
     if not steady_iterations(trace).numbers:
         return [(None, int(values.min()), int(values.max()))]
@@ -134,8 +136,9 @@ def _per_phase(
     peaks = peak_between(times, values, phases.starts, phases.ends)
     negated_lows = peak_between(times, -values, phases.starts, phases.ends)
     highest, negated_lowest = (largest_by_part(phases, of_phases).columns for of_phases in (peaks, negated_lows))
+    medians = {part: (median_or_none(negated_lowest[part]), median_or_none(highest[part])) for part in ITERATION_PARTS}
     return [
-        (part, round(-np.nanmax(negated_lowest[part])), round(np.nanmax(highest[part])))
-        for part in ITERATION_PARTS
-        if not np.isnan(highest[part]).all()
+        (phase, round(-low), round(peak))
+        for phase, (low, peak) in medians.items()
+        if low is not None and peak is not None
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from ebbtide.analysis.metrics.ranks.comparison import NOT_COMPARED, RankDifferen
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
-from ebbtide.analysis.timeseries.statistics import sum_or_none
+from ebbtide.analysis.timeseries.statistics import median_or_none, sum_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -74,8 +74,8 @@ class PhaseSummary:
     count: int  # How often it ran, each micro-step once.
     median_ms: float | None  # Median of its time per iteration, on the slowest rank.
     p95_ms: float | None  # 95th percentile of the same, with linear interpolation.
-    peak_bytes: int | None  # Peak of `MemorySummary.pool` in any steady iteration, on any rank.
-    min_free_bytes: int | None  # Least free memory (capacity - `Summary.free_pool`), likewise.
+    peak_bytes: int | None  # Peak of `MemorySummary.pool`, median over iterations and ranks.
+    min_free_bytes: int | None  # Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
     h2d_bytes: int | None  # Bytes moved to the device per iteration, median over iterations and ranks.
     d2h_bytes: int | None  # Bytes moved to the host per iteration, median over iterations and ranks.
     # `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
@@ -223,11 +223,11 @@ def _summarize(trace: Trace) -> Summary:
                 count=max((part_counts(trace, rank)[phase] for rank in trace.ranks), default=0),
                 median_ms=median,
                 p95_ms=float(np.percentile(phase_times, 95)) if median is not None else None,
-                peak_bytes=_bytes(peaks[phase], np.max),
-                min_free_bytes=_bytes(free[phase], np.min),
+                peak_bytes=_median_bytes(peaks[phase]),
+                min_free_bytes=_median_bytes(free[phase]),
                 # Copies of a phase that the trace does not show are those of another part.
-                h2d_bytes=_bytes(moved["h2d"][phase], np.median) if median is not None else None,
-                d2h_bytes=_bytes(moved["d2h"][phase], np.median) if median is not None else None,
+                h2d_bytes=_median_bytes(moved["h2d"][phase]) if median is not None else None,
+                d2h_bytes=_median_bytes(moved["d2h"][phase]) if median is not None else None,
                 share=median / total if median is not None and total else None,
                 **(asdict(times) if (times := predicted_range(trace, phase)) is not None else {}),
             )
@@ -350,7 +350,6 @@ def _remarks(trace: Trace) -> list[str]:
     return remarks
 
 
-def _bytes(values: Floats, statistic: Callable[[Floats], Any]) -> int | None:
-    """Return a statistic of the values that were recorded; None where none was."""
-    recorded = values[~np.isnan(values)]
-    return round(float(statistic(recorded))) if len(recorded) else None
+def _median_bytes(values: Floats) -> int | None:
+    median = median_or_none(values)
+    return None if median is None else round(median)

@@ -55,9 +55,9 @@ def _peak_line(trace: Trace, memory: MemoryUse) -> Iterator[str]:
     capacity = capacity_bytes(trace, most.rank)
     of_capacity = f" of {bytes_text(capacity)}" if capacity is not None else ""
     free = [gap.low_bytes for gap in memory.gaps if gap.gap == "free"]
-    of_rank, on_all = (f", rank {most.rank}", always_free(trace)) if len(trace.ranks) > 1 else ("", "")
-    left = f"; at least {bytes_text(min(free))} free.{on_all}" if free else ""
-    phase = f" in {most.phase}" if most.phase else ""
+    of_rank = f", rank {most.rank}" if len(trace.ranks) > 1 else ""
+    left = f"; {bytes_text(min(free))} free.{always_free(trace)}" if free else ""
+    phase = f" in {most.phase}, median of the iterations" if most.phase else ""
     yield f"{trace.path}: {bytes_text(most.peak_bytes)}{of_capacity} at the peak{phase} ({most.pool}{of_rank}){left}"
 
 
@@ -75,7 +75,7 @@ def _highest_table(trace: Trace, memory: MemoryUse) -> Table:
     names = {name for _, name in rows}
     meanings = [f"{gap}: {upper} minus {lower}" for gap, (upper, lower) in GAPS.items() if gap in names]
     note = "; ".join([*meanings, *([f"free: {free_memory_text(trace)}"] if _LEAST_FREE in names else [])])
-    title = "Highest use in any iteration" if phases[0] is not None else "Highest use"
+    title = "Highest use, medians over the iterations" if phases[0] is not None else "Highest use"
     return Table("use", title, (text("pool", lambda row: row[0][1]), *columns), list(rows.items()), note or None)
 
 

@@ -48,10 +48,9 @@ def phase_table(trace: Trace, summary: Summary) -> Table:
     )
     counted = summary.iterations - summary.warmup_iterations
     scope = f"Medians over {counted} iterations" if counted > 1 else "One iteration"
-    scope += ", times of the slowest rank" if summary.ranks > 1 else ""
-    worst = "; memory: the worst of all" if summary.memory.pool and max(counted, summary.ranks) > 1 else ""
+    scope += ", times of the slowest rank, bytes the median of ranks" if summary.ranks > 1 else ""
     note = f"{free_note(trace)}{always_free(trace)}" if any(row.min_free_bytes for row in summary.phases) else None
-    return Table("phases", f"{scope}{worst}", columns, [total, *summary.phases], note)
+    return Table("phases", scope, columns, [total, *summary.phases], note)
 
 
 def memory_table(trace: Trace, summary: Summary) -> Table:

@@ -180,7 +180,7 @@ def cpu_bound_update(metrics: JobMetrics) -> Finding | Unknown | None:
     if free and params:
         per_param = state_bytes(metrics.entry) + param_bytes(metrics.entry)
         evidence.append(
-            f"in every update at least {bytes_text(min(free))} of device memory are free (capacity minus "
+            f"in the median update at least {bytes_text(min(free))} of device memory are free (capacity minus "
             f"{metrics.free_pool}): optimizer state and gradients ({per_param:g} B each) of "
             f"{count_text(min(free) / per_param)} parameters, of {count_text(params)} offloaded ones on this rank"
         )

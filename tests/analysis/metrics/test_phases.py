@@ -162,6 +162,6 @@ def test_phase_peaks__are_unknown_where_a_recorder_left_out_the_readings_of_an_i
     assert peaks["backward"].isna().tolist() == [False, True, False, True]
     assert peaks["backward"].dropna().tolist() == [30, 32]
     uses = {use.phase: use.peak_bytes for use in memory_use(trace).pools}
-    assert uses["backward"] == 32
+    assert uses["backward"] == 31
     imported = built(lengths, samples=samples).build()
     assert phase_peaks(imported, 0, "device").columns["backward"].tolist() == [30, 25, 32, 25]

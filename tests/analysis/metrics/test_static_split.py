@@ -66,21 +66,13 @@ def test_largest_split__agrees_with_replay_on_published_runs(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PUBLISHED]
 )
-def test_commands__agree_on_peak_and_free_memory_and_number_of_notes(name: str) -> None:
+def test_commands__agree_on_free_memory_and_number_of_notes(name: str) -> None:
     trace = open_trace(TRACES / f"{name}.ebb")
     metrics = JobMetrics(trace)
-    summary, memory, windows = metrics.summary(), metrics.memory(), metrics.windows(1)
-    always = metrics.always_free_bytes
-    assert always == min(phase.min_free_bytes for phase in summary.phases) == min(metrics.min_gap_bytes("free"))
-    for phase in summary.phases:
-        pools = [use.peak_bytes for use in memory.pools if (use.phase, use.pool) == (phase.phase, summary.memory.pool)]
-        assert phase.peak_bytes == max(pools, default=None)
-    for rank, least in zip(windows.known_ranks, metrics.min_gap_bytes("free"), strict=True):
-        # Recurring windows hold in every iteration, those of the warm-up, too.
-        of_rank = [window.free_bytes for window in windows.guaranteed if window.rank == rank]
-        assert of_rank == [] or min(of_rank) <= least
-        steady = [w for w in windows.windows if w.rank == rank and w.iteration in metrics.steady_iterations]
-        assert min(window.free_bytes for window in steady) == least
+    summary, windows = metrics.summary(), metrics.windows(1)
+    # Those of phases are medians; these hold at every moment of the steady iterations.
+    steady = [window.free_bytes for window in windows.windows if window.iteration in metrics.steady_iterations]
+    assert min(steady) == metrics.always_free_bytes <= min(phase.min_free_bytes for phase in summary.phases)
     *_, details = summary_view(trace, summary, verbose=False)
     printed = [part for part in summary_view(trace, summary, verbose=True) if str(part).startswith("note: ")]
     assert str(details).startswith(f"{counted(len(printed), 'note')}, ") or not printed

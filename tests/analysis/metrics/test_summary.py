@@ -133,9 +133,6 @@ def test_summarize__has_peak_and_least_free_memory_of_each_phase() -> None:
         for after, size in ((5, 50), (15, 300), (25, 700), (29, 200), (35, 10)):
             rank.memory(begin + after * MS, size)
     summary = summarize(builder.build())
-    # Not their medians: the least free memory is what an allocation may fail for. One iteration has more than others.
-    rank.memory(65 * MS, 800)
-    assert [phase.peak_bytes for phase in summarize(builder.build()).phases] == [300, 800, 200, 50]
     # A phase begins with the memory that the one before it left.
     assert [phase.peak_bytes for phase in summary.phases] == [300, 700, 200, 50]
     assert [phase.min_free_bytes for phase in summary.phases] == [700, 300, 800, 950]
