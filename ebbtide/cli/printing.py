@@ -74,7 +74,7 @@ def print_view(view: View) -> None:
 def print_table(table: Table) -> None:
     from ebbtide.analysis.tables.text import table_lines
 
-    echo(table.title, bold=True)
+    echo_line(table.title, bold=True)
     for line in table_lines(table, output_width()):
         echo(printable_line(line))
     for note in (table.note, table.cut):

@@ -80,7 +80,7 @@ def test_screens__replays_of_many_traces_are_one_screen(monkeypatch: pytest.Monk
     result = ebbtide_in_process("replay", *traces, *machines, "--policy", "zero-offload", "--policy", "pipelined")
     lines = result.stdout.splitlines()
     assert "is the best of" in lines[0]
-    assert lines[-1].startswith("next: ")
+    assert any(line.startswith("next: ") for line in lines[-2:])
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 24
 

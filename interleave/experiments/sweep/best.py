@@ -157,7 +157,7 @@ def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> Vie
         for item in best
     ]
     of_policies = f" of {policies} policies" if policies > 1 else ""
-    title = f"The best{of_policies} that fits (speed-up over {BASELINE} with the same subgroups)"
+    title = f"The best{of_policies} that fits (speed-up over {BASELINE}, same subgroups)"
     max_rows = _MAX_ROWS if print_all else _MAX_SHORT
     yield Table("best", title, columns, best_rows, source=str(output or "--all"), max_rows=max_rows)
     if print_all:

@@ -104,7 +104,7 @@ def test_simulate__waits_for_streamed_weights() -> None:
 
 
 def test_streamed_weights__leave_parameters_outside_of_layers_on_the_device() -> None:
-    """Of eight layers of 2 GB two stay for the next forward; 3 GB are outside of them, in two subgroups."""
+    """Two of eight layers of 2 GB stay for the next forward; 3 GB are outside of them, in two subgroups."""
     workload = _workload(8, params=9.5e9)
     for policy, gigabytes in (
         # Both passes copy what has no slot; updated parameters are uploaded where they do not come with that.

@@ -8,6 +8,7 @@ from typing import Any
 
 from ebbtide.interleave.experiments.sweep.task import Row, Scenario, Task, combinations, run_task
 from ebbtide.interleave.model.workload import Workload, workload_from
+from ebbtide.machines.accuracy import RATES
 from ebbtide.machines.machine import Machine, machine_from
 
 MACHINE: dict[str, Any] = {
@@ -34,7 +35,11 @@ WORKLOAD: dict[str, Any] = {
 
 
 def machine(**changes: Any) -> Machine:
-    return machine_from(MACHINE | changes, "box")
+    """Return a machine; a `fit` among the changes is one of its rates."""
+    values = MACHINE | changes
+    if "fit" in changes:
+        values["fit"] = {"rates": {key: values[key] for key in RATES & values.keys()}} | changes["fit"]
+    return machine_from(values, "box")
 
 
 def workload(**changes: Any) -> Workload:

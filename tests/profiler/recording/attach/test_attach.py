@@ -114,7 +114,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
         job.train_until(lambda: process.update() or process.mark(late, "begin") is not None)
         unfinished = open_trace(path)
         job.train_until(lambda: process.update() or process.mark(late, "end") is not None)
-        allocations = attach(path, 4, poll_ms=0, allocator_iterations=2)
+        allocations = attach(path, 40, poll_ms=0, allocator_iterations=2)
         job.train_until(allocations.update)
         over = put_request(path, 2, reached)
         job.train_until(lambda: process.update() or process.mark(over, "missed") is not None)
