@@ -258,7 +258,7 @@ def test_import_trace__combines_files_of_several_ranks(tmp_path: Path) -> None:
     assert (entry.world_size, trace.raw_meta["ranks"][1]["backend"], entry.host) == (2, "nccl", "box")
 
 
-@pytest.mark.parametrize("jobs", [1, slow_case(2)])
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_read_trace__refuses_two_files_of_one_process(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:

@@ -110,7 +110,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
             attach(path, 3, first=5)
         (process,) = attached.processes
         reached = process.iteration or 0
-        late = put_request(path, reached - 3, reached + 250)
+        late = put_request(path, reached - 3, reached + 1000)  # It learns of it within a second.
         job.train_until(lambda: process.update() or process.mark(late, "begin") is not None)
         unfinished = open_trace(path)
         job.train_until(lambda: process.update() or process.mark(late, "end") is not None)
