@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,17 @@ def test_levers__save_what_dry_runs_of_the_changed_trainer_save(tmp_path: Path) 
         assert saved_bytes(job, lever, **settings) == pytest.approx(before - after, abs=0.05 * before), lever
 
 
+def adamw(params: int, state_bytes: int, dtype: str) -> dict[str, Any]:
+    """Return the description of an optimizer with two moments per parameter on the GPU."""
+    return {
+        "class": "AdamW",
+        "params": params,
+        "state_bytes": state_bytes,
+        "state_dtypes": {dtype: 2 * params},
+        "state_devices": ["cuda"],
+    }
+
+
 def lora_trace(path: Path, framework: str = "trl", used_gib: float = 24.0) -> Trace:
     """Write the trace of a LoRA job of 8 G parameters: 15 GiB of weights, 8 of activations, micro-batch 2."""
     builder = TraceBuilder("recorded")
@@ -189,13 +201,7 @@ def lora_trace(path: Path, framework: str = "trl", used_gib: float = 24.0) -> Tr
         "bytes": weights,
         "checkpointing": False,
     }
-    optimizer = {
-        "class": "AdamW",
-        "params": params,
-        "state_bytes": 8 * params,
-        "state_dtypes": {"float32": 2 * params},
-        "state_devices": ["cuda"],
-    }
+    optimizer = adamw(params, 8 * params, "float32")
     rank = builder.rank(
         0,
         world_size=1,
@@ -221,13 +227,7 @@ def full_trace(path: Path, micro_steps: int) -> Trace:
     params, gib = 8_053_063_680, 2**30
     device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 24 * gib, "name": "NVIDIA GeForce RTX 4090"}
     count = {"params": params, "total_params": params, "trainable_params": params, "bytes": 15 * gib}
-    optimizer = {
-        "class": "AdamW",
-        "params": params,
-        "state_bytes": 30 * gib,
-        "state_dtypes": {"bfloat16": 2 * params},
-        "state_devices": ["cuda"],
-    }
+    optimizer = adamw(params, 30 * gib, "bfloat16")
     rank = builder.rank(
         0,
         world_size=1,
