@@ -16,6 +16,7 @@ from ebbtide.machines.machine import Machine
 # Changes that move state to the memory of the host.
 _TO_THE_HOST = {"offload", "paged optimizer"}
 _RANKS, _CHECKPOINTING = "ranks", "checkpointing"
+_ADAPTERS = ("LoRA", "QLoRA")
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,20 @@ def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | No
 
 def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> tuple[JobChange, ...]:
     """Return what each change does alone, the least that fits, else the greatest; adapters also with checkpointing."""
-    changes, possible = [], _possible(job, machine)
+    changes: list[JobChange] = []
+    possible = _possible(job, machine)
+
+    def least(levers: list[Lever]) -> JobChange | None:
+        variants = _variants(Variant(job, job.settings), levers)
+        each = [_change(job, one, levers, machine, ranks_per_host) for one in variants]
+        return next((change for change in each if change.fits), each[-1] if each else None)
+
     for lever in possible:
-        for levers in ([lever], [one for one in possible if one.name in (lever.name, _CHECKPOINTING)]):
-            variants = _variants(Variant(job, job.settings), levers)
-            each = [_change(job, one, levers, machine, ranks_per_host) for one in variants]
-            fitting = [change for change in each if change.fits]
-            changes += (fitting or each[-1:] * (levers == [lever]))[:1]
-            if fitting or lever.name not in ("LoRA", "QLoRA"):
-                break
+        alone = least([lever])
+        changes += [alone] if alone else []
+        if lever.name in _ADAPTERS and not (alone and alone.fits):
+            both = least([one for one in possible if one.name in (lever.name, _CHECKPOINTING)])
+            changes += [both] if both and both.fits else []
     return tuple(changes)
 
 
