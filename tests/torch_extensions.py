@@ -68,8 +68,12 @@ def missing_storage_requirement() -> str | None:
 
 
 def use_own_directory() -> None:
-    """Direct torch in this process and its children to `DIRECTORY`."""
+    """Direct torch in this process and its children to `DIRECTORY`, and to the ninja of this environment.
+
+    Another version of ninja would compile everything again, since their logs differ, while other jobs wait.
+    """
     os.environ["TORCH_EXTENSIONS_DIR"] = str(DIRECTORY)
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
 def register_user() -> None:
