@@ -17,9 +17,19 @@ from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size
 from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
 from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
-from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE
+from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE, FLASH_2
+from ebbtide.profiler.dryrun.time.rates import AttentionSize, GpuRates, KernelWork
+from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
 FOLDER = Path(__file__).parent / "accuracy"
+# Sizes of heads that FlashAttention has kernels for. Before Hopper a forward runs those of all sizes from the model's
+# own on: `run_mha_fwd` in ml_dataflow's copy of FlashAttention 3 does not return after the first. On H100 the next ones
+# find its counter of tiles at the end.
+KERNEL_HEADS = (64, 96, 128, 192, 256)
+BEFORE_HOPPER = ("a100-80gb-sxm", "rtx3090")
+# RTX 5090 has FlashAttention 2, whose deterministic backward starts ceil(170 / 32) blocks for each of 32 heads. With 72
+# or 80 KiB of shared memory each of 170 multiprocessors runs one at a time: 192 blocks take two turns.
+BACKWARD_TURNS = {"rtx5090": 2 * 170 / 192}
 
 
 @dataclass(frozen=True)
@@ -106,8 +116,25 @@ def _predict_streamed(job: Job, implementation: Implementation) -> Prediction:
     chunk = job.micro_batch * job.sequence
     span = compute_span(job.shape, chunk, job.rates, "bfloat16", implementation)
     scale = job.tokens / chunk / (1 - (job.recompute_share or 0.0))
-    times = [scale * sum(pair) for pair in zip(*span, strict=True)]
-    return Prediction(job.name, *times)
+    parts = zip(*span, _repeated_attention_s(job), strict=True)
+    return Prediction(job.name, *(scale * sum(part) for part in parts))
+
+
+def _repeated_attention_s(job: Job) -> list[float]:
+    """Return the time of a chunk in which attention's kernels do more than once what the model needs, in each case."""
+    forward, backward = attention_work(job.machine, job.shape.head_size)
+    size = AttentionSize(job.sequence, job.shape.head_size, job.attention or FLASH_2)
+    flops = job.layers * job.micro_batch * job.sequence**2 * job.hidden * 2
+    kinds = ((forward - 1, WorkClass.ATTENTION), (backward - 2.5, WorkClass.ATTENTION_BACKWARD))
+    works = (KernelWork("attention", "compute", kind, more * flops, 0, "bfloat16", size) for more, kind in kinds)
+    rates = GpuRates(job.rates)
+    return [sum(times) / 1e9 for times in zip(*map(rates.kernel_ns, works), strict=True)]
+
+
+def attention_work(card: str, head_size: int) -> tuple[float, float]:
+    """Return the work of attention's forward and backward on a card, in that of a forward with causal mask."""
+    heads = [head for head in KERNEL_HEADS if head >= head_size] if card in BEFORE_HOPPER else [head_size]
+    return sum(heads) / head_size, 2.5 * BACKWARD_TURNS.get(card, 1.0)
 
 
 def read_rows(kind: type[Any], path: Path) -> list[Any]:

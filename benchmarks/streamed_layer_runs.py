@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from accuracy_jobs import FOLDER, Job, read_rows
+from accuracy_jobs import FOLDER, Job, attention_work, read_rows
 
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
 from ebbtide.interleave.policies.systems.ml_dataflow import dataflow_layers, dataflow_plan, slots_in
@@ -33,14 +33,6 @@ SHEETS = {
     "rtx3090": (71.2e12, 936e9, 32e9, 51.2e9),
     "rtx5090": (209.5e12, 1792e9, 64e9, 83.2e9),
 }
-# Sizes of heads that FlashAttention has kernels for. Before Hopper a forward runs those of all sizes from the model's
-# own on: `run_mha_fwd` in ml_dataflow's copy of FlashAttention 3 does not return after the first. On H100 the next ones
-# find its counter of tiles at the end.
-KERNEL_HEADS = (64, 96, 128, 192, 256)
-BEFORE_HOPPER = ("a100-80gb-sxm", "rtx3090")
-# RTX 5090 has FlashAttention 2, whose deterministic backward starts ceil(170 / 32) blocks for each of 32 heads. With 72
-# or 80 KiB of shared memory each of 170 multiprocessors runs one at a time: 192 blocks take two turns.
-BACKWARD_TURNS = {"rtx5090": 2 * 170 / 192}
 # More rounds than these are alike.
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 4
 
@@ -162,12 +154,6 @@ def workload_of(job: Job, settings: Settings, rates: Rates, rounds: int) -> Work
         clipping=False,
     )
     return with_layers(workload, layers, [one for _ in range(rounds) for one in total], job.name)
-
-
-def attention_work(card: str, head_size: int) -> tuple[float, float]:
-    """Return the work of attention's forward and backward on a card, in that of a forward with causal mask."""
-    heads = [head for head in KERNEL_HEADS if head >= head_size] if card in BEFORE_HOPPER else [head_size]
-    return sum(heads) / head_size, 2.5 * BACKWARD_TURNS.get(card, 1.0)
 
 
 def chunks_of(job: Job, settings: Settings) -> int:

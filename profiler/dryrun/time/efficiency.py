@@ -6,7 +6,8 @@ of its class. Errors are standard errors of the logarithm. `EVIDENCE` is all tha
 - Best shape of a product in bfloat16: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS
   (2026-08-22); RTX 5090: main-horse.github.io/posts/5090-mm-perf. Jobs reach less: real data take more power, and not
   every shape is the best one.
-- Jobs: Llama of 8 B on H100 and RTX 3090 (als244/ml_dataflow, 428 runs), and traces/a100-ranks1-async.ebb.
+- Jobs: Llama of 8 B on H100 and RTX 3090 (als244/ml_dataflow, 428 runs), and traces/a100-ranks1-async.ebb. Attention on
+  A100 and RTX 3090, and products and attention on RTX 5090: the fits of docs/layers.md, which count all kernels of a job.
 - Attention, long sequences, heads of 128: FlashAttention-2 on A100 (Dao 2023); FlashAttention-2, FlashAttention-3 and
   cuDNN on H100 (Shah et al. 2024, figures 5 and 6); RTX 5090: F.sdpa at 400 W (gau-nernst, "Writing Speed-of-Light
   Flash Attention for 5090"), whose backward was not measured.
@@ -60,8 +61,8 @@ class Evidence(NamedTuple):
 
 PRODUCT, FLASH_2, FLASH_3, CUDNN = "product", "flash2", "flash3", "cudnn"
 # A job differs by so much from others on the same card (clocks, versions, shapes), and a card from others of its class.
-# Attention was measured alone; the same kernels in jobs reached from 0.3 to 1 times as much on A100.
-_JOBS, _ATTENTION_JOBS, _CARDS = 0.1, 0.25, 0.08
+# Attention in jobs reached 0.87 (A100, RTX 5090) to 0.98 (H100) of what the same kernels reach alone.
+_JOBS, _ATTENTION_JOBS, _CARDS = 0.1, 0.15, 0.08
 # The share of its best shape that a product of a job reaches: 0.86 on H100, 0.88 on A100.
 _IN_JOB = 0.87
 _BEST_ERROR = 0.07
@@ -74,6 +75,7 @@ _PRIORS = {
 EVIDENCE = (
     Evidence(PRODUCT, "RTX 3090", CardClass.GEFORCE, 1.0, 0.04),
     Evidence(PRODUCT, "RTX 5090", CardClass.GEFORCE, 1.07 * _IN_JOB, 0.1),
+    Evidence(PRODUCT, "RTX 5090", CardClass.GEFORCE, 1.14, 0.1),
     Evidence(PRODUCT, "A100-SXM", CardClass.AMPERE, 0.869 * _IN_JOB, _BEST_ERROR),
     Evidence(PRODUCT, "A100-PCIE", CardClass.AMPERE, 0.811 * _IN_JOB, _BEST_ERROR),
     Evidence(PRODUCT, "H100 80GB HBM3", CardClass.HOPPER, 0.695, 0.04),
@@ -85,9 +87,10 @@ EVIDENCE = (
     Evidence(PRODUCT, "MI325X", CardClass.CDNA, 0.604 * _IN_JOB, 0.12),
     Evidence(PRODUCT, "MI355X", CardClass.CDNA, 0.68 * _IN_JOB, 0.12),
     Evidence(FLASH_2, "A100", CardClass.AMPERE, 0.72, _ATTENTION_JOBS),
-    Evidence(FLASH_2, "A100", CardClass.AMPERE, 0.33, 0.15),
-    Evidence(FLASH_2, "RTX 3090", CardClass.GEFORCE, 0.57, 0.05),
+    Evidence(FLASH_2, "A100", CardClass.AMPERE, 0.63, 0.15),
+    Evidence(FLASH_2, "RTX 3090", CardClass.GEFORCE, 1.0, 0.1),
     Evidence(FLASH_2, "RTX 5090", CardClass.GEFORCE, 0.75, 0.15),
+    Evidence(FLASH_2, "RTX 5090", CardClass.GEFORCE, 0.65, 0.15),
     Evidence(FLASH_2, "H100", CardClass.HOPPER, 0.374, 0.04),
     Evidence(FLASH_3, "H100", CardClass.HOPPER, 0.655, 0.05),
     Evidence(FLASH_3, "H100 80GB HBM3", CardClass.HOPPER, 0.72, 0.05),
@@ -106,9 +109,11 @@ _WAVE_ELEMENTS = 120 * 128 * 128
 _SMALL_DIMENSION = 32
 # Attention over sequences of s reaches s / (s + 400): FlashAttention-3 and cuDNN on H100, 512 to 16,384.
 _SHORT_SEQUENCE = 400
-# Smaller heads: the rate at 64 is 0.77 (FlashAttention-3), 0.87 (2) and 0.69 (cuDNN) of that at 128 on H100. On GeForce
-# cards, whose shared memory is small, heads of 128 are the slower ones: 0.75 (RTX 5090, ml_dataflow).
+# Smaller heads: the rate at 64 is 0.77 (FlashAttention-3), 0.87 (2) and 0.69 (cuDNN) of that at 128 on H100, and on A100
+# 0.9 alone and 1.0 in jobs (ml_dataflow). On GeForce cards, whose shared memory is small, heads of 128 are the slower
+# ones: 0.73 (RTX 5090, ml_dataflow).
 _FULL_HEAD, _HEAD_EXPONENT = 128, 0.35
+_HEAD_EXPONENTS = {CardClass.AMPERE: 0.1, CardClass.GEFORCE: -0.4}
 
 
 @cache
@@ -152,6 +157,5 @@ def product_factor(result_elements: float, smallest_dimension: float) -> float:
 
 def attention_factor(sequence: float, head_size: float, card_class: CardClass) -> float:
     """Return the share of the rate on long sequences and heads of 128 that attention of this size reaches."""
-    exponent = -_HEAD_EXPONENT if card_class is CardClass.GEFORCE else _HEAD_EXPONENT
-    heads = math.pow(min(1.0, head_size / _FULL_HEAD), exponent)
+    heads = math.pow(min(1.0, head_size / _FULL_HEAD), _HEAD_EXPONENTS.get(card_class, _HEAD_EXPONENT))
     return sequence / (sequence + _SHORT_SEQUENCE) * heads
