@@ -58,6 +58,7 @@ FITTED = {
     "streamed-8b": "ml_dataflow: 8 B on H100 and RTX 3090",
     **FIRST,
     "torchtitan-corrected": "torchtitan, its cards and checkpointing stated",
+    "gpt2-h200": SECOND["gpt2-h200"],
 }
 CARDS = {
     "h100": "H100 80GB HBM3",

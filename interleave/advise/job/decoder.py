@@ -204,7 +204,7 @@ class _Direction(NamedTuple):
             self._memory_work(bytes_per_token, work.launches),
         ]
         end = [
-            *self._products(hidden, shape.vocabulary),
+            *self._products(hidden, shape.vocabulary, is_aligned=shape.vocabulary % 8 == 0),
             self._memory_work(shape.vocabulary * work.vocabulary_bytes, 4),
         ]
         host_ns = priors.ENGINE_OPERATION_NS if self.is_backward else priors.PYTHON_OPERATION_NS
@@ -213,13 +213,13 @@ class _Direction(NamedTuple):
         ranges = zip(gpu_ns, host_ns, runtime.overhead, strict=True)
         return PriorRange(*(max(shape.layers * a + b, launches * host) * over / 1e9 for (a, b), host, over in ranges))
 
-    def _products(self, inputs: float, outputs: float) -> Iterator[KernelWork]:
+    def _products(self, inputs: float, outputs: float, is_aligned: bool = True) -> Iterator[KernelWork]:
         """Yield the product of a linear layer; in the backward those of its input's and of its weights' gradients."""
         flops = 2 * self.tokens * inputs * outputs
         size = 2 * (self.tokens * inputs + inputs * outputs + self.tokens * outputs)
         results = (self.tokens * inputs, inputs * outputs) if self.is_backward else (self.tokens * outputs,)
         for result in results:
-            dimensions = ProductSize(result, min(self.tokens, inputs, outputs))
+            dimensions = ProductSize(result, min(self.tokens, inputs, outputs), is_aligned)
             yield KernelWork("mm", "compute", WorkClass.MATRIX, flops, size, self.precision, dimensions)
 
     def _attention(self, kind: str) -> Iterator[KernelWork]:

@@ -6,8 +6,8 @@ of its class. Errors are standard errors of the logarithm. `EVIDENCE` is all tha
 - Best shape of a product in bfloat16: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS
   (2026-08-22); RTX 5090: main-horse.github.io/posts/5090-mm-perf. Jobs reach less: real data take more power, and not
   every shape is the best one.
-- Jobs: Llama of 8 B on H100 and RTX 3090 (als244/ml_dataflow, 428 runs), and traces/a100-ranks1-async.ebb. Attention on
-  A100 and RTX 3090, and products and attention on RTX 5090: the fits of docs/layers.md, which count all kernels of a job.
+- Jobs: Llama of 8 B on H100 and RTX 3090 (als244/ml_dataflow, 428 runs), and traces/a100-ranks1-async.ebb. Attention
+  on A100 and RTX 3090, and products and attention on RTX 5090: the fits of docs/layers.md, which count all kernels.
 - Attention, long sequences, heads of 128: FlashAttention-2 on A100 (Dao 2023); FlashAttention-2, FlashAttention-3 and
   cuDNN on H100 (Shah et al. 2024, figures 5 and 6); RTX 5090: F.sdpa at 400 W (gau-nernst, "Writing Speed-of-Light
   Flash Attention for 5090"), whose backward was not measured.
@@ -107,11 +107,14 @@ BACKWARD_OF_ATTENTION = 0.87
 _WAVE_ELEMENTS = 120 * 128 * 128
 # One whose smallest dimension is d reaches d / (d + 32) of this: its tiles are not filled.
 _SMALL_DIMENSION = 32
+# Without rows at multiples of 16 B, other kernels are taken: 3 times the time (vocabulary of 128,003; Netflix 2026,
+# "Scaling LLM Post-Training") to 5 times (GPT-2 with 50,257 on H200, with the loss; benchmarks/accuracy).
+_NOT_ALIGNED = 0.25
 # Attention over sequences of s reaches s / (s + 400): FlashAttention-3 and cuDNN on H100, 512 to 16,384.
 _SHORT_SEQUENCE = 400
-# Smaller heads: the rate at 64 is 0.77 (FlashAttention-3), 0.87 (2) and 0.69 (cuDNN) of that at 128 on H100, and on A100
-# 0.9 alone and 1.0 in jobs (ml_dataflow). On GeForce cards, whose shared memory is small, heads of 128 are the slower
-# ones: 0.73 (RTX 5090, ml_dataflow).
+# Smaller heads: the rate at 64 is 0.77 (FlashAttention-3), 0.87 (2) and 0.69 (cuDNN) of that at 128 on H100, and on
+# A100 0.9 alone and 1.0 in jobs (ml_dataflow). On GeForce cards, whose shared memory is small, heads of 128 are the
+# slower ones: 0.73 (RTX 5090, ml_dataflow).
 _FULL_HEAD, _HEAD_EXPONENT = 128, 0.35
 _HEAD_EXPONENTS = {CardClass.AMPERE: 0.1, CardClass.GEFORCE: -0.4}
 
@@ -148,11 +151,11 @@ def card_class_of(gpu: GpuCompute) -> CardClass:
     return by_capability.get(capability, CardClass.OTHER)
 
 
-def product_factor(result_elements: float, smallest_dimension: float) -> float:
-    """Return the share of the rate of large products that one of this size reaches."""
+def product_factor(result_elements: float, smallest_dimension: float, is_aligned: bool = True) -> float:
+    """Return the share of the rate of large products in half precision that one of this size reaches."""
     waves = result_elements / _WAVE_ELEMENTS
     filled = waves / (waves + 1) if waves > 1 else math.sqrt(waves) / 2
-    return filled * smallest_dimension / (smallest_dimension + _SMALL_DIMENSION)
+    return filled * smallest_dimension / (smallest_dimension + _SMALL_DIMENSION) * (1.0 if is_aligned else _NOT_ALIGNED)
 
 
 def attention_factor(sequence: float, head_size: float, card_class: CardClass) -> float:

@@ -64,7 +64,9 @@ def kernel_work(
         flops = _count_flops(func, name, args, kwargs, result, inputs)
         precision = _precision(work_class, inputs[0])
         if work_class is WorkClass.MATRIX:
-            dimensions = ProductSize(sum(tensor.numel() for tensor in written or outputs), _smallest_dimension(inputs))
+            results = written or outputs
+            elements = sum(tensor.numel() for tensor in results)
+            dimensions = ProductSize(elements, _smallest_dimension(inputs), _is_aligned([*inputs, *results]))
         elif work_class is not WorkClass.CONVOLUTION:
             dimensions = _attention_size(str(func._schema.name), inputs)
     launches = _list_launches(written or outputs) if work_class is WorkClass.FOREACH else 1
@@ -179,6 +181,12 @@ def _precision(work_class: WorkClass, tensor: Any) -> str:
 def _smallest_dimension(inputs: list[Any]) -> int:
     sizes = [size for tensor in inputs if tensor.dim() > 1 for size in tensor.shape[-2:]]
     return min((size for size in sizes if size > 1), default=1)
+
+
+def _is_aligned(tensors: list[Any]) -> bool:
+    """Return whether rows of all matrices in half precision begin at multiples of 16 B."""
+    matrices = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.element_size() == 2]
+    return not any(max(tensor.stride()[-2:]) % 8 for tensor in matrices if min(tensor.shape[-2:]) > 1)
 
 
 def _attention_size(name: str, inputs: list[Any]) -> AttentionSize:

@@ -21,6 +21,7 @@ class ProductSize(NamedTuple):
 
     result_elements: float
     smallest_dimension: float
+    is_aligned: bool = True  # Whether rows of all matrices begin at multiples of 16 B.
 
 
 class AttentionSize(NamedTuple):

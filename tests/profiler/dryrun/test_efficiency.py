@@ -66,6 +66,7 @@ def test_product_factor__is_that_of_cubes_on_a100() -> None:
     factors = [product_factor(size**2, size) for size in (1024, 2048, 3072, 4096)]
     assert factors == pytest.approx([88 / 291, 195 / 291, 235 / 291, 258 / 291], abs=0.06)
     assert 0 < product_factor(8 * 64, 8) < product_factor(64 * 64, 64)
+    assert product_factor(4096**2, 4096, is_aligned=False) < product_factor(4096**2, 4096) / 3
 
 
 def test_attention_factor__falls_for_short_sequences_and_depends_on_heads() -> None:

@@ -110,6 +110,20 @@ def test_kernel_work__of_float32_products_runs_in_tf32_where_it_is_allowed(allow
     assert kernels_of(job)[0][4] == precision
 
 
+def test_kernel_work__of_products_in_half_precision_sees_rows_that_are_not_aligned() -> None:
+    """Logits of 257 classes, their two gradients, and products whose odd dimension counts rows alone or is float32."""
+
+    def job() -> None:
+        for classes, tokens, dtype in ((257, 64, torch.bfloat16), (264, 61, torch.bfloat16), (257, 64, torch.float32)):
+            weight = torch.empty(classes, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+            x = torch.empty(tokens, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+            logits = F.linear(x, weight)
+            logits.backward(torch.empty_like(logits))
+
+    aligned = observe(job, lambda run: [k.work.size.is_aligned for k in run.clock.kernels if "mm" in k.work.name])
+    assert aligned == [False] * 3 + [True] * 6
+
+
 def test_kernel_work__of_attention_halves_a_causal_mask_and_covers_convolutions() -> None:
     def job(causal: bool) -> None:
         q, k, v = (torch.empty(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
