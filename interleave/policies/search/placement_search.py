@@ -56,7 +56,7 @@ class Placement(NamedTuple):
         slots = min(max(self.slots, 1), moved, fit_in_update - resident)
         if not slots:
             speculated = min(max(self.speculated, 0), count - resident)
-            return Placement(resident, 0, 0, speculated=speculated)
+            return Placement(resident, 0, 0, speculated=speculated, cpu_share=self.cpu_share)
         return self._replace(
             resident=resident,
             moved=moved,
@@ -155,6 +155,7 @@ _CHANGES = (
     PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1),
     PlacementChange(resident=1, moved=-2, slots=-2, early=-2, late=-2),
     PlacementChange(round_trip_gradients=1),
+    PlacementChange(moved=1, round_trip_gradients=1),
     PlacementChange(slots=1, early=1, round_trip_gradients=1),
 )
 # The same where updates may run in the backward.

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.policies.search.placement_search import Placement, PlacementSearch
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
@@ -15,3 +16,29 @@ def test_with_fewer_moved__leads_to_a_placement_that_fits() -> None:
     assert search.cost(start) == search.cost(start._replace(moved=18)) == INFINITE
     assert search.with_fewer_moved(start) == start._replace(moved=15)
     assert search.cost(start._replace(moved=15)) < INFINITE
+
+
+def test_improve__finds_fewer_threads_where_nothing_is_moved() -> None:
+    """Updates under the backward slow the copies of gradients to the host."""
+    workload = replace(even(8, 10**8, gpu_free=((0.0, 0.0),)), backward_s=0.5)
+    machine = replace(TEST_MACHINE, host_memory_bytes_per_s=20e9)
+    search = PlacementSearch(
+        PlanCosts(workload, machine, "test", 10**6, Overlap(forward=True, backward=True)), range(8)
+    )
+    start = Placement(0, moved=0, slots=0, speculated=8)
+    best = search.improve(start)
+    assert best.cpu_share < 1
+    assert search.cost(best) < 0.97 * search.cost(start)
+
+
+def test_improve__moves_more_subgroups_where_there_is_memory_for_no_more_gradients() -> None:
+    """Each moved subgroup's gradient has to make a round trip as well."""
+    free = ((0.0, 3e9), (1.0, 1.5e9))
+    workload = replace(even(16, 10**8, gpu_free=free, clipping=False), backward_s=0.5)
+    machine = replace(TEST_MACHINE, cpu_update_params_per_s=5e8, step_overhead_s=0.0)
+    search = PlacementSearch(PlanCosts(workload, machine, "test", 10**6), range(16))
+    start = Placement(0, moved=4, slots=2, round_trip_gradients=4)
+    assert search.cost(start._replace(moved=6)) == INFINITE
+    best = search.improve(start)
+    assert best.moved > 8
+    assert search.cost(best) < 0.6 * search.cost(start)
