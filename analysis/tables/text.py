@@ -1,31 +1,13 @@
 """Prints tables and lines of results as plain text of a given width, and as Markdown for comments of pull requests."""
 
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from ebbtide.analysis.tables.table import PrintedColumn, Table, View
+from ebbtide.terminal_lines import MAX_NAME, unbroken_words, wrapped
 
 _GAP = "  "
-# Names up to this length are never broken; those of kernels are longer.
-_MAX_NAME = 40
-# A space that is printed as such, but at which no line is broken.
-_KEPT_SPACE = "\ue000"
-# What the further lines of a line stay clear of.
-_LEADER = re.compile(r" *(- |\w+  +|\d+\. |next: |note: )?")
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(ms|us|s|h|%|x|[kMGT]i?B(/s)?|[GM]|TFLOP/s|parameters|params)(?![\w-]))")
-
-
-def wrapped(line: str, width: int) -> list[str]:
-    """Return a line as lines of at most `width` characters, indented alike; numbers stay with their units, and longer
-    words whole, but for names of kernels and the like."""
-    leader = _LEADER.match(line)
-    hanging = " " * (leader.end() if leader else 0)
-    kept = _BEFORE_UNIT.sub(_KEPT_SPACE, line)
-    is_long = any(len(word) > _MAX_NAME for word in kept.split())
-    lines = textwrap.wrap(kept, width, subsequent_indent=hanging, break_long_words=is_long, break_on_hyphens=False)
-    return [part.replace(_KEPT_SPACE, " ") for part in lines] or [""]
 
 
 def table_lines(table: Table, width: int) -> Iterator[str]:
@@ -90,9 +72,9 @@ def _heading_width(heading: str, lines: int) -> int:
 def _least_width(column: PrintedColumn, is_first: bool) -> int:
     heading = max(map(len, column.heading.split()), default=0)
     if column.is_number or is_first:
-        return max(heading, *(min(_MAX_NAME, len(cell.text)) for cell in column.cells))
-    words = (word for cell in column.cells for word in _BEFORE_UNIT.sub(_KEPT_SPACE, cell.text).split())
-    return max(heading, *(min(_MAX_NAME, len(word)) for word in words), 1)
+        return max(heading, *(min(MAX_NAME, len(cell.text)) for cell in column.cells))
+    words = (word for cell in column.cells for word in unbroken_words(cell.text))
+    return max(heading, *(min(MAX_NAME, len(word)) for word in words), 1)
 
 
 _HTML = {"<": "&lt;", ">": "&gt;", "@": "&#64;"}

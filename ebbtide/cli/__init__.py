@@ -11,7 +11,7 @@ import typer.core
 
 import ebbtide
 from ebbtide.cli.command import HEADINGS, Command, find_commands, with_current_name
-from ebbtide.cli.printing import echo, echo_error, is_terminal, output_width, own_stdout
+from ebbtide.cli.printing import echo, echo_error, output_width, own_stdout, prints_to_terminal
 
 # Least width of a help whose options have frames around them.
 _PANEL_WIDTH = 100
@@ -20,7 +20,7 @@ _PANEL_WIDTH = 100
 def make_app(command: str | None = None) -> typer.Typer:
     """Make the app with one command, or with all of them where `command` is None or names none."""
     # Panels with frames need space.
-    markup: Literal["rich"] | None = "rich" if is_terminal() and output_width() >= _PANEL_WIDTH else None
+    markup: Literal["rich"] | None = "rich" if prints_to_terminal() and output_width() >= _PANEL_WIDTH else None
     app = typer.Typer(
         name="ebbtide",
         cls=_Commands,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ebbtide.cli.printing import echo_error
+from ebbtide.terminal_lines import print_note
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ def print_outputs(*paths: Path | None) -> None:
     """Print the paths of written outputs on stderr."""
     for path in paths:
         if path is not None:
-            echo_error(str(path))
+            print_note(str(path))
 
 
 def _is_folder_of_traces(folder: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from ebbtide.foreign_text import printable, printable_line
+from ebbtide.terminal_lines import is_terminal, stream_width, wrapped
 
 if TYPE_CHECKING:
     from ebbtide.analysis.tables.table import Table, View
 
-_FILE_WIDTH = 140
 # Where a running command prints; None: to `sys.stdout`.
 _output: TextIO | None = None
 # Called with a description of the current work, the amount that is done, and the total.
@@ -34,29 +33,25 @@ def echo(text: str = "", **style: Any) -> None:
 
 def echo_line(line: str, **style: Any) -> None:
     """Print a line, continued on further ones where it is wider than the terminal; `style`: as of `echo`."""
-    from ebbtide.analysis.tables.text import wrapped
-
     line = printable_line(line)
-    if is_terminal():
+    if prints_to_terminal():
         line = "\n".join(wrapped(line, output_width()))
     echo(line, **style)
 
 
 def echo_error(line: str) -> None:
-    """Print one line on stderr: what a command says beside its output."""
+    """Print an error on stderr, one line however wide: scripts read it."""
     typer.echo(f"ebbtide: {printable_line(line)}", err=True)
 
 
-def is_terminal() -> bool:
-    """Return whether people read the output at a certain width: on a terminal, or as COLUMNS says."""
-    output = _output or sys.stdout
-    # It is None where the caller has closed it.
-    return bool(os.environ.get("COLUMNS")) or (output is not None and output.isatty())
+def prints_to_terminal() -> bool:
+    """Return whether people read the output at a certain width."""
+    return is_terminal(_output or sys.stdout)
 
 
 def output_width() -> int:
-    """Return the number of columns: those of COLUMNS, else of the terminal; a file has more."""
-    return shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
+    """Return the number of columns of the output."""
+    return stream_width(_output or sys.stdout)
 
 
 def print_view(view: View) -> None:

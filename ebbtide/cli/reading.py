@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -61,7 +60,9 @@ def print_rank(trace: Trace, rank: int | None) -> None:
 
 def print_next(trace: Trace, follow_up: str) -> None:
     """Print the command to go on with, with {} for the trace."""
-    echo_line(f"next: ebbtide {follow_up.format(shlex.quote(str(trace.path)))}")
+    from ebbtide.profiler.trace.trace import next_line
+
+    echo_line(next_line(trace, follow_up))
 
 
 def print_prediction(trace: Trace) -> None:

@@ -16,6 +16,8 @@ class InterleavedAdamW(InterleavedOptimizer):
     """torch.optim.AdamW with an fp32 master: `InterleavedOptimizer` with the rule `adamw`.
 
     Arguments are those of InterleavedOptimizer, and `lr`, `betas`, `eps` and `weight_decay` as for torch.optim.AdamW.
+    Of its others (`torch_options`), `foreach`, `fused` and `capturable` have no effect, and `amsgrad`, `maximize` and
+    `differentiable` must be off.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class InterleavedAdamW(InterleavedOptimizer):
         storage: str | Path | Sequence[str | Path] | None = None,
         host_memory_budget: float | None = None,
         master: Literal["fp32", "remainder"] = "fp32",
+        **torch_options: bool | None,
     ) -> None:
         super().__init__(
             params,
@@ -62,4 +65,5 @@ class InterleavedAdamW(InterleavedOptimizer):
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
+            **torch_options,
         )

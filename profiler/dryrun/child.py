@@ -21,6 +21,7 @@ from ebbtide.profiler.dryrun.errors import DryRunError
 from ebbtide.profiler.dryrun.failures import explain_failure, job_traceback
 from ebbtide.profiler.dryrun.jobs.models import complete_stand_ins
 from ebbtide.profiler.dryrun.launch import JobLaunched, become_dry_run, launcher_followed
+from ebbtide.terminal_lines import print_note
 
 _CANNOT_FAKE, _DOES_NOT_FIT = 2, 3
 _INTERRUPTED = 130
@@ -56,13 +57,13 @@ def main(arguments: list[str]) -> int:
             if not status and not run.finished:
                 _wait_for_threads()
         if status not in (0, _INTERRUPTED):
-            print(f"ebbtide: incomplete: the job ended with status {status}; no trace is written", file=sys.stderr)
+            print_note(f"incomplete: the job ended with status {status}; no trace is written")
             return status
         builder = trace_of_run(run, ["python", *job])
         builder.meta["exit"] = {"code": status}
         builder.write(Path(output), force)
         for line in run.user_files.lines():
-            print(f"ebbtide: {printable_line(line)}", file=sys.stderr)
+            print_note(line)
         fits = printer is None or _print_result(printer, Path(output))
         return _DOES_NOT_FIT if own["check"] and not fits and not status else status
     except JobLaunched as job_launched:
@@ -89,10 +90,9 @@ def _show_progress(run: Any) -> None:
         time.sleep(_PROGRESS_S)
         if run.clock.closed:
             return
-        print(
-            f"ebbtide: {time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
-            f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels so far",
-            file=sys.stderr,
+        print_note(
+            f"{time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
+            f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels so far"
         )
 
 
@@ -112,7 +112,7 @@ def _run_job(job: list[str]) -> int:
             sys.path.insert(0, str(Path(job[0]).resolve().parent))
             runpy.run_path(job[0], run_name="__main__")
     except KeyboardInterrupt:
-        print("ebbtide: interrupted: the trace has what ran so far", file=sys.stderr)
+        print_note("interrupted: the trace has what ran so far")
         return _INTERRUPTED
     except SystemExit as error:
         return _status(error.code)

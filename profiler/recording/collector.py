@@ -26,6 +26,7 @@ from ebbtide.profiler.recording.lifecycle import finish_recording, open_recordin
 from ebbtide.profiler.sampler.processes import process_runs, recorded_processes, start_ticks, stat_fields
 from ebbtide.profiler.trace.files import new_trace
 from ebbtide.profiler.trace.trace import closing_lines
+from ebbtide.terminal_lines import print_note
 
 # A scheduler sends some of these to every process of a job, and a terminal others; none of them is for the collector.
 _IGNORED = (
@@ -187,7 +188,7 @@ def _collect(command: RecordedCommand, job: int, job_end: int, status: int, fail
 def _say(line: str) -> None:
     """Print a line to the stderr that the job had, which may be closed by now."""
     with contextlib.suppress(OSError):
-        os.write(2, f"ebbtide: {line}\n".encode(errors="replace"))
+        print_note(line)
 
 
 def job_continues(spools: Path) -> bool:

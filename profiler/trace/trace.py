@@ -213,16 +213,41 @@ class Trace:
 
 def closing_lines(trace: Trace) -> list[str]:
     """Return the last lines of a command that writes a trace: its path, what it has, and the command to run next."""
-    path = shlex.quote(str(trace.path))
-    first = trace.ranks[:1]
-    iterations = sum(
-        len({*trace.phases(rank)["iteration"]} or {*trace.iteration_marks(rank)["iteration"]}) for rank in first
-    )
-    recorded = [
-        name for table, (column, name) in _CONTENTS.items() if any(trace.labels(r, table, column) for r in first)
-    ]
     return [
-        f"trace: {path}, {counted(iterations, 'iteration')} on {counted(len(trace.ranks), 'rank')}",
-        f"recorded: {', '.join(recorded) or 'nothing'}",
-        f"next: ebbtide summary {path}",
+        f"trace: {shlex.quote(str(trace.path))}, {counted(_iterations(trace), 'iteration')} on "
+        f"{counted(len(trace.ranks), 'rank')}",
+        f"recorded: {', '.join(_CONTENTS[table][1] for table in _recorded_tables(trace)) or 'nothing'}",
+        next_line(trace, "summary {}"),
+    ]
+
+
+def next_line(trace: Trace, follow_up: str) -> str:
+    """Return the line with the command to go on with, `follow_up` with {} for the trace; where the trace has nothing of
+    training or of a GPU, which no command can explain, it is the one that records some."""
+    if _iterations(trace) or {*_recorded_tables(trace)} - {"phases", "memory"} or _devices(trace) - {"cpu"}:
+        return f"next: ebbtide {follow_up.format(shlex.quote(str(trace.path)))}"
+    command = "dry-run" if trace.meta.source == "predicted" else "profile"
+    return f"next: ebbtide {command} -- CMD (a job that trains: no iteration was seen)"
+
+
+def _iterations(trace: Trace) -> int:
+    """Return the number of iterations of the first rank."""
+    for rank in trace.ranks[:1]:
+        tables = (trace.columns(rank, name) for name in ("phases", "iteration_marks"))
+        numbers = ({*table.ints("iteration")[table.recorded("iteration")].tolist()} for table in tables)
+        return len(next(filter(None, numbers), ()))
+    return 0
+
+
+def _devices(trace: Trace) -> set[str]:
+    """Return the devices whose memory the first rank has."""
+    return {device for rank in trace.ranks[:1] for device in trace.labels(rank, "memory", "device")}
+
+
+def _recorded_tables(trace: Trace) -> list[str]:
+    """Return the tables of `_CONTENTS` in which the first rank has rows."""
+    return [
+        table
+        for table, (column, _) in _CONTENTS.items()
+        if any(trace.labels(r, table, column) for r in trace.ranks[:1])
     ]

@@ -7,7 +7,7 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, MinBytes, TraceFile, output_option, refuse_options, size, valued
-from ebbtide.cli.printing import echo_error
+from ebbtide.terminal_lines import print_note
 
 ENDINGS = (".json", ".json.gz")
 
@@ -34,8 +34,8 @@ def export(
         from ebbtide.analysis.export.tables import write_tables
 
         for note in write_tables(open_trace(trace), output, format, size(min_bytes), force):
-            echo_error(note)
-        echo_error(str(output))
+            print_note(note)
+        print_note(str(output))
         return
     refuse_options(context, {"trace", "output", "format", "force"}, "is for tables: --format csv or --format parquet")
     if not output.name.lower().endswith(ENDINGS):
@@ -43,4 +43,4 @@ def export(
     from ebbtide.analysis.export.chrome_trace import write_chrome_trace
 
     write_chrome_trace(open_trace(trace), output, force)
-    echo_error(f"{output} (open it in https://ui.perfetto.dev)")
+    print_note(f"{output} (open it in https://ui.perfetto.dev)")

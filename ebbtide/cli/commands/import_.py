@@ -8,9 +8,9 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, jobs_option, output_option, refuse_options, size, valued
-from ebbtide.cli.printing import echo_error
 from ebbtide.cli.reading import check_options
 from ebbtide.phases import ITERATION_PARTS
+from ebbtide.terminal_lines import print_note
 
 _RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
 
@@ -76,7 +76,7 @@ def import_(
         from ebbtide.profiler.trace.merge import merge
 
         for line in closing_lines(merge([open_trace(path) for path in sources], output, force, align)):
-            echo_error(line)
+            print_note(line)
         return
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
@@ -88,7 +88,7 @@ def import_(
 
     trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases, jobs or 1)
     for line in (*trace.notes, *closing_lines(trace)):
-        echo_error(line)
+        print_note(line)
 
 
 def _link(text: str) -> tuple[int, int]:

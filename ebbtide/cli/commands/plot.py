@@ -10,7 +10,7 @@ from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, Iterations, MinBytes, output_option, rank_option, size, valued
 from ebbtide.cli.options import iterations as parse_iterations
 from ebbtide.cli.outputs import picture_format
-from ebbtide.cli.printing import echo_error
+from ebbtide.terminal_lines import print_note
 
 _KINDS = "What to draw. " + " ".join(f"{name}: {text}" for name, text in kind_texts().items())
 
@@ -42,4 +42,4 @@ def plot(
         save(draw(opened, span, rank, kind, min_size), temporary, file_format)
     first, end = span
     drawn = f" (iterations {first} to {end - 1})" if iterations is not None and end is not None else ""
-    echo_error(f"{output}{drawn}")
+    print_note(f"{output}{drawn}")

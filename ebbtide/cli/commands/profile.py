@@ -14,7 +14,8 @@ import typer
 from ebbtide.cli.command import command
 from ebbtide.cli.options import STEPS, Force, Iterations, Metrics, count, metrics_server, output_option, size, valued
 from ebbtide.cli.options import iterations as parse_iterations
-from ebbtide.cli.printing import echo, echo_error, progress_bar
+from ebbtide.cli.printing import echo, progress_bar
+from ebbtide.terminal_lines import print_note
 
 if TYPE_CHECKING:
     from ebbtide.profiler.recording.attach import AttachedSlice
@@ -185,7 +186,7 @@ def _wait_for_slice(attached: AttachedSlice) -> None:
                 update(f"iteration {reached}: {until}{on}", min(max(reached, first), end) - first, end - first)
                 time.sleep(_PERIOD_S)
     except KeyboardInterrupt:
-        echo_error(f"no longer waiting; the job records iterations {_iterations_text(first, end)} all the same")
+        print_note(f"no longer waiting; the job records iterations {_iterations_text(first, end)} all the same")
         raise
 
 

@@ -7,8 +7,8 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Force, Jobs, MinBytes, Scheduler, TraceFile, output_option, rank_option, size
-from ebbtide.cli.printing import echo_error
 from ebbtide.cli.reading import read_ranks
+from ebbtide.terminal_lines import print_note
 
 
 @command("Start", 6, examples=("report run.ebb -o run.html", "report run.ebb -o run.html --rank 0 --rank 7"))
@@ -37,4 +37,4 @@ def report(
     opened = open_trace(trace)
     read_ranks(opened, find, jobs, scheduler)
     write_report(opened, TraceAnalysis(opened).findings(), output, min_size, rank or [], force)
-    echo_error(f"{output} (open it in a browser)")
+    print_note(f"{output} (open it in a browser)")

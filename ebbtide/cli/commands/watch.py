@@ -8,7 +8,7 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Metrics, metrics_server
-from ebbtide.cli.printing import echo_error
+from ebbtide.terminal_lines import print_note
 
 
 @command("Record", 1, shares_stdout=True, examples=("watch", "watch run.ebb --metrics 9400"))
@@ -49,7 +49,7 @@ def watch(
     LiveTrace(path).poll()
     with metrics_server(metrics) as server:
         server.start(path)
-        echo_error(f"metrics of {path}: {server.url}")
+        print_note(f"metrics of {path}: {server.url}")
         if view:
             show(path)
         else:

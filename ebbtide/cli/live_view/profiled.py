@@ -1,5 +1,6 @@
 """Records a job and shows the recording in the terminal meanwhile."""
 
+import re
 import sys
 import time
 
@@ -7,10 +8,10 @@ import typer
 
 from ebbtide.cli.live_view.snapshot import tail
 from ebbtide.cli.live_view.terminal import require_terminal, show
-from ebbtide.cli.printing import echo_error
 from ebbtide.errors import UserError
 from ebbtide.profiler.recording.collector import RecordedCommand
 from ebbtide.profiler.recording.launch import BackgroundJob
+from ebbtide.terminal_lines import print_note
 
 _PERIOD_S = 0.2
 # Lines of the output of a job that has failed.
@@ -30,14 +31,16 @@ def profile_and_show(command: RecordedCommand) -> int:
     try:
         show(command.output, job)
     except UserError as error:
-        echo_error(f"the view has ended ({error}); the job goes on")
+        print_note(f"the view has ended ({error}); the job goes on")
     _follow_output(job)
     code = job.exit_code()
     if code:
         for line in tail(job.log).splitlines()[-_LAST_LINES:]:
             typer.echo(line, err=True)
-    typer.echo(job.messages, nl=False, err=True)
-    echo_error(f"output of the job: {job.log}")
+    # With COLUMNS set the collector has wrapped them.
+    for message in re.split("^ebbtide: ", job.messages, flags=re.MULTILINE)[1:]:
+        print_note(" ".join(message.split()))
+    print_note(f"output of the job: {job.log}")
     return code
 
 
@@ -45,7 +48,7 @@ def _follow_output(job: BackgroundJob) -> None:
     """Print the output of a job from now on until it is finished; print nothing if it is already."""
     if job.is_finished():
         return
-    echo_error("the job goes on, and its output follows")
+    print_note("the job goes on, and its output follows")
     with open(job.log, "rb") as file:
         file.seek(0, 2)
         is_finished = False

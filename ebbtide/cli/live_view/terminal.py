@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.errors import TraceError, UserError
+from ebbtide.terminal_lines import print_note
 
 if TYPE_CHECKING:
     from ebbtide.profiler.recording.launch import BackgroundJob
@@ -44,7 +45,7 @@ def show(path: Path, job: BackgroundJob | None = None) -> None:
     with contextlib.suppress(TraceError, OSError, TypeError):
         count = len(read_meta(path).get("ranks") or ())
     if count > _MANY_RANKS:
-        print(f"ebbtide: reading {count} ranks; `ebbtide report` compares so many on a page", file=sys.stderr)
+        print_note(f"reading {count} ranks; `ebbtide report` compares so many on a page")
     reader = SnapshotReader(LiveTrace(path, MAX_ITERATIONS))
     # Before the screen changes: an error is one line.
     snapshot = reader.read(0) or RecordingSnapshot(path)

@@ -24,6 +24,7 @@ register(
         ADAMW,
         name="adam",
         title="Adam",
+        unsupported=(*ADAMW.unsupported, "decoupled_weight_decay"),
         defaults={**ADAMW.defaults, "weight_decay": 0.0},
         formula=_formula,
         factors=_factors,

@@ -48,6 +48,6 @@ ADAMW = register(
         defaults={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
         formula=_formula,
         factors=_factors,
-        unsupported=("amsgrad", "maximize"),
+        unsupported=("amsgrad", "maximize", "differentiable"),
     )
 )

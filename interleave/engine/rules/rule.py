@@ -82,7 +82,7 @@ class UpdateRule:
     formula: Callable[..., Any] = field(repr=False)
     factors: Callable[[Group, int], tuple[float, ...]] = field(repr=False)
     check: Callable[[Group], None] = field(repr=False, default=lambda group: None)
-    unsupported: tuple[str, ...] = ("maximize",)
+    unsupported: tuple[str, ...] = ("maximize", "differentiable")
     moment_dtype: torch.dtype = torch.float32
     scales: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
@@ -160,18 +160,23 @@ class UpdateRule:
                 raise EngineError(f"{name} is not supported: leave it off")
 
 
+# Options of torch's optimizers that choose how they compute, not what.
+_OF_KERNELS = {"foreach", "fused", "capturable"}
+
+
 class GroupRules:
     """The rules of parameter groups: that of the key `rule` of a group, and for others `default` with these defaults.
+    Options of torch's optimizers that choose kernels have no effect, as in a group.
 
     Raises EngineError if there is no such rule or hyperparameter."""
 
     def __init__(self, default: str, hyperparameters: Group) -> None:
         self.default = find_rule(default)
-        if unknown := hyperparameters.keys() - self.default.defaults.keys():
-            names = ", ".join(self.default.defaults)
-            raise EngineError(f"{min(unknown)} is no hyperparameter of {default}: these are {names}")
-        self.defaults = {**self.default.defaults, **hyperparameters}
-        self.default.check_group(self.defaults)
+        names = self.default.defaults
+        if unknown := hyperparameters.keys() - names.keys() - _OF_KERNELS - {*self.default.unsupported}:
+            raise EngineError(f"{min(unknown)} is no hyperparameter of {default}: these are {', '.join(names)}")
+        self.default.check_group({**names, **hyperparameters})
+        self.defaults = {name: hyperparameters.get(name, value) for name, value in names.items()}
 
     def rule_of(self, group: Group) -> UpdateRule:
         """Return the rule of a group."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ebbtide.errors import UserError, WorkloadError
 from ebbtide.interleave.advise.job import inputs
+from ebbtide.interleave.advise.job.training_job import RecordedJob, recorded_job
 from ebbtide.interleave.advise.replay import LATE, default_policies, replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
@@ -23,6 +24,8 @@ from ebbtide.workers import WorkerDied
 # With more of them one replay takes minutes and gigabytes.
 _MAX_SUBGROUPS = 100_000
 Named = TypeVar("Named", Workload, Machine)
+# A workload on a machine, and the job of its trace, None without one.
+Pair: TypeAlias = tuple[Workload, Machine, RecordedJob | None]
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,19 @@ def _scaled_time(time_s: float, workload: Workload, factor: float) -> float:
 
 def find_pairs(
     traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str], ranks_per_host: int | None = None
-) -> tuple[list[tuple[Workload, Machine]], dict[Path, UserError]]:
+) -> tuple[list[Pair], dict[Path, UserError]]:
     """Pair each workload with each machine, with the rates of one of `ranks_per_host` ranks (None: those of the trace).
     Without machines a trace goes with its recorded one, else its card's preset. Paths replace equal names.
 
     Returns the pairs, and the errors of traces that cannot be replayed. Raises UserError where no trace can, or one
     does not exist."""
-    sources: list[tuple[Trace | None, Path]] = []
+    sources: list[tuple[Trace | None, RecordedJob | None]] = []
     jobs, own, failed = list[tuple[Workload, str]](), list[tuple[Machine, str]](), dict[Path, UserError]()
     for path in (*traces, *files):
         try:
             trace = open_trace(path) if path in traces else None
             job = inputs.resolve_workload(trace, None if trace else path)
+            recorded = recorded_job(trace) if trace is not None else None
             if not machines:
                 own.append((inputs.resolve_machine(inputs.own_preset(trace), trace), f"the machine of {path}"))
         except UserError as error:
@@ -110,19 +114,21 @@ def find_pairs(
                 raise
             failed[path] = error
         else:
-            sources.append((trace, path))
+            sources.append((trace, recorded))
             jobs.append((job, str(path)))
     if not sources and failed:
         raise next(iter(failed.values()))
     named = _distinct_names([(find_machine(text), text) for text in machines])
     each = [named] * len(sources) if machines else [[machine] for machine in _distinct_names(own)]
     shared = (
-        (workload, trace, inputs.share_box(machine, ranks_per_host, trace))
-        for workload, (trace, _), own_machines in zip(_distinct_names(jobs), sources, each, strict=True)
+        (workload, trace, inputs.share_box(machine, ranks_per_host, trace), recorded)
+        for workload, (trace, recorded), own_machines in zip(_distinct_names(jobs), sources, each, strict=True)
         for machine in own_machines
     )
-    pairs = [(inputs.note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
-    return pairs, failed
+    return [
+        (inputs.note_other_machine(workload, machine, trace), machine, recorded)
+        for workload, trace, machine, recorded in shared
+    ], failed
 
 
 def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
@@ -143,6 +149,7 @@ class Task(NamedTuple):
     machine: Machine
     scenario: Scenario
     policy: str
+    job: RecordedJob | None
 
     def columns(self) -> Row:
         """Return the columns of its row that identify it."""
@@ -180,7 +187,10 @@ def failed_row(task: Task, error: str) -> Row:
 
 def _replayed_row(task: Task) -> Row:
     workload = task.scenario.apply_to(task.workload)
-    replayed = replay(workload, task.machine, [task.policy]).as_json()
+    job = task.job
+    if job is not None and job.own_update_s is not None:
+        job = replace(job, own_update_s=job.own_update_s * task.scenario.scale_params)
+    replayed = replay(workload, task.machine, [task.policy], job).as_json()
     (result,) = replayed["results"]
     return {
         **task.columns(),
@@ -197,15 +207,13 @@ def _replayed_row(task: Task) -> Row:
     }
 
 
-def combinations(
-    pairs: Sequence[tuple[Workload, Machine]], scenarios: Sequence[Scenario], policies: Sequence[str]
-) -> list[Task]:
+def combinations(pairs: Sequence[Pair], scenarios: Sequence[Scenario], policies: Sequence[str]) -> list[Task]:
     """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order; no
     policies: those that are replayed by default, with late updates."""
     return [
-        Task(*pair, scenario, policy)
-        for pair, scenario in itertools.product(pairs, scenarios)
-        for policy in policies or (*default_policies(pair[0]), LATE)
+        Task(workload, machine, scenario, policy, job)
+        for (workload, machine, job), scenario in itertools.product(pairs, scenarios)
+        for policy in policies or (*default_policies(workload), LATE)
     ]
 
 

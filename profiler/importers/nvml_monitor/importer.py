@@ -164,6 +164,7 @@ def parse_monitor(source: Source) -> Monitor:
         raise SourceError(
             f"{source} has no column of memory, link or state of a GPU: record columns such as memory.used or rxpci"
         )
+    _refuse_commas(source, table, [*columns.values(), table.column(TIME)])
     notes = list(table.notes)
     figures = read_figures(table, columns, notes)
     if figures[[*SAMPLED]].isna().all(axis=None):
@@ -193,6 +194,13 @@ def parse_monitor(source: Source) -> Monitor:
     devices = {int(str(number)): _device_fields(rows, texts) for number, rows in figures.groupby("device")}
     notes = [f"{source.path.name} {note}" for note in notes]
     return Monitor(source, figures, times.dated, devices, table.tool, notes)
+
+
+def _refuse_commas(source: Source, table: MonitorTable, columns: Sequence[int | None]) -> None:
+    for column in columns:
+        if column is not None and len(values := table.rows[column][table.text(column).str.contains(r"\d,\d")]):
+            example = f"{table.names[column]}: {values.iloc[0].strip()}"
+            raise SourceError(f"{source} has commas in numbers ({example}): save it with decimal points")
 
 
 def read_table(source: Source) -> MonitorTable:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.tables.table import Table, ms, size, text
-from ebbtide.analysis.tables.text import table_lines, wrapped
+from ebbtide.analysis.tables.text import table_lines
 
 ROWS = [
     {
@@ -63,12 +63,3 @@ def test_table_lines__are_no_wider_than_the_terminal(width: int) -> None:
     printed = lines(width)
     assert max(map(len, printed)) <= width
     assert any(line.startswith("interleaved:1@0.6,overlap=forward") for line in printed)
-
-
-@given(st.lists(st.sampled_from(["3,812 ms", "58 GiB", "of", "the", "--recommend", "7 %", "iteration"]), min_size=1))
-def test_wrapped__keeps_words_and_numbers_with_units(words: list[str]) -> None:
-    printed = wrapped("  - " + " ".join(words), 24)
-    assert all(len(line) <= 24 for line in printed)
-    assert " ".join(line.strip() for line in printed) == "- " + " ".join(words)
-    assert not any(line.endswith(("3,812", "58", "7")) for line in printed)
-    assert all(line.startswith("    ") for line in printed[1:])

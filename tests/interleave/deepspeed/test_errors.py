@@ -50,9 +50,15 @@ def test_initialize__refuses_configurations_that_are_not_supported(
 
 def test_check_optimizer__refuses_other_optimizers() -> None:
     weights = [torch.nn.Parameter(torch.zeros(3))]
-    for optimizer in (torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(weights, amsgrad=True)):
-        with pytest.raises(EngineError, match=r"SGD.*AdamW|amsgrad"):
+    for optimizer in (
+        torch.optim.SGD(weights, lr=0.1),
+        torch.optim.AdamW(weights, amsgrad=True),
+        torch.optim.Adam(weights, decoupled_weight_decay=True),
+    ):
+        with pytest.raises(EngineError, match=r"SGD.*AdamW|(amsgrad|decoupled_weight_decay) is not supported"):
             supported.rules_of(optimizer)
+    (rule,) = supported.rules_of(torch.optim.AdamW(weights, fused=True))
+    assert rule.name == "adamw"
 
 
 def test_enable__refuses_versions_that_are_not_tested(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

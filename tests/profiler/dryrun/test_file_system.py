@@ -224,3 +224,21 @@ def test_databases__are_copied_to_be_changed(tmp_path: Path, monkeypatch: pytest
 )
 def test_changing_program__is_found_in_text_and_words(command: str | list[str], program: str | None) -> None:
     assert changing_program(command) == program
+
+
+def test_made__is_listed_on_the_disk_though_the_job_closes_descriptors(tmp_path: Path) -> None:
+    view = FileView()
+    (tmp_path / "a").touch()
+    view.note_made(str(tmp_path / "a"))
+    links = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in map(int, posix.listdir("/proc/self/fd"))}
+    # Opening the list for each file would take longer than the file.
+    (number,) = (number for number, path in links.items() if path == os.path.join(view.folder, "made"))
+    with open(tmp_path / "b", "w") as other:
+        os.dup2(other.fileno(), number)
+        view.note_made(str(tmp_path / "b"))
+        assert os.path.getsize(tmp_path / "b") == 0
+        assert [os.path.basename(path) for path in view_module.made_in(view.folder)] == ["a", "b"]
+        view.close()
+        assert os.fstat(number)
+        os.close(number)
+    assert not any(tmp_path.iterdir())

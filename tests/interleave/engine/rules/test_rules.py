@@ -263,3 +263,18 @@ def test_adaptive__measures_the_rates_of_each_rule(name: str, master: Any) -> No
         assert policy == "zero-offload" or optimizer.machine.cpu_update_params_per_s
         optimizer.close()
     assert torch.equal(*results)
+
+
+def test_optimizer__takes_options_that_choose_kernels_of_torch() -> None:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    plain = InterleavedAdamW(params[:1], lr=0.5, policy="zero-offload")
+    with_options = InterleavedAdamW(
+        params[1:], lr=0.5, policy="zero-offload", fused=True, foreach=None, capturable=True, amsgrad=False
+    )
+    for param, optimizer in zip(params, (plain, with_options), strict=True):
+        param.sum().backward()
+        optimizer.step()
+    assert torch.equal(*params)
+    assert with_options.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+    with pytest.raises(EngineError, match="decoupled_weight_decay is not supported"):
+        InterleavedOptimizer([torch.nn.Parameter(torch.ones(3))], "adam", decoupled_weight_decay=True)

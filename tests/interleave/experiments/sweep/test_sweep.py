@@ -178,7 +178,7 @@ def test_find_pairs__workloads_with_the_same_name_are_named_by_their_paths(tmp_p
         (tmp_path / name).write_text(json.dumps(json.loads((tmp_path / "w.json").read_text()) | {"params": params}))
     machine_file = str(tmp_path / "m.json")
     pairs, _ = find_pairs([], [tmp_path / "v.json", tmp_path / "u.json"], [machine_file])
-    assert [(job.name, rates.name) for job, rates in pairs] == [
+    assert [(job.name, rates.name) for job, rates, _ in pairs] == [
         (str(tmp_path / f"{name}.json"), "box") for name in "vu"
     ]
     ((alone,), _) = find_pairs([], [tmp_path / "v.json"], [machine_file])
