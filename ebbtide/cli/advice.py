@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ebbtide.interleave.advise.job.training_job import TrainingJob
     from ebbtide.interleave.advise.lines.setups import PolicySetup
     from ebbtide.interleave.advise.lines.systems import SystemSetup
-    from ebbtide.interleave.advise.machine_plan import MachinePlan
+    from ebbtide.interleave.advise.machine_plan import MachinePlan, SortKey
     from ebbtide.interleave.advise.recommendation import Recommendation
     from ebbtide.machines.machine import Machine
 
@@ -30,7 +30,7 @@ class Before(NamedTuple):
 
 
 # Most plans that are printed without being asked for.
-_MAX_PLANS = 10
+MAX_PLANS = 10
 # Frameworks that code is printed for, as people say it.
 Framework = Literal["deepspeed", "script"]
 _FRAMEWORKS = {"deepspeed": "DeepSpeed", "script": "a plain script"}
@@ -139,7 +139,7 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
 def print_plans(
     job: TrainingJob,
     plans: list[MachinePlan],
-    sort: str,
+    sort: SortKey,
     explain: bool,
     is_named: bool,
     smallest: Machine | None,
@@ -151,14 +151,8 @@ def print_plans(
     limits each of them, and the other policies."""
     from ebbtide.interleave.advise.tables import plan_view, policies_table
 
-    def sort_key(plan: MachinePlan) -> tuple[bool, float]:
-        low, high = plan.iteration_low_ms, plan.iteration_high_ms
-        if sort == "cost":
-            low, high = plan.cost_low, plan.cost_high
-        return low is None or high is None, (low or 0.0) + (high or 0.0)
-
-    ordered = sorted(plans, key=sort_key)
-    here, max_plans = plans[0] if is_named else None, None if explain else _MAX_PLANS
+    ordered = sorted(plans, key=lambda plan: plan.sort_key(sort))
+    here, max_plans = plans[0] if is_named else None, None if explain else MAX_PLANS
     print_view(plan_view(job, ordered, here, smallest, max_plans, remarks, gpu_name))
     for plan in ordered if explain else ():
         notes = (*plan.notes, f"accuracy: {plan.accuracy}")

@@ -184,7 +184,8 @@ def plan_view(
     if here is not None and len(plans) == 1:
         yield _changes_table(here)
     host = text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes))
-    host_binds = any((plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf) for plan in plans)
+    shown = plans[:max_plans]
+    host_binds = any((plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf) for plan in shown)
     columns = [
         text("machine", "machine"),
         text("needs", fits_text),
