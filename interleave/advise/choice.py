@@ -146,6 +146,9 @@ def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machin
     policy = best.plan.policy
     if option not in POLICIES[parse(policy).name].options.get("overlap", ()) or option == "none":
         return None
+    # No iteration is shorter than its compute, beside which updates would run: a search could gain too little.
+    if not workload.compute_s or workload.compute_s * (1 + _MIN_GAIN) >= best.iteration_s:
+        return None
     steps = steps_of(f"{policy},overlap={option}", workload, machine)
     if steps is None:
         return None
