@@ -287,6 +287,27 @@ def fastest_plans(placed: Sequence[PlacedJob], by: SortKey, count: int) -> Itera
         yield number, plan
 
 
+@dataclass(frozen=True)
+class JobPlans:
+    """The plans of a job for some machines, in their order."""
+
+    job: TrainingJob
+    plans: Sequence[MachinePlan]
+    by: SortKey = "iteration"
+    is_named: bool = True  # Whether machines were named: then the first one is what the answer is about.
+    smallest: Machine | None = None  # The smallest preset that the job fits as it is; None without one.
+    remarks: Sequence[str] = ()  # On the first machine.
+
+    @property
+    def here(self) -> MachinePlan | None:
+        """The plan that the answer is about; None where it is about all machines."""
+        return self.plans[0] if self.is_named else None
+
+    def ordered(self) -> list[MachinePlan]:
+        """Return the plans in the order of the table, without times at the end."""
+        return sorted(self.plans, key=lambda plan: plan.sort_key(self.by))
+
+
 def _notes(placed: PlacedWorkload, machine: Machine, per_host: int, hosts: int) -> tuple[str, ...]:
     notes = [placed.times.note]
     if machine.box is not None and per_host < machine.box.ranks:

@@ -121,7 +121,7 @@ def plan(
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
     from ebbtide.interleave.advise.levers.search import smallest_machine
-    from ebbtide.interleave.advise.machine_plan import MachinePlan, PlanRequest, fastest_plans, place_job
+    from ebbtide.interleave.advise.machine_plan import JobPlans, MachinePlan, PlanRequest, fastest_plans, place_job
     from ebbtide.interleave.advise.whole_job import layers_of_job, plan_whole_job
     from ebbtide.interleave.model.workload import load_workload
     from ebbtide.interleave.policies import parse
@@ -194,10 +194,8 @@ def plan(
     elif code is not None:
         print_code(plans[machines.index(code) if len(plans) > 1 else 0])
     else:
-        is_named = bool(machines) or len(plans) == 1
-        texts = [*(one.text for one in whole), *(f"note: {limit}" for limit in first.limits(shared))]
-        gpu_name = "all" if len(targets) > 1 else (first.gpu and first.gpu.name) or ""
-        print_plans(job, plans, by, explain, is_named, smallest, texts, gpu_name)
+        remarks = [*(one.text for one in whole), *(f"note: {limit}" for limit in first.limits(shared))]
+        print_plans(JobPlans(job, plans, by, bool(machines) or len(plans) == 1, smallest, remarks), explain)
         if card is not None and recording is not None:
             echo_line(own_preset_text(card, recording))
     print_outputs(plot, save_workload)
