@@ -23,8 +23,9 @@ _PLACES = "resident: on the device; parked: there while it is free; streamed: in
 FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 
 
-def replay_view(replayed: Replay, baseline: str) -> View:
-    """Return the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to."""
+def replay_view(replayed: Replay, baseline: str, verbose: bool) -> View:
+    """Return the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to;
+    `verbose`: also where the plans keep and update the state."""
     job = replayed.workload
     params = f"{count_text(job.params)} parameters per rank in {counted(len(job.subgroups), 'subgroup')}"
     yield f"{job.name} on {replayed.machine.name}: {params}"
@@ -36,11 +37,11 @@ def replay_view(replayed: Replay, baseline: str) -> View:
     yield from replayed.simplest_lines()
     for one in _parts(replayed):
         for result, schedule in zip(one.results, one.schedules, strict=True):
-            if schedule.plan.remark:
+            if verbose and schedule.plan.remark:
                 yield f"{result.policy}: {schedule.plan.remark}"
             if result.note:
                 yield f"{result.policy} is not exact: {result.note}"
-    if any("parked" in schedule.plan.remark for schedule in replayed.schedules):
+    if verbose and any("parked" in schedule.plan.remark for schedule in replayed.schedules):
         yield f"  {_PLACES}"
     yield from _speculation(replayed)
     yield from _remainders(replayed)
