@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _QUALIFIER = re.compile(r"(?:\b\w+|\(anonymous namespace\))::")
 _MAX_KERNELS = 20
+# Without being asked for all of them: so many kernels, and none of these tables.
+_FIRST_KERNELS, _VERBOSE = 5, {"streams", "operators"}
 _SOURCE = "ebbtide summary --by activity --json"
 _WHOLE_TRACE = "Over the whole trace."
 _KINDS = ("compute", "communication", "copy", "idle")
@@ -61,11 +64,20 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
     return [table for table in tables if table]
 
 
-def activity_view(trace: Trace, activity: GpuActivity) -> View:
-    """Return the activity per phase and in total, the causes of time without compute, kernels and collectives."""
+def activity_view(trace: Trace, activity: GpuActivity, verbose: bool = False) -> View:
+    """Return the activity per phase and in total, the causes of time without compute, kernels and collectives;
+    `verbose`: also streams and operators, and more kernels."""
     for line in activity.missing:
         yield f"{trace.path}: {line}"
-    yield from activity_tables(activity)
+    tables = activity_tables(activity)
+    if verbose:
+        yield from tables
+        return
+    for table in tables:
+        if table.name not in _VERBOSE:
+            yield replace(table, max_rows=_FIRST_KERNELS, source="-v") if table.name == "kernels" else table
+    if tables:
+        yield "streams and operators: -v"
 
 
 def _shares(

@@ -10,12 +10,10 @@ from ebbtide.errors import UserError
 from ebbtide.units import counted, ms_text
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.advise.job.training_job import TrainingJob
     from ebbtide.interleave.advise.lines.setups import PolicySetup
     from ebbtide.interleave.advise.lines.systems import SystemSetup
-    from ebbtide.interleave.advise.machine_plan import MachinePlan
+    from ebbtide.interleave.advise.machine_plan import JobPlans, MachinePlan
     from ebbtide.interleave.advise.recommendation import Recommendation
-    from ebbtide.machines.machine import Machine
 
 
 # Objects within the object have one line up to this length.
@@ -30,7 +28,7 @@ class Before(NamedTuple):
 
 
 # Most plans that are printed without being asked for.
-_MAX_PLANS = 10
+MAX_PLANS = 10
 # Frameworks that code is printed for, as people say it.
 Framework = Literal["deepspeed", "script"]
 _FRAMEWORKS = {"deepspeed": "DeepSpeed", "script": "a plain script"}
@@ -136,30 +134,12 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
     echo(f"{system.place}:\n\n{system.lines}")
 
 
-def print_plans(
-    job: TrainingJob,
-    plans: list[MachinePlan],
-    sort: str,
-    explain: bool,
-    is_named: bool,
-    smallest: Machine | None,
-    remarks: list[str],
-    gpu_name: str,
-) -> None:
-    """Print a table of plans, sorted by the middle of the range of `iteration` or `cost`, and the answer for the first
-    machine if machines were named; `smallest` and later ones: as for `plan_view`; `explain`: all plans, also what
-    limits each of them, and the other policies."""
+def print_plans(answer: JobPlans, explain: bool) -> None:
+    """Print the answer and the table of plans; `explain`: of all, also what limits each, and the other policies."""
     from ebbtide.interleave.advise.tables import plan_view, policies_table
 
-    def sort_key(plan: MachinePlan) -> tuple[bool, float]:
-        low, high = plan.iteration_low_ms, plan.iteration_high_ms
-        if sort == "cost":
-            low, high = plan.cost_low, plan.cost_high
-        return low is None or high is None, (low or 0.0) + (high or 0.0)
-
-    ordered = sorted(plans, key=sort_key)
-    here, max_plans = plans[0] if is_named else None, None if explain else _MAX_PLANS
-    print_view(plan_view(job, ordered, here, smallest, max_plans, remarks, gpu_name))
+    ordered = answer.ordered()
+    print_view(plan_view(answer, None if explain else MAX_PLANS))
     for plan in ordered if explain else ():
         notes = (*plan.notes, f"accuracy: {plan.accuracy}")
         print_view(iter(["", _title(plan), *(f"  {note}" for note in notes), policies_table(plan)]))

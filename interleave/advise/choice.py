@@ -1,7 +1,8 @@
 """The choice of a policy: the best one that a machine has memory for, with updates beside the step, and the others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from ebbtide.errors import MachineError, PolicyError
@@ -78,7 +79,13 @@ class PolicyChoice:
     others: tuple[Steps, ...] = ()  # The best variant of each other policy that fits, or may fit, fastest first.
     left_out: dict[str, str] = field(default_factory=dict)  # Policies that there is too little memory for, and why.
     overlap: OverlapChoice | None = None  # The widest overlap that the job can run; None if that gains little.
-    deepspeed_overlap: OverlapChoice | None = None  # The widest one that `enable` takes; None likewise.
+    # Searches for the widest overlap that `enable` takes, which only lines for DeepSpeed need.
+    find_deepspeed_overlap: Callable[[], OverlapChoice | None] = lambda: None
+
+    @cached_property
+    def deepspeed_overlap(self) -> OverlapChoice | None:
+        """The widest overlap that `enable` takes; None if that gains little."""
+        return self.find_deepspeed_overlap()
 
     @property
     def steps(self) -> Steps:
@@ -119,10 +126,10 @@ def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None 
         best = others.pop(0)
     if split is not None and not fits_memory(split, machine):
         split = None
-    deepspeed = overlap = choose_overlap(best, DEEPSPEED_OVERLAP, workload, machine)
-    if job is None or job.stage is None:
-        overlap = choose_overlap(best, OPTIMIZER_OVERLAP, workload, machine)
-    return PolicyChoice(best, excess, split, tuple(others), left_out, overlap, deepspeed)
+    option = OPTIMIZER_OVERLAP if job is None or job.stage is None else DEEPSPEED_OVERLAP
+    overlap = choose_overlap(best, option, workload, machine)
+    find_deepspeed_overlap = partial(choose_overlap, best, DEEPSPEED_OVERLAP, workload, machine)
+    return PolicyChoice(best, excess, split, tuple(others), left_out, overlap, find_deepspeed_overlap)
 
 
 def choose_among(policies: Sequence[str], workload: Workload, machine: Machine) -> PolicyChoice:
@@ -138,6 +145,9 @@ def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machin
     """Return the overlap of a policy; None if the policy has no such option, does not fit with it, or gains little."""
     policy = best.plan.policy
     if option not in POLICIES[parse(policy).name].options.get("overlap", ()) or option == "none":
+        return None
+    # No iteration is shorter than its compute, beside which updates would run: a search could gain too little.
+    if not workload.compute_s or workload.compute_s * (1 + _MIN_GAIN) >= best.iteration_s:
         return None
     steps = steps_of(f"{policy},overlap={option}", workload, machine)
     if steps is None:

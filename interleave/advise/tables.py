@@ -10,7 +10,7 @@ from ebbtide.interleave.advise.choice import unified_memory_text
 from ebbtide.interleave.advise.job.inputs import NETWORK_NOTE
 from ebbtide.interleave.advise.job.training_job import TrainingJob
 from ebbtide.interleave.advise.levers.keys import TITLES, settings_text
-from ebbtide.interleave.advise.machine_plan import MachinePlan
+from ebbtide.interleave.advise.machine_plan import JobPlans, MachinePlan
 from ebbtide.interleave.advise.replay import AblationStep, Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of, ranges_text, updates_text
@@ -23,8 +23,9 @@ _PLACES = "resident: on the device; parked: there while it is free; streamed: in
 FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 
 
-def replay_view(replayed: Replay, baseline: str) -> View:
-    """Return the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to."""
+def replay_view(replayed: Replay, baseline: str, verbose: bool) -> View:
+    """Return the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to;
+    `verbose`: also where the plans keep and update the state."""
     job = replayed.workload
     params = f"{count_text(job.params)} parameters per rank in {counted(len(job.subgroups), 'subgroup')}"
     yield f"{job.name} on {replayed.machine.name}: {params}"
@@ -36,11 +37,11 @@ def replay_view(replayed: Replay, baseline: str) -> View:
     yield from replayed.simplest_lines()
     for one in _parts(replayed):
         for result, schedule in zip(one.results, one.schedules, strict=True):
-            if schedule.plan.remark:
+            if verbose and schedule.plan.remark:
                 yield f"{result.policy}: {schedule.plan.remark}"
             if result.note:
                 yield f"{result.policy} is not exact: {result.note}"
-    if any("parked" in schedule.plan.remark for schedule in replayed.schedules):
+    if verbose and any("parked" in schedule.plan.remark for schedule in replayed.schedules):
         yield f"  {_PLACES}"
     yield from _speculation(replayed)
     yield from _remainders(replayed)
@@ -145,19 +146,12 @@ def gains_table(steps: Sequence[AblationStep]) -> Table:
     return Table("explain", title, (*columns, text("policy", "policy")), steps)
 
 
-def plan_view(
-    job: TrainingJob,
-    plans: Sequence[MachinePlan],
-    here: MachinePlan | None = None,
-    smallest: Machine | None = None,
-    max_plans: int | None = None,
-    remarks: Sequence[str] = (),
-    gpu_name: str = "all",
-) -> View:
-    """Return the answer for a machine (`here`), with remarks on it, the changes that help there, and the table of the
-    first plans, with the record of ranges on a GPU."""
+def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
+    """Return the answer for a machine, with remarks on it, the changes that help there, and the table of the first
+    plans."""
+    job, plans, here, smallest = answer.job, answer.ordered(), answer.here, answer.smallest
     yield from _answer(job, plans, here)
-    yield from (f"  {remark}" for remark in remarks)
+    yield from (f"  {remark}" for remark in answer.remarks)
     if any((plan.hosts or 1) > 1 for plan in plans):
         yield f"  {NETWORK_NOTE}"
     if smallest is not None and smallest.gpu_memory_bytes is not None:
@@ -184,7 +178,8 @@ def plan_view(
     if here is not None and len(plans) == 1:
         yield _changes_table(here)
     host = text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes))
-    host_binds = any((plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf) for plan in plans)
+    shown = plans[:max_plans]
+    host_binds = any((plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf) for plan in shown)
     columns = [
         text("machine", "machine"),
         text("needs", fits_text),
@@ -197,6 +192,8 @@ def plan_view(
         *([] if host_binds else [host]),
         text("limited by", "limited_by"),
     ]
+    gpu = plans[0].placed.machine.gpu
+    gpu_name = "all" if len(plans) > 1 else (gpu and gpu.name) or ""
     note = f"{ranges_text(gpu_name)}; memory is that of a rank."
     if host_binds:
         note += f" Of host memory {100 * SYSTEM_SHARE:.0f} % stays for the system."

@@ -360,4 +360,7 @@ def test_replay__shows_late_updates_and_their_bound_where_no_policy_is_named(fol
     first = next(number for number, line in enumerate(lines) if line.startswith("bound "))
     assert lines[first + 1].startswith("adaptive,overlap=forward ")
     assert lines[first + 2].startswith("bound, overlap=forward ")
+    # Where the plans keep the state is behind --explain, unless policies are named.
+    assert not any(line.startswith("adaptive: ") for line in lines)
+    assert "\nadaptive: " in text(capsys, "--workload w.json --machine m.json --policy adaptive")
     assert answer(capsys, "--workload w.json --machine m.json --policy adaptive")["late"] is None

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -114,14 +114,14 @@ def plan(
     if params is None and (layers or hidden or heads or runtime or attention or checkpointing):
         raise typer.BadParameter("--layers, --hidden, --heads, --runtime, --attention, --checkpointing need --params")
 
-    from ebbtide.cli.advice import print_code, print_plans
+    from ebbtide.cli.advice import MAX_PLANS, print_code, print_plans
     from ebbtide.errors import WorkloadError
     from ebbtide.interleave.advise.changes import share_host
     from ebbtide.interleave.advise.job.decoder import Implementation, shape_of
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
     from ebbtide.interleave.advise.levers.search import smallest_machine
-    from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
+    from ebbtide.interleave.advise.machine_plan import JobPlans, MachinePlan, PlanRequest, fastest_plans, place_job
     from ebbtide.interleave.advise.whole_job import layers_of_job, plan_whole_job
     from ebbtide.interleave.model.workload import load_workload
     from ebbtide.interleave.policies import parse
@@ -156,16 +156,27 @@ def plan(
                 )
             with new_output(save_workload, force, Path.is_file, "a file") as file:
                 file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
-        plans = []
-        requests: list[PlanRequest] = []
-        for number, target in enumerate(targets):
-            update(f"{number} of {len(targets)} machines", number, len(targets))
+        placed = []
+        for target in targets:
             # The rates of a workload's machine are those of its own ranks, unless these are stated.
             own = target.machine.box.ranks if workload and not ranks and target.machine.box is not None else None
-            requests.append(PlanRequest(target.source, policy or (), ranks_per_host or own, target.price_per_hour))
-            plans.append(plan_for_machine(job, target.machine, requests[-1]))
+            request = PlanRequest(target.source, policy or (), ranks_per_host or own, target.price_per_hour)
+            placed.append(place_job(job, target.machine, request))
+        by = sort or ("cost" if price_per_hour else "iteration")
+        if code is not None and not as_json and plot is None:
+            placed = [placed[machines.index(code)]]
+        count = len(placed) if as_json or explain or plot else MAX_PLANS
+        planned: dict[int, MachinePlan] = {}
+        entries: dict[int, dict[str, Any]] = {}
+        for number, one in fastest_plans(placed, by, count):
+            planned[number] = one
+            if as_json:
+                # At once, while the searches for the lines to paste are remembered.
+                entries[number] = one.as_json()
+            update(f"{len(planned)} of {len(placed)} machines", len(planned), len(placed))
+        plans = [planned[number] for number in sorted(planned)]
         first = targets[0].machine
-        shared = share_host(first, job.settings.ranks, requests[0].ranks_per_host)
+        shared = share_host(first, job.settings.ranks, placed[0].request.ranks_per_host)
         whole = [] if layered is None else [plan_whole_job(layered, job.tokens, shared)]
         if picture is not None:
             from ebbtide.interleave.advise.pictures.policy_bars import draw_plans
@@ -174,16 +185,17 @@ def plan(
     smallest = smallest_machine(job, map(preset, presets()))
     if as_json:
         name = smallest.name if smallest is not None else None
-        result = {"job": job.as_json(), "plans": [one.as_json() for one in plans], "smallest_machine": name}
+        result = {
+            "job": job.as_json(),
+            "plans": [entries[number] for number in sorted(entries)],
+            "smallest_machine": name,
+        }
         echo(json.dumps(result | {"whole_job": [one.as_json() for one in whole]}))
     elif code is not None:
-        print_code(plans[machines.index(code)])
+        print_code(plans[machines.index(code) if len(plans) > 1 else 0])
     else:
-        is_named = bool(machines) or len(plans) == 1
-        texts = [*(one.text for one in whole), *(f"note: {limit}" for limit in first.limits(shared))]
-        gpu_name = "all" if len(targets) > 1 else (first.gpu and first.gpu.name) or ""
-        by = sort or ("cost" if price_per_hour else "iteration")
-        print_plans(job, plans, by, explain, is_named, smallest, texts, gpu_name)
+        remarks = [*(one.text for one in whole), *(f"note: {limit}" for limit in first.limits(shared))]
+        print_plans(JobPlans(job, plans, by, bool(machines) or len(plans) == 1, smallest, remarks), explain)
         if card is not None and recording is not None:
             echo_line(own_preset_text(card, recording))
     print_outputs(plot, save_workload)

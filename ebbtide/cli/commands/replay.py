@@ -197,7 +197,7 @@ def replay(
                 target = f" --machine {name}" if name else ""
                 echo_line(f"next: ebbtide plan {recording.path}{target} (the changes that make it fit)")
         if advice is None or print_all:
-            print_view(replay_view(replayed, baseline))
+            print_view(replay_view(replayed, baseline, verbose=bool(explain or print_all or policy)))
             print_view(accuracy_lines(rates))
         print_view(iter([gains_table(steps or ())]))
         if advice is not None and print_all:
@@ -205,7 +205,7 @@ def replay(
         if own is not None and recording is not None:
             echo_line(inputs.own_preset_text(own, recording))
         if advice is None:
-            gains = "" if explain else ", --explain (what each mechanism gains)"
+            gains = "" if explain else ", --explain (what each mechanism gains, and where the state is)"
             echo_line(f"next: --recommend (the best with any overlap, and what to paste){gains}")
     print_outputs(plot, plot_schedules, save)
 

@@ -126,7 +126,7 @@ def _of_ranks(metrics: JobMetrics, by: str, ranks: list[int], read: _Read, all_d
     if by == "activity":
         from ebbtide.analysis.tables.activity import activity_view
 
-        return metrics.activity(next(iter(ranks), None)), activity_view
+        return metrics.activity(next(iter(ranks), None)), partial(activity_view, verbose=all_details)
     from ebbtide.analysis.metrics.iteration_stats import compare_iterations
     from ebbtide.analysis.tables.iterations import iterations_view
 

@@ -251,12 +251,11 @@ def setup_of(steps: Steps, context: PasteContext) -> PolicySetup:
 def best_setup(choice: PolicyChoice, context: PasteContext) -> PolicySetup:
     """Return the lines to paste for the chosen policy, with its overlap."""
     plain = setup_of(choice.best, context)
-    overlap, deepspeed = choice.overlap, choice.deepspeed_overlap
+    overlap, code = choice.overlap, plain.code
     if overlap is None:
         return plain
-    code = plain.code
     if code is not None:
-        code = _deepspeed_code(overlap, deepspeed, code, context)
+        code = _deepspeed_code(overlap, choice.deepspeed_overlap, code, context)
     return replace(
         plain,
         policy=overlap.steps.plan.policy,

@@ -11,7 +11,7 @@ from ebbtide.analysis import TraceAnalysis
 from ebbtide.analysis.findings import Findings
 from ebbtide.analysis.metrics.activity.activity import gpu_activity
 from ebbtide.analysis.report import build_page, render_page
-from ebbtide.analysis.tables.activity import activity_tables
+from ebbtide.analysis.tables.activity import activity_tables, activity_view
 from ebbtide.analysis.tables.table import Table
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.report.report_traces import GIB, ITERATION, MS, trained, with_categories, with_kernels
@@ -37,6 +37,17 @@ def test_activity_tables__have_the_figures_of_gpu_activity() -> None:
     assert values(tables["causes"], "time") == [time_ms for time_ms in activity.without_compute.values() if time_ms]
     assert values(tables["kernels"], "time") == [kernel.time_ms for kernel in activity.kernels[:20]]
     assert tables["kernels"].cut == "The first 20 of 50 rows: ebbtide summary --by activity --json has more."
+
+
+def test_activity_view__has_a_few_kernels_and_says_where_the_rest_is() -> None:
+    trace = with_kernels(trained(), kernels=60).build()
+    short, verbose = ([*activity_view(trace, gpu_activity(trace), flag)] for flag in (False, True))
+    tables = {one.name: one for one in short if isinstance(one, Table)}
+    assert list(tables) == ["activity", "activity-total", "causes", "kernels"]
+    assert tables["kernels"].cut == "The first 5 of 50 rows: -v has more."
+    assert short[-1] == "streams and operators: -v"
+    names = [one.name for one in verbose if isinstance(one, Table)]
+    assert names == [one.name for one in activity_tables(gpu_activity(trace))]
 
 
 def test_activity_tables__are_absent_without_kernels() -> None:

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError
+from ebbtide.interleave.advise import choice
 from ebbtide.interleave.advise.job.memory import place
 from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_trace, job_of_workload
 from ebbtide.interleave.advise.job.training_job import recorded_job
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
-from ebbtide.interleave.advise.machine_plan import MachinePlan, PlanRequest, plan_for_machine
+from ebbtide.interleave.advise.machine_plan import MachinePlan, PlanRequest, fastest_plans, place_job, plan_for_machine
 from ebbtide.interleave.advise.recommendation import recommend
 from ebbtide.interleave.model.workload import workload_from
+from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.machines.catalog import preset
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import examples, slow_case
@@ -161,3 +163,45 @@ def test_plan_for_machine__free_memory_of_a_workload_file_stays() -> None:
     smaller = place(job, job.settings, replace(machine(), gpu_memory_bytes=10e9)).workload.gpu_free
     assert smaller is not None
     assert max(size for _, size in smaller) == 10e9
+
+
+def test_fastest_plans__times_those_that_may_be_among_the_first() -> None:
+    job = sized()
+    offloading = {"gpu_memory_bytes": 24e9, "host_memory_bytes": 2e11}
+    slower = gpu_machine(name="slower", h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, **offloading)
+    targets = [slower, gpu_machine(name="searched", **offloading), gpu_machine(name="whole")]
+    first, second, third = dict(
+        sorted(fastest_plans([place_job(job, one) for one in targets], "iteration", 2))
+    ).values()
+    expected = [plan_for_machine(job, one).as_json() for one in targets]
+    assert [second.as_json(), third.as_json()] == expected[1:]
+    assert (first.policy, first.iteration_ms, first.policies, first.code) == (None, None, (), None)
+    # What a line above the table says of it does not need its times.
+    assert (first.fits, list(first.change or {}), first.settings) == (
+        False,
+        ["policy"],
+        plan_for_machine(job, slower).settings,
+    )
+    assert expected[0]["iteration_low_ms"] > expected[1]["iteration_high_ms"]
+
+
+def test_fastest_plans__times_all_where_costs_are_not_known() -> None:
+    target = gpu_machine(gpu_memory_bytes=24e9, host_memory_bytes=2e11)
+    plans = dict(fastest_plans([place_job(sized(), target), place_job(sized(), target)], "cost", 1))
+    assert None not in {plan.policy for plan in plans.values()}
+
+
+def test_plan_for_machine__searches_for_the_overlap_of_deepspeed_only_for_its_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def choose(best: Steps, option: str, *inputs: object) -> None:
+        asked.append(option)
+
+    monkeypatch.setattr(choice, "choose_overlap", choose)
+    plan = plan_for_machine(sized(), gpu_machine(gpu_memory_bytes=24e9, host_memory_bytes=2e11))
+    assert asked == [choice.OPTIMIZER_OVERLAP]
+    assert plan.choice is not None
+    assert plan.choice.deepspeed_overlap is None
+    assert asked == [choice.OPTIMIZER_OVERLAP, choice.DEEPSPEED_OVERLAP]

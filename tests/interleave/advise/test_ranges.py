@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.interleave.advise.machine_plan import policy_time, residual_factor
+from ebbtide.interleave.advise.ranges import policy_time, residual_factor
 from ebbtide.interleave.simulation.simulator import Steps
 from tests.interleave.advise.test_ablation import ran
 from tests.interleave.experiments.sweep.sweeps import machine, workload

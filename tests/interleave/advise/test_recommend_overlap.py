@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbtide.interleave.advise import choice
 from ebbtide.interleave.advise.choice import (
     DEEPSPEED_OVERLAP,
     OPTIMIZER_OVERLAP,
@@ -39,9 +40,9 @@ def steps_of(policy: str, job: Workload, target: Machine) -> Steps:
 
 
 def overlapped(policy: str, option: str, job: Workload) -> OverlapChoice:
-    choice = choose_overlap(Steps(ran(policy, job, machine())), option, job, machine())
-    assert choice is not None
-    return choice
+    overlap = choose_overlap(Steps(ran(policy, job, machine())), option, job, machine())
+    assert overlap is not None
+    return overlap
 
 
 def test_recommend__asks_for_updates_beside_the_step_where_the_job_can_run_them() -> None:
@@ -90,6 +91,18 @@ def test_recommend__leaves_an_overlap_out_that_gains_little() -> None:
     assert speculating is None or speculating.steps.valid.host_bytes() <= 30e9
 
 
+@pytest.mark.parametrize("times", [{"forward_s": 0.0, "backward_s": 0.0}, {"forward_s": 1e4}])
+def test_choose_overlap__searches_for_none_that_could_gain_too_little(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = workload(gpu_free_bytes=0.0, **times)
+    best = Steps(ran("adaptive", job, machine()))
+    searched: list[str] = []
+    monkeypatch.setattr(choice, "steps_of", lambda policy, *_: searched.append(policy))
+    assert choose_overlap(best, "auto", job, machine()) is None
+    assert searched == []
+
+
 @pytest.mark.parametrize(
     ("taker", "overlap"), [(InterleavedAdamW.__init__, OPTIMIZER_OVERLAP), (enable, DEEPSPEED_OVERLAP)]
 )
@@ -99,14 +112,14 @@ def test_recommend__names_overlaps_that_the_engine_takes(taker: Callable[..., ob
 
 
 def test_most_clipped__is_where_the_mean_iteration_is_as_long_as_without_overlap() -> None:
-    choice = overlapped("pipelined", "backward", workload(gpu_free_bytes=0.0))
-    assert choice.most_clipped is not None
-    assert 0.05 < choice.most_clipped < 1
-    valid, redone = choice.steps.valid, choice.steps.redone
+    early = overlapped("pipelined", "backward", workload(gpu_free_bytes=0.0))
+    assert early.most_clipped is not None
+    assert 0.05 < early.most_clipped < 1
+    valid, redone = early.steps.valid, early.steps.redone
     assert redone is not None
-    mean_s = (1 - choice.most_clipped) * valid.iteration_s + choice.most_clipped * redone.iteration_s
-    assert mean_s == pytest.approx(choice.without_s)
-    assert f"5 % of the steps are clipped, and something up to {100 * choice.most_clipped:.0f} %" in choice.text()
+    mean_s = (1 - early.most_clipped) * valid.iteration_s + early.most_clipped * redone.iteration_s
+    assert mean_s == pytest.approx(early.without_s)
+    assert f"5 % of the steps are clipped, and something up to {100 * early.most_clipped:.0f} %" in early.text()
     late = overlapped("pipelined", "forward", workload(gpu_free_bytes=0.0))
     assert late.most_clipped is None
 
