@@ -125,6 +125,9 @@ def start_collector(command: RecordedCommand) -> Collector:
 def _run(command: RecordedCommand, job: int, status: int, failure: int) -> NoReturn:
     """Be the collector, from the fork to its end."""
     try:
+        # What has the name in this process may be another stream.
+        with contextlib.suppress(OSError):
+            sys.stderr = os.fdopen(2, "w", errors="backslashreplace", closefd=False)
         os.setsid()
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)

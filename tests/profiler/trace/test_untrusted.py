@@ -23,6 +23,7 @@ from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.profiler.trace.schema import TABLES
 from tests.conftest import ebbtide_in_process, examples, run_process
+from tests.process_sizes import process_bytes
 from tests.profiler.trace.mutations import mutate
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -196,12 +197,6 @@ def made_trace(path: Path) -> None:
             names = {"category": "activations", "module": "layers.0", "stack": "train.py:1 step"}
             rank.add("allocations", start_ns=start, end_ns=start + 4 * MS, device="cuda:0", bytes=1 << 20, **names)
     builder.write(path)
-
-
-def process_bytes(name: str) -> int:
-    """Return a size of this process that the system keeps: VmHWM is the largest memory so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def problem_of_commands(path: Path) -> str:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ebbtide.profiler.importers.kineto.importer import KinetoImporter, read_trace
 from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from ebbtide.profiler.trace.metadata import DeviceInfo, ImportedFile
-from tests.conftest import ebbtide_in_process, examples, slow_case
+from tests.conftest import ebbtide_in_process, slow_case
 from tests.profiler.importers.kineto.made_kineto import (
     BASE,
     Event,
     Job,
     base,
-    events,
     import_files,
-    in_order,
     iteration,
     launched,
     memory_event,
@@ -37,7 +31,6 @@ from tests.profiler.importers.kineto.made_kineto import (
     write_trace,
 )
 
-PUBLISHED = Path(__file__).parents[5] / "shared" / "published" / "kineto"
 CARDS = [{"id": n, "name": f"card {n}", "totalGlobalMem": (n + 1) * 10**9} for n in range(4)]
 
 
@@ -299,192 +292,7 @@ def test_read_trace__keeps_phases_of_another_file(tmp_path: Path) -> None:
 # -- other and damaged files -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"traceEvents": []}', True),
-        (' {\n "schemaVersion": 1, "deviceProperties": [', True),
-        ('\ufeff{"otherData": {}, "traceEvents" : [', True),
-        ('[{"name": "a", "ph": "X"}', True),
-        ('{"rank": 0}', False),
-        ("[[-1, 1, 37888, 7]]", False),
-        ("timestamp, traceEvents", False),
-        ("\x80\x04", False),
-    ],
-)
-def test_matches__decides_by_content(tmp_path: Path, text: str, expected: bool) -> None:
-    (tmp_path / "file").write_text(text)
-    assert KinetoImporter().matches(Source(tmp_path / "file")) is expected
-
-
-@pytest.mark.parametrize("text", ["{}", '{"traceEvents": []}', '{"traceEvents": 3}', '{"traceEvents": [{"ph', "[3, 4]"])
-def test_read_trace__raises_one_error_for_files_without_events(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.json").write_text(text)
-    with pytest.raises(SourceError, match=r"run\.json") as error:
-        read_trace(Source(tmp_path / "run.json"), TraceBuilder(), 0)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("packed", [slow_case(False), True])
-def test_read_trace__reads_a_cut_file_up_to_the_cut(tmp_path: Path, packed: bool) -> None:
-    work = [event for number in range(1000) for event in iteration(number, 200 * number)]
-    path = write_trace(tmp_path / ("run.json.gz" if packed else "run.json"), work)
-    path.write_bytes(path.read_bytes()[:-300])
-    trace = import_files(path)
-    (note,) = (note for note in trace.notes if "the events before that are imported" in note)
-    assert note.startswith(f"{path.name}: it ")
-    assert str(tmp_path) not in note
-    assert len(shape(trace.phases(0))) > 500
-
-
-def test_read_trace__leaves_out_and_counts_invalid_events(tmp_path: Path) -> None:
-    invalid = [span("a", -1e300, 0), span("b", 5, 4), {"ph": "X", "ts": "soon"}, 3, None, [[]], {"ts": {}}]
-    trace = import_files(write_trace(tmp_path / "run.json", [*iteration(0, 0), *invalid, *iteration(1, 100)]))
-    assert shape(trace.phases(0)) == {0: "fbu", 1: "fbu"}
-    assert "run.json: 7 events could not be read and are left out" in trace.notes
-
-
-@pytest.mark.parametrize(
-    "meta",
-    [
-        slow_case({"deviceProperties": 3}),
-        {"deviceProperties": [3, {}, {"id": 0, "name": 4, "totalGlobalMem": "lots"}, {"id": [], "totalGlobalMem": -5}]},
-        slow_case({"deviceProperties": [{"id": 0, "totalGlobalMem": 1e300}]}),
-        slow_case({"distributedInfo": [], "host_name": {}}),
-        {"distributedInfo": {"rank": 1.5, "world_size": "many", "backend": None}},
-        slow_case({"baseTimeNanoseconds": "now"}),
-        slow_case({"baseTimeNanoseconds": 10**30}),
-    ],
-)
-def test_read_trace__ignores_invalid_metadata(tmp_path: Path, meta: dict[str, Any]) -> None:
-    trace = import_files(write_trace(tmp_path / "run.json", [*iteration(0, 0), *launched(11, 12, 13, 1)], **meta))
-    (device,) = trace.rank(0).devices
-    assert device == DeviceInfo(device="cuda:0", kind="cuda")
-    assert trace.rank(0).world_size is None
-    assert len(trace.phases(0)) == 3
-
-
-SMALL = [
-    *iteration(0, 0), *launched(11, 12, 13, 1), *copied("HtoD (Pinned -> Device)", 45, 50, 7), memory_event(5, 10, 20),
-    span("autograd::engine::evaluate_function: AddBackward0", 50, 60, "cpu_op", **{"Sequence number": 4}),
-    span("nn.Module: Linear", 12, 20, "python_function"),
-]  # fmt: skip
-
-
-@settings(
-    max_examples=examples(25, by_default=6),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(st.data())
-def test_read_trace__raises_one_error_or_returns_a_trace_for_damaged_files(tmp_path: Path, data: st.DataObject) -> None:
-    path = write_trace(tmp_path / "run.json", SMALL, deviceProperties=CARDS, distributedInfo={"rank": 1})
-    raw = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        position = data.draw(st.integers(0, len(raw)))
-        length = data.draw(st.sampled_from([0, 1, 3, 30]))
-        raw[position : position + length] = data.draw(
-            st.binary(max_size=4) | st.sampled_from([b"{", b"]", b'"', b"\\", b"1e300", b"-", b"null", b"99999999999"])
-        )
-    path.write_bytes(raw)
-    builder = TraceBuilder("imported")
-    with contextlib.suppress(SourceError):
-        read_trace(Source(path), builder, 0)
-    trace = builder.build()
-    for rank in trace.ranks:
-        in_order(trace.phases(rank))
-        for table in ("memory", "transfers"):
-            trace.table(rank, table)
-    json.dumps(trace.raw_meta)
-
-
 # -- published traces --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["control.json.gz", "sampled_rank-0.json.gz"])
-def published(request: pytest.FixtureRequest) -> Path:
-    path = PUBLISHED / request.param
-    if not path.exists():
-        pytest.skip("the published measurements are not here (shared/published)")
-    return path
-
-
-def test_transfers__match_the_json_of_published_traces(published: Path) -> None:
-    trace = import_files(published)
-    (rank,) = trace.ranks
-    rows = trace.transfers(rank)
-    for direction, kind in (("h2d", "HtoD"), ("d2h", "DtoH")):
-        copies = [e for e in events(published) if e.get("cat") == "gpu_memcpy" and kind in e["name"]]
-        imported_copies = rows[rows["direction"] == direction]
-        assert len(imported_copies) == len(copies) > 0
-        assert imported_copies["bytes"].sum() == sum(event["args"]["bytes"] for event in copies)
-        spans = zip(imported_copies["start_ns"].tolist(), imported_copies["end_ns"].tolist(), strict=True)
-        assert busy(spans) == busy((event["start"], event["end"]) for event in copies)
-
-
-def busy(spans: Any) -> int:
-    """Return the ns that at least one of the spans covers."""
-    total = reached = 0
-    for start, end in sorted(spans):
-        total += max(end - max(start, reached), 0)
-        reached = max(reached, end)
-    return total
-
-
-def test_find_phases__match_the_annotations_of_published_traces(published: Path) -> None:
-    trace = import_files(published)
-    phases = trace.phases(trace.ranks[0])
-    for phase, name in (("forward", "## forward ##"), ("backward", "## backward ##")):
-        of_phase = phases[phases["phase"] == phase]
-        assert of_phase["start_ns"].tolist() == [event["start"] for event in named(published, name)]
-        assert of_phase["end_ns"].tolist() == [event["end"] for event in named(published, name)]
-    steps = [int(e["name"][13:]) for e in events(published) if e.get("name", "").startswith("ProfilerStep#")]
-    assert phases["iteration"].unique().tolist() == sorted(steps)
-    assert {text.rstrip("u") for text in shape(phases).values()} == {"fb"}
-
-
-def test_device_times__match_the_launches_of_published_traces(published: Path) -> None:
-    trace = import_files(published)
-    phases = trace.phases(trace.ranks[0])
-    all_events = events(published)
-    calls = {e["args"]["correlation"]: e["start"] for e in all_events if e.get("cat") == "cuda_runtime"}
-    ran: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
-    spans = list(zip(phases["start_ns"].tolist(), phases["end_ns"].tolist(), strict=True))
-    for event in all_events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            call = calls.get(event["args"]["correlation"], -1)
-            for number, (start, end) in enumerate(spans):
-                if start <= call < end:
-                    ran[number][event["args"]["stream"]].append(event)
-    for number, row in enumerate(phases.itertuples()):
-        work = ran[number][7]
-        # A phase includes the collectives that it launched, until the next phase begins.
-        collectives = [e["end"] for on_stream in ran[number].values() for e in on_stream if "nccl" in e["name"]]
-        later = min((e["start"] for e in ran[number + 1][7]), default=max([0, *collectives]))
-        end = max(max(e["end"] for e in work), min(max(collectives, default=0), later))
-        assert (row.gpu_start_ns, row.gpu_end_ns) == (min(e["start"] for e in work), end)
-
-
-def test_find_phases__finds_the_same_without_annotations(tmp_path: Path) -> None:
-    path = PUBLISHED / "control.json.gz"
-    if not path.exists():
-        pytest.skip("the published measurements are not here (shared/published)")
-    document = json.loads(gzip.decompress(path.read_bytes()))
-    kept = ("ProfilerStep", "Optimizer.step")
-    document["traceEvents"] = [
-        event
-        for event in document["traceEvents"]
-        if event.get("cat") != "user_annotation" or event["name"].startswith(kept)
-    ]
-    bare = tmp_path / "bare.json"
-    bare.write_text(json.dumps(document))
-    annotated, derived = import_files(path).phases(3), import_files(bare).phases(3)
-    assert derived["phase"].tolist() == annotated["phase"].tolist()
-    assert derived["iteration"].tolist() == annotated["iteration"].tolist()
-    backward = derived["phase"] == "backward"
-    assert (derived["start_ns"] >= annotated["start_ns"])[backward].all()
-    assert (derived["end_ns"] <= annotated["end_ns"])[backward].all()
-    ratio = (derived["end_ns"] - derived["start_ns"]) / (annotated["end_ns"] - annotated["start_ns"])
-    assert (ratio[backward] > 0.9).all()
 
 
 def test_import_trace__in_processes_is_that_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,9 @@ import sys
 import torch
 
 from ebbtide.interleave import InterleavedAdamW
+from tests.process_sizes import process_bytes
 
 folder, policy, overlap, budget = *sys.argv[1:4], float(sys.argv[4])
-
-
-def peak():
-    lines = open("/proc/self/status").readlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def optimizer_of(params, **options):
@@ -52,7 +48,7 @@ backward()
 
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
-baseline = peak()
+baseline = process_bytes("VmHWM")
 options = {"overlap": overlap, "model": model} if overlap != "none" else {}
 optimizer = optimizer_of(
     model.parameters(), storage=folder, host_memory_budget=budget, memory_budget=0.0, **options
@@ -65,7 +61,7 @@ for step in range(8):
 optimizer.synchronize()
 assert optimizer.plan.stored
 optimizer.close()
-print(peak() - baseline)
+print(process_bytes("VmHWM") - baseline)
 """
 
 
