@@ -152,7 +152,7 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     job, plans, here, smallest = answer.job, answer.ordered(), answer.here, answer.smallest
     yield from _answer(job, plans, here)
     yield from (f"  {remark}" for remark in answer.remarks)
-    if any((plan.hosts or 1) > 1 for plan in plans):
+    if any((plan.hosts or 1) > 1 for plan in plans[:max_plans]):
         yield f"  {NETWORK_NOTE}"
     if smallest is not None and smallest.gpu_memory_bytes is not None:
         size_gib = smallest.gpu_memory_bytes / 2**30
