@@ -68,8 +68,15 @@ class Placement(NamedTuple):
         )
 
     def changed(self, change: PlacementChange, times: int = 1) -> Placement:
-        """Return the placement after so many times a change. Its counts may be out of range (see `clamped`)."""
-        return Placement(*map(add, self, (times * step for step in change)), *self[len(change) :])
+        """Return the placement after so many times a change. Its counts may be out of range (see `clamped`).
+
+        Where all gradients make a round trip, those of more subgroups do too: there may be no memory to keep one."""
+        changed = Placement(*map(add, self, (times * step for step in change)), *self[len(change) :])
+        on_gpu = self.resident + self.moved
+        if not on_gpu or self.round_trip_gradients < on_gpu:
+            return changed
+        more = changed.resident + changed.moved - on_gpu
+        return changed._replace(round_trip_gradients=changed.round_trip_gradients + more)
 
     def split(self, factor: int, buffers: int) -> Placement:
         """Return the placement for subgroups that were merged, `factor` into one.
@@ -155,7 +162,6 @@ _CHANGES = (
     PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1),
     PlacementChange(resident=1, moved=-2, slots=-2, early=-2, late=-2),
     PlacementChange(round_trip_gradients=1),
-    PlacementChange(moved=1, round_trip_gradients=1),
     PlacementChange(slots=1, early=1, round_trip_gradients=1),
 )
 # The same where updates may run in the backward.
