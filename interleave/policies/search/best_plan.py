@@ -171,8 +171,8 @@ def _search_merged(levels: list[Level], shares: list[OptimalShares]) -> list[Ass
         best = search.improve(placements[0], step)
         starts = [*map(search.with_fewer_moved, search.modes(best)), *placements[1:]]
         best = min([best, *(search.improve(start, step, START_SHARE) for start in starts)], key=search.cost)
-        # The best one may have ended with its share of the work.
-        placements[0] = search.improve(best, step=1)
+        # The best start may have ended with its share of the work.
+        placements[0] = search.improve(search.explore(best), step=1)
         assignments.append(search.assignment(placements[0]))
     return assignments
 
