@@ -282,7 +282,7 @@ class PlacementSearch:
                 for sign in (1, -1):
                     # As far as it helps, by steps that grow.
                     length = step
-                    while (candidate := self._better(best, self._changed(best, change, sign * length))) is not None:
+                    while (candidate := self._better(best, best.changed(change, sign * length))) is not None:
                         best, length = candidate, 2 * length
             opposite_gradients = best._replace(round_trip_gradients=best.moved - best.round_trip_gradients)
             opposite_order = best._replace(interleave_cpu_gpu=not best.interleave_cpu_gpu)
@@ -309,24 +309,12 @@ class PlacementSearch:
         for _ in range(_EXPLORED if self._has_ops else 0):
             other = best
             for change in draw.choices(self._changes, k=2):
-                other = self._clamp(self._changed(other, change, draw.choice((-1, 1)) * draw.randint(1, most)))
+                other = self._clamp(other.changed(change, draw.choice((-1, 1)) * draw.randint(1, most)))
             if self._costs.cpu_slows_copies:
                 other = other._replace(cpu_share=draw.choice((other.cpu_share, *other_cpu_shares(other.cpu_share))))
             other = self.improve(other, step=1 + most // 3, share=START_SHARE)
             best = min(best, other, key=self.cost)
         return best
-
-    def _changed(self, placement: Placement, change: PlacementChange, times: int) -> Placement:
-        """Return the placement after so many times a change.
-
-        Where updates wait for all gradients, each kept one takes memory. If all make a round trip, those of more
-        subgroups do too."""
-        changed = placement.changed(change, times)
-        on_gpu = placement.resident + placement.moved
-        if not self._workload.needs_all_gradients or not 0 < on_gpu <= placement.round_trip_gradients:
-            return changed
-        more = changed.resident + changed.moved - on_gpu
-        return changed._replace(round_trip_gradients=changed.round_trip_gradients + more)
 
     def _better(self, best: Placement, other: Placement) -> Placement | None:
         """Return the nearest possible placement to the other one if it is cheaper than the best, else None."""
