@@ -68,15 +68,8 @@ class Placement(NamedTuple):
         )
 
     def changed(self, change: PlacementChange, times: int = 1) -> Placement:
-        """Return the placement after so many times a change. Its counts may be out of range (see `clamped`).
-
-        Where all gradients make a round trip, those of more subgroups do too: there may be no memory to keep one."""
-        changed = Placement(*map(add, self, (times * step for step in change)), *self[len(change) :])
-        on_gpu = self.resident + self.moved
-        if not on_gpu or self.round_trip_gradients < on_gpu:
-            return changed
-        more = changed.resident + changed.moved - on_gpu
-        return changed._replace(round_trip_gradients=changed.round_trip_gradients + more)
+        """Return the placement after so many times a change. Its counts may be out of range (see `clamped`)."""
+        return Placement(*map(add, self, (times * step for step in change)), *self[len(change) :])
 
     def split(self, factor: int, buffers: int) -> Placement:
         """Return the placement for subgroups that were merged, `factor` into one.

@@ -29,16 +29,3 @@ def test_improve__finds_fewer_threads_where_nothing_is_moved() -> None:
     best = search.improve(start)
     assert best.cpu_share < 1
     assert search.cost(best) < 0.97 * search.cost(start)
-
-
-def test_improve__moves_more_subgroups_where_there_is_memory_for_no_more_gradients() -> None:
-    """Each moved subgroup's gradient has to make a round trip as well."""
-    free = ((0.0, 3e9), (1.0, 1.5e9))
-    workload = replace(even(16, 10**8, gpu_free=free, clipping=False), backward_s=0.5)
-    machine = replace(TEST_MACHINE, cpu_update_params_per_s=5e8, step_overhead_s=0.0)
-    search = PlacementSearch(PlanCosts(workload, machine, "test", 10**6), range(16))
-    start = Placement(0, moved=4, slots=2, round_trip_gradients=4)
-    assert search.cost(start._replace(moved=6)) == INFINITE
-    best = search.improve(start)
-    assert best.moved > 8
-    assert search.cost(best) < 0.6 * search.cost(start)
