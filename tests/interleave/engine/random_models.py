@@ -318,13 +318,16 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let sums have one order: with one thread, and scripted code that is not fused after some calls."""
+    """Let sums have one order: with one thread, scripted code that is not fused after some calls, and evaluations of
+    torch's transformer layers without kernels of their own, which no layer with hooks has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.jit.optimized_execution(False):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(True)
         torch.set_num_threads(threads)
 
 
