@@ -10,7 +10,7 @@ from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.rules.rule import Scalars
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # gradient, master, exp_avg, exp_avg_sq, parameter
 State = list[torch.Tensor]
