@@ -6,6 +6,7 @@ import _thread
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
+from .frames import hidden, hide_frame
 from .iteration_figures import UPDATE, PhaseRecord
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class UpdateParts:
     def _watches(closure: Any) -> bool:
         return callable(closure) and not isinstance(closure, _WatchedClosure)
 
-    def call(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @hide_frame
+    def call(self, closure: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the closure of the step."""
         if self._recorder.parts is not self or _thread.get_ident() != self._thread:
             return closure(*args, **kwargs)
@@ -153,7 +155,8 @@ class _WatchedClosure:
         self.__wrapped__ = closure
         self._parts = parts
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @hidden
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._parts.call(self.__wrapped__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -52,7 +52,7 @@ class GuardedProfiler:
         for name in ("_prepare_trace", "__enter__"):
             self._patches.wrap(torch.autograd.profiler.profile, name, self._yield_to_job)
 
-    def start(self, **options: Any) -> bool:
+    def start(self, /, **options: Any) -> bool:
         """Start a profiler with options of `torch.profiler.profile`; return False if the job has one of its own."""
         if self._torch._C._autograd._profiler_enabled():
             return False

@@ -8,7 +8,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any, Callable
+
+from .frames import hidden, hide_frame
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 Wrappers = Mapping[str, Mapping[str, Wrapper]]
@@ -18,12 +21,10 @@ def wrapper(hook: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
     """Turn a hook into a wrapper of functions: a call of the wrapped function calls the hook, with the function first;
     the object of a method and settings that the wrapper is bound to come before it."""
 
-    def wrap(*arguments: Any) -> Callable[..., Any]:
-        @functools.wraps(arguments[-1])
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return hook(*arguments, *args, **kwargs)
+    hide_frame(hook)
 
-        return call
+    def wrap(*arguments: Any) -> Callable[..., Any]:
+        return functools.update_wrapper(hidden(functools.partial(hook, *arguments)), arguments[-1])
 
     return wrap
 
@@ -67,6 +68,7 @@ class ImportFinder:
             return spec
         execute = loader.exec_module
 
+        @hidden
         def exec_module(module: Any) -> None:
             vars(loader).pop("exec_module", None)  # restores the loader before its module can be looked at
             execute(module)
@@ -92,6 +94,11 @@ class Patches:
         """Replace an attribute of `owner`, which it may inherit or lack."""
         self.on_undo(functools.partial(_restore, owner, name, owner.__dict__.get(name, _MISSING)))
         setattr(owner, name, value)
+
+    def set_code(self, function: Any, code: CodeType) -> None:
+        """Replace the code of a function."""
+        self.on_undo(functools.partial(setattr, function, "__code__", function.__code__))
+        function.__code__ = code
 
     def set_variables(self, values: Mapping[str, str]) -> None:
         """Set variables of the environment."""

@@ -6,6 +6,7 @@ into its pickles and copies. `TorchHooks.remove` undoes everything.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any, Callable
 from weakref import WeakKeyDictionary
 
 from .closures import UpdateParts
+from .frames import code_with_hook, hidden, hide_frame
 from .iteration_figures import BACKWARD, FORWARD, UPDATE
 from .job_info import batch_of
 from .patches import Patches, wrapper
@@ -56,7 +58,8 @@ class OutermostCall:
     def __delete__(self, module: Any) -> None:
         module.__dict__.pop(_CALL_ATTRIBUTE, None)
 
-    def _forward(self, module: Any, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    @hidden
+    def _forward(self, module: Any, compiled: Any, /, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
         call = compiled or module._call_impl
         if recorder.threads.is_bystander:
@@ -74,7 +77,8 @@ class OutermostCall:
         finally:
             recorder.leave(keep=trains)
 
-    def _forward_without_gradients(self, module: Any, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    @hidden
+    def _forward_without_gradients(self, module: Any, compiled: Any, /, *args: Any, **kwargs: Any) -> Any:
         call = compiled or module._call_impl
         recorded = self._recorder.without_gradients
         if not recorded.begin():
@@ -84,7 +88,8 @@ class OutermostCall:
         finally:
             recorded.end()
 
-    def _forward_of_bystander(self, module: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+    @hide_frame
+    def _forward_of_bystander(self, module: Any, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module in a thread that has had no phase, where other threads train. It may load data, and must not
         hide the phases of the others: this becomes a phase once it is known to train."""
         recorder = self._recorder
@@ -180,6 +185,8 @@ class TorchHooks:
         self._patches = Patches()
         module = torch.nn.Module
         self._patches.set(module, _CALL_ATTRIBUTE, OutermostCall(recorder, torch))
+        with contextlib.suppress(Exception):  # a warning may name another line of torch then
+            self._patches.set_code(module._wrapped_call_impl, code_with_hook(module._wrapped_call_impl))
         # `backward` and `grad` both look this up in torch.autograd; non-strict tracing restores it from graph.
         run_backward = wrap_backward(recorder, self._compiling, torch.autograd._engine_run_backward)
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
@@ -187,7 +194,7 @@ class TorchHooks:
         hook_megatron(recorder, self._compiling, self._patches, self._wrap_megatron_step)
         PipelineHooks(recorder, self._patches)
         scaler = torch.amp.GradScaler
-        self._patches.set(scaler, "step", self._wrap_update(scaler.step, optimizer_index=1))
+        self._patches.set(scaler, "step", self._wrap_update(1, False, scaler.step))
         optimizer = torch.optim.Optimizer
         self._patches.wrap(optimizer, "_patch_step_function", self._wrap_patch_step_function)
         for existing in _subclasses(optimizer):
@@ -198,41 +205,36 @@ class TorchHooks:
         """Restore torch as it was."""
         self._patches.undo()
 
+    @wrapper
     def _wrap_update(
-        self, original: Callable[..., Any], optimizer_index: int, of_torch: bool = False
-    ) -> Callable[..., Any]:
+        self, optimizer_index: int, of_torch: bool, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Wrap a method as an update; `optimizer_index`: the position of the optimizer among its arguments."""
-        recorder, compiling = self._recorder, self._compiling
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if compiling():
-                return original(*args, **kwargs)
-            outermost = recorder.enter(UPDATE)
-            optimizer = args[optimizer_index] if len(args) > optimizer_index else kwargs.get("optimizer")
-            # Further arguments may be a closure.
-            parts = None if outermost else recorder.parts
-            if len(args) > optimizer_index + 1 or kwargs:
-                if outermost:
-                    parts = UpdateParts(recorder)
-                if parts is not None and optimizer_index == 0:
-                    args, kwargs = parts.watch(args, kwargs, of_torch)
-            try:
-                result = original(*args, **kwargs)
-                if parts is not None:
-                    parts.failed = False
-                return result
-            finally:
-                # Also if GradScaler has skipped the step for an infinite gradient: the iteration has ended.
-                if optimizer is not None and recorder.in_phase and not (parts is not None and parts.failed):
-                    recorder.stepped.append(optimizer)
-                if outermost and parts is not None:
-                    parts.leave(optimizer)
-                elif outermost:
-                    recorder.leave()
-
-        step._ebbtide_update = True  # type: ignore[attr-defined]
-        return step
+        if self._compiling():
+            return original(*args, **kwargs)
+        recorder = self._recorder
+        outermost = recorder.enter(UPDATE)
+        optimizer = args[optimizer_index] if len(args) > optimizer_index else kwargs.get("optimizer")
+        # Further arguments may be a closure.
+        parts = None if outermost else recorder.parts
+        if len(args) > optimizer_index + 1 or kwargs:
+            if outermost:
+                parts = UpdateParts(recorder)
+            if parts is not None and optimizer_index == 0:
+                args, kwargs = parts.watch(args, kwargs, of_torch)
+        try:
+            result = original(*args, **kwargs)
+            if parts is not None:
+                parts.failed = False
+            return result
+        finally:
+            # Also if GradScaler has skipped the step for an infinite gradient: the iteration has ended.
+            if optimizer is not None and recorder.in_phase and not (parts is not None and parts.failed):
+                recorder.stepped.append(optimizer)
+            if outermost and parts is not None:
+                parts.leave(optimizer)
+            elif outermost:
+                recorder.leave()
 
     @wrapper
     def _wrap_megatron_step(self, original: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +249,7 @@ class TorchHooks:
                 self._recorder.leave()
 
     @wrapper
-    def _wrap_patch_step_function(self, original: Callable[..., Any], optimizer: Any) -> None:
+    def _wrap_patch_step_function(self, original: Callable[..., Any], optimizer: Any, /) -> None:
         """Wrap torch's own hooking of `step`, which runs when an optimizer is created."""
         original(optimizer)
         self._recorder.optimizers[optimizer] = True
@@ -259,7 +261,9 @@ class TorchHooks:
             return
         owner = next(base for base in kind.__mro__ if "step" in base.__dict__)
         of_torch = owner.__module__.startswith("torch.optim.")
-        self._patches.set(owner, "step", self._wrap_update(owner.__dict__["step"], 0, of_torch))
+        step = self._wrap_update(0, of_torch, owner.__dict__["step"])
+        step._ebbtide_update = True  # type: ignore[attr-defined]
+        self._patches.set(owner, "step", step)
 
 
 def _subclasses(kind: Any) -> set[Any]:

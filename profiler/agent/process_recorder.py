@@ -93,11 +93,11 @@ class ProcessRecorder:
         its number precedes that of the iteration's last phase."""
         return next(self._sequences)
 
-    def record_op(self, *op: Any, **fields: Any) -> None:
+    def record_op(self, /, *op: Any, **fields: Any) -> None:
         """Add a row to the table `ops`, from any thread, as `Spool.put_op` documents it. Never raises."""
         self.put_op(self.next_sequence(), *op, **fields)
 
-    def put_op(self, sequence: int, *op: Any, **fields: Any) -> None:
+    def put_op(self, sequence: int, /, *op: Any, **fields: Any) -> None:
         """Add a row with a number of `next_sequence` and any arguments of `Spool.put_op`. Never raises."""
         if self.recording and self._spool is not None:
             try:
@@ -156,7 +156,7 @@ class ProcessRecorder:
             self.put(GPU_TIMES, a=span.sequence, x=span.start_ns, y=span.end_ns)
             self.figures.add_device_times(span)
 
-    def put(self, *record: Any, **fields: int) -> None:
+    def put(self, /, *record: Any, **fields: int) -> None:
         """Append a record to the spool, if there is one."""
         if self._spool is not None:
             self._spool.put(*record, **fields)

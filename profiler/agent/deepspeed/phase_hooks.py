@@ -11,6 +11,7 @@ import time
 from typing import Any, Callable
 from weakref import WeakKeyDictionary, WeakSet
 
+from ..frames import hidden
 from ..iteration_figures import UPDATE
 from ..patches import Patches, Wrapper, Wrappers, wrapper
 from ..phase_hooks import wrap_backward
@@ -179,16 +180,18 @@ def wrap_worker(original: Callable[..., Any], tasks: Any, results: Any, /, *args
     the worker adds the time of each task to its result."""
     get_task, put_result, received_ns = tasks.get, results.put, 0
 
-    def get(*options: Any) -> Any:
+    @hidden
+    def get(*args: Any, **kwargs: Any) -> Any:
         nonlocal received_ns
-        task = get_task(*options)
+        task = get_task(*args, **kwargs)
         received_ns = time.monotonic_ns()
         return task
 
-    def put(result: Any, *options: Any) -> None:
+    @hidden
+    def put(result: Any, /, *args: Any, **kwargs: Any) -> None:
         if isinstance(result, dict) and "error" not in result:
             result[_TIMES] = received_ns, time.monotonic_ns()
-        put_result(result, *options)
+        put_result(result, *args, **kwargs)
 
     tasks.get, results.put = get, put
     return original(tasks, results, *args, **kwargs)

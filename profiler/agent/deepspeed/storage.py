@@ -183,7 +183,7 @@ class StorageRecorder:
         return original(optimizer, *args, **kwargs)
 
     @wrapper
-    def wrap_submit(self, resource: str, original: Callable[..., Any], handle: Any, buffers: Any, paths: Any) -> Any:
+    def wrap_submit(self, resource: str, original: Callable[..., Any], handle: Any, buffers: Any, paths: Any, /) -> Any:
         """Wrap the function that submits reads or writes: `resource` is `storage_read` or `storage_write`."""
         start_ns = time.monotonic_ns()
         result = original(handle, buffers, paths)
