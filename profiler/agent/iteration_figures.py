@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from .gpu_clock import DeviceSpan, EventMark
 from .memory_reader import Reading
@@ -27,38 +27,87 @@ class PhaseRecord(NamedTuple):
     end_mark: EventMark | None
 
 
+class Steppers:
+    """Optimizers and their parameters, by id. It keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self.optimizers: dict[int, ref[Any]] = {}
+        self.parameters: dict[int, ref[Any]] = {}
+
+    def add(self, other: Steppers) -> None:
+        """Add those of another object."""
+        self.optimizers.update(other.optimizers)
+        self.parameters.update(other.parameters)
+
+    def meets(self, other: Steppers) -> bool:
+        """Return whether both have an optimizer or a parameter in common."""
+        return _meets(self.optimizers, other.optimizers) or _meets(self.parameters, other.parameters)
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of the optimizers is gone."""
+        return any(optimizer() is None for optimizer in self.optimizers.values())
+
+
+def _meets(first: dict[int, ref[Any]], second: dict[int, ref[Any]]) -> bool:
+    # An object has one reference, and an object that has got the address of another has its own.
+    return any(first[key] is second[key] for key in first.keys() & second.keys())
+
+
 class IterationRule:
     """Numbers iterations as optimizers step; `index`: the current one, -1 before the first update. An iteration ends at
-    the last update before an optimizer that has already stepped in it steps again: the two optimizers of a GAN make
-    one, and gradient accumulation adds none. A step that no backward came before does not begin one: ZeRO-3 steps once
-    per subgroup, and distributed checkpointing steps an optimizer once before training to create its state."""
+    the last update before an optimizer, or a parameter, that has already stepped in it steps again after a backward:
+    the two optimizers of a GAN make one, and gradient accumulation adds none, nor do ZeRO-3, which steps once per
+    subgroup, and distributed checkpointing, which steps once before training to create state. Where an optimizer that
+    has stepped in it is gone by then, a new one ends it, too."""
 
     def __init__(self) -> None:
         self.index = -1
-        # Optimizer -> (the backwards that had begun at its last step, the iteration of that step).
-        self._last_steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._backwards = 0  # that had begun at the last update
+        # Optimizer -> (its groups and the parameters in the last one, itself and its parameters).
+        self._known: WeakKeyDictionary[Any, tuple[tuple[int, int], Steppers]] = WeakKeyDictionary()
+        # Those that have stepped in this iteration: before the last backward, and since.
+        self._before, self._since = Steppers(), Steppers()
 
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers that have stepped."""
-        return live_keys(self._last_steps)
+        return live_keys(self._known)
 
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
         """Account for one update, after so many `backwards` that have begun in this process, and return the iteration
         that it ends (the same number again while updates extend it); None if it belongs to none."""
-        index = self.index
-        after_backward, begins = False, index < 0
+        if backwards > self._backwards:
+            self._backwards = backwards
+            self._before.add(self._since)
+            self._since = Steppers()
+        if any(self._begins(optimizer) for optimizer in optimizers):
+            self.index += 1
+            self._before, self._since = Steppers(), Steppers()
         for optimizer in optimizers:
-            before, iteration = self._last_steps.get(optimizer, (0, -1))
-            if backwards > before:
-                after_backward = True
-                begins = begins or iteration == index
-        if after_backward:
-            if begins:
-                self.index = index = index + 1
-            for optimizer in optimizers:
-                self._last_steps[optimizer] = backwards, index
-        return index if index >= 0 else None
+            self._since.add(self._steppers(optimizer))
+        return self.index if self.index >= 0 else None
+
+    def _begins(self, optimizer: Any) -> bool:
+        """Return whether an optimizer begins an iteration by its step."""
+        if self.index < 0:
+            return self._backwards > 0
+        if optimizer not in self._known and self._before.lost:
+            return True
+        return self._before.meets(self._steppers(optimizer))
+
+    def _steppers(self, optimizer: Any) -> Steppers:
+        """Return an optimizer and its parameters."""
+        # Not of optimizers that contain others: reading their properties may have effects.
+        groups = getattr(optimizer, "__dict__", {}).get("param_groups") or [{"params": ()}]
+        size = len(groups), len(groups[-1]["params"])
+        known_size, steppers = self._known.get(optimizer, (None, Steppers()))
+        if size != known_size:
+            steppers.optimizers[id(optimizer)] = ref(optimizer)
+            for group in groups:
+                steppers.parameters.update((id(parameter), ref(parameter)) for parameter in group["params"])
+            self._known[optimizer] = size, steppers
+        return steppers
 
 
 def live_keys(mapping: WeakKeyDictionary[Any, Any]) -> list[Any]:

@@ -51,6 +51,31 @@ for _ in range(STEPS):
 # name: (the job, the phases of every iteration)
 CASES: dict[str, tuple[str, str]] = {
     "a plain loop": (PLAIN, "forward backward update"),
+    "an optimizer for each step": (
+        """
+        for _ in range(STEPS):
+            optimizer = PlainSGD(model.parameters(), lr=1e-2)
+            x, y = batch()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        "forward backward update",
+    ),
+    "a model after the other": (
+        """
+        for _ in range(STEPS // 2):
+            model = mlp()
+            optimizer = PlainSGD(model.parameters(), lr=1e-2)
+            for _ in range(2):
+                x, y = batch()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            del model, optimizer
+        """,
+        "forward backward update",
+    ),
     "a loss that is a module": (
         """
         criterion = nn.MSELoss()

@@ -82,9 +82,7 @@ def test_hidden__shows_a_job_the_frames_it_has_unrecorded(
 ) -> None:
     recorded = record(PRELUDE + ADAMW + JOB, arguments=(place,))
     bare = run_process([sys.executable, tmp_path / "job.py", place], cwd=tmp_path)
-    stderr = "".join(
-        line for line in recorded.run.stderr.splitlines(keepends=True) if not line.startswith("ebbtide: ")
-    )
+    stderr = "".join(line for line in recorded.run.stderr.splitlines(keepends=True) if not line.startswith("ebbtide: "))
     assert "forward 11" in bare.stdout
     assert "Traceback" in bare.stderr
     assert recorded.run.stdout == bare.stdout

@@ -45,6 +45,16 @@ def test_inject__changes_nothing_in_a_python_that_never_imports_torch(tmp_path: 
     assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["python"]
 
 
+def test_agent_pth__loads_the_agent_without_ebbtide_itself(tmp_path: Path) -> None:
+    line = (PROFILER / "inject" / "ebbtide-agent.pth").read_text()
+    program = (
+        f"import os, sys; os.environ['EBBTIDE_SPOOL'] = {str(tmp_path)!r}\n{line}"
+        "print('ebbtide.profiler.agent.start' in sys.modules, 'ebbtide' in sys.modules)\n"
+    )
+    run = run_process([sys.executable, "-W", "error", "-c", program], cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "True False\n", "")
+
+
 @pytest.mark.slow
 def test_when_imported__survives_a_search_for_torch_without_import(tmp_path: Path) -> None:
     program = (

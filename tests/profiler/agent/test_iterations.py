@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from ebbtide.profiler.agent.iteration_figures import IterationRule
 
 
+class FakeParameter:
+    """A fake parameter: the rule uses its identity only."""
+
+
 class FakeOptimizer:
-    """A fake optimizer: the rule uses its identity only."""
+    """A fake optimizer, with parameters of its own unless they are given."""
+
+    def __init__(self, *parameters: FakeParameter) -> None:
+        self.param_groups = [{"params": list(parameters) or [FakeParameter()]}]
 
 
 class FakeJob:
@@ -100,7 +107,34 @@ def test_iteration_rule__continues_with_a_new_optimizer() -> None:
     old = weakref.ref(job.optimizers.pop("A"))
     gc.collect()
     assert old() is None  # the rule keeps no optimizer alive
-    assert job.play("b B b B b B") == [1, 2, 3]
+    assert job.play("b B b B b B") == [2, 3, 4]
+
+
+def test_iteration_rule__counts_one_per_optimizer_of_the_same_parameters() -> None:
+    rule, parameter = IterationRule(), FakeParameter()
+    optimizers = [FakeOptimizer(FakeParameter(), parameter) for _ in range(4)]
+    assert [rule.add_update([optimizer], 1 + n) for n, optimizer in enumerate(optimizers)] == [0, 1, 2, 3]
+    # Two of them step after one backward.
+    assert [rule.add_update([optimizer], 5) for optimizer in optimizers[:2]] == [4, 4]
+
+
+def test_iteration_rule__sees_the_parameters_of_a_group_that_is_added() -> None:
+    rule, parameter = IterationRule(), FakeParameter()
+    first, second = FakeOptimizer(parameter), FakeOptimizer()
+    assert [rule.add_update([second], 1), rule.add_update([first], 2)] == [0, 0]
+    second.param_groups.append({"params": [parameter]})
+    assert [rule.add_update([second], 3), rule.add_update([first], 4)] == [1, 2]
+
+
+def test_iteration_rule__takes_no_parameter_for_an_old_one_at_its_address() -> None:
+    rule = IterationRule()
+    first = FakeOptimizer(FakeParameter())
+    assert rule.add_update([first], 1) == 0
+    address = id(first.param_groups[0]["params"].pop())
+    kept = []
+    while id(parameter := FakeParameter()) != address:
+        kept.append(parameter)
+    assert rule.add_update([FakeOptimizer(parameter)], 2) == 0
 
 
 words = st.lists(st.sampled_from(["b", "A", "B", "C", "AB", "CA"]), max_size=40)
