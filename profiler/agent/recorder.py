@@ -105,7 +105,7 @@ class Recorder(ProcessRecorder):
         if phase == BACKWARD:
             self._backwards += 1
         if not self._phase_lock.acquire(False):
-            if self._owner != _thread.get_ident() and self.threads.trains and self.threads.has(self._owner):
+            if self._owner != _thread.get_ident() and self.threads.writes and self.threads.has(self._owner):
                 self.note_once(TWO_TRAIN_NOTE)
             return False
         try:

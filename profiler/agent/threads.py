@@ -48,14 +48,19 @@ class TrainingThreads:
 
     def enter_backward(self) -> None:
         """Note that a backward begins on the current thread. The first one waits until no tensor is read."""
-        if not hasattr(self._local, "writer") and self._backward_number() < 0:
+        if not self.writes and self._backward_number() < 0:
             self._add_writer()
 
     def _add_writer(self) -> None:
-        if not hasattr(self._local, "writer"):
+        if not self.writes:
             with self._reading:
                 self._local.writer = writer = _Writer()
                 self._writers.add(writer)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the current thread has had a phase, or a backward that is not a part of another thread's."""
+        return hasattr(self._local, "writer")
 
     @property
     def several(self) -> bool:

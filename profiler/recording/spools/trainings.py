@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from ebbtide.phases import FORWARD
+from ebbtide.phases import BACKWARD, FORWARD
 
 _STOP_NOTES = {
     "cut off": "its recording has no end: the process was killed, left by os._exit, or no space was left on the device",
@@ -60,9 +60,22 @@ def group_trainings(processes: list[RankData]) -> list[Training]:
             key = 1, data.meta["pid"], data.meta["started_ns"]
         trainings.setdefault(key, []).append(data)
     # Beside a training, a process that loads data or evaluates a model may run forwards and backwards.
-    levels = [max(data.training_level for data in ranks) for ranks in trainings.values()]
-    groups = [ranks for ranks, level in zip(trainings.values(), levels, strict=True) if level == max(levels)]
-    return [_training(ranks) for ranks in groups]
+    groups = list(trainings.values())
+    levels = [max(data.training_level for data in ranks) for ranks in groups]
+    kept = [_training(ranks) for ranks, level in zip(groups, levels, strict=True) if level == max(levels)]
+    if kept:
+        left_out = [ranks for ranks, level in zip(groups, levels, strict=True) if 0 < level < max(levels)]
+        kept[0].notes += [_left_out(data) for ranks in left_out for data in ranks]
+    return kept
+
+
+def _left_out(data: RankData) -> str:
+    program = " ".join(data.meta.get("argv", [])[:1])
+    backwards = int(data.tables["phases"]["phase"].eq(BACKWARD).sum())
+    return (
+        f"left out: process {data.meta['pid']} ({program or 'not known'}) ran {backwards} backwards, and no optimizer "
+        "of torch stepped in it; if it trains, record it on its own"
+    )
 
 
 def _training(ranks: list[RankData]) -> Training:

@@ -193,6 +193,38 @@ def test_profile__warns_of_two_threads_that_train(record: Record) -> None:
     assert "one model per process" in recorded.run.stderr
 
 
+def test_profile__warns_of_a_thread_that_trains_only_within_the_phases_of_another(record: Record) -> None:
+    recorded = record(
+        PRELUDE
+        + textwrap.dedent("""
+            import threading
+            begin, end = threading.Event(), threading.Event()
+            class Waiting(nn.Module):
+                def forward(self, x):
+                    begin.set()
+                    assert end.wait(60)
+                    return x
+            def train(model, steps):
+                optimizer = PlainSGD(model.parameters(), lr=1e-2)
+                for _ in range(steps):
+                    x, y = batch()
+                    F.mse_loss(model(x), y).backward()
+                    optimizer.step()
+            def train_inside():
+                assert begin.wait(60)
+                train(mlp(), 5)
+                end.set()
+            thread = threading.Thread(target=train_inside)
+            thread.start()
+            train(mlp(), 2)
+            train(nn.Sequential(Waiting(), mlp()), 1)
+            thread.join()
+        """)
+    )
+    assert recorded.run.returncode == 0, recorded.run.stderr
+    assert sum("two threads train at the same time" in note for note in recorded.trace.notes) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("second_backward", SECOND_BACKWARDS)
 def test_inventory__reads_no_gradient_beside_the_backward_of_another_thread(

@@ -52,6 +52,21 @@ def test_profile__writes_a_trace_for_each_independent_training(script: str, tmp_
 
 
 @pytest.mark.slow
+def test_profile__names_a_process_without_an_optimizer_beside_one_with(tmp_path: Path) -> None:
+    manual = "for _ in range(5):\n    F.mse_loss(model(batch()[0]), batch()[1]).backward()\n"
+    training_program(tmp_path, manual, "manual.py")
+    training_program(tmp_path, "with torch.no_grad():\n    model(batch()[0])\n", "evaluation.py")
+    training_program(tmp_path, "train(3)\n")
+    script = "python job.py; python manual.py; python evaluation.py".replace("python", sys.executable)
+    run = run_profiled("sh", "-c", script, cwd=tmp_path)
+    assert (run.returncode, job_lines(run.stderr)) == (0, [])
+    assert trace_names(tmp_path) == ["run.ebb"]
+    (note,) = [note for note in open_trace(tmp_path / "run.ebb").notes if "left out" in note]
+    assert "manual.py) ran 5 backwards" in note
+    assert note in run.stderr
+
+
+@pytest.mark.slow
 def test_profile__writes_a_trace_for_each_independent_spawned_training(tmp_path: Path) -> None:
     program = """
     def work(index):
