@@ -1,0 +1,46 @@
+"""Jobs of every kind, each run bare and recorded: the same exit code, output and errors, and the phases it has run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ebbtide.profiler.trace import open_trace
+from tests.conftest import Run, phases_of, slow
+from tests.profiler.harm.jobs import JOBS
+from tests.profiler.harm.programs import job_lines, profile_command, run_bare
+
+QUICK = ("a plain loop", "keyword arguments with names of the recorder", "python -I", "an exception in the forward")
+# What differs from run to run: times, dates, addresses, numbers of processes and ports.
+VARIABLE = re.compile(
+    r"\d+\.\d+s\b|'?\d+\.?\d*'?(?=[,}] ?'train_|}$)|\d{4}-\d\d-\d\d[T ]?[\d:.,]*|\d\d:\d\d:\d\d(\.\d+)?|0x[0-9a-f]+"
+    r"|(?<=[DIWE])\d{4} [\d:.]+ \d+|pid[ =:]+\d+|\btrain_\w+_per_second'?: '?[\d.]+|\btrain_runtime'?: '?[\d.]+"
+)
+
+
+@pytest.mark.parametrize("name", slow(JOBS, QUICK))
+def test_profile__changes_nothing_of_a_job(name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "job.py").write_text(job.text)
+    bare = run_bare(*job.command, cwd=folder)
+    profiled = run_bare(*profile_command(tmp_path / "run.ebb", *job.command), cwd=folder)
+    assert profiled.returncode == bare.returncode, profiled.stderr
+    assert _output(profiled, job.ranks) == _output(bare, job.ranks)
+    trace = open_trace(tmp_path / "run.ebb")
+    assert trace.ranks == list(range(job.ranks))
+    for rank in trace.ranks:
+        assert [tuple(phases) for phases in phases_of(trace, rank)] == list(job.iterations)
+
+
+def _output(run: Run, ranks: int) -> tuple[list[str], list[str]]:
+    """Return the lines of stdout and stderr that a job wrote; those of several ranks are sorted."""
+    stdout, stderr = (_timeless(lines) for lines in (run.stdout.splitlines(), job_lines(run.stderr)))
+    return (stdout, stderr) if ranks == 1 else (sorted(stdout), sorted(stderr))
+
+
+def _timeless(lines: list[str]) -> list[str]:
+    return [VARIABLE.sub("...", line) for line in lines]
