@@ -29,14 +29,17 @@ def wrapper(hook: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
     return wrap
 
 
-def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], None]:
-    """Call `callback` with a module once it is imported, without its exceptions; return a function to cancel it."""
+def when_imported(
+    name: str, callback: Callable[[Any], Any], begins: Callable[[], Any] = lambda: None
+) -> Callable[[], None]:
+    """Call `callback` with a module once it is imported, and `begins` when its import begins, without their exceptions;
+    return a function to cancel it."""
     module = sys.modules.get(name)
     if module is not None:
         with contextlib.suppress(Exception):
             callback(module)
         return lambda: None
-    finder = ImportFinder(name, callback)
+    finder = ImportFinder(name, callback, begins)
     sys.meta_path.insert(0, finder)
     return finder.remove
 
@@ -44,9 +47,10 @@ def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], Non
 class ImportFinder:
     """A finder on `sys.meta_path` that passes one module through, calls back after its import, and removes itself."""
 
-    def __init__(self, name: str, callback: Callable[[Any], Any]) -> None:
+    def __init__(self, name: str, callback: Callable[[Any], Any], begins: Callable[[], Any]) -> None:
         self._name = name
         self._callback = callback
+        self._begins = begins
         self._searching = False
 
     def remove(self) -> None:
@@ -71,6 +75,8 @@ class ImportFinder:
         @hidden
         def exec_module(module: Any) -> None:
             vars(loader).pop("exec_module", None)  # restores the loader before its module can be looked at
+            with contextlib.suppress(Exception):
+                self._begins()
             execute(module)
             if self in sys.meta_path:
                 self.remove()

@@ -23,6 +23,7 @@ from .options import Options
 from .spool import GPU_TIMES, STOP_REASONS, STOPPED, Spool, process_name
 
 _FLUSH_SECONDS = 0.25
+_FORK_SECONDS = 0.1
 # Memory readings between phase boundaries may take one part in so many of the time.
 _POLL_SHARE = 500
 
@@ -64,7 +65,7 @@ class ProcessRecorder:
         self._options = options
         self._memory = MemoryReader(torch, options.memory)
         self._reset()
-        os.register_at_fork(after_in_child=self._restart_in_child)
+        os.register_at_fork(before=self._flush_before_fork, after_in_child=self._restart_in_child)
 
     def _reset(self) -> None:
         """Set the state that is this process's own, which a forked child begins anew."""
@@ -200,6 +201,12 @@ class ProcessRecorder:
             self._close_spool("fault")
         if _is_of_signal_handler(error):
             raise error
+
+    def _flush_before_fork(self) -> None:
+        """Write what is pending: a process that becomes a daemon leaves by `os._exit`. A signal handler may fork while
+        the thread that it interrupts writes."""
+        if self._spool is not None:
+            self._spool.flush(_FORK_SECONDS)
 
     def _restart_in_child(self) -> None:
         """Record a forked child as a process of its own, from its first phase on; the files are the parent's."""

@@ -229,9 +229,12 @@ class Spool:
             MISSING if parent is None else parent,
         )
 
-    def flush(self) -> None:
-        """Write the pending records. Never raises: if a write fails, the spool is closed and the job goes on."""
-        with self._lock:
+    def flush(self, timeout_s: float = -1) -> None:
+        """Write the pending records, unless another flush takes longer than `timeout_s` (negative: wait for its end).
+        Never raises: if a write fails, the spool is closed and the job goes on."""
+        if not self._lock.acquire(True, timeout_s):
+            return
+        try:
             data = b"".join([self._pending.popleft() for _ in range(len(self._pending))])
             if self._file is None or not data:
                 return
@@ -246,6 +249,8 @@ class Spool:
             self._flushed_ns = now_ns
             if not written:
                 self.detach()
+        finally:
+            self._lock.release()
 
     def flush_if_cheap(self) -> None:
         """Write the pending records, unless such flushes would take too much of the time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 from typing import Any
@@ -26,7 +27,9 @@ def from_environment() -> None:
             return
         options = Options.from_environment()
         _write_marker(directory, "python")
-        when_imported("torch", lambda torch: start(torch, directory, options))
+        # The collector waits for a process that imports torch, however long that takes.
+        begins = functools.partial(_write_marker, directory, "torch")
+        when_imported("torch", lambda torch: start(torch, directory, options), begins)
 
 
 def start(torch: Any, directory: str, options: Options) -> Any:

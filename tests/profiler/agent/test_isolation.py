@@ -55,6 +55,15 @@ def test_agent_pth__loads_the_agent_without_ebbtide_itself(tmp_path: Path) -> No
     assert (run.returncode, run.stdout, run.stderr) == (0, "True False\n", "")
 
 
+def test_from_environment__notes_that_the_import_of_torch_begins(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import glob, os; print(len(glob.glob(os.environ['EBBTIDE_SPOOL'] + '/torch-*')))"
+    )
+    environment = {**os.environ, "EBBTIDE_SPOOL": str(tmp_path), "PYTHONPATH": str(PROFILER / "inject")}
+    run = run_process([sys.executable, "-c", "import torch"], env=environment, cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "1\n", "")
+
+
 @pytest.mark.slow
 def test_when_imported__survives_a_search_for_torch_without_import(tmp_path: Path) -> None:
     program = (

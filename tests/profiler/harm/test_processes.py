@@ -105,6 +105,16 @@ def test_profile__records_a_forked_child_that_trains(end: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_profile__loses_no_iteration_of_a_process_that_becomes_a_daemon(tmp_path: Path) -> None:
+    # Nothing is written before the fork, as on a slow file system.
+    slow = "sys.modules['ebbtide.profiler.agent.spool'].Spool.flush_if_cheap = lambda self: None\n"
+    program = f"{slow}train(7)\nif os.fork():\n    os._exit(0)\nos.closerange(3, 4096)\nos.setsid()\ntrain(2)\n"
+    run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
+    assert (run.returncode, job_lines(run.stderr)) == (0, [])
+    assert [iterations_of(tmp_path / name) for name in ("run.ebb", "run-2.ebb")] == [7, 2]
+
+
+@pytest.mark.slow
 def test_profile__keeps_a_forked_training_apart_from_that_of_its_parent(tmp_path: Path) -> None:
     program = "train(3)\nif os.fork() == 0:\n    train(5)\n    sys.exit(0)\nos.wait()\ntrain(4)\n"
     run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
