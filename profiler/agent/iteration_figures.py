@@ -27,31 +27,24 @@ class PhaseRecord(NamedTuple):
     end_mark: EventMark | None
 
 
-class Steppers:
-    """Optimizers and their parameters, by id. It keeps none of them alive."""
+class _Stepper:
+    """An optimizer that steps, and its parameters by id. It keeps none of them alive."""
 
-    def __init__(self) -> None:
-        self.optimizers: dict[int, ref[Any]] = {}
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = ref(optimizer)
+        self.has_stepped = False
         self.parameters: dict[int, ref[Any]] = {}
+        self._size = 0, 0
 
-    def add(self, other: Steppers) -> None:
-        """Add those of another object."""
-        self.optimizers.update(other.optimizers)
-        self.parameters.update(other.parameters)
-
-    def meets(self, other: Steppers) -> bool:
-        """Return whether both have an optimizer or a parameter in common."""
-        return _meets(self.optimizers, other.optimizers) or _meets(self.parameters, other.parameters)
-
-    @property
-    def lost(self) -> bool:
-        """Whether one of the optimizers is gone."""
-        return any(optimizer() is None for optimizer in self.optimizers.values())
-
-
-def _meets(first: dict[int, ref[Any]], second: dict[int, ref[Any]]) -> bool:
-    # An object has one reference, and an object that has got the address of another has its own.
-    return any(first[key] is second[key] for key in first.keys() & second.keys())
+    def read(self, optimizer: Any) -> None:
+        """Add parameters that the optimizer has got since the last call."""
+        # Not of optimizers that contain others: reading their properties may have effects.
+        groups = getattr(optimizer, "__dict__", {}).get("param_groups")
+        size = (len(groups), len(groups[-1]["params"])) if groups else (0, 0)
+        if size != self._size:
+            self._size = size
+            for group in groups or ():
+                self.parameters.update((id(parameter), ref(parameter)) for parameter in group["params"])
 
 
 class IterationRule:
@@ -64,50 +57,58 @@ class IterationRule:
     def __init__(self) -> None:
         self.index = -1
         self._backwards = 0  # that had begun at the last update
-        # Optimizer -> (its groups and the parameters in the last one, itself and its parameters).
-        self._known: WeakKeyDictionary[Any, tuple[tuple[int, int], Steppers]] = WeakKeyDictionary()
-        # Those that have stepped in this iteration: before the last backward, and since.
-        self._before, self._since = Steppers(), Steppers()
+        self._steppers: WeakKeyDictionary[Any, _Stepper] = WeakKeyDictionary()
+        # Those that have stepped in this iteration, by the id of the optimizer: before the last backward, and since.
+        self._before: dict[int, _Stepper] = {}
+        self._since: dict[int, _Stepper] = {}
+        self._parameters_before: dict[int, ref[Any]] | None = None  # None: not collected yet
 
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers that have stepped."""
-        return live_keys(self._known)
+        return live_keys(self._steppers)
 
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
         """Account for one update, after so many `backwards` that have begun in this process, and return the iteration
         that it ends (the same number again while updates extend it); None if it belongs to none."""
         if backwards > self._backwards:
             self._backwards = backwards
-            self._before.add(self._since)
-            self._since = Steppers()
-        if any(self._begins(optimizer) for optimizer in optimizers):
+            self._before.update(self._since)
+            self._since, self._parameters_before = {}, None
+        steppers = {id(optimizer): self._stepper(optimizer) for optimizer in optimizers}
+        if any(self._begins(key, stepper) for key, stepper in steppers.items()):
             self.index += 1
-            self._before, self._since = Steppers(), Steppers()
-        for optimizer in optimizers:
-            self._since.add(self._steppers(optimizer))
+            self._before, self._since, self._parameters_before = {}, {}, None
+        for stepper in steppers.values():
+            stepper.has_stepped = True
+        self._since.update(steppers)
         return self.index if self.index >= 0 else None
 
-    def _begins(self, optimizer: Any) -> bool:
+    def _stepper(self, optimizer: Any) -> _Stepper:
+        stepper = self._steppers.get(optimizer)
+        if stepper is None:
+            stepper = self._steppers[optimizer] = _Stepper(optimizer)
+        stepper.read(optimizer)
+        return stepper
+
+    def _begins(self, key: int, stepper: _Stepper) -> bool:
         """Return whether an optimizer begins an iteration by its step."""
         if self.index < 0:
             return self._backwards > 0
-        if optimizer not in self._known and self._before.lost:
+        before = self._before
+        if not before:
+            return False
+        if before.get(key) is stepper:
             return True
-        return self._before.meets(self._steppers(optimizer))
-
-    def _steppers(self, optimizer: Any) -> Steppers:
-        """Return an optimizer and its parameters."""
-        # Not of optimizers that contain others: reading their properties may have effects.
-        groups = getattr(optimizer, "__dict__", {}).get("param_groups") or [{"params": ()}]
-        size = len(groups), len(groups[-1]["params"])
-        known_size, steppers = self._known.get(optimizer, (None, Steppers()))
-        if size != known_size:
-            steppers.optimizers[id(optimizer)] = ref(optimizer)
-            for group in groups:
-                steppers.parameters.update((id(parameter), ref(parameter)) for parameter in group["params"])
-            self._known[optimizer] = size, steppers
-        return steppers
+        if not stepper.has_stepped and any(other.optimizer() is None for other in before.values()):
+            return True
+        if self._parameters_before is None:
+            self._parameters_before = {}
+            for other in before.values():
+                self._parameters_before.update(other.parameters)
+        common = self._parameters_before.keys() & stepper.parameters.keys()
+        # An object has one reference, and another that has got its address has its own.
+        return any(self._parameters_before[key] is stepper.parameters[key] for key in common)
 
 
 def live_keys(mapping: WeakKeyDictionary[Any, Any]) -> list[Any]:

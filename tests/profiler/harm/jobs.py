@@ -23,12 +23,14 @@ class HarmJob:
         iterations: The phases of each of its iterations, in order.
         command: The words of the command.
         ranks: Its number of ranks, whose lines are in any order.
+        needs: A package that it imports beside torch.
     """
 
     text: str
     iterations: tuple[tuple[str, ...], ...] = (STEP,) * STEPS
     command: tuple[str, ...] = (PYTHON, "job.py")
     ranks: int = 1
+    needs: str = "torch"
 
 
 # Printed by jobs: all bits of the parameters.
@@ -233,6 +235,7 @@ torch.distributed.destroy_process_group()
 TRAINER = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+torch.manual_seed(0)
 data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(24)]
 model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32))
 settings = {"max_steps": 4, "per_device_train_batch_size": 3, "save_strategy": "no", "report_to": []}
@@ -265,7 +268,7 @@ class Module(lightning.LightningModule):
         print(loss.item().hex())
         return loss
     def configure_optimizers(self):
-        return PlainSGD(self.parameters(), lr=1e-2)
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
 data = torch.utils.data.TensorDataset(torch.randn(8 * STEPS, 16), torch.randn(8 * STEPS, 4))
 options = {"enable_checkpointing": False, "logger": False, "enable_progress_bar": False, "max_epochs": 1}
 trainer = lightning.Trainer(accelerator="cpu", enable_model_summary=False, **options)
@@ -287,8 +290,8 @@ JOBS = {
     "pytest": HarmJob(PYTEST_JOB, command=PYTEST),
     "pytest -W error": HarmJob(PYTEST_JOB, command=(*PYTEST, "-W", "error")),
     **{name: HarmJob(PRELUDE + RANKS.format(wrap=wrap), command=TWO_RANKS, ranks=2) for name, wrap in WRAPS.items()},
-    **{f"DeepSpeed ZeRO-{stage}": HarmJob(DEEPSPEED.format(stage=stage)) for stage in (2, 3)},
-    "Trainer of Hugging Face": HarmJob(TRAINER),
-    "accelerate": HarmJob(PRELUDE + ACCELERATE + DIGEST),
-    "Lightning": HarmJob(PRELUDE + LIGHTNING),
+    **{f"DeepSpeed ZeRO-{stage}": HarmJob(DEEPSPEED.format(stage=stage), needs="deepspeed") for stage in (2, 3)},
+    "Trainer of Hugging Face": HarmJob(TRAINER, needs="transformers"),
+    "accelerate": HarmJob(PRELUDE + ACCELERATE + DIGEST, needs="accelerate"),
+    "Lightning": HarmJob(PRELUDE + LIGHTNING, needs="pytorch_lightning"),
 }
