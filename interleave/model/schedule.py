@@ -71,9 +71,15 @@ class Schedule:
         first = cycle[0]
         if len(cycle) == 1:
             return first
-        phases = ("other_s", "forward_s", "backward_s", "update_s")
-        means = {phase: fmean(getattr(one, phase) for one in cycle) for phase in phases}
-        return replace(first, **means, cycle=tuple(cycle), settles=settles)
+        return replace(
+            first,
+            other_s=fmean(one.other_s for one in cycle),
+            forward_s=fmean(one.forward_s for one in cycle),
+            backward_s=fmean(one.backward_s for one in cycle),
+            update_s=fmean(one.update_s for one in cycle),
+            cycle=tuple(cycle),
+            settles=settles,
+        )
 
     def __repr__(self) -> str:
         return f"<Schedule: {self.plan.policy}, {len(self.starts):,} operations, iteration {self.iteration_s:.6g} s>"

@@ -143,7 +143,7 @@ class Steps:
     @property
     def note(self) -> str | None:
         """The note of the schedules, see `Schedule.note`."""
-        return self.valid.note or (self.redone and self.redone.note)
+        return self.valid.note or (self.redone.note if self.redone is not None else None)
 
     def cost(self, machine: Machine) -> tuple[bool, bool, float]:
         """Return whether the plan exceeds the memory of the device, and of the host, and its rating, s."""
