@@ -1,4 +1,4 @@
-"""Arguments of public calls: sizes are bytes or text, machines a name, a file or an object, devices a name or a device."""
+"""Arguments of public calls: sizes are bytes or text, machines and devices a name or an object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler import memory_limit
 from ebbtide.trace_analysis import TraceAnalysis
-from tests.interleave.engine.layers.stacks import Stack
+from tests.interleave.engine.layers.stacks import stack
 
 TRACE = Path(__file__).parent.parent / "traces" / "a100-13b-async.ebb"
 Call = Callable[..., Any]
@@ -51,7 +51,7 @@ def _optimizer(make: Call) -> Call:
 
 def _layers(move: Call) -> Call:
     def call(**arguments: Any) -> None:
-        move(Stack(), **arguments).close()
+        move(stack(), **arguments).close()
 
     return call
 
@@ -123,7 +123,7 @@ def test_devices__are_a_name_or_a_device(name: str) -> None:
 
 
 def test_offload_activations__takes_the_device_of_streamed_weights_by_name() -> None:
-    model = Stack()
+    model = stack()
     with stream_weights(model, device="cpu"), offload_activations(model, device="cpu"):
         pass
     with stream_weights(model), pytest.raises(EngineError, match="the same device"):

@@ -104,8 +104,8 @@ class EngineOptions:
 
 
 def budget_bytes(size: Any, name: str = "memory_budget") -> Any:
-    """Return a budget that may be text in bytes; others as they are. Raises EngineError for text that is no size."""
-    if not isinstance(size, str):
+    """Return a budget that may be text in bytes, numbers as they are. Raises EngineError for anything else."""
+    if size is None or isinstance(size, int | float):
         return size
     try:
         return byte_count(size, name)

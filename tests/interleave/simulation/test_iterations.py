@@ -173,7 +173,7 @@ def test_simulate__rates_iterations_that_alternate_by_their_mean() -> None:
 def test_simulate__rates_iterations_that_do_not_settle_by_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iterations, "_period", lambda times: 0)
     schedule = simulate(*alternating_plan())
-    assert len(schedule.cycle) == 31
+    assert len(schedule.cycle) == 32
     assert schedule.note is not None
     assert schedule.note.startswith("its iterations do not settle: from ")
     assert schedule.rating_s > 100 * schedule.iteration_s
