@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.errors import UserError
+from ebbtide.profiler.trace import Trace, open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from matplotlib.figure import Figure
 
     from ebbtide.analysis.findings import Findings
+    from ebbtide.analysis.metrics.advice import Adviser
     from ebbtide.interleave.advise.replay import Replay
     from ebbtide.machines.machine import Machine
 
@@ -25,9 +28,25 @@ class TraceAnalysis(JobMetrics):
     `--json`, and `to_pandas()`, its main table, which notebooks show.
 
     Example:
-        >>> analysis = TraceAnalysis(ebbtide.open_trace("run.ebb"))
+        >>> analysis = TraceAnalysis("run.ebb")
         >>> analysis.windows(min_bytes=4 * 2**30, ranks=[0]).to_pandas()
     """
+
+    def __init__(self, trace: Trace | str | Path, adviser: Adviser | None = None) -> None:
+        """Take a trace, or open one by its path. Nothing is computed yet.
+
+        Args:
+            trace: A trace, from `ebbtide.open_trace` or from an importer, or the path of one.
+            adviser: Recommends settings by simulation to rules that advise some; None: they estimate them.
+
+        Raises:
+            TraceError: The path is not a trace, or is damaged.
+        """
+        if isinstance(trace, str | Path):
+            trace = open_trace(trace)
+        if not isinstance(trace, Trace):
+            raise UserError(f"{trace!r:.80} is no trace: give its path, or what ebbtide.open_trace returns")
+        super().__init__(trace, adviser)
 
     def findings(self) -> Findings:
         """Causes that hold the job back, with evidence and potential gain, the largest gain first.

@@ -25,6 +25,19 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def byte_count(size: object, name: str = "a size") -> float:
+    """Return bytes that are given as a number from 0, or as text (see `parse_bytes`). Raises ValueError, which begins
+    with the name of the argument, for anything else."""
+    if isinstance(size, str):
+        try:
+            return parse_bytes(size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if isinstance(size, bool) or not isinstance(size, int | float) or not size >= 0:
+        raise ValueError(f"{name} is {size!r}: it must be bytes, at least 0, or text like 2GiB")
+    return size
+
+
 def bytes_unit(largest: float) -> tuple[float, str]:
     """Return (bytes in one unit, its name) of the unit in which `largest` bytes read best."""
     power = 0

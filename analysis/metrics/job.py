@@ -26,10 +26,11 @@ from ebbtide.analysis.metrics.memory import MemoryUse, memory_use
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.metrics.rank import RankMetrics
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
+from ebbtide.errors import UserError
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import RankInfo
-from ebbtide.units import parse_bytes
+from ebbtide.units import byte_count
 
 if TYPE_CHECKING:
     # The others are imported when they are asked for: they load pandas, or read by other processes.
@@ -101,11 +102,15 @@ class JobMetrics:
             ranks: Ranks to look at, or one; None: all.
 
         Raises:
+            UserError: `min_bytes` is no size.
             TraceError: A rank is not in the trace.
         """
         from ebbtide.analysis.metrics.windows import find_windows
 
-        least = parse_bytes(min_bytes) if isinstance(min_bytes, str) else min_bytes
+        try:
+            least = int(byte_count(min_bytes, "min_bytes"))
+        except ValueError as error:
+            raise UserError(str(error)) from None
         return find_windows(self._on_device_clock, least, _several(ranks))
 
     @cached_property
@@ -210,7 +215,10 @@ class JobMetrics:
         return median_ms(self.trace, "iteration")
 
     def phase_ms(self, phase: str) -> float | None:
-        """Return the median milliseconds of a phase on the slowest rank."""
+        """Return the median milliseconds of a phase, `other` or `iteration` on the slowest rank. Raises UserError for
+        another name."""
+        if phase not in (*ITERATION_PARTS, "iteration"):
+            raise UserError(f"there is no phase {phase!r}: choose from {', '.join(ITERATION_PARTS)}, iteration")
         return median_ms(self.trace, phase)
 
     @property

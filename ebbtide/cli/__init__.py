@@ -89,7 +89,8 @@ def run(arguments: Sequence[str]) -> int:
         status = make_app(command)(words, prog_name="ebbtide", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except typer.TyperException as error:
-        return _fail(error.format_message())
+        # typer passes the message of pydantic on, with the kind of its error.
+        return _fail(error.format_message().replace("Value error, ", ""))
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:

@@ -15,6 +15,7 @@ from ebbtide.machines.sheets import GPU_SHEETS
 # Likeness of names of which one may be meant by the other.
 _NEAR = 0.7
 _MAX_NEAR = 4
+_ANY_PRESET = "the name of one that `ebbtide machines` lists"
 
 
 def presets() -> list[str]:
@@ -66,12 +67,12 @@ def _meant(name: str, matches: Sequence[str]) -> str:
 
 
 def find_machine(
-    name_or_path: str | None, recorded: dict[str, Any] | None = None, recorded_in: str = "the trace"
+    machine: str | Path | Machine | None, recorded: dict[str, Any] | None = None, recorded_in: str = "the trace"
 ) -> Machine:
-    """Return a machine by file or by the name of a preset, or the one recorded in a trace.
+    """Return a machine by file or by the name of a preset, or the one recorded in a trace; a machine itself.
 
     Args:
-        name_or_path: A machine file, or a name as for `preset`; None for the recorded machine. `NAME@HOST` is its GPU
+        machine: A machine, its file, or a name as for `preset`; None for the recorded machine. `NAME@HOST` is its GPU
             in another host, such as `rtx4090@ddr5-2ch,16-cores,pcie4x16,256GB`.
         recorded: The machine in the metadata of a trace, None if there is none.
         recorded_in: Where it was recorded, for error messages.
@@ -79,7 +80,12 @@ def find_machine(
     Raises:
         MachineError: There is no such machine, the host cannot be parsed, or no machine is named or recorded.
     """
-    if name_or_path is not None:
+    if isinstance(machine, Machine):
+        return machine
+    if machine is not None:
+        if not isinstance(machine, str | Path):
+            raise MachineError(f"machine is {machine!r:.80}: it must be a Machine, its file, or {_ANY_PRESET}")
+        name_or_path = str(machine)
         path = Path(name_or_path)
         name, at, host = name_or_path.rpartition("@")
         if at and not os.path.exists(path):

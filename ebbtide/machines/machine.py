@@ -283,6 +283,7 @@ def machine_from(values: dict[str, Any], where: str) -> Machine:
     )
 
 
-def load_machine(path: Path) -> Machine:
+def load_machine(path: str | Path) -> Machine:
     """Read a machine file. Raises MachineError where it is not a valid one."""
+    path = Path(path)
     return machine_from(read_object(path, "machine", MachineError), path.name)

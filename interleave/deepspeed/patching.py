@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.interleave.deepspeed.supported import check_engine, check_version, overlap_of
-from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.opening import DeviceArgument
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.options import Budget, EngineOptions, with_overlap_option
+from ebbtide.interleave.engine.options import (
+    BudgetArgument,
+    EngineOptions,
+    MachineArgument,
+    with_overlap_option,
+)
 from ebbtide.interleave.model.operations import Overlap
-from ebbtide.machines.machine import Machine
 
 log = logging.getLogger("ebbtide")
 
@@ -25,15 +29,15 @@ _original: Callable[..., Any] | None = None
 def enable(
     policy: str = "adaptive",
     *,
-    memory_budget: Budget | None = None,
-    machine: Machine | None = None,
+    memory_budget: BudgetArgument | None = None,
+    machine: MachineArgument | None = None,
     subgroup_params: int = EngineOptions.subgroup_params,
     threads: int | None = None,
-    device: Device | None = None,
+    device: DeviceArgument | None = None,
     beside: bool = False,
     overlap: Literal["none", "forward", "auto"] = "none",
     storage: str | Path | Sequence[str | Path] | None = None,
-    host_memory_budget: float | None = None,
+    host_memory_budget: float | str | None = None,
 ) -> AbstractContextManager[object]:
     """Let `deepspeed.initialize` create engines whose optimizer follows a policy of ebbtide; call this before it.
 
@@ -61,7 +65,7 @@ def enable(
     """
     check_version()
     policy = with_overlap_option(policy, overlap, "streamed", Overlap(forward=True))
-    settings = EngineOptions(
+    settings = EngineOptions.of_arguments(
         policy=policy,
         machine=machine,
         subgroup_params=subgroup_params,

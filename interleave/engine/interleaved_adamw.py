@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.opening import DeviceArgument
 from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
-from ebbtide.interleave.engine.options import Budget, EngineOptions
-from ebbtide.machines.machine import Machine
+from ebbtide.interleave.engine.options import BudgetArgument, EngineOptions, MachineArgument
 
 
 class InterleavedAdamW(InterleavedOptimizer):
@@ -29,18 +28,18 @@ class InterleavedAdamW(InterleavedOptimizer):
         weight_decay: float = 0.01,
         *,
         policy: str = "adaptive",
-        machine: Machine | str | None = None,
+        machine: MachineArgument | None = None,
         subgroup_params: int = EngineOptions.subgroup_params,
-        memory_budget: Budget | None = None,
+        memory_budget: BudgetArgument | None = None,
         max_grad_norm: float | None = None,
         gradients: Literal["kept", "streamed"] = "kept",
         loss_scale: float | Literal["dynamic"] | None = None,
-        device: Device | torch.device | str | None = None,
+        device: DeviceArgument | None = None,
         threads: int | None = None,
         overlap: Literal["none", "forward", "backward", "both", "auto"] = "none",
         model: torch.nn.Module | None = None,
         storage: str | Path | Sequence[str | Path] | None = None,
-        host_memory_budget: float | None = None,
+        host_memory_budget: float | str | None = None,
         master: Literal["fp32", "remainder"] = "fp32",
         **torch_options: bool | None,
     ) -> None:

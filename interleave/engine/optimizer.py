@@ -10,11 +10,15 @@ from typing import Any, Literal
 import torch
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
-from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.devices.opening import open_device
+from ebbtide.interleave.engine.devices.opening import DeviceArgument
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
-from ebbtide.interleave.engine.options import Budget, EngineOptions, with_overlap_option
+from ebbtide.interleave.engine.options import (
+    BudgetArgument,
+    EngineOptions,
+    MachineArgument,
+    with_overlap_option,
+)
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.pending_params import locked, weak_call
 from ebbtide.interleave.engine.params.state_dict import make_entry, read_state_dict
@@ -23,7 +27,6 @@ from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
 
 log = logging.getLogger("ebbtide")
@@ -39,9 +42,11 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16`, `adamw-8bit` or `muon`. Further keyword arguments are its
             hyperparameters, as in torch or in the paper. A group with a key `rule` has that rule, with its defaults.
         policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
-        machine: The first rates, or their preset or file. By default, `adaptive` measures this machine for a moment.
+        machine: The first rates, or the name or file of a machine. By default, `adaptive` measures this one for a
+            moment.
         subgroup_params: Number of parameters whose state is moved and updated as one.
-        memory_budget: Bytes of device memory for state, or a dict of bytes by phase (`forward`, `backward`, `update`).
+        memory_budget: Bytes of device memory for state, as a number or as text like `4GiB`, or a dict of these by phase
+            (`forward`, `backward`, `update`).
             By default, what the device has free.
         max_grad_norm: Maximum norm of all gradients, over all ranks; larger ones are clipped. None to not clip.
         gradients: `kept` in `p.grad` until the step, or `streamed` to the host as soon as the backward has computed
@@ -73,37 +78,37 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         rule: str = "adamw",
         *,
         policy: str = "adaptive",
-        machine: Machine | str | None = None,
+        machine: MachineArgument | None = None,
         subgroup_params: int = EngineOptions.subgroup_params,
-        memory_budget: Budget | None = None,
+        memory_budget: BudgetArgument | None = None,
         max_grad_norm: float | None = None,
         gradients: Literal["kept", "streamed"] = "kept",
         loss_scale: float | Literal["dynamic"] | None = None,
-        device: Device | torch.device | str | None = None,
+        device: DeviceArgument | None = None,
         threads: int | None = None,
         overlap: Literal["none", "forward", "backward", "both", "auto"] = "none",
         model: torch.nn.Module | None = None,
         storage: str | Path | Sequence[str | Path] | None = None,
-        host_memory_budget: float | None = None,
+        host_memory_budget: float | str | None = None,
         master: Literal["fp32", "remainder"] = "fp32",
         **hyperparameters: Any,
     ) -> None:
         self._rules = GroupRules(rule, hyperparameters)
         self._loss_scale = LossScale(loss_scale)
         supported = Overlap(forward=model is not None, backward=gradients == "streamed" and master == "fp32")
-        options = EngineOptions(
-            with_overlap_option(policy, overlap, gradients, supported),
-            find_machine(machine) if isinstance(machine, str) else machine,
-            subgroup_params,
-            memory_budget,
-            max_grad_norm,
-            gradients,
-            open_device(torch.device(device)) if isinstance(device, str | torch.device) else device,
-            threads,
-            storage,
-            host_memory_budget,
-            master,
-            supported,
+        options = EngineOptions.of_arguments(
+            policy=with_overlap_option(policy, overlap, gradients, supported),
+            machine=machine,
+            subgroup_params=subgroup_params,
+            memory_budget=memory_budget,
+            max_grad_norm=max_grad_norm,
+            gradients=gradients,
+            device=device,
+            threads=threads,
+            storage=storage,
+            host_memory_budget=host_memory_budget,
+            master=master,
+            supported=supported,
         )
         self._runner = AdaptiveRunner(options)
         callbacks = weak_call(self._expected_scalars), weak_call(self._rule_of_params)

@@ -6,16 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, Overlap
 from ebbtide.interleave.policies import parse
 from ebbtide.interleave.policies.overlap import OVERLAP
+from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import PHASES
+from ebbtide.units import byte_count
 
 # Bytes of device memory for state: at any time, or by phase.
 Budget = float | Mapping[str, float]
+# The same as callers give them: sizes may be text.
+BudgetArgument = float | str | Mapping[str, float | str]
+MachineArgument = Machine | str | Path
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,30 @@ class EngineOptions:
             )
         self.open_storage()
 
+    @classmethod
+    def of_arguments(
+        cls,
+        *,
+        machine: MachineArgument | None,
+        memory_budget: BudgetArgument | None,
+        host_memory_budget: float | str | None,
+        device: DeviceArgument | None,
+        **others: Any,
+    ) -> "EngineOptions":
+        """Return the options that arguments of a caller stand for; machines, sizes and devices may be text."""
+        budget: Budget | None
+        if isinstance(memory_budget, Mapping):
+            budget = {phase: budget_bytes(size) for phase, size in memory_budget.items()}
+        else:
+            budget = budget_bytes(memory_budget)
+        return cls(
+            machine=None if machine is None else find_machine(machine),
+            memory_budget=budget,
+            host_memory_budget=budget_bytes(host_memory_budget, "host_memory_budget"),
+            device=as_device(device),
+            **others,
+        )
+
     @property
     def streamed(self) -> bool:
         """Whether gradients are offloaded as soon as they are computed."""
@@ -71,6 +101,16 @@ class EngineOptions:
         if self.host_memory_budget is not None:
             raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
         return None
+
+
+def budget_bytes(size: Any, name: str = "memory_budget") -> Any:
+    """Return a budget that may be text in bytes, numbers as they are. Raises EngineError for anything else."""
+    if size is None or isinstance(size, int | float):
+        return size
+    try:
+        return byte_count(size, name)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
 
 
 # Smaller budgets hold no state of any use: they were meant in GB.

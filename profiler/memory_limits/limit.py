@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.units import bytes_text, parse_bytes
+from ebbtide.units import byte_count, bytes_text
 
 BEFORE = "allocated before the block"
 
@@ -243,9 +243,7 @@ def memory_limit(limit: str | int, device: str | None = None) -> Iterator[None]:
         MemoryLimitExceeded: At the end of the block, where its peak exceeds the limit. An exception of the block itself
             is passed on instead.
     """
-    limit_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
-    if limit_bytes < 0:
-        raise ValueError(f"a limit of {limit} bytes is below 0")
+    limit_bytes = int(byte_count(limit, "limit"))
     recorder = _recorder(device)
     recorder.start()
     try:

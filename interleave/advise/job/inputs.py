@@ -97,12 +97,9 @@ def workload_of_size(size: JobSize) -> Workload:
 
 def resolve_machine(machine: str | Path | Machine | None, trace: Trace | None) -> Machine:
     """Return a machine, one by name or file, or the one that was recorded in the trace."""
-    if isinstance(machine, Machine):
-        return machine
-    name_or_path = None if machine is None else str(machine)
     if trace is None:
-        return find_machine(name_or_path)
-    return find_machine(name_or_path, trace.meta.machine, recorded_in=str(trace.path))
+        return find_machine(machine)
+    return find_machine(machine, trace.meta.machine, recorded_in=str(trace.path))
 
 
 def own_preset(trace: Trace | None) -> str | None:

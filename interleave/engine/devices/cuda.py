@@ -184,6 +184,10 @@ class CudaDevice(CudaStreams, Device):
         self._lock = threading.RLock()
 
     @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
+    @property
     def used_bytes(self) -> int:
         return self._used
 

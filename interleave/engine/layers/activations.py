@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device, is_same_device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers.layer_pass import LayerPass
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
@@ -42,8 +42,9 @@ class OffloadedActivations(MovedLayers):
     choices_of = ACTIVATIONS
 
     def __init__(
-        self, model: torch.nn.Module, memory_budget: float | None, device: Device | None, activations: str
+        self, model: torch.nn.Module, memory_budget: float | str | None, device: DeviceArgument | None, activations: str
     ) -> None:
+        given_device = as_device(device)
         super().__init__(model, memory_budget, activations)
         inner = self._layers[0].original
         self._weights: StreamedWeights | None = None
@@ -51,16 +52,16 @@ class OffloadedActivations(MovedLayers):
             self._weights = inner.owner
             self._join(inner.owner, device)
         self._model = model
-        self._given_device = device
+        self._given_device = given_device
         self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
         self._pass: LayerPass | None = None
         # Those that something saved belongs to.
         self._passes: weakref.WeakSet[LayerPass] = weakref.WeakSet()
 
-    def _join(self, weights: StreamedWeights, device: Device | None) -> None:
+    def _join(self, weights: StreamedWeights, device: DeviceArgument | None) -> None:
         """Share the memory, the copies and the plan of streamed weights."""
-        if device is not None and device is not weights.transfers.device:
+        if device is not None and not is_same_device(device, weights.transfers.device):
             raise EngineError("give stream_weights and offload_activations the same device")
         self._transfers, weights.outer = weights.transfers, self
         self._transfers.memory.budgets[self.what] = self._budget_bytes
@@ -244,8 +245,8 @@ class _KeptClaim:
 def offload_activations(
     model: torch.nn.Module,
     *,
-    memory_budget: float | None = None,
-    device: Device | None = None,
+    memory_budget: float | str | None = None,
+    device: DeviceArgument | None = None,
     activations: str = "auto",
 ) -> OffloadedActivations:
     """Keep, recompute or offload the activations of each layer of a model, with the same bits as without.

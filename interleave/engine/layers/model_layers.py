@@ -16,7 +16,7 @@ from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.memory import HostArena, LayerMemoryCount
 from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME, LayerOptions, LayerOrders, plan_orders
 from ebbtide.interleave.engine.layers.transfers import StorageTransfers
-from ebbtide.interleave.engine.options import check_budget_bytes
+from ebbtide.interleave.engine.options import budget_bytes, check_budget_bytes
 from ebbtide.interleave.model.layer_names import layer_names
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
@@ -118,12 +118,12 @@ class MovedLayers:
     what: str
     choices_of: Sequence[str]
 
-    def __init__(self, model: torch.nn.Module, memory_budget: float | None, choice: str) -> None:
+    def __init__(self, model: torch.nn.Module, memory_budget: float | str | None, choice: str) -> None:
         if choice not in self.choices_of:
             raise EngineError(f"{self.what}={choice!r}: choose from {', '.join(self.choices_of)}")
+        self._budget_bytes = budget_bytes(memory_budget)
         if memory_budget is not None:
-            check_budget_bytes(memory_budget, "None")
-        self._budget_bytes = memory_budget
+            check_budget_bytes(self._budget_bytes, "None")
         self.option = choice
         self._layers = replace_forwards(model, self)
         # Those that have run, in the order of the forward.

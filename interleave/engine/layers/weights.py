@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ebbtide.interleave.engine.devices.device import Device, Direction
+from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.model_layers import LayerForward, MovedLayers, is_within_backward, other_hooks
@@ -131,7 +132,7 @@ class StreamedWeights(MovedLayers):
     choices_of = WEIGHTS
 
     def __init__(
-        self, model: torch.nn.Module, memory_budget: float | None, device: Device | None, weights: str
+        self, model: torch.nn.Module, memory_budget: float | str | None, device: Device | None, weights: str
     ) -> None:
         super().__init__(model, memory_budget, weights)
         self._model = model
@@ -371,8 +372,8 @@ class _WeightHooks:
 def stream_weights(
     model: torch.nn.Module,
     *,
-    memory_budget: float | None = None,
-    device: Device | None = None,
+    memory_budget: float | str | None = None,
+    device: DeviceArgument | None = None,
     weights: str = "auto",
 ) -> StreamedWeights:
     """Keep the weights of a model's layers in host memory, with the same bits as on the device.
@@ -397,4 +398,4 @@ def stream_weights(
         EngineError: The model has no list of layers. Later: weights have changed between forward and backward, or the
             budget does not suffice for a layer (DeviceMemoryError).
     """
-    return StreamedWeights(model, memory_budget, device, weights)
+    return StreamedWeights(model, memory_budget, as_device(device), weights)

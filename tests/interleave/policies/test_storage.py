@@ -215,11 +215,12 @@ def test_stored_in__fetches_in_the_forward_wait_for_the_backward() -> None:
     assert_state_is_in_memory_when_used(plan, job, MACHINE)
 
 
-def test_redone__reads_and_writes_state_in_storage_again() -> None:
+def test_redone__reads_state_in_storage_again() -> None:
     plan = speculate(plan_in_memory("pipelined", ALL_STORED, MACHINE), ALL_STORED, 4)
     plan = stored_in(plan, ALL_STORED, MACHINE, THREE_BUFFERS).validate(ALL_STORED)
     again = redone(plan)
-    assert again.counts()["read"] == again.counts()["write"] == 14
+    counts = again.counts()
+    assert (counts["read"], counts["write"]) == (14, 10)
     assert simulate(again, ALL_STORED, MACHINE).iteration_s > simulate(plan, ALL_STORED, MACHINE).iteration_s
     # The new state is written beside the old one in storage, so host memory holds it once.
     assert needed_host_bytes(plan, ALL_STORED) == pytest.approx(COPIES + 3.6 * GB)

@@ -88,7 +88,7 @@ def test_memory_limit_fixture__is_the_function(memory_limit: Any) -> None:
 
 @pytest.mark.parametrize(("limit", "device"), [("much", "cpu"), (-1, "cpu"), ("1GB", "tpu")])
 def test_memory_limit__refuses_what_is_no_size_or_device(limit: Any, device: str) -> None:
-    with pytest.raises(ValueError, match=r"not a size|below 0|not a device"), memory_limit(limit, device):
+    with pytest.raises(ValueError, match=r"not a size|at least 0|not a device"), memory_limit(limit, device):
         pass
 
 
