@@ -7,10 +7,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from enum import IntEnum
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
+
+from ebbtide.interleave.engine.errors import EngineError
 
 log = logging.getLogger("ebbtide")
 
@@ -24,7 +27,6 @@ class Rest(IntEnum):
     CALLS = 0
     OPERATIONS = 1
     QUEUES = 2
-    POOLS = 3
 
 
 class ForkFollower(Protocol):
@@ -102,35 +104,109 @@ def fork_lock() -> Any:
     return lock
 
 
-class ForkedPool:
-    """A pool of threads. A fork waits for the calls in it, and the child has new threads. Arguments are those of
-    ThreadPoolExecutor."""
+class WorkQueue:
+    """Work that threads begin in order. They start with the first work, and end with this object. A fork waits for the
+    work, and the child has threads of its own.
 
-    def __init__(self, threads: int, name: str, initializer: Callable[..., None] | None = None, *initargs: Any) -> None:
-        self._new = functools.partial(ThreadPoolExecutor, threads, name, initializer=initializer, initargs=initargs)
-        self._pool = self._new()
-        self._running: set[Future[Any]] = set()
-        follow_forks(self, Rest.POOLS)
+    A pool of `concurrent.futures` would not do: in a signal handler within its `submit`, a fork hangs.
+
+    Args:
+        name: The name of the threads.
+        threads: Their number.
+        initializer: What each calls at first.
+        initargs: The arguments of that.
+    """
+
+    def __init__(
+        self, name: str, threads: int = 1, initializer: Callable[..., None] | None = None, *initargs: Any
+    ) -> None:
+        self._name = name
+        self._count = threads
+        self._initialize = None if initializer is None else functools.partial(initializer, *initargs)
+        self._lock = fork_lock()
+        self._set_up()
+        follow_forks(self, Rest.QUEUES)
+
+    def _set_up(self) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end_threads, self._queue, self._count)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there was any work."""
+        return bool(self._threads)
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Let a thread do work, which must not raise."""
+        self._queue.put(work)
+        if not self._threads:
+            with self._lock:
+                if not self._threads:
+                    self._start()
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call a function on a thread of the pool."""
-        future = self._pool.submit(call, *args, **kwargs)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
+        """Let a thread call a function, and return its result in the future."""
+        if not self._end.alive:
+            raise EngineError(f"the threads {self._name} have ended")
+        future: Future[T] = Future()
+        self.put(functools.partial(_fulfil, future, functools.partial(call, *args, **kwargs)))
         return future
 
-    def shutdown(self) -> None:
-        """End the threads, after the calls in flight."""
-        self._pool.shutdown()
+    def close(self) -> None:
+        """Do all work and end the threads."""
+        self._end()
+        if threading.current_thread() not in self._threads:
+            for thread in self._threads:
+                thread.join()
 
     def before_fork(self) -> None:
-        if threading.current_thread() not in self._pool._threads:
-            wait(self._running.copy())
+        threads = self._threads
+        if threads and threading.current_thread() not in threads:
+            are_idle = threading.Event()
+            barrier = threading.Barrier(len(threads), action=are_idle.set)
+            for _ in threads:
+                self._queue.put(barrier.wait)
+            # Another thread may close it meanwhile.
+            while all(thread.is_alive() for thread in threads) and not are_idle.wait(0.1):
+                pass
 
     def after_fork(self, in_child: bool) -> None:
-        if in_child:
-            self._running.clear()
-            self._pool = self._new()
+        if in_child and self._end.detach():
+            self._set_up()
+
+    def _start(self) -> None:
+        target = functools.partial(_do_all, self._queue, self._initialize)
+        threads = [
+            threading.Thread(target=target, name=f"{self._name}_{number}", daemon=True) for number in range(self._count)
+        ]
+        for thread in threads:
+            thread.start()
+        self._threads = threads
+
+
+def _do_all(queue: SimpleQueue[Callable[[], object] | None], initialize: Callable[[], None] | None) -> None:
+    if initialize is not None:
+        initialize()
+    while (work := queue.get()) is not None:
+        work()
+        # Else it would be kept alive until there is other work.
+        del work
+
+
+def _end_threads(queue: SimpleQueue[Callable[[], object] | None], count: int) -> None:
+    for _ in range(count):
+        queue.put(None)
+
+
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        # The error has this frame, and the future has the error.
+        del future, call
 
 
 def _log_errors(call: Callable[[], None]) -> None:

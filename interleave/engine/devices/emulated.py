@@ -3,16 +3,14 @@
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
 
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Direction, Mark, Stream
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from ebbtide.interleave.engine.forks import Rest, follow_forks, fork_generation, fork_lock
+from ebbtide.interleave.engine.forks import WorkQueue, fork_generation, fork_lock
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -50,57 +48,6 @@ class EmulatedMark:
         self._passed.wait()
         if self._error is not None:
             raise EngineError(f"the device failed: {self._error}") from self._error
-
-
-class WorkQueue:
-    """Work that a thread does in order. The thread starts with the first work, and ends with this object. A fork waits
-    for the work, and the child has a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = fork_lock()
-        self._set_up()
-        follow_forks(self, Rest.QUEUES)
-
-    def _set_up(self) -> None:
-        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_do_all, args=(self._queue,), name=self._name, daemon=True)
-        self._end = weakref.finalize(self, self._queue.put, None)
-        self.is_started = False
-
-    def put(self, work: Callable[[], object]) -> None:
-        self._queue.put(work)
-        if not self.is_started:
-            with self._lock:
-                if not self.is_started:
-                    self._thread.start()
-                    self.is_started = True
-
-    def before_fork(self) -> None:
-        if self.is_started and threading.current_thread() is not self._thread:
-            is_done = threading.Event()
-            self._queue.put(is_done.set)
-            # Another thread may close it meanwhile.
-            while self._thread.is_alive() and not is_done.wait(0.1):
-                pass
-
-    def after_fork(self, in_child: bool) -> None:
-        if in_child:
-            self._end.detach()
-            self._set_up()
-
-    def close(self) -> None:
-        """Do all work and end the thread."""
-        self._end()
-        if self.is_started and threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
-def _do_all(queue: SimpleQueue[Callable[[], object] | None]) -> None:
-    while (work := queue.get()) is not None:
-        work()
-        # Else it would be kept alive until there is other work.
-        del work
 
 
 class EmulatedStreams:

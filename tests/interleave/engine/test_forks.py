@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ebbtide.interleave import InterleavedAdamW, offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.forks import ForkedPool, fork_lock
+from ebbtide.interleave.engine.forks import WorkQueue, fork_lock
 from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import run_process
 from tests.interleave.engine.forked import forked
@@ -337,13 +337,14 @@ print("files", len(list(Path(sys.argv[1]).glob("*/*.state"))))
 """
 
 
+@pytest.mark.slow
 def test_fork__lets_a_child_end_by_itself(tmp_path: Path) -> None:
     result = run_process([sys.executable, "-c", EXIT, str(tmp_path)], timeout_s=90)
     assert (result.returncode, result.stdout, result.stderr) == (0, "child 0\nfiles 1\n", "")
 
 
-def test_forked_pool__ends_calls_before_a_fork_and_has_new_threads_in_the_child() -> None:
-    pool = ForkedPool(1, "pool")
+def test_work_queue__ends_work_before_a_fork_and_has_new_threads_in_the_child() -> None:
+    queue = WorkQueue("queue", 2)
     ended: list[int] = []
     begins = threading.Event()
 
@@ -352,11 +353,11 @@ def test_forked_pool__ends_calls_before_a_fork_and_has_new_threads_in_the_child(
         threading.Event().wait(0.1)
         ended.append(1)
 
-    pool.submit(work)
+    queue.submit(work)
     begins.wait()
-    assert forked(lambda: (len(ended), pool.submit(int, 7).result())).result == "(1, 7)"
-    assert pool.submit(int, 7).result() == 7
-    pool.shutdown()
+    assert forked(lambda: (len(ended), queue.submit(int, 7).result())).result == "(1, 7)"
+    assert queue.submit(int, 7).result() == 7
+    queue.close()
 
 
 def test_fork_lock__is_free_in_a_child_unless_the_thread_that_forks_has_it() -> None:

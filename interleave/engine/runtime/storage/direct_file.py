@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.forks import ForkedPool, Rest, follow_forks, fork_generation
+from ebbtide.interleave.engine.forks import Rest, WorkQueue, follow_forks, fork_generation
 
 # Offsets, lengths and addresses of direct I/O are multiples of this.
 PAGE = 4096
@@ -48,8 +48,8 @@ class DirectFile:
         # In bytes, when it was opened.
         self.size = os.fstat(self._descriptor).st_size
         self._generation = fork_generation()
-        self._pool = ForkedPool(THREADS, "ebbtide-storage")
-        follow_forks(self, Rest.POOLS)
+        self._pool = WorkQueue("ebbtide-storage", THREADS)
+        follow_forks(self, Rest.QUEUES)
 
     @property
     def is_own(self) -> bool:
@@ -110,7 +110,7 @@ class DirectFile:
         os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._pool.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
