@@ -23,6 +23,7 @@ from ebbtide.interleave.engine.runtime.arena import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
+from ebbtide.interleave.engine.runtime.storage.commits import check_digest, commit_place, with_digest
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.policies import depends_on_rates, parse
@@ -173,6 +174,8 @@ class AdaptiveRunner:
         `commit`: the commit whose state it has. EngineError if a file cannot be used; raises as `check`, nothing
         changed."""
         self._check_alive()
+        if commit is not None:
+            self._check_commit(subgroups, commit)
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
@@ -191,6 +194,13 @@ class AdaptiveRunner:
         self._closers.insert(0, engine.close)
         self._engine, self._planner, self._next_plan = engine, planner, plan
         return engine
+
+    def _check_commit(self, subgroups: Sequence[Subgroup], commit: Mapping[str, Any]) -> None:
+        """Raise EngineError if a commit is not whole, or the storage does not have it."""
+        check_digest(commit)
+        if self.storage is None:
+            raise EngineError(f"{commit_place(commit)}, and this optimizer has no storage: create it with storage=")
+        self.storage.check(subgroups, commit)
 
     def _rates(self, subgroups: Sequence[Subgroup], has_remainders: bool) -> Machine:
         """Return the rates to plan with: those corrected by the steps so far, those of the caller, or measured ones."""
@@ -278,13 +288,14 @@ class AdaptiveRunner:
                 log.info("ebbtide makes a new plan: %s", reason)
                 self._replace_plan(budget)
 
-    def commit(self) -> dict[str, Any]:
-        """Make the state in storage the one to resume from, and return what `rebuild` takes for that, after the plan
-        has stopped. Raises EngineError if there is no storage, or it is full; the commit before stays."""
+    def commit(self, **details: Any) -> dict[str, Any]:
+        """Make the state in storage the one to resume from, and return what `rebuild` takes for that, with details of
+        the caller, after the plan has stopped. Raises EngineError if there is no storage, or it is full; the commit
+        before stays."""
         states = self.engine.store.states
         if states.stored is None:
             raise EngineError("commit() is for optimizers with storage=: save the state_dict() of others")
-        return states.stored.commit(states.read)
+        return with_digest({**states.stored.commit(states.read), **details})
 
     def close(self) -> None:
         """End the threads and release all memory. Deleting this object does the same."""
