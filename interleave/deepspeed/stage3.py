@@ -69,6 +69,7 @@ class InterleavedStage3(StateAccess):
         # Gradients that the job reads before the step, and may change: fp32, by parameter.
         self._exposed: dict[int, torch.Tensor] = {}
         self._runner = AdaptiveRunner(settings)
+        self._runner.uses_ranks = True
         follow_forks(self, Rest.CALLS)
         if settings.device is None:
             self._runner.open_device(self.fp16_partitioned_groups_flat[0].device)

@@ -135,7 +135,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _show(self, groups: Iterable[int]) -> None:
         """Let the masters and moments of DeepSpeed's subgroups have their values, until the plan starts again."""
-        if self._runner is None or (self._runner.closed and self._runner.storage is None):
+        if self._runner is None:
+            return
+        self._runner.check_process()
+        if self._runner.closed and self._runner.storage is None:
             return
         self._recall()
         self._views.show(self._engine.store.states, groups)
@@ -312,6 +315,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def step(self, closure: None = None) -> None:
         """Run the step of DeepSpeed, after the last one has ended."""
+        if self._runner is not None:
+            # Before DeepSpeed communicates, which would hang in a forked child.
+            self._runner.check_process()
         self.synchronize()
         super().step(closure)
 

@@ -59,6 +59,8 @@ class AdaptiveRunner:
         self._next_plan: Plan | None = None
         self._closers = [self.kernel.close]
         self._close = weakref.finalize(self, _call_all, self._closers)
+        # Whether steps communicate with other ranks.
+        self.uses_ranks = False
         # Why it cannot step, once it has no engine any more.
         self._end_reason = _CLOSED
         self._paused_engine: Engine | None = None
@@ -74,7 +76,7 @@ class AdaptiveRunner:
 
     def open_device(self, device: torch.device) -> None:
         """Use a device from the next `rebuild` on; it is closed together with this object, or by the next call."""
-        self._check_alive()
+        self.check_alive()
         opened = open_device(device)
         self._close_engine()
         if self._device is not None:
@@ -83,8 +85,14 @@ class AdaptiveRunner:
         self._closers.append(opened.close)
         self._use_device(opened)
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise EngineError after `close`, and in a forked child that cannot have the state."""
         if not self._close.alive:
+            raise EngineError(self._end_reason)
+
+    def check_process(self) -> None:
+        """Raise EngineError in a forked child that cannot have the state."""
+        if self._end_reason != _CLOSED:
             raise EngineError(self._end_reason)
 
     def before_fork(self) -> None:
@@ -99,6 +107,8 @@ class AdaptiveRunner:
             engine.after_fork(in_child)
         if in_child and self.storage is not None:
             self.leave_behind("its storage belongs to the process that was forked")
+        elif in_child and self.uses_ranks:
+            self.leave_behind("process groups of torch.distributed do not work in one")
         elif in_child and self._device is not None and not self._device.survives_forks:
             self.leave_behind("CUDA does not work in a forked process")
 
@@ -173,7 +183,7 @@ class AdaptiveRunner:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
         `commit`: the commit whose state it has. EngineError if a file cannot be used; raises as `check`, nothing
         changed."""
-        self._check_alive()
+        self.check_alive()
         if commit is not None:
             self._check_commit(subgroups, commit)
         self._state_share = min(map(_state_share, subgroups), default=1.0)

@@ -268,6 +268,7 @@ class OffloadedParams:
             params, self.matrices, engine, self.norm, self._options.streamed, self.pending, self._expected_scalars
         )
         self.params = list(params)
+        self._runner.uses_ranks = any(hasattr(param, "to_local") for param in params)
         self.pending.set_params(self.params, self.matrices.owners)
         self._fingerprints.clear()
         self._layouts = _layouts(params)

@@ -143,7 +143,8 @@ def test_load_state_dict__has_the_whole_state_or_changes_nothing(
         refused += error is not None
         assert "\n" not in str(error)
         assert_equal(other.contents(), before if error else expected)
-    assert refused > 3
+    # A commit has no tensors.
+    assert refused > 3 or change is retype
 
 
 def error_of(job: SavingJob, state_dict: dict[str, Any]) -> EngineError | None:
@@ -318,7 +319,9 @@ def test_storage__needs_no_more_space_than_the_state(tmp_path: Path, monkeypatch
     values[4] = 1_000_000 // statvfs.f_frsize
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
     param = nn.Parameter(torch.zeros(16_000))
-    optimizer = InterleavedAdamW([param], policy="zero-offload", storage=tmp_path, host_memory_budget=3.3e5)
+    optimizer = InterleavedAdamW(
+        [param], policy="zero-offload", machine=MACHINE, storage=tmp_path, host_memory_budget=3.3e5
+    )
     param.grad = torch.ones_like(param)
     optimizer.step()
     optimizer.commit()
