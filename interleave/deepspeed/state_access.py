@@ -246,12 +246,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
         Gradients of this step are dropped. Frozen parameters and buffers of the model are not in it. Raises EngineError
         if it is not a commit of this model, or the storage does not have it."""
-        needed = {"storage", "steps", "param_groups", "loss_scaler"}
-        if self._cpu_adam is not None:
-            needed.add("cpu_adam")
-        if missing := needed - commit.keys():
+        if missing := {"storage", "steps", "param_groups", "loss_scaler"} - commit.keys():
             raise EngineError(
-                f"this commit has no {min(missing)}: load what commit() of an engine's optimizer has returned"
+                f"this is not what commit() of an engine's optimizer has returned: it has no {min(missing)}"
             )
         assert self._runner is not None
         if self._runner.storage is None:
@@ -263,6 +260,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 f"this is the commit of another model: it has {len(steps)} subgroups in {len(groups)} groups, this "
                 f"optimizer has {len(self._masters)} in {len(self.optimizer.param_groups)}"
             )
+        if self._cpu_adam is not None and "cpu_adam" not in commit:
+            raise EngineError("this commit has no cpu_adam: load what commit() of an engine's optimizer has returned")
         check_commit(commit["storage"], self._commit_details(steps))
         self._runner.storage.check(self._subgroups, commit["storage"])
         if self._is_open:
