@@ -73,7 +73,7 @@ class States:
         self.pages = mmap.mmap(-1, self._sizes[0])
         self.pages.write(os.urandom(self._sizes[0]))
         for subgroup in range(subgroups):
-            self._file.reserve(subgroup)
+            self._file.reserve([subgroup])
 
     def read(self) -> None:
         self._move(self._file.read)

@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ebbtide.interleave.deepspeed import subgroup_slices
@@ -13,10 +16,13 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.options import EngineOptions
 from ebbtide.interleave.engine.params.gates import MethodGate
+from ebbtide.interleave.engine.params.local_shards import own_rank
+from ebbtide.interleave.engine.params.state_dict import check_commit
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import Group, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup
+from ebbtide.interleave.engine.runtime.storage.commits import commit_place
 
 
 class CpuAdamScalars:
@@ -62,6 +68,10 @@ class CpuAdamScalars:
         self._betas = None if beta1 is None else (np.float32(beta1), np.float32(beta2))
         power1, power2 = state_dict["powers"]
         self._powers = np.float32(power1), np.float32(power2)
+
+
+def _size_of(moment: Any) -> int:
+    return moment.numel() if isinstance(moment, torch.Tensor) else 0
 
 
 class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -125,7 +135,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _show(self, groups: Iterable[int]) -> None:
         """Let the masters and moments of DeepSpeed's subgroups have their values, until the plan starts again."""
-        if self._runner is None or (self._runner.closed and self._runner.storage is None):
+        if self._runner is None:
+            return
+        self._runner.check_process()
+        if self._runner.closed and self._runner.storage is None:
             return
         self._recall()
         self._views.show(self._engine.store.states, groups)
@@ -166,11 +179,43 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         whole = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
         return whole.narrow(0, begin, length), group
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load a state dict of DeepSpeed. torch replaces the moments by new tensors; they are copied."""
+    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
+        """Load a state dict of DeepSpeed. torch replaces the moments by new tensors; they are copied.
+
+        Raises EngineError if that of this rank lacks a part of the state, or is of another stage, model or number of
+        ranks; nothing is changed."""
+        if not kwargs.get("checkpoint_folder"):
+            self._check_saved(state_dict_list[dist.get_rank(group=self.dp_process_group)], load_optimizer_states)
         self.synchronize()
-        super().load_state_dict(*args, **kwargs)
+        super().load_state_dict(state_dict_list, load_optimizer_states, **kwargs)
         self._views.collect()
+
+    def _check_saved(self, saved: Any, has_moments: bool) -> None:
+        """Raise EngineError unless a state dict of DeepSpeed has all masters, and all moments if some."""
+        for key, own in ((ZERO_STAGE, int(ZeroStageEnum.weights)), (PARTITION_COUNT, self.partition_count)):
+            if saved.get(key) != own:
+                raise EngineError(
+                    f"the checkpoint has {key} {saved.get(key)}, and this engine {own}: convert it to a universal "
+                    "checkpoint of DeepSpeed, or load it with the stage and the ranks that it was saved with"
+                )
+        sizes = [values.numel() for values in self.fp16_partitioned_groups_flat]
+        self._check_sizes("fp32 masters", [master.numel() for master in saved[FP32_FLAT_GROUPS]], sizes)
+        states = saved[OPTIMIZER_STATE_DICT]["state"] if has_moments else {}
+        numbers = [number for group in saved[OPTIMIZER_STATE_DICT]["param_groups"] for number in group["params"]]
+        # Of each parameter group in turn.
+        order = sorted(range(len(sizes)), key=self.sub_group_to_group_id.__getitem__)
+        # DeepSpeed has no moments before its first step.
+        for name in {moment for rule in self._rules for moment in rule.moments} if states else ():
+            needed = [sizes[group] if name in self._rules[group].moments else 0 for group in order]
+            self._check_sizes(name, [_size_of(states.get(number, {}).get(name)) for number in numbers], needed)
+
+    @staticmethod
+    def _check_sizes(name: str, saved: list[int], needed: list[int]) -> None:
+        if saved != needed:
+            raise EngineError(
+                f"the checkpoint has {name} of {saved} elements in the subgroups of this rank, {needed} are needed: "
+                "it is of another model, or was saved without them (DeepSpeed leaves out what is on NVMe)"
+            )
 
     # -- commits ------------------------------------------------------------------------------------------------
 
@@ -183,9 +228,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         assert self._runner is not None
         self._recall()
         self._views.write_back(self._engine.store.states)
+        steps = [int(self.optimizer.state[master]["step"]) for master in self._masters]
         commit = {
-            "storage": self._runner.commit(),
-            "steps": [int(self.optimizer.state[master]["step"]) for master in self._masters],
+            "storage": self._runner.commit(**self._commit_details(steps)),
+            "steps": steps,
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
             ],
@@ -200,17 +246,24 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
         Gradients of this step are dropped. Frozen parameters and buffers of the model are not in it. Raises EngineError
         if it is not a commit of this model, or the storage does not have it."""
-        if not {"storage", "steps", "param_groups", "loss_scaler"} <= commit.keys():
-            raise EngineError("this is not what commit() of an engine's optimizer has returned")
+        if missing := {"storage", "steps", "param_groups", "loss_scaler"} - commit.keys():
+            raise EngineError(
+                f"this is not what commit() of an engine's optimizer has returned: it has no {min(missing)}"
+            )
         assert self._runner is not None
         if self._runner.storage is None:
-            raise EngineError("this is a commit of a job with storage: call enable(..., storage=FOLDER)")
+            place = commit_place(commit["storage"])
+            raise EngineError(f"{place}, and this job has no storage: call enable(..., storage=FOLDER)")
         steps, groups = commit["steps"], commit["param_groups"]
         if (len(steps), len(groups)) != (len(self._masters), len(self.optimizer.param_groups)):
             raise EngineError(
                 f"this is the commit of another model: it has {len(steps)} subgroups in {len(groups)} groups, this "
                 f"optimizer has {len(self._masters)} in {len(self.optimizer.param_groups)}"
             )
+        if self._cpu_adam is not None and "cpu_adam" not in commit:
+            raise EngineError("this commit has no cpu_adam: load what commit() of an engine's optimizer has returned")
+        check_commit(commit["storage"], self._commit_details(steps))
+        self._runner.storage.check(self._subgroups, commit["storage"])
         if self._is_open:
             self._recall()
         self._clear_gradients()
@@ -229,8 +282,14 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         for number, group in enumerate(groups):
             self.optimizer.param_groups[number].update(group)
         self.loss_scaler.__dict__.update(commit["loss_scaler"])
-        if self._cpu_adam is not None and "cpu_adam" in commit:
+        if self._cpu_adam is not None:
             self._cpu_adam.load_state_dict(commit["cpu_adam"])
+
+    def _commit_details(self, steps: Sequence[int]) -> dict[str, Any]:
+        """Return what a commit of this rank says of itself, with the numbers of updates of DeepSpeed's subgroups."""
+        shapes = [[tuple(param.ds_shape) for param in params] for params in self.fp16_groups]
+        ranks = dist.get_world_size(self.dp_process_group)
+        return {"params": [f"{own} over {ranks} ranks" for own in shapes], "steps": list(steps), "rank": own_rank()}
 
     # -- late updates -------------------------------------------------------------------------------------------
 
@@ -241,6 +300,13 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         if self._runner is not None:
             self._runner.finish_step()
 
+    def before_fork(self) -> None:
+        """Let a forked child have parameters that all updates have written."""
+        self.synchronize()
+
+    def after_fork(self, in_child: bool) -> None:
+        """Do nothing: the engine follows forks itself."""
+
     def backward_prologue(self) -> None:
         """Begin a backward, after the last step has ended."""
         self.synchronize()
@@ -248,6 +314,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def step(self, closure: None = None) -> None:
         """Run the step of DeepSpeed, after the last one has ended."""
+        if self._runner is not None:
+            # Before DeepSpeed communicates, which would hang in a forked child.
+            self._runner.check_process()
         self.synchronize()
         super().step(closure)
 

@@ -19,9 +19,10 @@ from ebbtide.interleave.engine.options import (
     MachineArgument,
     with_overlap_option,
 )
+from ebbtide.interleave.engine.params.local_shards import own_rank
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.pending_params import locked, weak_call
-from ebbtide.interleave.engine.params.state_dict import make_entry, read_state_dict
+from ebbtide.interleave.engine.params.state_dict import RECORD, make_entry, make_record, read_state_dict
 from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from ebbtide.interleave.model.operations import Overlap
@@ -95,6 +96,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> None:
         self._rules = GroupRules(rule, hyperparameters)
         self._loss_scale = LossScale(loss_scale)
+        # By state dicts in the making, the inner one last.
+        self._additions: list[Callable[[dict[str, Any]], None]] = []
         supported = Overlap(forward=model is not None, backward=gradients == "streamed" and master == "fp32")
         options = EngineOptions.of_arguments(
             policy=with_overlap_option(policy, overlap, gradients, supported),
@@ -255,7 +258,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         process or after a crash, until the first step after the next commit. Raises EngineError if there is no storage,
         or too little space in it; the commit before stays."""
         self._open()
-        return self._base_state_dict(lambda commit: commit.update(storage=self._offloaded.commit()))
+        params = self._offloaded.params
+        storage = self._offloaded.commit([self._step_count(param) for param in params])
+        return self._base_state_dict(lambda commit: commit.update(storage=storage))
 
     @locked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,16 +278,19 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         own_params = set(offloaded.params or self._params_with_state())
         saved = read_state_dict(self._rules, state_dict, self.param_groups, own_params, offloaded.check)
         if "loss_scale" in state_dict:
-            self._loss_scale.load_state_dict(state_dict["loss_scale"])
-        if saved.states is None:
-            offloaded.resume(saved.params, state_dict["storage"])
-        else:
-            offloaded.load(saved.params, saved.states)
-        for group, own_group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            own_group.update({key: value for key, value in group.items() if key != "params"})
-        self.state.clear()
-        steps = zip(saved.params, saved.steps, strict=True)
-        self.state.update({param: {"step": step} for param, step in steps if step})
+            self._loss_scale.check(state_dict["loss_scale"])
+        with deferred_interrupts():
+            if saved.states is None:
+                offloaded.resume(saved.params, state_dict["storage"], saved.steps)
+            else:
+                offloaded.load(saved.params, saved.states)
+            if "loss_scale" in state_dict:
+                self._loss_scale.load_state_dict(state_dict["loss_scale"])
+            for group, own_group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+                own_group.update({key: value for key, value in group.items() if key != "params"})
+            self.state.clear()
+            steps = zip(saved.params, saved.steps, strict=True)
+            self.state.update({param: {"step": step} for param, step in steps if step})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -322,14 +330,20 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the state dict of the base class with what a function adds, before any other hook sees it."""
 
         def complete(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            # A signal handler within the call may make another state dict, to which this adds nothing.
+            if self._additions[-1] is not add:
+                return
             add(state_dict)
             if self._loss_scale.skips_steps:
                 state_dict["loss_scale"] = self._loss_scale.state_dict()
+            state_dict[RECORD] = make_record(state_dict, own_rank())
 
         handle = self.register_state_dict_post_hook(complete, prepend=True)
+        self._additions.append(add)
         try:
             state_dict: dict[str, Any] = super().state_dict()
         finally:
+            self._additions.pop()
             handle.remove()
         return state_dict
 

@@ -14,6 +14,7 @@ from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
+from ebbtide.interleave.engine.forks import Rest, follow_forks
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.options import Budget, EngineOptions
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -22,6 +23,7 @@ from ebbtide.interleave.engine.runtime.arena import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
+from ebbtide.interleave.engine.runtime.storage.commits import check_digest, commit_place, with_digest
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.policies import depends_on_rates, parse
@@ -32,6 +34,8 @@ log = logging.getLogger("ebbtide")
 
 # After the device ran out of memory, the next plan may use this share of what the last one needed.
 _BACK_OFF = 0.8
+# Engines of a process that this one was forked from: releasing them would call CUDA, or remove files.
+_left_behind: list[tuple[Engine | None, Device | None]] = []
 _CLOSED = "this optimizer is closed, or its state is lost: create a new one"
 
 
@@ -55,6 +59,12 @@ class AdaptiveRunner:
         self._next_plan: Plan | None = None
         self._closers = [self.kernel.close]
         self._close = weakref.finalize(self, _call_all, self._closers)
+        # Whether steps communicate with other ranks.
+        self.uses_ranks = False
+        # Why it cannot step, once it has no engine any more.
+        self._end_reason = _CLOSED
+        self._paused_engine: Engine | None = None
+        follow_forks(self, Rest.OPERATIONS)
         if options.device is not None:
             # The caller closes a device that it passes.
             self._use_device(options.device)
@@ -66,8 +76,7 @@ class AdaptiveRunner:
 
     def open_device(self, device: torch.device) -> None:
         """Use a device from the next `rebuild` on; it is closed together with this object, or by the next call."""
-        if not self._close.alive:
-            raise EngineError(_CLOSED)
+        self.check_alive()
         opened = open_device(device)
         self._close_engine()
         if self._device is not None:
@@ -75,6 +84,44 @@ class AdaptiveRunner:
             self._device.close()
         self._closers.append(opened.close)
         self._use_device(opened)
+
+    def check_alive(self) -> None:
+        """Raise EngineError after `close`, and in a forked child that cannot have the state."""
+        if not self._close.alive:
+            raise EngineError(self._end_reason)
+
+    def check_process(self) -> None:
+        """Raise EngineError in a forked child that cannot have the state."""
+        if self._end_reason != _CLOSED:
+            raise EngineError(self._end_reason)
+
+    def before_fork(self) -> None:
+        engine = self._engine
+        if engine is not None and engine.device.survives_forks:
+            self._paused_engine = engine
+            engine.before_fork()
+
+    def after_fork(self, in_child: bool) -> None:
+        engine, self._paused_engine = self._paused_engine, None
+        if engine is not None:
+            engine.after_fork(in_child)
+        if in_child and self.storage is not None:
+            self.leave_behind("its storage belongs to the process that was forked")
+        elif in_child and self.uses_ranks:
+            self.leave_behind("process groups of torch.distributed do not work in one")
+        elif in_child and self._device is not None and not self._device.survives_forks:
+            self.leave_behind("CUDA does not work in a forked process")
+
+    def leave_behind(self, reason: str) -> None:
+        """End in a forked child that cannot have the state. What belongs to the other process stays as it is."""
+        self._end_reason = (
+            f"this optimizer cannot be used in a forked process, since {reason}: create one here, or use it there"
+        )
+        self._close.detach()
+        if self._engine is not None:
+            self._engine.is_running = False
+        _left_behind.append((self._engine, self._device))
+        self._engine = None
 
     def _use_device(self, device: Device) -> None:
         self._device = device
@@ -102,7 +149,7 @@ class AdaptiveRunner:
     def engine(self) -> Engine:
         """The engine. Raises EngineError after `close`."""
         if self._engine is None:
-            raise EngineError(_CLOSED)
+            raise EngineError(self._end_reason)
         return self._engine
 
     @property
@@ -136,6 +183,9 @@ class AdaptiveRunner:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
         `commit`: the commit whose state it has. EngineError if a file cannot be used; raises as `check`, nothing
         changed."""
+        self.check_alive()
+        if commit is not None:
+            self._check_commit(subgroups, commit)
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
@@ -154,6 +204,13 @@ class AdaptiveRunner:
         self._closers.insert(0, engine.close)
         self._engine, self._planner, self._next_plan = engine, planner, plan
         return engine
+
+    def _check_commit(self, subgroups: Sequence[Subgroup], commit: Mapping[str, Any]) -> None:
+        """Raise EngineError if a commit is not whole, or the storage does not have it."""
+        check_digest(commit)
+        if self.storage is None:
+            raise EngineError(f"{commit_place(commit)}, and this optimizer has no storage: create it with storage=")
+        self.storage.check(subgroups, commit)
 
     def _rates(self, subgroups: Sequence[Subgroup], has_remainders: bool) -> Machine:
         """Return the rates to plan with: those corrected by the steps so far, those of the caller, or measured ones."""
@@ -241,13 +298,14 @@ class AdaptiveRunner:
                 log.info("ebbtide makes a new plan: %s", reason)
                 self._replace_plan(budget)
 
-    def commit(self) -> dict[str, Any]:
-        """Make the state in storage the one to resume from, and return what `rebuild` takes for that, after the plan
-        has stopped. Raises EngineError if there is no storage, or it is full; the commit before stays."""
+    def commit(self, **details: Any) -> dict[str, Any]:
+        """Make the state in storage the one to resume from, and return what `rebuild` takes for that, with details of
+        the caller, after the plan has stopped. Raises EngineError if there is no storage, or it is full; the commit
+        before stays."""
         states = self.engine.store.states
         if states.stored is None:
             raise EngineError("commit() is for optimizers with storage=: save the state_dict() of others")
-        return states.stored.commit(states.read)
+        return with_digest({**states.stored.commit(states.read), **details})
 
     def close(self) -> None:
         """End the threads and release all memory. Deleting this object does the same."""

@@ -51,6 +51,8 @@ class Device(Streams, Protocol):
 
     # The NUMA node of the host next to the device; None if there is one only, or it is not known.
     numa_node: int | None
+    # Whether a forked child can use it.
+    survives_forks: bool = True
 
     @property
     def torch_device(self) -> torch.device:

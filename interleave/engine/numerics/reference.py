@@ -166,13 +166,20 @@ class LossScale:
         return {"scale": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of `state_dict`. Raises EngineError, and changes nothing, for anything else."""
-        try:
-            value, good_steps = float(state["scale"]), int(state["good_steps"])
-        except (TypeError, ValueError, KeyError):
-            raise EngineError("loss_scale of a state dict needs the numbers scale and good_steps") from None
+        """Continue from the result of `state_dict`. Raises EngineError as `check`."""
+        self.check(state)
         if self._dynamic:
-            self.value, self._good_steps = value, good_steps
+            self.value, self._good_steps = float(state["scale"]), int(state["good_steps"])
+
+    @staticmethod
+    def check(state: Any) -> None:
+        """Raise EngineError for what is no result of `state_dict`."""
+        try:
+            is_valid = 0 < float(state["scale"]) < math.inf and int(state["good_steps"]) >= 0
+        except (TypeError, ValueError, KeyError):
+            is_valid = False
+        if not is_valid:
+            raise EngineError("loss_scale of a state dict needs the numbers scale, above 0, and good_steps")
 
 
 def scalars_of(

@@ -1,6 +1,7 @@
 """Local shards (this rank's part of a DTensor, or the whole of an ordinary tensor), their checks and flat views."""
 
 import math
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,6 +16,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def own_rank() -> int:
+    """Return the rank of this process; 0 without others."""
+    is_ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_ready else int(os.environ.get("RANK", "0"))
 
 
 def device_of(params: Sequence[torch.Tensor]) -> torch.device:

@@ -17,6 +17,7 @@ from ebbtide.interleave.engine.params.local_shards import (
     device_of,
     flat_view,
     local_shard,
+    own_rank,
 )
 from ebbtide.interleave.engine.params.pending_params import PendingParams
 from ebbtide.interleave.engine.params.sharded_matrices import ShardedMatrices, sharded_matrices
@@ -128,16 +129,20 @@ class OffloadedParams:
         else:
             self._set_states(self._stop(), states)
 
-    def commit(self) -> dict[str, Any]:
-        """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and recall offloaded gradients."""
+    def commit(self, steps: Sequence[int]) -> dict[str, Any]:
+        """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and recall offloaded gradients.
+        `steps`: the number of updates of each parameter."""
         self.pending.finish()
         self.record_values(self._follow_values())
         self._stop()
-        return self._runner.commit()
+        return self._runner.commit(params=self._describe(self.params), steps=list(steps), rank=own_rank())
 
-    def resume(self, params: Sequence[torch.Tensor], commit: Mapping[str, Any]) -> None:
-        """Take the state of a commit, from `commit`. Raises EngineError if the storage does not have it."""
+    def resume(self, params: Sequence[torch.Tensor], commit: Mapping[str, Any], steps: Sequence[int]) -> None:
+        """Take the state of a commit, from `commit`. Raises EngineError if the storage does not have it, or it is of
+        other parameters or numbers of updates; nothing is changed."""
         self.check(params)
+        own = {"params": self._describe(params), "steps": list(steps), "rank": own_rank()}
+        state_dict.check_commit(commit, own)
         if self.params:
             self._stop()
         self._set_params(params, commit=commit)
@@ -223,6 +228,11 @@ class OffloadedParams:
         self.collector.recall()
         return engine
 
+    def _describe(self, params: Sequence[torch.Tensor]) -> list[str]:
+        """Return what the state of each parameter depends on."""
+        pairs = zip(params, self._rules(params), strict=True)
+        return [state_dict.describe(rule, param, self._options.has_remainders) for param, rule in pairs]
+
     def _rules(self, params: Sequence[torch.Tensor]) -> list[UpdateRule]:
         rule_of = self._rule_of_params()
         return [rule_of[param] for param in params]
@@ -258,6 +268,7 @@ class OffloadedParams:
             params, self.matrices, engine, self.norm, self._options.streamed, self.pending, self._expected_scalars
         )
         self.params = list(params)
+        self._runner.uses_ranks = any(hasattr(param, "to_local") for param in params)
         self.pending.set_params(self.params, self.matrices.owners)
         self._fingerprints.clear()
         self._layouts = _layouts(params)
@@ -274,7 +285,14 @@ class OffloadedParams:
         parts = {index: state for index in self.matrices.owners if (state := states[index]) is not None}
         whole = self.matrices.gather(parts)
         states = [tuple(whole[index]) if index in whole else state for index, state in enumerate(states)]
-        state_dict.scatter_states(engine.store.states, self._whole_values(own, True), states)
+        values = self._whole_values(own, True)
+        try:
+            state_dict.scatter_states(engine.store.states, values, states)
+        except BaseException as error:
+            self._runner.close()
+            raise EngineError(
+                f"the state was written in part only ({error}) and is lost: create a new optimizer, and load it there"
+            ) from error
         engine.store.forget_params(range(len(self.params)))
         self._loaded = {
             index: state_dict.rounded_masters(state) if self._options.has_remainders else None

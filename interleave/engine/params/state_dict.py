@@ -1,7 +1,9 @@
 """State dicts: converts between the state of subgroups and the state per parameter of torch's optimizer."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +16,7 @@ from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_ten
 from ebbtide.interleave.engine.params.local_shards import (
     flat_like,
     local_shard,
+    own_rank,
     parts_of,
     unflatten,
     wrap_blocks,
@@ -28,10 +31,16 @@ from ebbtide.interleave.engine.runtime.layout import (
     state_rows,
     state_shape,
 )
+from ebbtide.interleave.engine.runtime.storage.commits import check_digest
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
+
+log = logging.getLogger("ebbtide")
 
 # Explicit, so that the defaults of torch that a job sets have no effect.
 _HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+# The key of a state dict that tells whether something is missing.
+RECORD = "ebbtide"
 
 # The number of shards of a parameter whose moments have scales: each has blocks of its own.
 _PARTS = "parts"
@@ -143,6 +152,59 @@ def update_masters(
     return replaced
 
 
+def describe(rule: UpdateRule, param: torch.Tensor, has_remainders: bool) -> str:
+    """Return what the state of a parameter depends on: its rule, type and shape, and its part on this rank."""
+    shard = local_shard(param)
+    part = "" if shard.shape == param.shape else f", {tuple(shard.shape)} of it here"
+    master = "with remainder" if has_remainders else "with fp32 master"
+    return f"{rule.name} {master}, {shard.dtype} {tuple(param.shape)}{part}"
+
+
+def check_commit(commit: Any, own: Mapping[str, Any]) -> None:
+    """Raise EngineError if a commit is of other parameters, numbers of updates or another rank than this optimizer."""
+    check_digest(commit)
+    for key, value in own.items():
+        saved = commit.get(key, value)
+        if saved != value:
+            raise EngineError(
+                f"the commit has other {key} than what is loaded with it ({_difference(saved, value)}): load what "
+                "commit() has returned, on the same rank of the same job"
+            )
+
+
+def _difference(saved: Any, own: Any) -> str:
+    if not isinstance(saved, list) or not isinstance(own, list):
+        return f"{saved} and {own}"
+    pairs = list(zip_longest(saved, own, fillvalue="none"))
+    number = next(number for number, (one, other) in enumerate(pairs) if one != other)
+    return f"number {number}: {pairs[number][0]} and {pairs[number][1]}"
+
+
+def make_record(state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return what tells whether something is missing in a state dict of this optimizer."""
+    return {"keys": sorted(state_dict), "params": sorted(state_dict["state"]), "rank": rank}
+
+
+def _check_record(state_dict: Mapping[str, Any], is_sharded: bool) -> bool:
+    """Return whether a state dict is one of this optimizer. Raises EngineError if it is and lacks something."""
+    record = state_dict.get(RECORD)
+    if record is None:
+        return False
+    try:
+        missing = [key for key in record["keys"] if key not in state_dict]
+        missing += [f"the state of parameter {name}" for name in record["params"] if name not in state_dict["state"]]
+        rank = record["rank"]
+    except (KeyError, TypeError):
+        raise EngineError(
+            f"{RECORD} of this state dict is not what state_dict() has returned: load it as it was"
+        ) from None
+    if missing:
+        raise EngineError(f"the state dict lacks {missing[0]}, which it had when it was made: load all of it")
+    if is_sharded and rank != own_rank():
+        raise EngineError(f"this is the state dict of rank {rank}, and this is rank {own_rank()}: load its own here")
+    return True
+
+
 def make_entry(rule: UpdateRule, param: torch.Tensor, state: ParamState, step: int) -> dict[str, Any]:
     """Return the entry of a parameter, perhaps a DTensor, in a state dict: its rule's, and the fp32 master."""
     # bitsandbytes casts a tensor to the type of the parameter, which not all numbers of steps fit in.
@@ -162,22 +224,31 @@ def read_state_dict(
     check: Callable[[Sequence[torch.Tensor]], None],
 ) -> SavedStates:
     """Read a state dict of this optimizer or that of its rule, or a commit, without a change of anything. Raises
-    EngineError for other rules or models, and where states of `updated_params` are missing, and as `check` for their
-    parameters."""
+    EngineError for other rules or models, if something is missing, and as `check` for the parameters: those that it has
+    or that are in `updated_params`."""
     name_of, saved = _saved_names(rules, state_dict, param_groups)
+    is_own = _check_record(state_dict, any(hasattr(param, "to_local") for param in name_of))
     rule_of = rules.by_param(param_groups)
     # Parameters that are frozen now may have been updated before.
     params = [param for param, name in name_of.items() if param in updated_params or name in saved]
     if "storage" in state_dict:
-        return SavedStates(params, None, [int(saved.get(name_of[param], {}).get("step", 0)) for param in params])
+        return SavedStates(params, None, [_commit_step(rule_of[param], saved, name_of[param]) for param in params])
     check(params)
     states: list[ParamState | None] = []
     steps = []
     for param in params:
         entry, source = saved.get(name_of[param]), f"state of parameter {name_of[param]}"
-        state, step = _parse_entry(rule_of[param], param, entry, source) if entry is not None else (None, 0)
+        state, step = _parse_entry(rule_of[param], param, entry, source, is_own) if entry is not None else (None, 0)
         states.append(state)
         steps.append(step)
+    missing = [name_of[param] for param, state in zip(params, states, strict=True) if state is None]
+    if missing and saved and not is_own:
+        log.warning(
+            "ebbtide: the state dict has no state of %d of %d parameters (the first is number %s): they begin anew",
+            len(missing),
+            len(params),
+            missing[0],
+        )
     return SavedStates(params, states, steps)
 
 
@@ -199,17 +270,24 @@ def _saved_names(
         )
     for number, (group, own_group) in enumerate(zip(groups, param_groups, strict=True)):
         own, saved_rule = rules.rule_of(own_group).name, group.get("rule")
+        missing = rules.rule_of(own_group).defaults.keys() - group.keys()
+        if missing and RECORD in state_dict:
+            raise EngineError(f"group {number} of the state dict lacks {min(missing)}, which it had: load all of it")
         if saved_rule not in (None, own):
             raise EngineError(
                 f"group {number} of the state dict has the rule {saved_rule}, that of this optimizer {own}"
             )
         rules.checked({**own_group, **group})
     saved_names = [name for group in groups for name in group["params"]]
+    if others := saved.keys() - set(saved_names):
+        raise EngineError(f"the state dict has the state of parameter {min(others, key=str)}, and no group has that")
     own_params = [param for group in param_groups for param in group["params"]]
     return dict(zip(own_params, saved_names, strict=True)), saved
 
 
-def _with_codes(rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _with_codes(
+    rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any], source: str, is_own: bool
+) -> dict[str, Any]:
     """Return an entry of 8-bit moments as `make_entry` does; those of bitsandbytes may be nested, or in fp32."""
     whole = {
         **entry,
@@ -217,7 +295,7 @@ def _with_codes(rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any],
     }
     for number, (name, scales) in enumerate(zip(rule.moments, rule.scales, strict=True)):
         moment = whole.get(name)
-        if isinstance(moment, torch.Tensor) and moment.is_floating_point():
+        if isinstance(moment, torch.Tensor) and moment.is_floating_point() and not is_own:
             # bitsandbytes has fp32 moments for small parameters.
             codes, largest = quantize_moment(local_shard(moment).detach().float().cpu().reshape(-1).numpy(), number)
             whole |= {name: torch.from_numpy(codes).view(local_shard(moment).shape), scales: torch.from_numpy(largest)}
@@ -225,30 +303,53 @@ def _with_codes(rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any],
         raise EngineError(f"{source} has {parts} shards, the parameter {parts_of(param)}: load it with as many ranks")
     for name, values in rule.constants.items():
         own, expected = whole.get(name), torch.from_numpy(values)
-        if own is not None and (own.shape != expected.shape or not torch.allclose(own.cpu(), expected, 1e-5, 0)):
+        if own is not None and not _is_close(own, expected):
             raise EngineError(f"{source}: {name} is not the data type of {rule.title}, `dynamic`")
     return whole
 
 
+def _commit_step(rule: UpdateRule, saved: Mapping[Any, Any], name: Any) -> int:
+    """Return the number of updates of a parameter in a commit."""
+    source = f"state of parameter {name}"
+    entry = saved.get(name)
+    if entry is None:
+        return 0
+    if not isinstance(entry, Mapping):
+        raise EngineError(f"{source} is {type(entry).__name__}: load what commit() has returned")
+    return _parse_step(rule, entry, f"{source}: step", True)
+
+
+def _is_close(own: Any, expected: torch.Tensor) -> bool:
+    is_alike = isinstance(own, torch.Tensor) and own.shape == expected.shape and own.dtype == expected.dtype
+    return is_alike and torch.allclose(own.cpu(), expected, 1e-5, 0)
+
+
 def _parse_entry(
-    rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any], source: str
+    rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any], source: str, is_own: bool
 ) -> tuple[ParamState, int]:
-    """Return the state and the step in an entry. Without a master, as torch writes it, the master is the parameter."""
+    """Return the state and the step in an entry. Without a master, as torch writes it, the master is the parameter;
+    `is_own`: it is of this optimizer, and has one."""
     other = f"this is not a state dict of {rule.title}"
     if not isinstance(entry, Mapping):
         raise EngineError(f"{source} is {type(entry).__name__}: {other}")
     if "max_exp_avg_sq" in entry:
         raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
     if rule.scales:
-        entry = _with_codes(rule, param, entry, source)
+        entry = _with_codes(rule, param, entry, source, is_own)
     shard, rows = local_shard(param), []
     lengths = [part.stop for part in rule.row_slices(0, shard.numel(), 0)]
     for name, dtype, length in zip(rule.row_names, rule.dtypes(), lengths, strict=True):
         value = entry.get(name)
-        if value is None and name == MASTER_NAME:
+        if value is None and name == MASTER_NAME and not is_own:
             value = param.detach()
         if not isinstance(value, torch.Tensor):
             raise EngineError(f"{source} has no {name} that is a tensor: {other}")
+        if value.is_floating_point() != dtype.is_floating_point:
+            raise EngineError(f"{source}: {name} is {value.dtype}, and must be {dtype}: {other}")
+        if name not in rule.scales and _placement(value) not in (None, _placement(param)):
+            raise EngineError(
+                f"{source}: {name} is sharded in another way than the parameter: load it with as many ranks"
+            )
         value = local_shard(value)
         if name in rule.scales:
             # Those of a shard may have a few zeros more: see `wrap_blocks`.
@@ -258,7 +359,23 @@ def _parse_entry(
             raise EngineError(f"{source}: {name} is {shapes}: this is the state dict of another model")
         value = value if name in rule.scales else flat_like(value, param)
         rows.append(value.to(dtype=dtype, device="cpu"))
+    return tuple(rows), _parse_step(rule, entry, f"{source}: step", is_own)
+
+
+def _placement(tensor: torch.Tensor) -> Any:
+    """Return the whole shape of a DTensor and its division over ranks; None for other tensors."""
+    return (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "to_local") else None
+
+
+def _parse_step(rule: UpdateRule, entry: Mapping[str, Any], source: str, is_own: bool) -> int:
+    """Return the number of updates in an entry. Entries of rules that do not use it, as torch writes them, may have
+    none."""
+    if "step" not in entry and not is_own and rule.factors(rule.defaults, 2) == rule.factors(rule.defaults, 3):
+        return 1
     try:
-        return tuple(rows), int(entry.get("step", 1))
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise EngineError(f"{source}: step is not a number: {other}") from None
+        step = float(entry["step"])
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise EngineError(f"{source} is not a number: this is not a state dict of {rule.title}") from None
+    if not (step >= 1 and step.is_integer()):
+        raise EngineError(f"{source} is {step:g}: it must be a whole number from 1 on")
+    return int(step)

@@ -137,6 +137,8 @@ class UpdateRule:
     def check_group(self, group: Group) -> None:
         """Check the hyperparameters of a group. Raises EngineError if one is not valid or not supported."""
         for name, default in self.defaults.items():
+            if isinstance(default, bool) and not isinstance(group[name], bool | int):
+                raise EngineError(f"{name} is {group[name]!r}: it must be True or False")
             if default is None or isinstance(default, bool):
                 continue
             is_tuple = isinstance(default, tuple)

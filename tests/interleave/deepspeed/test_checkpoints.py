@@ -3,6 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
+
+from ebbtide.interleave.engine.errors import EngineError
 
 from .training import config, digest, engine, train
 
@@ -67,3 +70,25 @@ def test_load_checkpoint__loads_parameters_only(deepspeed: Any, tmp_path: Any) -
             masters = [master.detach().clone() for master in running.optimizer.fp32_partitioned_groups_flat]
             results.append([float(master.sum()) for master in masters])
     assert results[0] == results[1]
+
+
+def test_load_state_dict__refuses_what_lacks_a_part_of_the_state_and_changes_nothing(deepspeed: Any) -> None:
+    with engine("interleaved:2", config("bf16")) as running:
+        train(running, 2)
+        saved, before = running.optimizer.state_dict(), digest(running)
+        inner = saved["optimizer_state_dict"]
+        moments = {number: {**entry, "exp_avg_sq": torch.empty(0)} for number, entry in inner["state"].items()}
+        first = {number: entry for number, entry in inner["state"].items() if number}
+        wrong = [
+            {**saved, "zero_stage": 2},
+            {**saved, "partition_count": 2},
+            {**saved, "fp32_flat_groups": saved["fp32_flat_groups"][1:]},
+            {**saved, "optimizer_state_dict": {**inner, "state": moments}},
+            {**saved, "optimizer_state_dict": {**inner, "state": first}},
+        ]
+        for state_dict in wrong:
+            with pytest.raises(EngineError, match="the checkpoint has"):
+                running.optimizer.load_state_dict([state_dict])
+            assert digest(running) == before
+        running.optimizer.load_state_dict([saved])
+        assert digest(running) == before

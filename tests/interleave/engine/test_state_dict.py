@@ -224,7 +224,7 @@ def entry(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any
         (entry(lambda entry: entry.update(exp_avg="text")), "no exp_avg that is a tensor"),
         (entry(lambda entry: entry.update(step="text")), "step"),
         (group(betas=0.9), "betas"),
-        (lambda state: state.update(state={1: 7}), "state of parameter 1"),
+        (lambda state: state["state"].update({1: 7}), "state of parameter 1 is int"),
         (lambda state: state.update(param_groups=[{}, {}]), "param_groups"),
         (lambda state: state.update(loss_scale={}), "loss_scale"),
     ],

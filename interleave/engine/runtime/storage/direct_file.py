@@ -4,10 +4,11 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.forks import Rest, WorkQueue, follow_forks, fork_generation
+from ebbtide.units import bytes_text
 
 # Offsets, lengths and addresses of direct I/O are multiples of this.
 PAGE = 4096
@@ -25,29 +26,59 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
+class NoSpace(EngineError):
+    """A file system has too little free space."""
+
+
 class DirectFile:
     """A file that one process reads and writes, with O_DIRECT if the file system has it; created if it does not exist.
     Offsets are multiples of PAGE, and memory is whole pages. Methods raise EngineError if it is in use or ends early,
-    or the disk is full."""
+    or the disk is full. With `is_read_only` it must exist, and may be in use by this process with `is_shared`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_read_only: bool = False, is_shared: bool = False) -> None:
         self.path = path
+        self._flags = os.O_RDONLY if is_read_only else os.O_RDWR | os.O_CREAT
         # Whether the page cache is left out.
         self.is_direct = True
         try:
-            self._file = self._open()
+            self._descriptor = self._open()
         except OSError as error:
             raise EngineError(f"{path} cannot be opened: {error.strerror}") from None
+        lock = fcntl.LOCK_SH if is_read_only else fcntl.LOCK_EX
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN if is_shared else lock | fcntl.LOCK_NB)
         except OSError:
-            os.close(self._file)
+            os.close(self._descriptor)
             raise EngineError(
                 f"{path} is in use by another optimizer, of this process or another: name another folder for each"
             ) from None
         # In bytes, when it was opened.
-        self.size = os.fstat(self._file).st_size
-        self._pool = ThreadPoolExecutor(THREADS, "ebbtide-storage")
+        self.size = os.fstat(self._descriptor).st_size
+        self._generation = fork_generation()
+        self._pool = WorkQueue("ebbtide-storage", THREADS)
+        follow_forks(self, Rest.QUEUES)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has opened the file, and not one that it was forked from."""
+        return self._generation == fork_generation()
+
+    @property
+    def _file(self) -> int:
+        if not self.is_own:
+            raise EngineError(
+                f"{self.path} belongs to the process that this one was forked from: use the optimizer there"
+            )
+        return self._descriptor
+
+    def before_fork(self) -> None:
+        """Do nothing: the fork waits for the pool."""
+
+    def after_fork(self, in_child: bool) -> None:
+        if in_child and self._descriptor >= 0:
+            # Else the lock of the file would last as long as the child.
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Read as many bytes as the memory has."""
@@ -65,11 +96,20 @@ class DirectFile:
             os.ftruncate(self._file, size)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise EngineError(f"{self.path} cannot be extended: {error.strerror}") from None
-            space = os.fstatvfs(self._file)
-            raise EngineError(
-                f"{self.path} needs {nbytes / 1e9:.2f} GB more and {space.f_bavail * space.f_frsize / 1e9:.2f} GB are "
-                "free: free space, name another folder, or give state more host memory (host_memory_budget)"
-            ) from None
+            raise self.lacks_space(nbytes) from None
+
+    @property
+    def free_bytes(self) -> int:
+        """Free space of the file system."""
+        space = os.fstatvfs(self._file)
+        return space.f_bavail * space.f_frsize
+
+    def lacks_space(self, nbytes: int) -> "NoSpace":
+        """Return the error for a file that needs so many bytes more than there are."""
+        return NoSpace(
+            f"{self.path} needs {bytes_text(nbytes)} more, and {bytes_text(self.free_bytes)} are free: free space, "
+            "name another folder, or give state more host memory (host_memory_budget)"
+        )
 
     def truncate(self) -> None:
         os.ftruncate(self._file, 0)
@@ -86,11 +126,13 @@ class DirectFile:
         os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        self._pool.shutdown()
-        os.close(self._file)
+        self._pool.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = self._flags | os.O_CLOEXEC
         try:
             return os.open(self.path, flags | os.O_DIRECT, 0o600)
         except OSError as error:

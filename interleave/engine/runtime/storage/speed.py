@@ -11,8 +11,9 @@ from threading import Event
 
 from ebbtide import host_limits
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.storage.direct_file import DirectFile
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, DirectFile
 from ebbtide.machines.machine import StoragePath
+from ebbtide.units import bytes_text
 
 PIECE_BYTES = 32 << 20
 # The part of the free space that both files may take together.
@@ -34,16 +35,20 @@ class StorageFiles:
             raise EngineError(f"{folder} is not a folder")
         space = os.statvfs(folder)
         self.free_bytes = space.f_bavail * space.f_frsize / ranks
-        self._pieces = int(min(max_bytes, _MOST_OF_FREE_SPACE * self.free_bytes / 2)) // PIECE_BYTES
-        if not self._pieces:
+        file_bytes = int(min(max_bytes, _MOST_OF_FREE_SPACE * self.free_bytes / 2))
+        # Small where there is little space: state may be small, too.
+        self._piece_bytes = min(PIECE_BYTES, file_bytes // PAGE * PAGE)
+        if not self._piece_bytes:
+            needed_bytes = 2 * PAGE / _MOST_OF_FREE_SPACE
             raise EngineError(
-                f"{folder} has {self.free_bytes / 1e6:,.0f} MB free, too little to measure: free "
-                f"{2 * PIECE_BYTES / _MOST_OF_FREE_SPACE / 1e6:,.0f} MB, or name another folder"
+                f"{folder} has {bytes_text(self.free_bytes)} free, too little to measure: free "
+                f"{bytes_text(needed_bytes)}, or name another folder"
             )
+        self._pieces = file_bytes // self._piece_bytes
         self._files: list[DirectFile] = []
-        pages = mmap.mmap(-1, PIECE_BYTES)
+        pages = mmap.mmap(-1, self._piece_bytes)
         # Some drives compress, and some file systems leave out blocks of zeros.
-        pages.write(os.urandom(PIECE_BYTES))
+        pages.write(os.urandom(self._piece_bytes))
         self._memory = memoryview(pages)
         try:
             for number in range(2):
@@ -56,7 +61,7 @@ class StorageFiles:
     @property
     def size(self) -> int:
         """Bytes of each file."""
-        return self._pieces * PIECE_BYTES
+        return self._pieces * self._piece_bytes
 
     @property
     def is_direct(self) -> bool:
@@ -71,7 +76,7 @@ class StorageFiles:
         end_s = time.perf_counter() + limit_s
         for number in range(self._pieces):
             for file in self._files:
-                file.write(number * PIECE_BYTES, self._memory)
+                file.write(number * self._piece_bytes, self._memory)
             if time.perf_counter() > end_s:
                 self._pieces = number + 1
                 break
@@ -104,14 +109,14 @@ class StorageFiles:
     def _repeat(self, move: _Move, stop: Event) -> int:
         """Move the pieces of a file again and again, one at least; return the bytes."""
         for number in count():
-            move(number % self._pieces * PIECE_BYTES)
+            move(number % self._pieces * self._piece_bytes)
             if stop.is_set():
                 break
-        return (number + 1) * PIECE_BYTES
+        return (number + 1) * self._piece_bytes
 
     def _read(self, offset: int) -> None:
         if not self.is_direct:
-            self._files[0].drop_cache(offset, PIECE_BYTES)
+            self._files[0].drop_cache(offset, self._piece_bytes)
         self._files[0].read(offset, self._memory)
 
     def _write(self, offset: int) -> None:

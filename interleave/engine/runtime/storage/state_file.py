@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, DirectFile, aligned
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, DirectFile, NoSpace, aligned
 
 _MAGIC = b"ebbstate"
 _VERSION = 1
@@ -35,7 +35,14 @@ class StateFile:
     """The state of subgroups, of so many bytes each, in a file, with the commit `sequence` of a run (name of 16 bytes),
     None: new state. Raises EngineError for commits of another run, or not this one, or too little space."""
 
-    def __init__(self, path: Path, sizes: Sequence[int], run: bytes, sequence: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sizes: Sequence[int],
+        run: bytes,
+        sequence: int | None = None,
+        file: DirectFile | None = None,
+    ) -> None:
         self._sizes = list(sizes)
         digest = hashlib.sha256(struct.pack(f"<{len(sizes)}Q", *sizes)).digest()
         self._identity = _Identity(run, len(sizes), digest)
@@ -44,7 +51,7 @@ class StateFile:
         self._offsets = [0]
         for size in self._sizes:
             self._offsets.append(self._offsets[-1] + aligned(size))
-        self._file = DirectFile(path)
+        self._file = file or DirectFile(path)
         self._headers = _CommitHeaders(self._file, self._identity)
         self.is_direct = self._file.is_direct
         self.read_bytes = self.written_bytes = 0
@@ -63,13 +70,19 @@ class StateFile:
             self._file.close()
             raise
 
+    @classmethod
+    def check(cls, path: Path, sizes: Sequence[int], run: bytes, sequence: int, is_open: bool) -> None:
+        """Raise EngineError if a file does not have a commit. It stays as it is, and may be open in this process."""
+        file = DirectFile(path, is_read_only=True, is_shared=is_open)
+        cls(path, sizes, run, sequence, file)._file.close()
+
     @property
     def path(self) -> Path:
         return self._file.path
 
-    def reserve(self, subgroup: int) -> None:
-        """Reserve the space of the next write of a subgroup. Raises EngineError if there is too little."""
-        self._reserve(subgroup, self._next_region(subgroup))
+    def reserve(self, subgroups: Sequence[int]) -> None:
+        """Reserve the space of the next write of subgroups. Raises EngineError if there is too little for all."""
+        self._reserve([(subgroup, self._next_region(subgroup)) for subgroup in subgroups])
 
     def read(self, subgroup: int, memory: memoryview) -> None:
         """Read the newest state of a subgroup into memory of `aligned(size)` bytes, which begins at a page."""
@@ -91,9 +104,8 @@ class StateFile:
         """Make the newest state of all subgroups the one to begin with after a crash, and return the commit's number;
         no read or write may run. Raises EngineError if there is too little space for the next writes; the commit before
         stays."""
-        for subgroup, region in enumerate(self._current):
-            if region != _NO_REGION:
-                self._reserve(subgroup, 1 - region)
+        written = [(subgroup, region) for subgroup, region in enumerate(self._current) if region != _NO_REGION]
+        self._reserve([(subgroup, 1 - region) for subgroup, region in written])
         self._file.synchronize()
         commit = _Commit(self._next_sequence(), bytes(self._current))
         self._headers.write(commit)
@@ -103,7 +115,7 @@ class StateFile:
     def close(self) -> None:
         """Close the file. One without a commit is removed: nothing could be read from it again."""
         self._file.close()
-        if self._commit is None:
+        if self._commit is None and self._file.is_own:
             self.path.unlink(missing_ok=True)
 
     def _create(self) -> None:
@@ -149,10 +161,16 @@ class StateFile:
         committed = _NO_REGION if self._commit is None else self._commit.regions[subgroup]
         return 0 if committed == _NO_REGION else 1 - committed
 
-    def _reserve(self, subgroup: int, region: int) -> None:
-        if (subgroup, region) not in self._reserved:
-            self._file.allocate(self._offset(subgroup, region), aligned(self._sizes[subgroup]))
-            self._reserved.add((subgroup, region))
+    def _reserve(self, places: Sequence[tuple[int, int]]) -> None:
+        """Reserve the space of subgroups in regions."""
+        missing = [place for place in places if place not in self._reserved]
+        for number, place in enumerate(missing):
+            subgroup, region = place
+            try:
+                self._file.allocate(self._offset(subgroup, region), aligned(self._sizes[subgroup]))
+            except NoSpace:
+                raise self._file.lacks_space(sum(aligned(self._sizes[of]) for of, _ in missing[number:])) from None
+            self._reserved.add(place)
 
     def _offset(self, subgroup: int, region: int) -> int:
         return self._begin + region * self._offsets[-1] + self._offsets[subgroup]

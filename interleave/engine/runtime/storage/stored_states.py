@@ -14,6 +14,7 @@ from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements, state_shape
+from ebbtide.interleave.engine.runtime.storage.commits import commit_place
 from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned, memory_file_system
 from ebbtide.interleave.engine.runtime.storage.speed import probe_storage
 from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
@@ -39,7 +40,7 @@ class StoredStates:
         commit: Mapping[str, Any] | None = None,
     ) -> None:
         self._shapes = [state_shape(subgroup) for subgroup in subgroups]
-        self._sizes = [torch.float32.itemsize * state_elements(subgroup) for subgroup in subgroups]
+        self._sizes = _state_sizes(subgroups)
         self._device = device
         self._run = run
         self.files: list[StateFile] = []
@@ -85,8 +86,8 @@ class StoredStates:
         """Allocate the buffers of a plan, and reserve space for its writes. Raises EngineError if it is too little."""
         self._loaded = {}
         self._planned_path_of = {op.subgroup: op.path for op in plan.ops if op.kind == "write"}
-        for subgroup, path in self._planned_path_of.items():
-            self.files[path].reserve(subgroup)
+        for number, file in enumerate(self.files):
+            file.reserve([subgroup for subgroup, path in self._planned_path_of.items() if path == number])
         reads = [op for op in plan.ops if op.kind == "read"]
         # Of several rules the plan knows the mean size of a state.
         largest = {op.buffer: max(self._sizes[of.subgroup] for of in reads if of.buffer == op.buffer) for op in reads}
@@ -135,12 +136,13 @@ class StoredStates:
             if path is None:
                 # It stays elsewhere: the file has a copy.
                 path = self._planned_path_of.get(subgroup, subgroup % len(self.files))
-                self.files[path].reserve(subgroup)
+                self.files[path].reserve([subgroup])
                 copy = self._copied(subgroup, read(subgroup), self._free_pages(subgroup))
                 self.files[path].write(subgroup, _bytes_of(copy))
             paths.append(path)
         names, sequences = [file.path.name for file in self.files], [file.commit() for file in self.files]
-        return {"run": self._run.hex(), "files": names, "paths": paths, "sequences": sequences}
+        folders = [str(file.path.parent.resolve()) for file in self.files]
+        return {"run": self._run.hex(), "folders": folders, "files": names, "paths": paths, "sequences": sequences}
 
     def close(self) -> None:
         """Close the files. Those without a commit are removed."""
@@ -154,7 +156,7 @@ class StoredStates:
 
     def _write(self, subgroup: int, pages: torch.Tensor) -> None:
         path = self._planned_path_of.get(subgroup, self._path_of.get(subgroup, 0))
-        self.files[path].reserve(subgroup)
+        self.files[path].reserve([subgroup])
         self.files[path].write(subgroup, _bytes_of(pages))
         self._path_of[subgroup] = path
 
@@ -183,6 +185,11 @@ def _pages(nbytes: int) -> torch.Tensor:
     """Return host memory of so many bytes that begins at a page, and goes back to the system when it is released."""
     # The allocator behind torch.empty keeps blocks of up to 32 MiB.
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+def _state_sizes(subgroups: Sequence[Subgroup]) -> list[int]:
+    """Return the bytes of the state of each subgroup."""
+    return [torch.float32.itemsize * state_elements(subgroup) for subgroup in subgroups]
 
 
 def _bytes_of(pages: torch.Tensor) -> memoryview:
@@ -225,17 +232,28 @@ class StorageOptions:
         default_bytes = None if available is None else _HOST_SHARE * available / host_limits.local_ranks()
         return replace(machine, storage=paths, host_memory_bytes=self.host_bytes or default_bytes)
 
+    def check(self, subgroups: Sequence[Subgroup], commit: Mapping[str, Any]) -> None:
+        """Raise EngineError if the folders do not have a commit of these subgroups, or it is in use by others."""
+        names, run = commit["files"], bytes.fromhex(commit["run"])
+        if len(names) != len(self._folders):
+            raise EngineError(
+                f"the checkpoint has state in {len(names)} folders, and storage has {len(self._folders)}: name as "
+                "many, in the same order"
+            )
+        used = [] if self._stored is None else [file.path for file in self._stored.files]
+        for folder, name, sequence in zip(self._folders, names, commit["sequences"], strict=True):
+            path = folder / name
+            try:
+                StateFile.check(path, _state_sizes(subgroups), run, sequence, is_open=path in used)
+            except EngineError as error:
+                raise EngineError(f"{error} ({commit_place(commit)})") from None
+
     def open(
         self, subgroups: Sequence[Subgroup], device: Device, commit: Mapping[str, Any] | None = None
     ) -> StoredStates:
-        """Open the files, one for each folder, with the state of what `commit` has returned; None for new state."""
+        """Open the files, one for each folder, with the state of a commit that was checked; None for new state."""
         if commit is not None:
             self._run, names = bytes.fromhex(commit["run"]), commit["files"]
-            if len(names) != len(self._folders):
-                raise EngineError(
-                    f"the checkpoint has state in {len(names)} folders, and storage has {len(self._folders)}: name as "
-                    "many, in the same order"
-                )
         else:
             rank = os.environ.get("RANK", "0")
             names = [f"ebbtide-rank-{rank}-{self._files}.state" for _ in self._folders]
