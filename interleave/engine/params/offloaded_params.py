@@ -55,6 +55,7 @@ class OffloadedParams:
         self._options = runner.options
         self._expected_scalars = expected_scalars
         self._rule_of_params = rule_of_params
+        self._own_rules: list[UpdateRule] = []
         self._layouts: list[_Layout] = []
         # Where the parameters were at the last step.
         self._addresses: list[int] = []
@@ -84,6 +85,15 @@ class OffloadedParams:
         self._sharded_matrices(params)
         if device_of(params).type != "cpu" and any(rule.finish is not None for rule in self._rules(params)):
             raise EngineError("rules of whole matrices run on the CPU only: use another rule for parameters on a GPU")
+
+    def check_rules(self) -> None:
+        """Raise EngineError if the job has given a parameter another rule, whose state it does not have."""
+        for own_rule, rule in zip(self._own_rules, self._rules(self.params), strict=True):
+            if rule is not own_rule:
+                raise EngineError(
+                    f"the rule of a parameter was {own_rule.name} when the optimizer took it, and is {rule.name} now: "
+                    "change it back, or create a new optimizer"
+                )
 
     def open(self, params: Sequence[torch.Tensor]) -> Engine:
         """Return the engine; if it is not open, open it for these parameters. Raises EngineError if it is closed."""
@@ -258,7 +268,7 @@ class OffloadedParams:
         self.collector = GradientCollector(
             params, self.matrices, engine, self.norm, self._options.streamed, self.pending, self._expected_scalars
         )
-        self.params = list(params)
+        self.params, self._own_rules = list(params), self._rules(params)
         self.pending.set_params(self.params, self.matrices.owners)
         self._fingerprints.clear()
         self._layouts = _layouts(params)

@@ -223,3 +223,75 @@ def test_find_held__does_not_count_the_graph_of_the_gradient_nor_own_views() -> 
     del node, kept
     gc.collect()
     assert holders.find_held(params, 0) == [False, False]
+
+
+class _Heads(nn.Module):  # type: ignore[misc]
+    """Two heads, of which each iteration uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(2))
+
+    def forward(self, head: int) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.body(INPUTS)))
+
+
+def _scale(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(10.0)
+
+
+def _scale_part(weight: nn.Parameter) -> None:
+    weight.data[1].mul_(10.0)
+
+
+def _scale_view(weight: nn.Parameter) -> None:
+    weight.detach().view(-1)[::3].mul_(10.0)
+
+
+def _scale_array(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[...] *= 10.0
+
+
+def _replace(weight: nn.Parameter) -> None:
+    weight.data = 10.0 * weight.detach()
+
+
+def _step_by_torch(weight: nn.Parameter) -> None:
+    other = torch.optim.SGD([weight], lr=0.5)
+    weight.grad = torch.ones_like(weight)
+    other.step()
+    other.zero_grad()
+
+
+EDITS = [_scale, _scale_part, _scale_view, _scale_array, _replace, _step_by_torch]
+
+
+@pytest.mark.parametrize("edited", [0, 1], ids=["not updated", "updated"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_step__keeps_edits_that_are_made_beside_late_updates(edit: Callable[[nn.Parameter], None], edited: int) -> None:
+    """Of a parameter that the step before has not updated, and of one that it has."""
+
+    def train(**overlap: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = _Heads()
+        device = EmulatedDevice(None, _SLOW, _SLOW, None)
+        options = {**overlap, "model": net} if overlap else {}
+        optimizer = InterleavedAdamW(
+            net.parameters(), lr=1e-2, subgroup_params=100, policy="pipelined", threads=1, device=device, **options
+        )
+        try:
+            for number, head in enumerate((0, 1, 0, 1, 0, 1)):
+                net(head).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 3:
+                    edit(net.heads[edited].weight)
+            optimizer.synchronize()
+            values = [param.detach().clone() for param in net.parameters()]
+        finally:
+            optimizer.close()
+            device.close()
+        return values
+
+    assert all(map(torch.equal, train(), train(overlap="forward")))
