@@ -110,8 +110,9 @@ class _Memory:
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """Return the same memory as a flat array for the compiled loops. Not by `numpy()`, which marks the memory as that of
-    an array for ever."""
+    """Return the same memory as a flat array for the compiled loops.
+
+    Not by `numpy()`, which marks the memory as that of an array for ever."""
     return np.asarray(_Memory(tensor, _STATE_CODES.get(tensor.dtype) or _CODES[tensor.dtype]))
 
 

@@ -93,7 +93,7 @@ READERS: dict[str, Callable[[_Net], Read]] = {
     "view": lambda net: _copied(net.second.weight.view(-1)),
     "data": lambda net: _copied(net.second.weight.data),
     "detached view": lambda net: _copied(net.second.weight.detach()[1:3]),
-    "numpy": lambda net: lambda array=net.second.weight.detach().numpy(): array.copy(),
+    "numpy": lambda net: net.second.weight.detach().numpy().copy,
     "numpy without grad": _without_grad,
     "array below": _array_below,
     "other mapping": _other_mapping,

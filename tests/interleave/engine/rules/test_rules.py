@@ -293,7 +293,7 @@ def test_step__refuses_another_rule_under_way(streamed: bool) -> None:
             before = param.detach().clone()
             param.square().sum().backward()
             if rule == "adam":
-                with pytest.raises(EngineError, match="the rule of a parameter was adamw .* and is adam now"):
+                with pytest.raises(EngineError, match=r"the rule of a parameter was adamw .* and is adam now"):
                     optimizer.step()
             else:
                 optimizer.step()
