@@ -211,7 +211,7 @@ class OffloadedParams:
             self.has_submitted = False
 
     def record_values(self, values: Sequence[torch.Tensor], indices: Iterable[int] | None = None) -> None:
-        """Take the values of parameters, of these indices or all, as those that the masters round to. After a step these
+        """Take the values of parameters, of these indices or all, as those that masters round to. After a step these
         are those that it has written, since the job may have changed others."""
         recorded = range(len(values)) if indices is None else list(indices)
         own = [flat_view(self.params[index]) if index in self.matrices.owners else values[index] for index in recorded]
