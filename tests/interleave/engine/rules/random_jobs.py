@@ -3,7 +3,8 @@
     python -m tests.interleave.engine.rules.random_jobs [FIRST_SEED [JOBS [RANKS [RULE ...]]]]
 
 runs jobs of each rule, whose hyperparameters change under way, and prints those whose bits differ. With several
-ranks, parameters are sharded (gloo, on the CPU). The reference then has the shards of element-wise rules, and whole matrices."""
+ranks, parameters are sharded (gloo, on the CPU). The reference then has the shards of element-wise rules, and whole
+matrices."""
 
 from __future__ import annotations
 
