@@ -151,7 +151,7 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-T = TypeVar("T", int, float)
+T = TypeVar("T", bytes, float)
 
 # The share of the device that stays free: for fragments, larger batches, and other processes.
 MARGIN = 0.08
