@@ -190,8 +190,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _update(self) -> None:
         """Update all parameters that have a gradient, or none if this raises before the engine has begun to."""
         offloaded = self._offloaded
-        list(map(self._rules.checked, self.param_groups))
         params = self._params_with_state()
+        self._check_groups()
         # Not deferred: the engine may take long to open, and other ranks may never come.
         offloaded.open(params)
         offloaded.matrices.on_any_rank(())
@@ -381,6 +381,11 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _rule_of_params(self) -> dict[torch.Tensor, UpdateRule]:
         return self._rules.by_param(self.param_groups)
 
+    def _check_groups(self) -> None:
+        """Raise EngineError if the job has set a hyperparameter that is not supported, or another rule."""
+        list(map(self._rules.checked, self.param_groups))
+        self._offloaded.check_rules()
+
     def _step_count(self, param: torch.Tensor) -> int:
         # `state` makes an entry for every key that it is asked for.
         return int(self.state.get(param, {}).get("step", 0))
@@ -398,7 +403,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the factors of the next step by parameter, if it updates all and is neither clipped nor skipped."""
         count = len(self._offloaded.params)
         try:
-            list(map(self._rules.checked, self.param_groups))
+            self._check_groups()
         except EngineError:  # The step raises it.
             return [None] * count
         return self._scalars(range(count), self._expected_scale)

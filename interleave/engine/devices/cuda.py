@@ -151,7 +151,7 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-T = TypeVar("T", int, float)
+T = TypeVar("T", bytes, float)
 
 # The share of the device that stays free: for fragments, larger batches, and other processes.
 MARGIN = 0.08
@@ -252,7 +252,7 @@ class CudaDevice(CudaStreams, Device):
     def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
         return self._started(self._kernel.gpu_sums_of_squares, gradients)
 
-    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         return self._started(self._kernel.gpu_fingerprint, values)
 
     def warm_up(

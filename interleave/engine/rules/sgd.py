@@ -6,9 +6,10 @@ from ebbtide.interleave.engine.rules.rule import Group, UpdateRule, register
 
 def _formula(g, p, m, decay, momentum, share, ahead, lr):  # type: ignore[no-untyped-def]
     g = g + decay * p
-    m = momentum * m + share * g
+    # As in torch, a step without momentum neither reads nor writes that of others.
+    moved = momentum * m + share * g if momentum > 0 else g
     # Nesterov's step looks ahead by one more momentum.
-    return p - lr * (g + ahead * m if ahead > 0 else m), m
+    return p - lr * (g + ahead * moved if ahead > 0 else moved), moved if momentum > 0 else m
 
 
 def _factors(group: Group, step: int) -> tuple[float, ...]:

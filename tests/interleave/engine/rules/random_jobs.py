@@ -2,8 +2,9 @@
 
     python -m tests.interleave.engine.rules.random_jobs [FIRST_SEED [JOBS [RANKS [RULE ...]]]]
 
-runs jobs of each rule and prints those whose bits differ. With several ranks, parameters are sharded (gloo, on the
-CPU). The reference then has the shards of element-wise rules, and whole matrices."""
+runs jobs of each rule, whose hyperparameters change under way, and prints those whose bits differ. With several
+ranks, parameters are sharded (gloo, on the CPU). The reference then has the shards of element-wise rules, and whole
+matrices."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics import reference, remainder
-from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
+from ebbtide.interleave.engine.numerics.rounding import FACTOR
 from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules import RULES, UpdateRule, find_rule
@@ -100,6 +102,23 @@ def choose_group(rule: UpdateRule, choose: random.Random) -> dict[str, Any]:
     return group | {"lr": choose.choice((1e-3, 0.1))}
 
 
+def change_group(
+    group: dict[str, Any], reference_group: dict[str, Any], rule: UpdateRule, choose: random.Random
+) -> None:
+    """Change a hyperparameter of a group under way, and that of the reference, if the rule supports its value."""
+    names = {**HYPERPARAMETERS[rule.name], "lr": (1e-3, 0.1, 0.0)}
+    if rule.name == "sgd":
+        names |= {"nesterov": (True, False), "dampening": (0.0, 0.3)}
+    name = choose.choice(sorted(names))
+    value = choose.choice(names[name])
+    try:
+        rule.check_group({**reference_group, name: value})
+    except EngineError:
+        return
+    reference_group[name] = value
+    group[name] = torch.tensor(value, dtype=torch.float64) if name == "lr" and choose.random() < 0.5 else value
+
+
 def choose_shapes(rule: UpdateRule, choose: random.Random) -> list[tuple[int, ...]]:
     """Return the shapes of parameters of a rule."""
     count = choose.randint(1, 4)
@@ -127,13 +146,15 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None, mesh: DeviceMe
     hyperparameters = choose_group(rule, choose)
     own: list[torch.nn.Parameter] = []
     expected: list[ReferenceParam] = []
-    groups = []
+    groups, reference_groups = [], []
+    changes = random.Random(f"changes {rule.name} {seed}")
     # Often there is a second group, with another rule.
     is_mixed = choose.random() < 0.4 if mixed is None else mixed
     others = [find_rule(choose.choice(sorted(RULES.keys() - {rule.name})))] if is_mixed else []
     for group_rule, group in ((rule, hyperparameters), *((other, choose_group(other, choose)) for other in others)):
         values = [torch.randn(shape, generator=generator).to(dtype) for shape in choose_shapes(group_rule, choose)]
         whole = {**group_rule.defaults, **group}
+        reference_groups.append((whole, group_rule))
         numbers = range(len(own), len(own) + len(values))
         placements = [
             None if mesh is None else Shard(choose.randint(0, 1) if group_rule.finish is not None else 0)
@@ -172,6 +193,15 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None, mesh: DeviceMe
         )
         try:
             for _ in range(5):
+                # Before the backward, between it and the step, and after the step, perhaps under its updates.
+                points = [changes.random() < 0.3 for _ in range(3)]
+
+                def change(is_due: bool) -> None:
+                    number = changes.randrange(len(reference_groups))
+                    if is_due:
+                        change_group(optimizer.param_groups[number], *reference_groups[number], changes)
+
+                change(points[0])
                 whole = [torch.randn(param.shape, generator=generator).to(dtype) for param in own]
                 factors = [
                     sharded(factor, mesh, param.placements[0]) if hasattr(param, "to_local") else factor
@@ -179,11 +209,13 @@ def check(rule: UpdateRule, seed: int, mixed: bool | None = None, mesh: DeviceMe
                 ]
                 for param, factor in zip(own, factors, strict=True):
                     (local_shard(param) * local_shard(factor)).float().sum().backward()
+                change(points[1])
                 optimizer.step()
                 optimizer.zero_grad()
                 scale = scale_of(*of_ranks(expected, whole, max_norm, mesh))
                 for other, factor, gradient in zip(expected, factors, whole, strict=True):
                     other.step(gradient if other.placement is not None else local_shard(factor), scale)
+                change(points[2])
             state = optimizer.state_dict()["state"]
             for index, (param, other) in enumerate(zip(own, expected, strict=True)):
                 if not torch.equal(bits(local_shard(param.detach()).reshape(-1)), bits(other.own(other.param, mesh))):

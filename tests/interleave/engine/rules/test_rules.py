@@ -278,3 +278,45 @@ def test_optimizer__takes_options_that_choose_kernels_of_torch() -> None:
     assert with_options.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
     with pytest.raises(EngineError, match="decoupled_weight_decay is not supported"):
         InterleavedOptimizer([torch.nn.Parameter(torch.ones(3))], "adam", decoupled_weight_decay=True)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["kept", "both"])
+def test_step__refuses_another_rule_under_way(streamed: bool) -> None:
+    """Adam and AdamW have as many factors, and as many moments."""
+    param = torch.nn.Parameter(torch.ones(64))
+    options = {"gradients": "streamed", "overlap": "backward"} if streamed else {}
+    optimizer = InterleavedAdamW([param], lr=0.1, weight_decay=0.5, policy="pipelined", subgroup_params=32, **options)
+    try:
+        for rule in (None, "adam", "adamw"):
+            if rule is not None:
+                optimizer.param_groups[0]["rule"] = rule
+            before = param.detach().clone()
+            param.square().sum().backward()
+            if rule == "adam":
+                with pytest.raises(EngineError, match=r"the rule of a parameter was adamw .* and is adam now"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(before, param) == (rule == "adam")
+    finally:
+        optimizer.close()
+
+
+def test_sgd__keeps_its_momentum_in_steps_without_one() -> None:
+    """As torch, whose steps without momentum do not dampen either."""
+    own, other = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+    optimizer = InterleavedOptimizer([own], "sgd", lr=0.5, momentum=0.5, policy="zero-offload")
+    expected = torch.optim.SGD([other], lr=0.5, momentum=0.5)
+    try:
+        for number, (momentum, dampening) in enumerate(
+            [(0.5, 0.25), (0.5, 0.25), (0.0, 0.25), (0.0, 0.5), (0.25, 0.5)]
+        ):
+            for param, steps in ((own, optimizer), (other, expected)):
+                steps.param_groups[0] |= {"momentum": momentum, "dampening": dampening}
+                param.grad = torch.full((8,), 2.0**-number)
+                steps.step()
+            # These numbers are exact.
+            assert torch.equal(own, other)
+    finally:
+        optimizer.close()
