@@ -122,11 +122,14 @@ class HostArena:
             return HostCopy(self, memory, ())
 
     def lend(self, like: torch.Tensor) -> tuple[torch.Tensor, HostCopy]:
-        """Return a tensor of the same shape and dtype, and its block, which comes back when its storage is freed."""
+        """Return a contiguous tensor of the same shape and dtype, and its block, which comes back when the tensor's
+        storage is freed."""
         block = self.take(like.nbytes)
         lent = block.memory[: like.nbytes].numpy().view(_LentBytes)
         lent.block = block
-        return torch.from_numpy(lent).view(like.dtype).view(like.shape), block
+        tensor = torch.empty(0, dtype=like.dtype)
+        # No view: writes to the block are none to the tensor.
+        return tensor.set_(torch.from_numpy(lent).untyped_storage(), 0, like.shape), block
 
     def give(self, memory: torch.Tensor, marks: Sequence[Mark]) -> None:
         with self._lock:

@@ -110,8 +110,7 @@ class _Weight:
         else:
             tensor = _Arrival.apply(self.last, tensor, self._owner, None)
         if not is_again:
-            # No view, which would hold the memory.
-            self.last = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+            self.last = _Former.apply(tensor)
             self.last.data = _data(tensor).new_empty(0)
             for one in (tensor, self.last):
                 one.grad_fn._set_sequence_nr(_FIRST)
@@ -234,6 +233,19 @@ class _Arrival(torch.autograd.Function):  # type: ignore[misc]
         return gradient, None, None, None
 
 
+class _Former(torch.autograd.Function):  # type: ignore[misc]
+    """An arrival for the next one, whose gradient it takes. It is no view, which would hold the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return gradient
+
+
 class _Departure(torch.autograd.Function):  # type: ignore[misc]
     """A gradient on the host, whose copy is issued; its own gradient, of a second backward, goes to the device."""
 
@@ -298,6 +310,8 @@ class StreamedWeights(MovedLayers):
         # Pinned memory of gradients, as long as the job has them, and those on the way there.
         self._gradients = HostArena(self.transfers.device, slack=1)
         self._departed: list[_Departed] = []
+        # A wait for copies keeps the thread of a GPU's backward from issuing work.
+        self.delivers_later = self._torch_device.type != "cpu"
         # Whether it makes its own plan, in place of activations that are moved around it.
         self._plans = True
         self.outer: MovedLayers | None = None
@@ -449,10 +463,11 @@ class StreamedWeights(MovedLayers):
             values, flight = self.send(gradient._values())
             is_coalesced = gradient.is_coalesced()
             return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=is_coalesced), flight
-        source = gradient.detach().contiguous()
+        source = gradient.detach().resolve_conj().resolve_neg().contiguous()
         host, block = self._gradients.lend(source)
         # Autograd takes a gradient as it is if nothing else refers to the same tensor.
-        flight = self.transfers.issue("d2h", [(source, host.detach())], [block])
+        pair = source.view(-1).view(torch.uint8), bytes_of(host.untyped_storage())
+        flight = self.transfers.issue("d2h", [pair], [block])
         self._departed.append(_Departed(self._backward_of, flight))
         return host, flight
 
@@ -466,6 +481,8 @@ class StreamedWeights(MovedLayers):
         self.begin_backward()
         host, flight = self.send(gradient)
         self._departed[-1] = _Departed(self._backward_of, flight, weight, host)
+        if not self.delivers_later:
+            self._land(lambda _: True)
 
     def _land(self, is_passed: Callable[[int], bool]) -> None:
         """Let the job wait for gradients of layers that a function selects, so that their memory is used again."""
@@ -477,7 +494,7 @@ class StreamedWeights(MovedLayers):
                 with torch.enable_grad():
                     root = _Landed.apply(departed.weight.param, landing)
                 # The values come from the copy.
-                torch.autograd.backward(root, torch.zeros_like(root[:0].sum()).expand_as(root))
+                torch.autograd.backward(root, root.new_zeros(()).expand_as(root))
             self.transfers.land(departed.flight)
 
     def load(self, saved: _SavedWeight, layer: LayerForward) -> torch.Tensor:
@@ -580,7 +597,9 @@ class StreamedWeights(MovedLayers):
                 weight.version = weight.param._version
                 use.written, use.param = tensor._version, PackedTensor(weight.param, weight.storage, 0)
             weight.versions.append(TensorVersion(tensor))
-        self._uses.pop(layer, None)
+        for use in self._uses.pop(layer, []):
+            # Saved tensors refer to it, and would hold the memory.
+            del use.tensor
 
     def _check_writes(self) -> None:
         """Raise EngineError if a weight was written on the device after the forward of its layer."""
