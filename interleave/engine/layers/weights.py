@@ -279,7 +279,7 @@ class _Departed(NamedTuple):
     layer: int
     flight: Flight
     weight: _Weight | None = None
-    gradient: torch.Tensor | None = None
+    landing: _Landing | None = None
 
 
 class StreamedWeights(MovedLayers):
@@ -464,8 +464,10 @@ class StreamedWeights(MovedLayers):
         if gradient.is_sparse:
             indices, _ = self.send(gradient._indices())
             values, flight = self.send(gradient._values())
-            is_coalesced = gradient.is_coalesced()
-            return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=is_coalesced), flight
+            host = torch.sparse_coo_tensor(
+                indices, values, gradient.shape, check_invariants=False, is_coalesced=gradient.is_coalesced()
+            )
+            return host, flight
         source = gradient.detach().resolve_conj().resolve_neg().contiguous()
         host, block = self._gradients.lend(source)
         # Autograd takes a gradient as it is if nothing else refers to the same tensor.
@@ -482,8 +484,9 @@ class StreamedWeights(MovedLayers):
                 "torch.autocast(..., cache_enabled=False) around a model with streamed weights"
             )
         self.begin_backward()
-        host, flight = self.send(gradient)
-        self._departed[-1] = _Departed(self._backward_of, flight, weight, host)
+        landing = _Landing(self.transfers)
+        landing.gradient, landing.flight = self.send(gradient)
+        self._departed[-1] = _Departed(self._backward_of, landing.flight, weight, landing)
         if not self.delivers_later:
             self._land(lambda _: True)
 
@@ -492,10 +495,8 @@ class StreamedWeights(MovedLayers):
         for departed in [one for one in self._departed if is_passed(one.layer)]:
             self._departed = [one for one in self._departed if one is not departed]
             if departed.weight is not None:
-                landing = _Landing(self.transfers)
-                landing.flight, landing.gradient = departed.flight, departed.gradient
                 with torch.enable_grad():
-                    root = _Landed.apply(departed.weight.param, landing)
+                    root = _Landed.apply(departed.weight.param, departed.landing)
                 # The values come from the copy.
                 torch.autograd.backward(root, root.new_zeros(()).expand_as(root))
             self.transfers.land(departed.flight)
