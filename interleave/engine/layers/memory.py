@@ -90,7 +90,7 @@ class HostCopy:
         self._arena.give(self.memory, self.marks)
 
 
-class _LentBytes(np.ndarray):  # type: ignore[type-arg]
+class _LentBytes(np.ndarray):
     """The bytes of a host block, which tensors in it keep."""
 
     block: HostCopy
