@@ -341,7 +341,11 @@ class Store:
             # The update has written the parameters.
             return
         masters = state_rows(self.states.on_host[subgroup], self.subgroups[subgroup])[MASTER]
-        self._buffers.params[subgroup].copy_(masters)
+        params = self._buffers.params[subgroup]
+        params.copy_(masters)
+        if params.dtype != torch.float32:
+            # The NaN of torch's cast differs between machines, and from that of updates.
+            params.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
     def _copy_gradient_to_host(self, subgroup: int) -> None:
         buffer, inputs = self._buffers.gradients[subgroup], self.inputs
