@@ -15,33 +15,30 @@ _FACTOR = _U(FACTOR)
 
 
 @register_jitable
-def _product(low, high, low_key, high_key):
-    return ((low + low_key) & _MASK) * ((high + high_key) & _MASK)
-
-
-@register_jitable
-def _add_block(sums, block, words, keys):
+def _add_block(sums, block, words, low_keys, high_keys):
     first, second = _U(0), _U(0)
     for place in range(BLOCK):
-        low, high = words[place] & _MASK, words[place] >> _HALF
-        first += _product(low, high, keys[0, place], keys[1, place])
-        second += _product(low, high, keys[2, place], keys[3, place])
+        word = words[place]
+        low = (word + low_keys[place]) & _MASK
+        high = ((word >> _HALF) + high_keys[place]) & _MASK
+        first += low * high
+        second += word
     weight = (_U(2) * _U(block) + _U(1)) * _FACTOR
     sums[0] += (first ^ (first >> _HALF)) * weight
     sums[1] += (second ^ (second >> _HALF)) * weight
 
 
-def _sum_blocks(words, keys, first_block):
+def _sum_blocks(words, low_keys, high_keys, first_block):
     """Return both sums over the blocks of words, of which the first has this number."""
     sums = np.zeros(2, _U)
     whole = words.size // BLOCK
     for block in range(whole):
-        _add_block(sums, first_block + block, words[block * BLOCK : (block + 1) * BLOCK], keys)
+        _add_block(sums, first_block + block, words[block * BLOCK : (block + 1) * BLOCK], low_keys, high_keys)
     rest = words[whole * BLOCK :]
     if rest.size:
         filled = np.zeros(BLOCK, _U)
         filled[: rest.size] = rest
-        _add_block(sums, first_block + whole, filled, keys)
+        _add_block(sums, first_block + whole, filled, low_keys, high_keys)
     return sums
 
 

@@ -1,20 +1,20 @@
 """Fingerprints of the bits of tensors on any device: 128 bits, without waiting for the device.
 
 The elements of a tensor, in the order of its memory, are read as words of 64 bits, with zeros behind the last one, in
-blocks of 1,024 words. For each block there are two sums modulo 2**64 (NH, from UMAC, RFC 4418), each with keys of its
-own, over the halves of the words:
+blocks of 1,024 words. For each block there are two sums modulo 2**64: of the words, and (NH, from UMAC, RFC 4418) of
 
-    sum of ((low + key_low) mod 2**32) * ((high + key_high) mod 2**32)
+    ((low + low_key) mod 2**32) * ((high + high_key) mod 2**32)
 
-A fingerprint is, for each of the two, the sum over the blocks of (block xor (block >> 32)) * weight(block), modulo
-2**64, with weight(i) = (2 i + 1) * 0x9E3779B97F4A7C15. One sum of two different blocks is equal with a probability of
-at most 2**-32 over the keys, and both of them with 2**-64. This is no cryptographic hash: the keys are constant.
+over the halves of the words, with keys by place. A fingerprint is, for each of the two, the sum over the blocks of
+(sum xor (sum >> 32)) * weight(block), modulo 2**64, with weight(i) = (2 i + 1) * 0x9E3779B97F4A7C15. The change of one
+word always shows, in the sum of the words. The sums of products of two different blocks are equal with a probability of
+at most 2**-32 over the keys, whatever the difference is. This is no cryptographic hash: the keys are constant.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def of_words(words: torch.Tensor) -> torch.Tensor:
     """Return the fingerprint of words (int64) by operations of torch: the definition."""
-    keys = _keys_on(words.device)
+    low_keys, high_keys = _keys_on(words.device)
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     for begin in range(0, len(words), _PART_WORDS):
         part = words[begin : begin + _PART_WORDS]
@@ -78,7 +78,8 @@ def of_words(words: torch.Tensor) -> torch.Tensor:
         blocks = torch.nn.functional.pad(part, (0, -len(part) % BLOCK)).view(count, BLOCK)
         weights = _weights(begin // BLOCK, count, words.device)
         low, high = blocks & _MASK, (blocks >> 32) & _MASK
-        sums = [(((low + low_keys) & _MASK) * ((high + high_keys) & _MASK)).sum(1) for low_keys, high_keys in keys]
+        products = ((low + low_keys) & _MASK) * ((high + high_keys) & _MASK)
+        sums = products.sum(1), blocks.sum(1)
         total += torch.stack([(_mixed(one) * weights).sum() for one in sums])
     return total
 
@@ -94,14 +95,14 @@ def _weights(first: int, count: int, device: torch.device) -> torch.Tensor:
 
 @cache
 def host_keys() -> Any:
-    """Return the keys as an array: those of the low and of the high halves, of the first sum and of the second one."""
-    return np.random.Generator(np.random.PCG64(49)).integers(0, 2**32, (4, BLOCK), dtype=np.uint64)
+    """Return the keys of the low and of the high halves."""
+    return np.random.Generator(np.random.PCG64(49)).integers(0, 2**32, (2, BLOCK), dtype=np.uint64)
 
 
 @cache
 def _keys_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = torch.from_numpy(host_keys().astype(np.int64)).to(device).split(2)
-    return first, second
+    low, high = torch.from_numpy(host_keys().astype(np.int64)).to(device)
+    return low, high
 
 
 @cache
@@ -114,13 +115,14 @@ def _of_host(words: torch.Tensor) -> torch.Tensor:
     # numba takes long to import.
     from ebbtide.interleave.engine.numerics.compiled_tensors import sum_blocks
 
-    array, keys = words.numpy().view(np.uint64), host_keys()
+    array = words.numpy().view(np.uint64)
+    low, high = host_keys()
     threads = torch.get_num_threads()
     if threads == 1 or len(array) < _PART_WORDS // 2:
-        sums = sum_blocks(array, keys, 0)
+        sums = sum_blocks(array, low, high, 0)
     else:
         blocks = -(-len(array) // BLOCK)
         first = [blocks * number // threads for number in range(threads + 1)]
         parts = [array[begin * BLOCK : end * BLOCK] for begin, end in pairwise(first)]
-        sums = sum(_threads(threads).map(sum_blocks, parts, [keys] * threads, first[:-1]))
+        sums = sum(_threads(threads).map(sum_blocks, parts, repeat(low), repeat(high), first[:-1]))
     return torch.from_numpy(sums.view(np.int64))
