@@ -278,13 +278,14 @@ def _iterator_state(iterator: Any) -> Any:
 
 
 def _torch_state(generator: torch.Generator) -> bytes:
-    return generator.get_state().numpy().tobytes()
+    return bytes(generator.get_state().numpy())
 
 
 def global_states() -> list[Any]:
     """Return the states of the global generators of `random` and NumPy."""
-    kind, keys, *rest = np.random.get_state()
-    return [random.getstate(), (kind, keys.tobytes(), *rest)]
+    # Array of the state, its position, and a number that was drawn ahead.
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return [random.getstate(), (kind, bytes(keys), *rest)]
 
 
 _VISITS: list[tuple[Any, Callable[[Watch, str, Any], None]]] = [
