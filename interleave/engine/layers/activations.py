@@ -125,7 +125,9 @@ class OffloadedActivations(MovedLayers):
         if kind.measured is not None:
             marks, refused = self._recomputed.tried, self._recomputed.refused()
             kind.measured.comparisons = {
-                layer.number: marks[layer] for layer in self._order if layer in marks and layer.number not in refused
+                number: marks[layer]
+                for number, layer in enumerate(self._order)
+                if layer in marks and number not in refused
             }
             sizes = [] if self._weights is None else self._weights.sizes()
             self._plan(kind.measured, sizes, self._options())

@@ -284,8 +284,8 @@ def _torch_state(generator: torch.Generator) -> bytes:
 def global_states() -> list[Any]:
     """Return the states of the global generators of `random` and NumPy."""
     # Array of the state, its position, and a number that was drawn ahead.
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return [random.getstate(), (kind, bytes(keys), *rest)]
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return [random.getstate(), (np.asarray(keys).tobytes(), *rest)]
 
 
 _VISITS: list[tuple[Any, Callable[[Watch, str, Any], None]]] = [

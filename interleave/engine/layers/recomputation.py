@@ -142,8 +142,8 @@ class Recomputation:
         changes = [change for watch in watches if (change := watch.change())]
         if changes:
             return f"its forward changes {changes[0]}"
-        is_known = all(dtype is not None for dtype, _, _ in self._expected)
-        return "" if is_known else "it saves a tensor whose bits cannot be compared"
+        is_readable = all(dtype is not None for dtype, _, _ in self._expected)
+        return "" if is_readable else "it saves a tensor whose bits cannot be compared"
 
     def _end_forward(self, reason: str) -> None:
         """Keep what is saved, or leave it to recomputation."""
@@ -205,13 +205,14 @@ class Recomputation:
         place = key, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version
         if place not in self._prints:
             self._prints[place] = tensor.detach(), self._print_new(tensor)
-        return self._prints[place][1]
+        _, result = self._prints[place]
+        return result
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _print_new(self, tensor: torch.Tensor) -> _Print:
         marks = self._marks if self._is_trial and self._again is None else []
         marks.append(self._one.record())
-        fingerprint = fingerprint_tensor(tensor)
+        with torch.no_grad():
+            fingerprint = fingerprint_tensor(tensor)
         marks.append(self._one.record())
         return (None if fingerprint is None else tensor.dtype), tensor.shape, fingerprint
 
@@ -223,7 +224,7 @@ class Recomputation:
                 self._try(saved)
         if saved.packed is not None:
             return self._one.load(saved.packed)
-        self._again = None
+        self._forget()
         try:
             assert saved.again is not None
             tensor = saved.again()
@@ -236,11 +237,15 @@ class Recomputation:
         finally:
             self._prints.clear()
         if self._again is not None and not self._is_same():
-            error = self._error("gives other values than its forward")
+            difference = self._error("gives other values than its forward")
             if self._owner.on_difference == "error":
-                raise error
+                raise difference
             log.warning("ebbtide: layer %s: computing it again gives other values, which are used", self._layer.name)
         return tensor
+
+    def _forget(self) -> None:
+        """Forget what an earlier backward has computed again."""
+        self._again = None
 
     def _error(self, difference: str) -> EngineError:
         self._owner.refuse(self._layer, f"computing it again {difference}")
@@ -265,7 +270,8 @@ class Recomputation:
     def _try(self, saved: _SavedTensor) -> None:
         """Compute the layer again, and compare. What it draws from generators is put back."""
         operations, states = OperationWatch(), (random.getstate(), np.random.get_state())
-        self._again, reason = None, ""
+        self._forget()
+        reason = ""
         try:
             with nullcontext() if self._layer.module._compiled_call_impl is not None else operations:
                 assert saved.again is not None

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 BLOCK = 1024
 FACTOR = 0x9E3779B97F4A7C15
+_FACTOR = np.uint64(FACTOR)
 _MASK = 0xFFFFFFFF
 # Words of the parts that are computed at once: on other devices they need temporary memory.
 _PART_WORDS = 2**19
@@ -40,10 +41,10 @@ def fingerprint_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    readable = [part for part in parts if part is not None]
+    if not readable or len(readable) < len(parts):
         return None
-    return of_words(torch.cat(known)) if known else None
+    return of_words(torch.cat(readable))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,10 +120,10 @@ def _of_host(words: torch.Tensor) -> torch.Tensor:
     low, high = host_keys()
     threads = torch.get_num_threads()
     if threads == 1 or len(array) < _PART_WORDS // 2:
-        sums = sum_blocks(array, low, high, 0)
+        sums = sum_blocks(array, low, high, _FACTOR, 0)
     else:
         blocks = -(-len(array) // BLOCK)
         first = [blocks * number // threads for number in range(threads + 1)]
         parts = [array[begin * BLOCK : end * BLOCK] for begin, end in pairwise(first)]
-        sums = sum(_threads(threads).map(sum_blocks, parts, repeat(low), repeat(high), first[:-1]))
+        sums = sum(_threads(threads).map(sum_blocks, parts, repeat(low), repeat(high), repeat(_FACTOR), first[:-1]))
     return torch.from_numpy(sums.view(np.int64))
