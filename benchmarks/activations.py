@@ -1,10 +1,12 @@
 """Measure the cost of `offload_activations` where it moves nothing, and draw memory where it moves much.
 
     python benchmarks/activations.py overhead
+    python benchmarks/activations.py comparison
     python benchmarks/activations.py picture -o docs/pictures/activations.png
 
 The job is the decoder of `examples/train_gpt.py` on the CPU, with an emulated device. The overhead is CPU time of the
-training thread, of steps with and without in turn. The picture counts what autograd holds for the backward.
+training thread, of steps with and without in turn. The comparison is the CPU time of the fingerprints, and of watching
+for effects, in steps that recompute all layers. The picture counts what autograd holds for the backward.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.interleave import offload_activations
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.layers import effects, recomputation
 from ebbtide.interleave.engine.layers.memory import LayerMemoryCount
 from ebbtide.interleave.engine.layers.model_layers import storages_of
 
@@ -124,6 +127,43 @@ def hook_cost(steps: int) -> None:
     print(f"hooks of {LAYERS} layers: {min(differences):.0f} to {max(differences):.0f} us of CPU time a step")
 
 
+def comparison(repeats: int, width: int, layers: int, length: int) -> None:
+    """Print which share of the CPU time of steps that recompute all layers the comparison takes."""
+    torch.manual_seed(0)
+    model = GPT(64, length, layers, width, width // 64)
+    tokens = torch.randint(0, 64, (1, length))
+    spent: dict[str, float] = {}
+
+    def timed(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            start = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.thread_time() - start
+
+        return call
+
+    owner = offload_activations(model, activations="recompute", device=EmulatedDevice())
+    for _ in range(4):
+        model(tokens).sum().backward()
+    recomputed = [*owner.choices.values()].count("recompute")
+    recomputation.fingerprint_tensor = timed("fingerprints", recomputation.fingerprint_tensor)
+    effects.Watch.change = timed("watching", effects.Watch.change)
+    effects.Watch.is_current = timed("watching", effects.Watch.is_current)
+    recomputation.global_states = timed("generators", recomputation.global_states)
+    shares: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        spent.clear()
+        start = time.thread_time()
+        model(tokens).sum().backward()
+        step_s = time.thread_time() - start
+        for name, seconds in [*spent.items(), ("all", sum(spent.values()))]:
+            shares.setdefault(name, []).append(seconds / step_s)
+    each = ", ".join(f"{name} {100 * statistics.median(values):.2f} %" for name, values in shares.items())
+    print(f"width {width}, {length} tokens, {recomputed} of {layers} layers recomputed, step {step_s:.2f} s: {each}")
+
+
 def memory_without() -> list[tuple[float, int]]:
     """Return what autograd holds over a step of the plain job."""
     model, device = make_model(), LoggingDevice()
@@ -193,13 +233,16 @@ def picture(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "picture"))
+    parser.add_argument("what", choices=("overhead", "comparison", "picture"))
     parser.add_argument("-o", "--output", type=Path, default=Path("activations.png"))
     parser.add_argument("--repeats", type=int, default=200, help="pairs of steps; default 200")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.what == "picture":
         picture(args.output)
+    elif args.what == "comparison":
+        for width, length in ((512, 512), (1024, 256), (2048, 128)):
+            comparison(min(args.repeats, 5), width=width, layers=2, length=length)
     else:
         overhead(args.repeats)
         hook_cost(300)

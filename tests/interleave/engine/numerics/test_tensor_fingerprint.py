@@ -1,0 +1,82 @@
+"""Fingerprints of tensors: the compiled loop has the values of the definition, and changes show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ebbtide.interleave.engine.numerics import tensor_fingerprint
+from ebbtide.interleave.engine.numerics.tensor_fingerprint import fingerprint_tensor, of_words
+
+
+def printed(tensor: torch.Tensor) -> torch.Tensor:
+    result = fingerprint_tensor(tensor)
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize("words", [0, 1, 1023, 1024, 5000, 2**19 + 3])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_fingerprint_tensor__has_the_values_of_the_definition(
+    words: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    tensor = torch.randint(-(2**63), 2**63 - 1, (words,))
+    assert torch.equal(printed(tensor), of_words(tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("numel", [1, 7, 3000])
+def test_fingerprint_tensor__shows_each_bit(dtype: torch.dtype, numel: int) -> None:
+    tensor = torch.zeros(numel, dtype=dtype)
+    before, data = printed(tensor), tensor.view(torch.uint8)
+    for place in {0, numel // 2, len(data) - 1}:
+        for bit in (0, 7):
+            data[place] ^= 1 << bit
+            # Each of the two sums alone shows it.
+            assert (printed(tensor) != before).all()
+            data[place] ^= 1 << bit
+    assert torch.equal(printed(tensor), before)
+
+
+def test_fingerprint_tensor__shows_flipped_signs_and_exchanged_elements() -> None:
+    values = torch.randn(64, 1024).bfloat16()
+    before = printed(values)
+    for rows in ([0, 16, 32, 48], [0, 1], [*range(64)]):
+        for columns in ([5], [5, 6], [*range(0, 1024, 256)]):
+            flipped = values.clone()
+            flipped[rows, columns[0]] *= -1
+            flipped[rows[0], columns] *= -1
+            exchanged = values.clone()
+            exchanged[rows] = values[[*rows[1:], rows[0]]]
+            assert not torch.equal(printed(flipped), before)
+            assert not torch.equal(printed(exchanged), before)
+
+
+def test_fingerprint_tensor__reads_the_elements_of_views_alone() -> None:
+    whole = torch.randn(40, 30)
+    for view in (whole[:, ::2], whole.t(), whole[3:, 5:], whole[0].expand(7, -1), whole[::3]):
+        before, others = printed(view), whole.clone()
+        mask = torch.zeros(40, 30, dtype=torch.bool).as_strided(view.size(), view.stride(), view.storage_offset())
+        mask.fill_(True)
+        outside = ~mask._base if mask._base is not None else ~mask
+        whole[outside] += 1
+        assert torch.equal(printed(view), before)
+        with torch.no_grad():
+            view.as_strided((1,), (1,), view.storage_offset()).add_(1)
+        assert not torch.equal(printed(view), before)
+        whole.copy_(others)
+
+
+def test_fingerprint_tensor__knows_what_it_cannot_read() -> None:
+    assert fingerprint_tensor(torch.eye(3).to_sparse()) is None
+    assert fingerprint_tensor(torch.empty(3, device="meta")) is None
+    conjugated = torch.randn(3, dtype=torch.complex64).conj()
+    assert torch.equal(printed(conjugated), printed(conjugated.resolve_conj()))
+
+
+def test_of_words__parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.randint(-(2**63), 2**63 - 1, (5000,))
+    expected = of_words(words)
+    monkeypatch.setattr(tensor_fingerprint, "_PART_WORDS", 2048)
+    assert torch.equal(of_words(words), expected)
