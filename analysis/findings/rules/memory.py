@@ -24,6 +24,7 @@ from ebbtide.analysis.metrics.static_split import StaticSplit, largest_split
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.phases import UPDATE
 from ebbtide.profiler.trace import Trace
+from ebbtide.state_bytes import MASTER_BYTES
 from ebbtide.units import bytes_text, count_text
 
 
@@ -65,11 +66,11 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     update, offloaded = metrics.phase_ms(UPDATE), metrics.offloaded_params
     split = largest_split(metrics) if free >= _MIN_FREE_BYTES else None
     if split is not None and update and offloaded:
-        state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry)
+        state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry) if split.ratio == 0 else MASTER_BYTES
         evidence = (
             measured,
             f"the optimizer state of {count_text(split.moved_params)} parameters ({state:g} B each, and {gradient:g} B "
-            f"of gradients until their update) fits there permanently, {100 * split.moved_params / offloaded:.0f} % of "
+            f"of gradients) fits there permanently, {100 * split.moved_params / offloaded:.0f} % of "
             "what this rank offloads",
         )
         setting = _split_setting(metrics, split)
