@@ -86,8 +86,8 @@ class Plan:
         departures: Rules of valid plans that the plan does not follow, since the system that it is of does not.
         rolls_back: Whether a speculative update overwrites the old state, and is undone where clipping changes it.
         layers: What the plan does with the weights and activations of layers; None: nothing.
-        has_gradient_buffers: Whether kept gradients have device memory of their own all the time, which `resident_bytes`
-            includes.
+        has_gradient_buffers: Whether kept gradients have device memory of their own all the time; `resident_bytes`
+            includes it.
     """
 
     policy: str

@@ -74,6 +74,8 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
             "what this rank offloads",
         )
         setting = _split_setting(metrics, split)
+        if setting is None:
+            return None
         return free_memory.finding(
             f"Optimizer state is offloaded, but {bytes_text(free)} are always free",
             clamp_gain(update * split.moved_params / offloaded) if setting.gain_ms is None else setting.gain_ms,
@@ -91,11 +93,11 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-def _split_setting(metrics: JobMetrics, split: StaticSplit) -> Setting:
-    """Return the setting that the adviser recommends; without one, that of the split, which is not simulated."""
-    setting = metrics.adviser.deepspeed_setting() if metrics.adviser is not None else None
-    if setting is not None:
-        return setting
+def _split_setting(metrics: JobMetrics, split: StaticSplit) -> Setting | None:
+    """Return the setting that the adviser recommends, None where none gains anything; of a job that cannot be simulated
+    that of the split."""
+    if metrics.adviser is not None and metrics.adviser.can_simulate:
+        return metrics.adviser.deepspeed_setting()
     if split.ratio == 0:
         return Setting("deepspeed", {"offload_optimizer": {"device": "none"}}, "do not offload at all")
     ratio = float(f"{split.ratio:.2f}")

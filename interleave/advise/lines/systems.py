@@ -8,6 +8,7 @@ from typing import Any
 
 from ebbtide.interleave.advise.choice import fits_memory, steps_of
 from ebbtide.interleave.advise.lines.setups import PasteContext, deepspeed_config
+from ebbtide.interleave.advise.present import MIN_GAIN, Present
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import ADVISED_SYSTEMS, PolicySpec, parse
@@ -20,8 +21,6 @@ from ebbtide.state_bytes import MASTER_BYTES
 _FOLDER = "/local_nvme"
 # Gradients of fewer bytes than a block are not written, and neither is state.
 _BLOCK_BYTES = 2 * 2**20
-# A smaller gain is not worth another system.
-_MIN_GAIN = 0.02
 # Of fractions with the same subgroups the first one is taken.
 _FRACTIONS = tuple(step / 20 for step in range(20, 0, -1))
 
@@ -39,16 +38,18 @@ class SystemSetup:
     lines: str
 
 
-def other_systems(workload: Workload, context: PasteContext, best_s: float) -> tuple[SystemSetup, ...]:
+def other_systems(
+    workload: Workload, context: PasteContext, best_s: float, present: Present
+) -> tuple[SystemSetup, ...]:
     """Return the systems that fit and beat `best_s`, and Megatron-LM's best fraction; exact and fast ones first."""
-    limit_s = (1 - _MIN_GAIN) * best_s
+    limit_s = (1 - MIN_GAIN) * best_s
     fitting = [steps for text in ADVISED_SYSTEMS if (steps := _fitting(text, workload, context.machine)) is not None]
     faster = [steps for steps in fitting if steps.iteration_s < limit_s]
     fractions = [f"megatron-hybrid:{fraction:g},overlap=copies" for fraction in _FRACTIONS]
     hybrids = [steps for text in fractions if (steps := _fitting(text, workload, context.machine)) is not None]
     if hybrids:
         faster.append(min(hybrids, key=lambda steps: steps.iteration_s))
-    setups = [_setup(steps, context, limit_s) for steps in faster]
+    setups = [_setup(steps, context, limit_s) for steps in faster if present.is_slower_than(steps.iteration_s)]
     return tuple(sorted(setups, key=lambda setup: (not setup.exact, setup.iteration_ms)))
 
 
