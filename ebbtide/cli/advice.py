@@ -45,10 +45,20 @@ def print_recommendation(advice: Recommendation, framework: Framework, baseline:
         echo_line(f"Plain DeepSpeed: offload_optimizer.ratio {ratio:g}: {_gain(split, present, baseline)}")
     for warning in advice.warnings:
         echo_line(f"But {warning}", fg="yellow")
-    echo(f"{_block(best, framework)}\n")
+    block = _block(best, framework)
+    echo(f"{block}\n")
+    _print_fill_in(block)
     other = "deepspeed" if framework == "script" else "script"
     changes = " and changes of the job" if advice.alternatives else ""
     echo_line(f"all policies{changes}: --all; {_FRAMEWORKS[other]}: --for {other}")
+
+
+def _print_fill_in(lines: str) -> None:
+    """Print the note on marks if some lines have any."""
+    from ebbtide.interleave.advise.lines.fill_in import NOTE, is_marked
+
+    if is_marked(lines):
+        echo_line(NOTE, fg="yellow")
 
 
 def _as_it_is(present: PresentJob, baseline: str | None) -> str:
@@ -97,7 +107,7 @@ def print_setups(advice: Recommendation) -> None:
         echo_line(f"not among the blocks below: {policy} ({reason})")
     if advice.placeholders:
         names = ", ".join(_PLACEHOLDERS.get(name, name) for name in advice.placeholders)
-        echo_line(f"replace by the values of your job: {names}")
+        echo_line(f"fill in the values of your job, which are not known: {names}")
     for number, setup in enumerate(advice.setups):
         _print_setup(setup, is_recommended=not number)
     for system in advice.systems:
@@ -179,7 +189,8 @@ def print_code(plan: MachinePlan) -> None:
     if before:
         echo("\nand in the script, before deepspeed.initialize:\n\n" + "\n\n".join(before))
     blocks = [block for block in (lines.checkpointing, lines.fsdp2, lines.optimizer) if block is not None]
-    echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks))
+    echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks) + "\n")
+    _print_fill_in("\n".join([*before, *blocks, json.dumps(lines.deepspeed_config)]))
 
 
 def _title(plan: MachinePlan) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from ebbtide.interleave.advise.choice import best_static_split, fits_memory, steps_of, without_offload
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.training_job import RecordedJob, TrainingJob, TunableSettings
-from ebbtide.interleave.advise.present import Present
+from ebbtide.interleave.advise.present import NOT_KNOWN, Present
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import MAX_RANKS, Machine
 from ebbtide.state_bytes import PARAM_BYTES, REMAINDER_STATE_BYTES
@@ -116,7 +116,9 @@ def _doubled(ranks: int) -> Iterator[int]:
         yield ranks
 
 
-def alternatives(workload: Workload, machine: Machine, job: RecordedJob, present: Present) -> tuple[str, ...]:
+def alternatives(
+    workload: Workload, machine: Machine, job: RecordedJob, present: Present = NOT_KNOWN
+) -> tuple[str, ...]:
     """Return sentences on the least accumulation, batch and state with which all state fits without offload, and with
     which the job is faster than it is."""
 

@@ -49,6 +49,10 @@ class Present:
         return Setting(kind, settings, f"{text} (simulated: {times})", iteration_s * 1e3, present_ms, recorded_ms)
 
 
+# The job as it is where nothing of it is known.
+NOT_KNOWN = Present()
+
+
 def _without_copies(policy: str) -> str:
     """Return a policy without its default option for copies of gradients, which recorded jobs state."""
     return policy.replace(",grads=async", "")

@@ -160,7 +160,7 @@ def _times_factor(trace: Trace, workload: Workload) -> float:
     return 1 + _WAIT_ERROR * wait.wait_ms / 1e3 / workload.compute_s
 
 
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
 def _tokens(batch: BatchSettings, settings: TunableSettings, steps: int, step_tokens: int | None) -> float | None:

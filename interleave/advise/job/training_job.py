@@ -39,6 +39,11 @@ class RecordedJob:
         return self.iteration_s if machine.name == self.machine else None
 
     @property
+    def is_configured(self) -> bool:
+        """Whether the configuration is all of a DeepSpeed job's: keys that are not there have their defaults."""
+        return bool(self.config) and (self.stage is not None or "zero_optimization" in self.config)
+
+    @property
     def micro_batch(self) -> int | None:
         """Samples of a micro-step on a rank; None if they are not known."""
         size = self.config.get("train_micro_batch_size_per_gpu")
