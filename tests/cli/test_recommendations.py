@@ -44,7 +44,8 @@ def test_recommend__advises_no_loss_against_the_recorded_iteration(capsys: pytes
     assert slower.action["recorded_ms"] == pytest.approx(best_s * 1.05e3)
     for recorded_s in (best_s * 1.01, best_s * 0.96):
         advice = recommended(**job, iteration_s=recorded_s)
-        assert (advice.action, advice.split, advice.systems) == (None, None, ())
+        assert (advice.action, advice.split) == (None, None)
+        assert all(system.iteration_ms < recorded_s * 1e3 for system in advice.systems)
         assert printed(advice, capsys).startswith(f"Nothing to change: {recorded_s * 1e3:,.0f} ms with zero-offload")
     # Recorded on another machine, it says nothing of this one.
     assert recommended(**job | {"machine": "other"}, iteration_s=best_s * 0.96).action is not None
