@@ -172,7 +172,9 @@ def replay(
             # As `plan` does: its times are those of the other machine.
             with suppress(MachineError, WorkloadError):
                 placed = place_as_it_is(recording, stated, ranks_per_host)
-                notes = (*recorded.notes, placed.placed.times.note)
+                first, *others = (note for note in job.notes if note not in recorded.notes)
+                scaled = f"{first.partition(':')[0]}; {placed.placed.times.note}"
+                notes = (*recorded.notes, scaled, *others)
                 job, rates, settings = replace(placed.placed.workload, notes=notes), placed.shared, placed.recorded
         replayed = run(job, rates, policy, settings)
         names = [result.policy for result in replayed.results]
