@@ -27,6 +27,9 @@ from ebbtide.profiler.trace import open_trace  # noqa: E402
 from tests.interleave.advise import advice_checks as checks  # noqa: E402
 from tests.interleave.quick_plans import plan_quickly  # noqa: E402
 
+# Counts go to stderr after so many cases.
+_PROGRESS = 10
+
 
 class Count:
     """Counts of cases, settings and failures of one kind of source."""
@@ -45,6 +48,8 @@ class Count:
         except (MachineError, PolicyError, WorkloadError) as error:
             self.impossible += 1
             print(f"{label}: no advice: {error}", flush=True)
+        if self.cases % _PROGRESS == 0:
+            print(self, file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         return (

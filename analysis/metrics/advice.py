@@ -33,8 +33,8 @@ class Setting:
     def as_json(self) -> dict[str, Any]:
         """Return the object that commands print with `--json`."""
         times = {"iteration_ms": self.iteration_ms, "simulated_ms": self.iteration_ms, "present_ms": self.present_ms}
-        more = {"recorded_ms": self.recorded_ms, "gain_ms": self.gain_ms, "fits": self.fits}
-        return {"kind": self.kind, "settings": dict(self.settings), **times, **more}
+        others = {"recorded_ms": self.recorded_ms, "gain_ms": self.gain_ms, "fits": self.fits}
+        return {"kind": self.kind, "settings": dict(self.settings), **times, **others}
 
     @property
     def ends_offload(self) -> bool:
