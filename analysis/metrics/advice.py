@@ -25,7 +25,7 @@ class Setting:
 
     @property
     def gain_ms(self) -> float | None:
-        """How much shorter the simulated iteration is than the present one; None where either is not known."""
+        """The gain of the simulated iteration over the present one; None where either is not known."""
         if self.iteration_ms is None or self.present_ms is None:
             return None
         return self.present_ms - self.iteration_ms
