@@ -72,3 +72,11 @@ def test_citation__has_what_its_format_requires() -> None:
     citation = parsed(ROOT / "CITATION.cff")
     assert {"cff-version", "title", "message", "authors"} <= set(citation)
     assert citation["license"] == PROJECT["license"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/what-has-run.md"])
+def test_pages__state_the_accuracy_that_validation_measures(page: str) -> None:
+    pattern = r"predict the updates of the others within ([\d.]+) %"
+    measured = re.findall(pattern, (ROOT / "docs" / "validation.md").read_text())
+    assert len(measured) == 1
+    assert re.findall(pattern, (ROOT / page).read_text()) == measured

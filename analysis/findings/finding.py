@@ -90,11 +90,10 @@ class Findings(TabularResult):
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide findings --json` prints."""
         printed = asdict(self)
-        for finding in printed["findings"]:
+        for finding, entry in zip(self.findings, printed["findings"], strict=True):
             # The former name of the key.
-            finding["worth_ms"] = finding["potential_gain_ms"]
-            if finding["action"] is not None:
-                del finding["action"]["text"]
+            entry["worth_ms"] = entry["potential_gain_ms"]
+            entry["action"] = None if finding.action is None else finding.action.as_json()
         return printed
 
     def to_pandas(self) -> pd.DataFrame:

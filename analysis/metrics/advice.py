@@ -17,7 +17,24 @@ class Setting:
     settings: Mapping[str, Any]
     text: str  # What to do, in words.
     iteration_ms: float | None = None  # The simulated iteration; None: not simulated.
-    gain_ms: float | None = None  # How much shorter that is than the recorded iteration; None likewise.
+    # The iteration of the job as it is, simulated by the same model on the same machine, else the recorded one; it is
+    # longer. None: the job is not known to run there.
+    present_ms: float | None = None
+    recorded_ms: float | None = None  # The recorded iteration; None: the job was not recorded there.
+    fits: bool = True  # Whether it fits, by the byte counts of the framework that it is for.
+
+    @property
+    def gain_ms(self) -> float | None:
+        """The gain of the simulated iteration over the present one; None where either is not known."""
+        if self.iteration_ms is None or self.present_ms is None:
+            return None
+        return self.present_ms - self.iteration_ms
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that commands print with `--json`."""
+        times = {"iteration_ms": self.iteration_ms, "simulated_ms": self.iteration_ms, "present_ms": self.present_ms}
+        others = {"recorded_ms": self.recorded_ms, "gain_ms": self.gain_ms, "fits": self.fits}
+        return {"kind": self.kind, "settings": dict(self.settings), **times, **others}
 
     @property
     def ends_offload(self) -> bool:
@@ -26,10 +43,15 @@ class Setting:
 
 
 class Adviser(Protocol):
-    """Recommends settings for the job of a trace, all of which fit into its memory."""
+    """Recommends settings for the job of a trace, all of which fit into its memory and are faster than what it has."""
+
+    @property
+    def can_simulate(self) -> bool:
+        """Whether the job can be simulated: only then no setting is one that gains nothing."""
 
     def deepspeed_setting(self) -> Setting | None:
-        """Return the best setting of what DeepSpeed has by itself; None where the job cannot be simulated."""
+        """Return the best setting of what DeepSpeed has by itself; None where it gains nothing, or is not known."""
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""
+        """Return the best choice of activations, with its gain over recomputing all; None if none gains, fits or is
+        known."""

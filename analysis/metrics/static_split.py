@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ebbtide.analysis.metrics.deepspeed import resident_range
-from ebbtide.analysis.metrics.device_fit import equal_sizes, fits_beside, gradient_starts
+from ebbtide.analysis.metrics.device_fit import deepspeed_gradient_bytes, equal_sizes, fits_beside
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, recorded_free_memory, state_bytes
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
@@ -43,18 +43,16 @@ def largest_split(metrics: JobMetrics) -> StaticSplit | None:
 
 
 def split_fits(metrics: JobMetrics, sizes: Sequence[int], resident: range) -> bool | None:
-    """Return whether the state of some subgroups fits on the devices of a job for good, with their gradients until the
-    update is over, by the rules of `twin-flow` and `gpu-only`; None: not known."""
+    """Return whether the state of some subgroups fits on the devices of a job for good, with DeepSpeed's buffers for
+    their gradients, by the rules of `twin-flow` and `gpu-only`; None: not known."""
     phase_s = {phase: (metrics.phase_ms(phase) or 0.0) / 1e3 for phase in (OTHER, FORWARD, BACKWARD)}
     free = recorded_free_memory(metrics, phase_s)
     if free is None:
         return None
-    begin_s = phase_s[OTHER] + phase_s[FORWARD]
-    starts = gradient_starts(sizes, begin_s, phase_s[BACKWARD], (metrics.micro_steps or 1) > 1)
-    state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry)
-    changes = [(0.0, state * sum(sizes[subgroup] for subgroup in resident))]
-    changes += [(starts[subgroup], gradient * sizes[subgroup]) for subgroup in resident]
-    return fits_beside(sorted(changes), free, sum(phase_s.values()) + (metrics.phase_ms(UPDATE) or 0.0) / 1e3)
+    on_device = sizes[resident.start : resident.stop]
+    used = state_bytes(metrics.entry) * sum(on_device)
+    used += deepspeed_gradient_bytes(on_device, param_bytes(metrics.entry), offloads=len(on_device) < len(sizes))
+    return fits_beside([(0.0, used)], free, sum(phase_s.values()) + (metrics.phase_ms(UPDATE) or 0.0) / 1e3)
 
 
 def recorded_sizes(metrics: JobMetrics) -> tuple[int, ...] | None:
@@ -73,6 +71,7 @@ def subgroup_params(metrics: JobMetrics) -> int:
 
 
 def rounding_version(metrics: JobMetrics) -> str | None:
-    """Return the version that chose the resident subgroups; None if ebbtide's engine ran the updates."""
+    """Return the version that chose the resident subgroups, empty if it is not known; None if no DeepSpeed did, or
+    ebbtide's engine ran the updates."""
     job = metrics.deepspeed
-    return job.info.version if job is not None and job.info.policy is None else None
+    return (job.info.version or "") if job is not None and job.info.policy is None else None

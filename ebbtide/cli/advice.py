@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from ebbtide.cli.printing import echo, echo_line, print_view
 from ebbtide.errors import UserError
@@ -13,18 +13,11 @@ if TYPE_CHECKING:
     from ebbtide.interleave.advise.lines.setups import PolicySetup
     from ebbtide.interleave.advise.lines.systems import SystemSetup
     from ebbtide.interleave.advise.machine_plan import JobPlans, MachinePlan
-    from ebbtide.interleave.advise.recommendation import Recommendation
+    from ebbtide.interleave.advise.recommendation import PresentJob, Recommendation
 
 
 # Objects within the object have one line up to this length.
 _MAX_INNER_WIDTH = 60
-
-
-class Before(NamedTuple):
-    """The iteration that a recommendation is compared with: the recorded one, or the simulated one of a policy."""
-
-    iteration_ms: float
-    policy: str | None = None
 
 
 # Most plans that are printed without being asked for.
@@ -36,32 +29,58 @@ _FRAMEWORKS = {"deepspeed": "DeepSpeed", "script": "a plain script"}
 _PLACEHOLDERS = {"gradient_clipping": "gradient_clipping (max_grad_norm)", "optimizer": "optimizer (lr)"}
 
 
-def print_recommendation(advice: Recommendation, before: Before, framework: Framework) -> None:
-    """Print the recommended policy, its iteration and that of before, and what to paste for it."""
-    best = advice.setups[0]
-    policy = "Do not offload" if best.policy == "gpu-only" else f"Use {best.policy.replace(',', ', ')}"
+def print_recommendation(advice: Recommendation, framework: Framework, baseline: str | None = None) -> None:
+    """Print the recommended policy, its iteration and that of the job as it is, and what to paste for it; `baseline`:
+    the policy that stands for the job, None: its own."""
+    best, present = advice.setups[0], advice.present
     if advice.is_as_today:
-        echo_line(f"Nothing to change: {before.iteration_ms:,.0f} ms with all state on the GPU", fg="green", bold=True)
+        echo_line(f"Nothing to change: {_as_it_is(present, baseline)}", fg="green", bold=True)
         echo_line("all policies: --all")
         return
-    recorded = " recorded" if before.policy is None else ""
-    echo_line(f"{policy}: {before.iteration_ms:,.0f}{recorded} -> {_gain(best, before)}", fg="green", bold=True)
+    policy = "Do not offload" if best.policy == "gpu-only" else f"Use {best.policy.replace(',', ', ')}"
+    echo_line(f"{policy}: {_gain(best, present, baseline)}", fg="green", bold=True)
     split = advice.split if framework == "deepspeed" else None
-    if split is not None and split.policy != best.policy and split.iteration_ms < before.iteration_ms:
+    if split is not None and split.policy != best.policy:
         ratio = (advice.deepspeed or {})["offload_optimizer"]["ratio"]
-        setting = f"offload_optimizer.ratio {ratio:g}"
-        echo_line(f"Plain DeepSpeed: {setting} -> {_gain(split, before)}")
+        echo_line(f"Plain DeepSpeed: offload_optimizer.ratio {ratio:g}: {_gain(split, present, baseline)}")
     for warning in advice.warnings:
         echo_line(f"But {warning}", fg="yellow")
-    echo(f"{_block(best, framework)}\n")
+    block = _block(best, framework)
+    echo(f"{block}\n")
+    _print_fill_in(block)
     other = "deepspeed" if framework == "script" else "script"
     changes = " and changes of the job" if advice.alternatives else ""
     echo_line(f"all policies{changes}: --all; {_FRAMEWORKS[other]}: --for {other}")
 
 
-def _gain(setup: PolicySetup, before: Before) -> str:
-    policy = f" over {before.policy}" if before.policy is not None and before.policy != setup.policy else ""
-    return f"{setup.iteration_ms:,.0f} ms ({before.iteration_ms / setup.iteration_ms:.2f}x{policy}, simulated)"
+def _print_fill_in(lines: str) -> None:
+    """Print the note on marks if some lines have any."""
+    from ebbtide.interleave.advise.lines.fill_in import NOTE, is_marked
+
+    if is_marked(lines):
+        echo_line(NOTE, fg="yellow")
+
+
+def _as_it_is(present: PresentJob, baseline: str | None) -> str:
+    """Return the iteration of a job as it is, and what it is."""
+    recorded, simulated = present.recorded_ms, present.iteration_ms
+    if recorded is None and simulated is None:
+        return "no setting gains anything"
+    where = "with all state on the GPU" if present.policy == "gpu-only" else f"with {baseline or present.policy}"
+    time = f"{simulated:,.0f} ms simulated" if recorded is None else f"{recorded:,.0f} ms"
+    return f"{time} {'as recorded' if present.policy is None else where}"
+
+
+def _gain(setup: PolicySetup, present: PresentJob, baseline: str | None) -> str:
+    """Return the iteration of a setup, after that of the job as it is where it is known."""
+    before, recorded = present.iteration_ms, present.recorded_ms
+    if before is None:
+        return f"{setup.iteration_ms:,.0f} ms (simulated)"
+    over = "" if baseline is None else f" over {baseline}"
+    is_simulated = present.policy is not None
+    beside = f"; {recorded:,.0f} recorded" if is_simulated and recorded is not None else ""
+    times = f"{before:,.0f}{'' if is_simulated else ' recorded'} -> {setup.iteration_ms:,.0f} ms"
+    return f"{times} ({before / setup.iteration_ms:.2f}x{over}, simulated{beside})"
 
 
 def _block(setup: PolicySetup, framework: Framework) -> str:
@@ -88,7 +107,7 @@ def print_setups(advice: Recommendation) -> None:
         echo_line(f"not among the blocks below: {policy} ({reason})")
     if advice.placeholders:
         names = ", ".join(_PLACEHOLDERS.get(name, name) for name in advice.placeholders)
-        echo_line(f"replace by the values of your job: {names}")
+        echo_line(f"fill in the values of your job, which are not known: {names}")
     for number, setup in enumerate(advice.setups):
         _print_setup(setup, is_recommended=not number)
     for system in advice.systems:
@@ -170,7 +189,8 @@ def print_code(plan: MachinePlan) -> None:
     if before:
         echo("\nand in the script, before deepspeed.initialize:\n\n" + "\n\n".join(before))
     blocks = [block for block in (lines.checkpointing, lines.fsdp2, lines.optimizer) if block is not None]
-    echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks))
+    echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks) + "\n")
+    _print_fill_in("\n".join([*before, *blocks, json.dumps(lines.deepspeed_config)]))
 
 
 def _title(plan: MachinePlan) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from ebbtide.interleave.advise.choice import best_static_split, fits_memory, steps_of, without_offload
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.training_job import RecordedJob, TrainingJob, TunableSettings
+from ebbtide.interleave.advise.present import NOT_KNOWN, Present
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import MAX_RANKS, Machine
 from ebbtide.state_bytes import PARAM_BYTES, REMAINDER_STATE_BYTES
@@ -42,9 +43,13 @@ def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
 
 def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
     """Return the machine with a rank's rates, without the system's share of host memory; see `Machine.for_ranks`."""
-    shared = machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
-    host = shared.host_memory_bytes
-    return shared if host is None else replace(shared, host_memory_bytes=(1 - SYSTEM_SHARE) * host)
+    return leave_system_share(machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host)))
+
+
+def leave_system_share(machine: Machine) -> Machine:
+    """Return a machine without the system's share of host memory."""
+    host = machine.host_memory_bytes
+    return machine if host is None else replace(machine, host_memory_bytes=(1 - SYSTEM_SHARE) * host)
 
 
 def ranks_on_a_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> int:
@@ -111,10 +116,18 @@ def _doubled(ranks: int) -> Iterator[int]:
         yield ranks
 
 
-def alternatives(workload: Workload, machine: Machine, job: RecordedJob) -> tuple[str, ...]:
-    """Return sentences on the least accumulation, batch and state with which all state fits without offload."""
+def alternatives(
+    workload: Workload, machine: Machine, job: RecordedJob, present: Present = NOT_KNOWN
+) -> tuple[str, ...]:
+    """Return sentences on the least accumulation, batch and state with which all state fits without offload, and with
+    which the job is faster than it is."""
+
+    def helps(changed: Workload) -> bool:
+        on_gpu = without_offload(changed, machine)
+        return on_gpu is not None and present.is_slower_than(on_gpu.iteration_s)
+
     kinds = _without_accumulation(workload, job), _smaller_batches(workload, job), _smaller_states(workload)
-    fitting = ((text for changed, text in kind if without_offload(changed, machine) is not None) for kind in kinds)
+    fitting = ((text for changed, text in kind if helps(changed)) for kind in kinds)
     return tuple(text for texts in fitting for text in islice(texts, 1))
 
 

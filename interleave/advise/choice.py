@@ -5,8 +5,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.advise.job.training_job import RecordedJob
+from ebbtide.interleave.advise.present import MIN_GAIN, Present
 from ebbtide.interleave.model.schedule import Schedule, available_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import POLICIES, make_plan, parse
@@ -17,8 +19,6 @@ from ebbtide.units import bytes_text
 # The widest overlap that InterleavedAdamW takes, and `enable` for DeepSpeed.
 OPTIMIZER_OVERLAP = "auto"
 DEEPSPEED_OVERLAP = "forward"
-# A smaller gain is not worth an update beside the step.
-_MIN_GAIN = 0.02
 _MAX_STRIDE = 10
 
 
@@ -81,6 +81,7 @@ class PolicyChoice:
     overlap: OverlapChoice | None = None  # The widest overlap that the job can run; None if that gains little.
     # Searches for the widest overlap that `enable` takes, which only lines for DeepSpeed need.
     find_deepspeed_overlap: Callable[[], OverlapChoice | None] = lambda: None
+    present: Present = field(default_factory=Present)
 
     @cached_property
     def deepspeed_overlap(self) -> OverlapChoice | None:
@@ -92,17 +93,51 @@ class PolicyChoice:
         """The chosen policy with its overlap."""
         return self.best if self.overlap is None else self.overlap.steps
 
-    def action(self) -> dict[str, Any]:
-        """Return the setting to change, as findings and recommendations state it: see `Setting`."""
-        if self.best.plan.policy == "gpu-only":
-            return {"kind": "deepspeed", "settings": {"offload_optimizer": {"device": "none"}}}
+    @property
+    def gains(self) -> bool:
+        """Whether the chosen policy fits and is worth a change of what the job has."""
+        return self.excess is None and self.present.is_slower_than(self.steps.iteration_s)
+
+    @property
+    def advice(self) -> Setting | None:
+        """The setting to change, as findings and plans state it; None where nothing is gained, or nothing fits."""
+        if self.excess is not None:
+            return None
+        policy, iteration_s = self.best.plan.policy, self.steps.iteration_s
+        if policy == "gpu-only":
+            offload = {"offload_optimizer": {"device": "none"}}
+            return self.present.setting("deepspeed", offload, "do not offload at all", iteration_s)
         overlap = "none" if self.overlap is None else self.overlap.option
-        return {"kind": "policy", "settings": {"policy": self.best.plan.policy, "overlap": overlap}}
+        settings = {"policy": policy, "overlap": overlap}
+        return self.present.setting("policy", settings, f"use {self.steps.plan.policy}", iteration_s)
 
 
 def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
     """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`, or
-    `interleaved:2` where the free memory is unknown; `job`: what DeepSpeed runs takes less overlap."""
+    `interleaved:2` where the free memory is unknown; `job`: what DeepSpeed runs takes less overlap. Its own policy
+    stays where it fits and no other one is worth a change."""
+    present = present_of(workload, machine, job or RecordedJob())
+    choice = replace(_choose_freely(workload, machine, job), present=present)
+    if present.steps is None or choice.excess is not None or choice.gains:
+        return choice
+    others = tuple(steps for steps in (choice.best, *choice.others) if not present.has(steps.plan.policy))
+    return replace(choice, best=present.steps, others=others, overlap=None, find_deepspeed_overlap=lambda: None)
+
+
+def present_of(workload: Workload, machine: Machine, job: RecordedJob) -> Present:
+    """Return a job as it is on a machine."""
+    recorded_s = job.recorded_s(machine)
+    policy = job.policy if job.state_bytes is None else "gpu-only"
+    if policy is None:
+        return Present(recorded_s=recorded_s)
+    steps = steps_of(policy, own_job(workload, job) if policy == "gpu-only" else workload, machine)
+    # What was recorded there did fit.
+    is_known = steps is not None and (recorded_s is not None or fits_memory(steps, machine))
+    return Present(steps if is_known else None, recorded_s)
+
+
+def _choose_freely(workload: Workload, machine: Machine, job: RecordedJob | None) -> PolicyChoice:
+    """Choose a policy, whatever the job has."""
     on_gpu = all_on_device(own_job(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))
@@ -132,13 +167,16 @@ def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None 
     return PolicyChoice(best, excess, split, tuple(others), left_out, overlap, find_deepspeed_overlap)
 
 
-def choose_among(policies: Sequence[str], workload: Workload, machine: Machine) -> PolicyChoice:
+def choose_among(
+    policies: Sequence[str], workload: Workload, machine: Machine, job: RecordedJob | None = None
+) -> PolicyChoice:
     """Choose the fastest of some policies: of those that the device and the host have memory for, if there are any."""
     candidates = [simulate_steps(make_plan(policy, workload, machine), workload, machine) for policy in policies]
     excess = {steps.plan.policy: memory_excess(steps.valid, machine) for steps in candidates}
     best, *others = sorted(candidates, key=lambda steps: (bool(excess[steps.plan.policy]), steps.rating_s))
     left_out = {policy: text for policy, text in excess.items() if text is not None}
-    return PolicyChoice(best, excess[best.plan.policy], None, tuple(others), left_out)
+    present = present_of(workload, machine, job or RecordedJob())
+    return PolicyChoice(best, excess[best.plan.policy], None, tuple(others), left_out, present=present)
 
 
 def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machine) -> OverlapChoice | None:
@@ -147,14 +185,14 @@ def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machin
     if option not in POLICIES[parse(policy).name].options.get("overlap", ()) or option == "none":
         return None
     # No iteration is shorter than its compute, beside which updates would run: a search could gain too little.
-    if not workload.compute_s or workload.compute_s * (1 + _MIN_GAIN) >= best.iteration_s:
+    if not workload.compute_s or workload.compute_s * (1 + MIN_GAIN) >= best.iteration_s:
         return None
     steps = steps_of(f"{policy},overlap={option}", workload, machine)
     if steps is None:
         return None
     exceeds_device, exceeds_host, rating_s = steps.cost(machine)
     fits = not (exceeds_device or exceeds_host)
-    if fits and rating_s * (1 + _MIN_GAIN) < best.iteration_s:
+    if fits and rating_s * (1 + MIN_GAIN) < best.iteration_s:
         return OverlapChoice(policy, option, steps, best.iteration_s)
     return None
 

@@ -12,6 +12,7 @@ from ebbtide.interleave.advise.changes import changed, least_settings, ranks_on_
 from ebbtide.interleave.advise.choice import PolicyChoice, choose_among, choose_policy, fits_memory, unified_memory_text
 from ebbtide.interleave.advise.job.inputs import NETWORK_NOTE
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
+from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_trace
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, RecordedJob, TrainingJob, TunableSettings
 from ebbtide.interleave.advise.levers.effects import Variant
 from ebbtide.interleave.advise.levers.search import JobChange, cheapest_change, needed_bytes, single_changes
@@ -25,6 +26,7 @@ from ebbtide.interleave.policies import parse
 from ebbtide.interleave.simulation.bound import min_iteration_s
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
+from ebbtide.profiler.trace import Trace
 
 _MS_PER_HOUR = 3.6e6
 _BILLION = 1e9
@@ -42,7 +44,7 @@ _RESOURCE_NAMES = {"cpu": "cpu update", "gpu": "gpu update"}
 # What the table of plans is sorted by.
 SortKey = Literal["iteration", "cost"]
 # Properties of a plan that are in its JSON.
-_PROPERTIES = ("code", "lines", "policies", "needed_bytes", "cheapest", "alone")
+_PROPERTIES = ("advice", "code", "lines", "policies", "needed_bytes", "cheapest", "alone")
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,11 @@ class PlacedJob:
 
     @property
     def recorded(self) -> RecordedJob:
-        """The recorded job with the micro-steps and the update of the settings."""
+        """The recorded job with the micro-steps and the update of the settings; a job that has to be changed has no
+        policy and iteration of its own there."""
         own_s = self.placed.times.own_update_s
-        return replace(self.job.recorded, micro_steps=self.job.micro_steps_of(self.settings), own_update_s=own_s)
+        job = replace(self.job.recorded, micro_steps=self.job.micro_steps_of(self.settings), own_update_s=own_s)
+        return job if self.settings == self.job.settings else replace(job, policy=None, iteration_s=None)
 
     @property
     def needs_search(self) -> bool:
@@ -133,6 +137,12 @@ class MachinePlan:
     hosts: int | None = None
     accuracy: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def advice(self) -> dict[str, Any] | None:
+        """The setting to change on the machine; None where the job is as good as it is, or nothing fits."""
+        setting = None if self.choice is None else self.choice.advice
+        return None if setting is None else setting.as_json()
 
     @cached_property
     def lines(self) -> LinesToPaste | None:
@@ -219,6 +229,18 @@ def place_job(job: TrainingJob, machine: Machine, request: PlanRequest | None = 
     return PlacedJob(job, machine, asked, False, job.settings, place(job, job.settings, shared), shared)
 
 
+def place_as_it_is(trace: Trace, machine: Machine, ranks_per_host: int | None = None) -> PlacedJob:
+    """Place the job of a trace on another machine for advice on its policy alone: with the least change of `place_job`
+    where that is offload, else as it is. Raises as `place_job`, and WorkloadError as `job_of_trace`."""
+    job, request = job_of_trace(trace, BatchSettings()), PlanRequest(ranks_per_host=ranks_per_host)
+    own = place_job(job, machine, request)
+    offloaded = replace(job.settings, offload=True)
+    if own.settings in (job.settings, offloaded):
+        return own
+    shared = share_host(machine, offloaded.ranks, ranks_per_host)
+    return PlacedJob(job, machine, request, False, offloaded, place(job, offloaded, shared), shared)
+
+
 def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> MachinePlan:
     """Return the plan of a job for a machine. Raises as `place_job`."""
     return plan_placed(place_job(job, machine, request))
@@ -230,7 +252,7 @@ def plan_placed(own: PlacedJob) -> MachinePlan:
     if not own.has_memory:
         return untimed
     if own.request.policies:
-        choice = choose_among(own.request.policies, own.placed.workload, own.shared)
+        choice = choose_among(own.request.policies, own.placed.workload, own.shared, own.recorded)
     else:
         choice = choose_policy(own.placed.workload, own.shared, own.recorded)
     schedule, policy = choice.steps.valid, choice.steps.plan.policy

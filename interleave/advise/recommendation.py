@@ -10,12 +10,19 @@ from ebbtide.interleave.advise.choice import PolicyChoice, choose_policy, unifie
 from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.lines.setups import PasteContext, PolicySetup, best_setup, placeholders, setup_of
 from ebbtide.interleave.advise.lines.systems import SystemSetup, other_systems
+from ebbtide.interleave.advise.present import MIN_GAIN
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
 
-# A smaller gain is not worth a change of policy.
-_MIN_GAIN = 0.02
+
+@dataclass(frozen=True)
+class PresentJob:
+    """The job as it is on the machine; None: not known, or it does not fit there."""
+
+    policy: str | None
+    iteration_ms: float | None  # Simulated, where the policy is known; else recorded.
+    recorded_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -31,15 +38,17 @@ class Recommendation:
     setups: tuple[PolicySetup, ...]
     # Keys of the configurations whose values stand for values of the job that are not known.
     placeholders: tuple[str, ...]
+    present: PresentJob
     alternatives: tuple[str, ...]  # Changes to the job after which nothing would have to be offloaded.
     uncertainty: str
     left_out: dict[str, str]
     systems: tuple[SystemSetup, ...] = ()
     overlap: dict[str, Any] | None = None  # What updates beside the step win; None if it is little.
     warnings: tuple[str, ...] = ()  # What keeps the job from using the policy as it is: memory, other settings.
-    split: PolicySetup | None = None  # The best static split, which DeepSpeed has by itself; None if none fits.
-    action: dict[str, Any] | None = None  # The setting to change, as in findings.
-    is_as_today: bool = False  # Whether the job has the recommended setup already: all state is on the device, and fits
+    # The best static split, which DeepSpeed has by itself; None if none fits, or is worth a change.
+    split: PolicySetup | None = None
+    action: dict[str, Any] | None = None  # The setting to change, as in findings; None: nothing is gained, or fits.
+    is_as_today: bool = False  # Whether the job fits as it is, and nothing is worth a change.
 
     @property
     def deepspeed(self) -> dict[str, Any] | None:
@@ -48,7 +57,7 @@ class Recommendation:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
-        return {**asdict(self), "deepspeed": self.deepspeed}
+        return {**asdict(self), "deepspeed": self.deepspeed, "advice": self.action}
 
 
 def recommend(
@@ -57,6 +66,7 @@ def recommend(
     """Recommend the best policy that fits, with lines to paste. Raises MachineError if a needed rate is missing."""
     context = PasteContext(job or RecordedJob(), machine, machine_source)
     choice = choose_policy(workload, machine, context.job)
+    present, advice = choice.present, choice.advice
     best, overlap = best_setup(choice, context), choice.overlap
     changes: tuple[str, ...] = ()
     systems: tuple[SystemSetup, ...] = ()
@@ -74,12 +84,13 @@ def recommend(
     else:
         warnings = tuple(_warnings(choice, context.job))
         line = _line(choice, warnings)
-        changes = alternatives(workload, machine, context.job)
+        changes = alternatives(workload, machine, context.job, present)
         # Where the best policy does not fit, any system that does is better.
-        systems = other_systems(workload, context, inf if choice.excess else choice.steps.iteration_s)
+        systems = other_systems(workload, context, inf if choice.excess else choice.steps.iteration_s, present)
         others = choice.others if overlap is None else (choice.best, *choice.others)
         setups += [setup_of(steps, context) for steps in others]
-    split = None if choice.split is None else setup_of(choice.split, context)
+    gains = choice.split is not None and present.is_slower_than(choice.split.iteration_s)
+    split = setup_of(choice.split, context) if choice.split is not None and gains else None
     return Recommendation(
         policy=best.policy,
         line=line,
@@ -88,6 +99,11 @@ def recommend(
         optimizer_code=best.optimizer_code,
         setups=tuple(setups),
         placeholders=tuple(placeholders(workload, context.job)),
+        present=PresentJob(
+            None if present.steps is None else present.steps.plan.policy,
+            None if present.iteration_s is None else present.iteration_s * 1e3,
+            None if present.recorded_s is None else present.recorded_s * 1e3,
+        ),
         alternatives=changes,
         uncertainty=accuracy_of(machine).text(),
         left_out=choice.left_out,
@@ -95,8 +111,8 @@ def recommend(
         overlap=None if overlap is None else overlap.as_json(),
         warnings=warnings,
         split=split,
-        action=choice.action(),
-        is_as_today=best.policy == "gpu-only" and context.job.state_bytes is not None,
+        action=None if advice is None else advice.as_json(),
+        is_as_today=advice is None and choice.excess is None,
     )
 
 
@@ -108,7 +124,9 @@ def _line(choice: PolicyChoice, warnings: Sequence[str]) -> str:
         line += f" ({plan.remark})"
     if choice.overlap is not None:
         line += f"; {choice.overlap.text()}"
-    if split is not None and split.iteration_s < (1 + _MIN_GAIN) * iteration_s:
+    if choice.advice is None and not choice.excess:
+        line = f"nothing is worth a change of what the job has; {line}"
+    elif split is not None and split.iteration_s < (1 + MIN_GAIN) * iteration_s:
         line = f"nothing to gain by another policy; {line}"
     if split is not None:
         line += f"; {split.plan.policy} in plain DeepSpeed: {split.iteration_s * 1e3:,.0f} ms"

@@ -4,18 +4,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ebbtide.analysis.metrics.advice import Setting, SettingKind
+from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.out_of_memory import OFFLOAD, OutOfMemory, make_remedy
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
-from ebbtide.interleave.advise.choice import all_on_device, best_static_split, fits_memory, own_job, unified_memory_text
+from ebbtide.interleave.advise.choice import (
+    all_on_device,
+    best_static_split,
+    fits_memory,
+    own_job,
+    present_of,
+    unified_memory_text,
+)
 from ebbtide.interleave.advise.job import inputs
 from ebbtide.interleave.advise.job.trace_layers import with_trace_layers
 from ebbtide.interleave.advise.job.training_job import recorded_job
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.advise.lines.setups import PasteContext, setup_of
+from ebbtide.interleave.advise.present import Present
 from ebbtide.interleave.advise.replay import Replay, replay
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
@@ -48,8 +56,14 @@ class TraceAdviser:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
+    @property
+    def can_simulate(self) -> bool:
+        """Whether the job can be simulated: its parameters, phases and machine are known."""
+        return self._job is not None
+
     def deepspeed_setting(self) -> Setting | None:
-        """Return the best setting of DeepSpeed itself: no offload, or the fastest split that fits; None: not known."""
+        """Return the best setting of DeepSpeed itself: no offload, or the fastest split that fits; None where neither
+        is worth a change, or is known."""
         if self._job is None:
             return None
         workload, context = self._job
@@ -64,9 +78,8 @@ class TraceAdviser:
         if not on_gpu:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"
-        recorded_ms = JobMetrics(self._trace).iteration_ms or 0.0
-        gain_s = recorded_ms / 1e3 - steps.iteration_s
-        return _setting("deepspeed", {"offload_optimizer": offload}, text, gain_s, recorded_ms)
+        present = present_of(workload, machine, context.job)
+        return present.setting("deepspeed", {"offload_optimizer": offload}, text, steps.iteration_s)
 
     def activations_setting(self) -> Setting | None:
         """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""
@@ -82,7 +95,7 @@ class TraceAdviser:
             for kind in ("recompute", "auto")
         )
         layers = best.valid.plan.layers
-        if layers is None or best.valid.fits_device(None) is False:
+        if layers is None or not fits_memory(best, machine):
             return None
         counts = layers.counts(len(workload.chunk_shares))[1]
         text = ", ".join(
@@ -90,9 +103,8 @@ class TraceAdviser:
         )
         if copied := layers.host_bytes(workload):
             text += f": {bytes_text(copied)} to the host in the forward, and back in the backward"
-        # The job itself computes again all that it checkpoints.
-        before_ms = (metrics.checkpointing and metrics.iteration_ms) or again.iteration_s * 1e3
-        return _setting("activations", counts, f"activations: {text}", again.iteration_s - best.iteration_s, before_ms)
+        # The job itself computes again all that it checkpoints; one that does not fits only so.
+        return Present(again).setting("activations", counts, f"activations: {text}", best.iteration_s)
 
     @cached_property
     def _job(self) -> _Job | None:
@@ -104,12 +116,6 @@ class TraceAdviser:
             return _Job(workload_of(self._trace), context)
         except (MachineError, WorkloadError):
             return None
-
-
-def _setting(kind: SettingKind, settings: dict[str, Any], text: str, gain_s: float, before_ms: float) -> Setting:
-    iteration_ms = before_ms - gain_s * 1e3
-    times = f"{ms_text(before_ms).removesuffix(' ms')} -> {ms_text(iteration_ms)}"
-    return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, max(0.0, gain_s * 1e3))
 
 
 _POLICY = "pipelined"

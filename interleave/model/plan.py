@@ -86,6 +86,8 @@ class Plan:
         departures: Rules of valid plans that the plan does not follow, since the system that it is of does not.
         rolls_back: Whether a speculative update overwrites the old state, and is undone where clipping changes it.
         layers: What the plan does with the weights and activations of layers; None: nothing.
+        has_gradient_buffers: Whether kept gradients have device memory of their own all the time; `resident_bytes`
+            includes it.
     """
 
     policy: str
@@ -101,6 +103,7 @@ class Plan:
     departures: Departures = NO_DEPARTURES
     rolls_back: bool = False
     layers: LayerPlan | None = None
+    has_gradient_buffers: bool = False
 
     def __repr__(self) -> str:
         return f"<Plan: {self.policy}, {len(self.ops):,} operations on {self.subgroups:,} subgroups>"

@@ -225,7 +225,8 @@ class Schedule:
 
     def _kept_gradient_changes(self) -> list[tuple[float, float]]:
         """Return (time, bytes) of kept gradients: from `gradient_starts` until the update has ended."""
-        if not self.plan.kept_gradients or self.workload.gradients_held_until_step:
+        plan = self.plan
+        if not plan.kept_gradients or plan.has_gradient_buffers or self.workload.gradients_held_until_step:
             return []
         begin_s = self.other_s + self.forward_s
         starts = gradient_starts(self.workload.subgroups, begin_s, self.backward_s, self.workload.accumulates)

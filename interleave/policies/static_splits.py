@@ -1,6 +1,9 @@
 """Policies that keep a share of the state on the GPU, or none, or all, and update the rest on the CPU."""
 
+from dataclasses import replace
+
 from ebbtide.analysis.metrics.deepspeed import resident_range
+from ebbtide.analysis.metrics.device_fit import deepspeed_gradient_bytes
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import OVERLAP, with_overlap
@@ -29,7 +32,8 @@ def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Split statically: the share R after the colon is updated on the CPU, the rest stays resident on the GPU."""
     ratio = spec.number("the share on the CPU", None, 0.0, 1.0)
     # A recorded DeepSpeed job follows the version that it ran under, other jobs follow a current one.
-    return split_plan(workload, spec, resident_range(ratio, len(workload.subgroups), workload.deepspeed_version))
+    resident = resident_range(ratio, len(workload.subgroups), workload.deepspeed_version)
+    return with_gradient_buffers(split_plan(workload, spec, resident), workload, offloads=True)
 
 
 @policy("pipelined", DefaultRun("pipelined", position=30), grads=GRADS, params=PARAMS, overlap=OVERLAP)
@@ -43,7 +47,16 @@ def pipelined(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
 def gpu_only(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep all state resident on the GPU: the limit if memory does not matter."""
     reject_value(spec)
-    return split_plan(workload, spec, range(len(workload.subgroups)))
+    plan = split_plan(workload, spec, range(len(workload.subgroups)))
+    return plan if workload.deepspeed_version is None else with_gradient_buffers(plan, workload, offloads=False)
+
+
+def with_gradient_buffers(plan: Plan, workload: Workload, offloads: bool) -> Plan:
+    """Return a plan with the memory for gradients that DeepSpeed keeps beside resident state; `offloads`: whether it
+    runs with `offload_optimizer`."""
+    resident = [workload.subgroups[subgroup] for subgroup in plan.resident]
+    buffers = deepspeed_gradient_bytes(resident, workload.grad_bytes, offloads)
+    return replace(plan, resident_bytes=plan.resident_bytes + buffers, has_gradient_buffers=True)
 
 
 def split_plan(workload: Workload, spec: PolicySpec, resident: range) -> Plan:

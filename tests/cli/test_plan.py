@@ -115,8 +115,8 @@ def test_plan__table_is_sorted_and_ends_with_lines_to_paste(folder: Path, capsys
     assert run(["plan", *SIZE.split(), "--policy", "pipelined", "--code", "small.json"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("small: pipelined, 1 rank on 1 host; change: offload\n")
-    assert output.rstrip().endswith(")")
-    assert "InterleavedAdamW(" in output
+    assert output.rstrip().endswith("values marked `fill in` are not known: replace them by those of your job")
+    assert "InterleavedAdamW(\n    model.parameters(),\n    lr=...,  # fill in: your learning rate" in output
     assert run(["plan", *FEW.split(), "--machine", "small.json", "large.json", "--sort", "iteration"]) == 0
     output = capsys.readouterr().out
     assert [line.split()[0] for line in output.splitlines() if line.startswith(("small", "large"))] == rows[::-1]

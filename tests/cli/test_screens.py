@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def actions(trace: Path) -> list[dict[str, Any]]:
     recommended = ebbtide_in_process("replay", trace, "--recommend", "--json")
     if not recommended.returncode:
         recommendation = json.loads(recommended.stdout)["recommend"]
-        simulated.append({**recommendation["action"], "iteration_ms": recommendation["setups"][0]["iteration_ms"]})
+        assert recommendation["advice"] == recommendation["action"]
+        simulated += [recommendation["action"]] if recommendation["action"] is not None else []
     return [action for action in simulated if action["iteration_ms"] is not None]
 
 
@@ -113,4 +115,6 @@ def test_actions__give_the_gain_that_they_state(trace: Path) -> None:
         replayed = ebbtide_in_process("replay", trace, "--policy", policy_of_action(action), "--json")
         (result,) = json.loads(replayed.stdout)["results"]
         assert result["iteration_ms"] == pytest.approx(action["iteration_ms"], rel=0.01)
+        assert action["simulated_ms"] == action["iteration_ms"] < action["present_ms"]
+        assert action["iteration_ms"] < (action["recorded_ms"] or math.inf)
         assert result["fits"] is not False

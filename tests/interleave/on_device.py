@@ -21,13 +21,14 @@ def stays(schedule: Schedule) -> list[Stay]:
     for subgroup, size in enumerate(workload.subgroups):
         state, gradient = size * workload.state_bytes, size * workload.grad_bytes
         if subgroup in plan.resident:
-            result.append((0.0, length, state))
+            result.append((0.0, length, state + 4 * size * plan.has_gradient_buffers))
         elif subgroup in plan.parked:
             result.append((0.0, times["flush", subgroup][1], state))
             result.append((times["fetch", subgroup][0], length, state))
         elif ("fetch", subgroup) in times:
             result.append((times["fetch", subgroup][0], times["flush", subgroup][1], state))
-        if subgroup in plan.kept_gradients and not workload.gradients_held_until_step:
+        has_own = plan.has_gradient_buffers or workload.gradients_held_until_step
+        if subgroup in plan.kept_gradients and not has_own:
             # The backward computes gradients in reverse, at a constant rate. It starts one when the next one is ready.
             start = schedule.other_s + schedule.forward_s + schedule.backward_s * (remaining - size) / workload.params
             result.append((start, times["update", subgroup][1], gradient))

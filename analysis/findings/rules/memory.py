@@ -24,6 +24,7 @@ from ebbtide.analysis.metrics.static_split import StaticSplit, largest_split
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.phases import UPDATE
 from ebbtide.profiler.trace import Trace
+from ebbtide.state_bytes import MASTER_BYTES
 from ebbtide.units import bytes_text, count_text
 
 
@@ -65,14 +66,16 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     update, offloaded = metrics.phase_ms(UPDATE), metrics.offloaded_params
     split = largest_split(metrics) if free >= _MIN_FREE_BYTES else None
     if split is not None and update and offloaded:
-        state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry)
+        state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry) if split.ratio == 0 else MASTER_BYTES
         evidence = (
             measured,
             f"the optimizer state of {count_text(split.moved_params)} parameters ({state:g} B each, and {gradient:g} B "
-            f"of gradients until their update) fits there permanently, {100 * split.moved_params / offloaded:.0f} % of "
+            f"of gradients) fits there permanently, {100 * split.moved_params / offloaded:.0f} % of "
             "what this rank offloads",
         )
         setting = _split_setting(metrics, split)
+        if setting is None:
+            return None
         return free_memory.finding(
             f"Optimizer state is offloaded, but {bytes_text(free)} are always free",
             clamp_gain(update * split.moved_params / offloaded) if setting.gain_ms is None else setting.gain_ms,
@@ -90,11 +93,11 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-def _split_setting(metrics: JobMetrics, split: StaticSplit) -> Setting:
-    """Return the setting that the adviser recommends; without one, that of the split, which is not simulated."""
-    setting = metrics.adviser.deepspeed_setting() if metrics.adviser is not None else None
-    if setting is not None:
-        return setting
+def _split_setting(metrics: JobMetrics, split: StaticSplit) -> Setting | None:
+    """Return the setting that the adviser recommends, None where none gains anything; of a job that cannot be simulated
+    that of the split."""
+    if metrics.adviser is not None and metrics.adviser.can_simulate:
+        return metrics.adviser.deepspeed_setting()
     if split.ratio == 0:
         return Setting("deepspeed", {"offload_optimizer": {"device": "none"}}, "do not offload at all")
     ratio = float(f"{split.ratio:.2f}")

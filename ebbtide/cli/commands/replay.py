@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,10 +17,8 @@ from ebbtide.cli.printing import echo, echo_line, print_view
 from ebbtide.cli.sweep import Sweep, SweepOutputs, replay_many
 
 if TYPE_CHECKING:
-    from ebbtide.cli.advice import Before
     from ebbtide.interleave.advise.job import inputs
     from ebbtide.interleave.advise.replay import Replay
-    from ebbtide.profiler.trace import Trace
 
 
 # The options of several jobs, machines or sizes.
@@ -138,8 +138,11 @@ def replay(
     check_outputs([plot, plot_schedules], save)
 
     from ebbtide.cli.advice import print_recommendation, print_setups
+    from ebbtide.errors import MachineError, WorkloadError
+    from ebbtide.interleave.advise.changes import leave_system_share
     from ebbtide.interleave.advise.job import inputs
-    from ebbtide.interleave.advise.job.training_job import recorded_job
+    from ebbtide.interleave.advise.job.training_job import RecordedJob, recorded_job
+    from ebbtide.interleave.advise.machine_plan import place_as_it_is
     from ebbtide.interleave.advise.recommendation import recommend as recommend_policy
     from ebbtide.interleave.advise.replay import explain as explain_gains
     from ebbtide.interleave.advise.replay import replay as run
@@ -159,14 +162,30 @@ def replay(
         name = machines[0] or own
         stated = inputs.resolve_machine(name, recording)
         rates = inputs.share_box(stated, ranks_per_host, recording)
-        own_notes, job = () if file else job.notes, inputs.note_other_machine(job, rates, recording, free is not None)
+        own_notes, recorded = () if file else job.notes, job
+        job = inputs.note_other_machine(recorded, rates, recording, free is not None)
         settings = recorded_job(recording) if recording is not None else None
+        if recommend:
+            rates = leave_system_share(rates)
+        is_placed = recommend and job is not recorded and free is None and host_free is None and not job.layers
+        if is_placed and recording is not None:
+            # As `plan` does: its times are those of the other machine.
+            with suppress(MachineError, WorkloadError):
+                placed = place_as_it_is(recording, stated, ranks_per_host)
+                first, *others = (note for note in job.notes if note not in recorded.notes)
+                scaled = f"{first.partition(':')[0]}; {placed.placed.times.note}"
+                notes = (*recorded.notes, scaled, *others)
+                job, rates, settings = replace(placed.placed.workload, notes=notes), placed.shared, placed.recorded
         replayed = run(job, rates, policy, settings)
         names = [result.policy for result in replayed.results]
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
         steps = explain_gains(job, rates) if explain else None
-        advice = recommend_policy(job, rates, settings, name) if recommend else None
+        advised = settings or RecordedJob()
+        is_known = advised.policy is not None or advised.recorded_s(rates) is not None
+        if not is_known:
+            advised = replace(advised, policy=baseline or names[0])
+        advice = recommend_policy(job, rates, advised, name) if recommend else None
         if picture is not None:
             from ebbtide.interleave.advise.pictures.replay import chart
 
@@ -189,9 +208,9 @@ def replay(
         baseline = baseline or names[0]
         if advice is not None:
             is_deepspeed = settings is None or bool(settings.section("zero_optimization"))
-            before = _before(replayed, recording, baseline)
             print_view(iter([f"note: {note}" for note in job.notes if note not in own_notes]))
-            print_recommendation(advice, before, framework or ("deepspeed" if is_deepspeed else "script"))
+            for_framework = framework or ("deepspeed" if is_deepspeed else "script")
+            print_recommendation(advice, for_framework, None if is_known else baseline)
             print_view(iter([*replayed.simplest_lines()]))
             if advice.warnings and recording is not None:
                 target = f" --machine {name}" if name else ""
@@ -218,17 +237,6 @@ def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: fl
     from ebbtide.interleave.advise.job import inputs
 
     return inputs.JobSize(params, ranks, forward_ms / 1e3, backward_ms / 1e3)
-
-
-def _before(replayed: Replay, recording: Trace | None, baseline: str) -> Before:
-    """Return the recorded iteration; without one, the simulated iteration of the baseline."""
-    from ebbtide.analysis.metrics.iterations import median_ms
-    from ebbtide.cli.advice import Before
-
-    recorded_ms = median_ms(recording, "iteration") if recording is not None else None
-    if recorded_ms is not None:
-        return Before(recorded_ms)
-    return Before(next(result.iteration_ms for result in replayed.results if result.policy == baseline), baseline)
 
 
 def _save(replayed: Replay, folder: Path) -> None:

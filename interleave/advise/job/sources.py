@@ -81,6 +81,7 @@ def job_of_size(
     recorded = RecordedJob(
         {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": micro_steps, **_BF16},
         micro_steps=micro_steps,
+        policy="gpu-only",
     )
     accumulates = micro_steps > 1
     return TrainingJob(
@@ -105,7 +106,8 @@ def job_of_workload(workload: Workload, batch: BatchSettings) -> TrainingJob:
     settings = TunableSettings(batch.ranks or 1, batch.micro_batch, checkpointing=False, offload=False)
     compute = _recorded_compute(workload, settings, None, None)
     notes = (*workload.notes, "times and free memory are those of the workload on every machine")
-    return TrainingJob(workload, settings, compute, None, tokens=_tokens(batch, settings, 1, None), notes=notes)
+    tokens, recorded = _tokens(batch, settings, 1, None), RecordedJob(policy="gpu-only")
+    return TrainingJob(workload, settings, compute, None, tokens=tokens, recorded=recorded, notes=notes)
 
 
 def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
@@ -118,6 +120,8 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
         )
     workload = workload_of(trace)
     recorded = recorded_job(trace)
+    if not batch.is_empty:
+        recorded = replace(recorded, iteration_s=None)
     deepspeed = deepspeed_of(trace)
     offloads = deepspeed is not None and deepspeed.ratio is not None
     # Gradients of torch's own loops stay on the device until the step.
@@ -156,7 +160,7 @@ def _times_factor(trace: Trace, workload: Workload) -> float:
     return 1 + _WAIT_ERROR * wait.wait_ms / 1e3 / workload.compute_s
 
 
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
 def _tokens(batch: BatchSettings, settings: TunableSettings, steps: int, step_tokens: int | None) -> float | None:

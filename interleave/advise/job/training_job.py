@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ebbtide.interleave.model.workload import Workload
@@ -22,13 +22,26 @@ _ASYNC_GRADIENTS = (0, 19, 5)
 @dataclass(frozen=True)
 class RecordedJob:
     """The settings of a job, as far as they are known; `state_bytes`: of optimizer state per parameter, and
-    `own_update_s`: the length of its update, None: the state is not on the device."""
+    `own_update_s`: the length of its update, None: the state is not on the device. `policy`: its own one.
+    `iteration_s`: its recorded iteration on the machine named `machine`, None: predicted, or not known."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
     micro_steps: int | None = None
     state_bytes: float | None = None
     own_update_s: float | None = None
+    policy: str | None = None
+    iteration_s: float | None = None
+    machine: str | None = None
+
+    def recorded_s(self, machine: Machine) -> float | None:
+        """Return the recorded iteration if it is of a machine."""
+        return self.iteration_s if machine.name == self.machine else None
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether the configuration is all of a DeepSpeed job's: keys that are not there have their defaults."""
+        return bool(self.config) and (self.stage is not None or "zero_optimization" in self.config)
 
     @property
     def micro_batch(self) -> int | None:
@@ -66,14 +79,22 @@ class RecordedJob:
 def recorded_job(trace: Trace) -> RecordedJob:
     """Return the settings of the job of a trace."""
     from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.interleave.advise.job.inputs import own_machine
 
     metrics = JobMetrics(trace)
-    setup = metrics.deepspeed
+    setup, machine, iteration_ms = metrics.deepspeed, own_machine(trace), metrics.iteration_ms
+    is_measured = trace.meta.source not in ("predicted", "simulated")
+    job = RecordedJob(
+        micro_steps=metrics.micro_steps,
+        policy="gpu-only" if metrics.offloaded is False else recorded_policy(trace),
+        iteration_s=iteration_ms / 1e3 if iteration_ms and is_measured else None,
+        machine=None if machine is None else machine.name,
+    )
     if setup is None:
         state, update_ms = state_bytes_on_device(metrics), metrics.phase_ms(UPDATE)
         own_s = state and update_ms and update_ms / 1e3
-        return RecordedJob(micro_steps=metrics.micro_steps, state_bytes=state, own_update_s=own_s or None)
-    return RecordedJob(setup.info.config, setup.stage, metrics.micro_steps)
+        return replace(job, state_bytes=state, own_update_s=own_s or None)
+    return replace(job, config=setup.info.config, stage=setup.stage)
 
 
 def state_bytes_on_device(metrics: JobMetrics) -> float | None:

@@ -3,10 +3,12 @@
 import json
 import math
 from dataclasses import dataclass, replace
+from types import EllipsisType
 from typing import Any
 
 from ebbtide.interleave.advise.choice import OverlapChoice, PolicyChoice
 from ebbtide.interleave.advise.job.training_job import RecordedJob, TunableSettings
+from ebbtide.interleave.advise.lines.fill_in import UNKNOWN, argument, argument_line, mark
 from ebbtide.interleave.model.schedule import Schedule, available_host_bytes
 from ebbtide.interleave.model.workload import Workload, value_at
 from ebbtide.interleave.policies import POLICIES, parse
@@ -14,16 +16,10 @@ from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 
-# Stands for the folder of a path that is not known.
-STORAGE_FOLDER = "/path/on/a/drive"
-
 Budget = int | dict[str, int]
 _ROUNDING = 1e-9
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _PRECISION = ("bf16", "fp16", "data_types")
-# Stand for values of the job that are not known.
-MAX_GRAD_NORM = 1.0
-LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,11 @@ def optimizer_code(schedule: Schedule, context: PasteContext, overlap: str = "no
     imports, arguments = _common_arguments(schedule, context, overlap)
     if overlap != "none":
         arguments.append("model=model")
-    options = {"lr": LEARNING_RATE, **job.optimizer_options}
-    arguments = ["model.parameters()", *(f"{key}={value!r}" for key, value in options.items()), *arguments]
+    arguments = ["model.parameters()", *_optimizer_arguments(job), *arguments]
     arguments.append(f"subgroup_params={workload.subgroup_params:_}")
     norm = max_grad_norm(workload, job)
     if norm is not None:
-        arguments.append(f"max_grad_norm={norm!r}")
+        arguments.append(argument("max_grad_norm", norm))
     arguments += _storage_arguments(schedule, context.machine)
     comments = []
     if not workload.gradients_held_until_step:
@@ -130,19 +125,24 @@ def _common_arguments(schedule: Schedule, context: PasteContext, overlap: str) -
 def _storage_arguments(schedule: Schedule, machine: Machine) -> list[str]:
     if not schedule.plan.stored:
         return []
-    folders = [path.path or STORAGE_FOLDER for path in machine.storage]
+    folders = [path.path for path in machine.storage]
+    storage = "storage=..." if None in folders else f"storage={json.dumps(folders)}"
     host_bytes = available_host_bytes(schedule.workload, machine)
-    return [f"storage={json.dumps(folders)}", f"host_memory_budget={int(host_bytes or 0):_}"]
+    return [storage, f"host_memory_budget={int(host_bytes or 0):_}"]
 
 
 def _call(function: str, arguments: list[str]) -> list[str]:
-    lines = (f"    {argument}{'' if argument.startswith('#') else ','}" for argument in arguments)
-    return [f"{function}(", *lines, ")"]
+    return [f"{function}(", *(f"    {argument_line(text)}" for text in arguments), ")"]
+
+
+def _optimizer_arguments(job: RecordedJob) -> list[str]:
+    options = {"lr": UNKNOWN, **job.optimizer_options}
+    return [argument(key, value) for key, value in options.items()]
 
 
 def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, stage: int = 3) -> dict[str, Any]:
-    """Return a configuration that `deepspeed.initialize` accepts, with the settings of the job. `ratio`: share of the
-    state that is offloaded to the CPU, stage 3 if below 1; None: nothing is."""
+    """Return a configuration that `deepspeed.initialize` accepts, with the settings of the job, once marks are replaced
+    (`fill_in`). `ratio`: share of the state that is offloaded to the CPU, stage 3 if below 1; None: nothing is."""
     offload: dict[str, Any] = {"device": "none"}
     if ratio is not None:
         offload = {"device": "cpu", "pin_memory": True, "ratio": ratio}
@@ -154,36 +154,37 @@ def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, 
     half = {"bf16": {"enabled": True}} if workload.param_bytes == 2 else {}
     sizes = job.settings(_BATCH)
     if not sizes.keys() & set(_BATCH[:2]):
-        sizes = {_BATCH[1]: 1, **sizes}
+        sizes = {_BATCH[1]: mark(_BATCH[1]), **sizes}
     elif _BATCH[1] in sizes and _BATCH[2] in sizes:
         # Follows from the others and the number of ranks.
         sizes.pop(_BATCH[0], None)
     return {
         "zero_optimization": zero,
-        **({"gradient_clipping": norm} if norm is not None else {}),
+        **({} if norm is None else {"gradient_clipping": mark("gradient_clipping") if norm is UNKNOWN else norm}),
         **(job.settings(_PRECISION) if job.config else half),
         **sizes,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "optimizer": {"type": "AdamW", "params": {"lr": mark("lr")}},
         **job.settings(("optimizer", "scheduler")),
     }
 
 
 def placeholders(workload: Workload, job: RecordedJob) -> list[str]:
-    """Return the keys of the configuration whose values stand for values of the job that are not known."""
-    keys = [] if job.config or not workload.clipping else ["gradient_clipping"]
+    """Return the keys of the configuration with marks: values of the job that are not known."""
+    keys = ["gradient_clipping"] if max_grad_norm(workload, job) is UNKNOWN else []
     keys += [] if job.settings(_BATCH[:2]) else ["train_micro_batch_size_per_gpu"]
     return keys + ([] if job.settings(("optimizer",)) else ["optimizer"])
 
 
-def max_grad_norm(workload: Workload, job: RecordedJob) -> float | None:
-    """Return the maximum norm of the gradients, MAX_GRAD_NORM where it is not known; None if they are not clipped."""
-    if not job.config:
-        return MAX_GRAD_NORM if workload.clipping else None
+def max_grad_norm(workload: Workload, job: RecordedJob) -> float | EllipsisType | None:
+    """Return the maximum norm of the gradients, UNKNOWN where it is not known; None if they are not clipped."""
+    if not job.is_configured:
+        return UNKNOWN if workload.clipping else None
     norm = job.config.get("gradient_clipping")
+    if norm == "auto":
+        return UNKNOWN
     return float(norm) if isinstance(norm, (int, float)) and norm > 0 else None
 
 
-_ADAMW = f"optimizer = torch.optim.AdamW(model.parameters(), lr={LEARNING_RATE!r}, fused=True)"
 _CHECKPOINTING = """from torch.distributed._composable import checkpoint
 
 for layer in model.layers:  # the list of blocks of your model
@@ -291,7 +292,9 @@ def lines_to_paste(choice: PolicyChoice, context: PasteContext, settings: Tunabl
     if offloads:
         optimizer = setup.optimizer_code or optimizer_code(choice.best.valid, context)
     else:
-        optimizer = _ADAMW if fsdp2 is not None else f"import torch\n\n{_ADAMW}"
+        arguments = ["model.parameters()", *_optimizer_arguments(job), "fused=True"]
+        adamw = "\n".join(_call("optimizer = torch.optim.AdamW", arguments))
+        optimizer = adamw if fsdp2 is not None else f"import torch\n\n{adamw}"
     checkpointing = _CHECKPOINTING if settings.checkpointing else None
     # Without DeepSpeed where state is in storage, and its parameters are offloaded, too.
     if job.section("zero_optimization") and (setup.code is not None or not setup.uses_storage):

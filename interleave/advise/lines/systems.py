@@ -7,7 +7,9 @@ from math import ceil
 from typing import Any
 
 from ebbtide.interleave.advise.choice import fits_memory, steps_of
+from ebbtide.interleave.advise.lines.fill_in import mark
 from ebbtide.interleave.advise.lines.setups import PasteContext, deepspeed_config
+from ebbtide.interleave.advise.present import MIN_GAIN, NOT_KNOWN, Present
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import ADVISED_SYSTEMS, PolicySpec, parse
@@ -16,12 +18,8 @@ from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
 
-# Stands for a folder that the machine file does not name.
-_FOLDER = "/local_nvme"
 # Gradients of fewer bytes than a block are not written, and neither is state.
 _BLOCK_BYTES = 2 * 2**20
-# A smaller gain is not worth another system.
-_MIN_GAIN = 0.02
 # Of fractions with the same subgroups the first one is taken.
 _FRACTIONS = tuple(step / 20 for step in range(20, 0, -1))
 
@@ -39,16 +37,18 @@ class SystemSetup:
     lines: str
 
 
-def other_systems(workload: Workload, context: PasteContext, best_s: float) -> tuple[SystemSetup, ...]:
+def other_systems(
+    workload: Workload, context: PasteContext, best_s: float, present: Present = NOT_KNOWN
+) -> tuple[SystemSetup, ...]:
     """Return the systems that fit and beat `best_s`, and Megatron-LM's best fraction; exact and fast ones first."""
-    limit_s = (1 - _MIN_GAIN) * best_s
+    limit_s = (1 - MIN_GAIN) * best_s
     fitting = [steps for text in ADVISED_SYSTEMS if (steps := _fitting(text, workload, context.machine)) is not None]
     faster = [steps for steps in fitting if steps.rating_s < limit_s]
     fractions = [f"megatron-hybrid:{fraction:g},overlap=copies" for fraction in _FRACTIONS]
     hybrids = [steps for text in fractions if (steps := _fitting(text, workload, context.machine)) is not None]
     if hybrids:
         faster.append(min(hybrids, key=lambda steps: steps.rating_s))
-    setups = [_setup(steps, context, limit_s) for steps in faster]
+    setups = [_setup(steps, context, limit_s) for steps in faster if present.is_slower_than(steps.rating_s)]
     return tuple(sorted(setups, key=lambda setup: (not setup.exact, setup.iteration_ms)))
 
 
@@ -111,7 +111,7 @@ def zero_infinity_config(schedule: Schedule, spec: PolicySpec, context: PasteCon
     block_bytes = whole_subgroup if spec.options["gradients"] == "device" else _BLOCK_BYTES
     offload = {
         "device": "nvme",
-        "nvme_path": context.machine.storage[path].path or _FOLDER,
+        "nvme_path": context.machine.storage[path].path or mark("nvme_path"),
         "pin_memory": True,
         "buffer_count": int(float(spec.value or BUFFERS_OF_SUBGROUP)),
         "pipeline_read": spec.options["pipeline_read"] == "true",
@@ -126,7 +126,7 @@ def _mlp_offload(schedule: Schedule, spec: PolicySpec, context: PasteContext) ->
     in_memory = plan.subgroups - len(plan.stored) + len(plan.storage_buffers)
     offload = {
         "device": "nvme",
-        "nvme_path": ";".join(path.path or f"{_FOLDER}{number or ''}" for number, path in enumerate(storage)),
+        "nvme_path": ";".join(path.path or mark("nvme_path") for path in storage),
         "pin_memory": True,
         # Each path has so many.
         "buffer_count": ceil(BUFFERS_OF_SUBGROUP * in_memory / max(1, len(storage))),

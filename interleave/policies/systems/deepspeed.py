@@ -9,7 +9,7 @@ from ebbtide.interleave.policies.overlap import Cost, best_count
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, free_memory_steps, policy, reject_value, system
 from ebbtide.interleave.policies.search.assignment import subgroups_that_fit
-from ebbtide.interleave.policies.static_splits import split_plan
+from ebbtide.interleave.policies.static_splits import split_plan, with_gradient_buffers
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
@@ -30,7 +30,7 @@ def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan
     reject_value(spec)
     make = _paper_plan if spec.options["rule"] == "paper" else _deepspeed_plan
     # Those that fit into memory that is always free, with their gradients.
-    per_param = workload.state_bytes + workload.grad_bytes
+    per_param = workload.state_bytes + (workload.grad_bytes if make is _paper_plan else MASTER_BYTES)
     most = subgroups_that_fit(workload.subgroups, per_param, workload.min_free_bytes or 0.0)
 
     def cost(count: int) -> Cost:
@@ -57,7 +57,8 @@ def _deepspeed_plan(workload: Workload, text: str, count: int) -> Plan:
         update = builder.update_on_cpu(subgroup, uploaded if builder.clip else ())
         cast = builder.add("cast", "cpu", subgroup, after=(update, *uploaded))
         uploaded = (builder.add("upload", "h2d", subgroup, workload.param_bytes, (cast,), pageable=True),)
-    return replace(builder.plan(validate=False), cpu_share=_CORES_SHARE)
+    plan = replace(builder.plan(validate=False), cpu_share=_CORES_SHARE)
+    return with_gradient_buffers(plan, workload, offloads=True)
 
 
 def _paper_plan(workload: Workload, text: str, count: int) -> Plan:

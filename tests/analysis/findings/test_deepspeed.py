@@ -127,7 +127,7 @@ def subgroups_of(tensors: list[int], sub_group_size: int) -> list[int]:
     return groups
 
 
-@pytest.mark.parametrize(("layers", "fits"), [(6, True), (8, False)])
+@pytest.mark.parametrize(("layers", "fits"), [(5, True), (6, False)])
 def test_twin_flow_ratio__advises_a_size_that_gives_more_subgroups_if_their_share_fits(layers: int, fits: bool) -> None:
     # The layers of a 7 B model: subgroups of 100 M become about 1.3 times as large. 10 GiB are always free.
     tensors = [*([16_777_216] * 4 + [45_088_768] * 3) * layers, 131_072_000]
@@ -135,7 +135,7 @@ def test_twin_flow_ratio__advises_a_size_that_gives_more_subgroups_if_their_shar
         "zero_optimization": {"stage": 3, "sub_group_size": 1e8, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     }
     sizes = tuple(subgroups_of(tensors, 10**8))
-    assert (14 * sum(sizes) / 2 < 10 * GIB) == fits
+    assert (16 * sum(sizes) / 2 < 10 * GIB) == fits
     devices = ("cpu",) * len(sizes)
     finding = expect(twin_flow_ratio, sizes=sizes, ratio=0.5, devices=devices, config=config)
     if not fits:

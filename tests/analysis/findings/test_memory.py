@@ -17,8 +17,8 @@ from tests.analysis.findings.jobs import GIB, PARAMS, Job, async_copies, devices
 def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, ratio: float | None) -> None:
     finding = offloaded(used=80 - free, ratio=ratio).finding(free_memory)
     offloads = PARAMS * (ratio or 1)
-    # Of ten subgroups whole ones fit, with their gradients until the update is over.
-    subgroups = int((free * GIB + 12 * (PARAMS - offloads)) / 14 / (PARAMS / 10))
+    # Of ten subgroups whole ones fit, with their gradients in fp32.
+    subgroups = int((free * GIB + 16 * (PARAMS - offloads)) / 16 / (PARAMS / 10))
     fitting = subgroups * PARAMS / 10 - (PARAMS - offloads)
     assert 0 < fitting < offloads
     assert finding.potential_gain_ms == pytest.approx(100 * fitting / offloads)
@@ -30,7 +30,7 @@ def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, rati
 
 
 def test_free_memory__advises_no_split_if_no_further_subgroup_fits() -> None:
-    assert offloaded(used=78, ratio=0.5).result(free_memory) is None
+    assert offloaded(used=78.6, ratio=0.5).result(free_memory) is None
 
 
 def test_does_not_fit__names_what_is_missing() -> None:

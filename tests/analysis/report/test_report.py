@@ -27,7 +27,7 @@ def column(table: Table, label: str) -> list[str]:
 def test_page__begins_with_the_job_and_key_figures() -> None:
     trace = with_copies(trained()).build("run.ebb")
     slow = Finding("slow", "it waits", 9.5, (), "do this")
-    fast = Finding("fast", "it waits", 4.0, (), "do that", ("slow",), Setting("deepspeed", {}, "", 15.0, 4.0))
+    fast = Finding("fast", "it waits", 4.0, (), "do that", ("slow",), Setting("deepspeed", {}, "", 15.0, 19.0))
     content = build_page(trace, Findings((fast, slow), ()), GIB)
     assert (content.name, content.about) == (
         "run",
@@ -52,7 +52,7 @@ def test_page__begins_with_the_job_and_key_figures() -> None:
 
 def test_page__has_findings_as_the_command_prints_them() -> None:
     finding = Finding("rule", "the update waits <b>", 9.5, ("it takes `3 ms`", "and more"), "update elsewhere")
-    first = Finding("other", "memory is idle", 4.0, (), "use it", ("rule",), Setting("deepspeed", {}, "", 15.0, 4.0))
+    first = Finding("other", "memory is idle", 4.0, (), "use it", ("rule",), Setting("deepspeed", {}, "", 15.0, 19.0))
     unknown = Unknown("copies", "are copies pinned?", "record them: `ebbtide profile --transfers`")
     skipped = NotApplicable("slow-rank", ("two ranks or more",))
     shown = parse(trained().build(), Findings((first, finding), (unknown,), (skipped,)))

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ebbtide.interleave.advise.choice import DEEPSPEED_OVERLAP, OPTIMIZER_OVERLAP
 from tests.conftest import ebbtide_in_process, run_process, slow
+from tests.interleave.advise.filled import filled
 from tests.interleave.experiments.sweep.sweeps import MACHINE
 
 ROOT = Path(__file__).parents[3]
@@ -56,7 +57,7 @@ def printed_blocks(policy: str) -> dict[str, list[str]]:
         # Phases about as short as the update, which has much to gain there.
         OVERLAPPED: {"gpu_free_bytes": 250e3, "forward_s": 2e-5, "backward_s": 6e-5},
     }
-    printed = recommendation(json.dumps(WORKLOAD | changes.get(policy, {})))
+    printed = filled(recommendation(json.dumps(WORKLOAD | changes.get(policy, {}))))
     sections = re.split(r"^(\S+): .* an iteration.*\n-+$", printed, flags=re.MULTILINE)
     for name, section in zip(sections[1::2], sections[2::2], strict=True):
         if name.partition(":")[0] == policy:

@@ -128,7 +128,8 @@ def test_gpu_free__counts_state_of_the_recorded_job_as_free() -> None:
     used, state = 40, 12 * PARAMS
     free = CAPACITY - used * GIB
     split = configured(offloaded(1, used=used), {"device": "cpu", "ratio": 0.75})
-    assert workload_of(split.trace).min_free_bytes == free + state / 4
+    # Resident state, and the gradients in fp32 beside it.
+    assert workload_of(split.trace).min_free_bytes == free + (state + 4 * PARAMS) / 4
     unsplit = offloaded(1, used=used)
     assert workload_of(unsplit.trace).min_free_bytes == free
     resident = devices(Job(1)).memory("device", {"other": used})
@@ -239,7 +240,7 @@ def test_workload_of__reads_a_recorded_deepspeed_job() -> None:
     )
     # Resident state counts as free: its real share, 100 of 175 M parameters.
     assert job.gpu_free is not None
-    resident = 12 * (sum(sizes) - 7) * SIZE / sum(sizes)
+    resident = 16 * (sum(sizes) - 7) * SIZE / sum(sizes)
     assert job.gpu_free[0] == (0, pytest.approx(40 * GIB + resident))
 
 

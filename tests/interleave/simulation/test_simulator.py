@@ -253,7 +253,8 @@ def test_simulate__all_resident_takes_the_gpu_time(policy: str, count: int) -> N
     schedule = ran(policy, workload, TEST_MACHINE)
     assert schedule.update_s == pytest.approx(OVERHEAD + workload.params / G)
     assert schedule.moved_bytes("h2d") == schedule.moved_bytes("d2h") == 0
-    assert schedule.peak_device_bytes == pytest.approx((12 + 2) * workload.params)
+    gradient_bytes = 2 if policy == "gpu-only" else 4
+    assert schedule.peak_device_bytes == pytest.approx((12 + gradient_bytes) * workload.params)
     assert schedule.host_bytes() == 0
 
 
@@ -327,7 +328,8 @@ def test_twin_flow__rounds_to_whole_subgroups(ratio: str, resident: int) -> None
     schedule = ran(f"twin-flow:{ratio}", even(10), TEST_MACHINE)
     assert schedule.plan.resident == frozenset(range(resident))
     assert schedule.plan.counts().get("update on gpu", 0) == resident
-    assert schedule.plan.resident_bytes == 12 * resident * 10**8
+    # With a gradient in fp32, which DeepSpeed keeps beside them.
+    assert schedule.plan.resident_bytes == (12 + 4) * resident * 10**8
 
 
 def test_simulate__slows_copies_by_the_busy_share_of_the_job() -> None:

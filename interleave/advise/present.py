@@ -1,0 +1,58 @@
+"""The present setting of a job on a machine, which advice has to beat: both are simulated by the same model there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from ebbtide.analysis.metrics.advice import Setting, SettingKind
+from ebbtide.interleave.simulation.simulator import Steps
+from ebbtide.units import ms_text
+
+# A smaller gain is not worth a change.
+MIN_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class Present:
+    """A job as it is on a machine; nothing of it may be known."""
+
+    steps: Steps | None = None  # Its own policy, simulated; None: not known, or it does not fit there.
+    recorded_s: float | None = None  # Its recorded iteration; None: it was not recorded on this machine.
+
+    @property
+    def iteration_s(self) -> float | None:
+        """The simulated iteration, else the recorded one; None: neither is known."""
+        return self.recorded_s if self.steps is None else self.steps.iteration_s
+
+    def is_slower_than(self, iteration_s: float) -> bool:
+        """Return whether a simulated iteration is worth a change: shorter than the simulated and the recorded one."""
+        least_s = min(inf if self.steps is None else self.steps.iteration_s, self.recorded_s or inf)
+        return iteration_s * (1 + MIN_GAIN) <= least_s
+
+    def has(self, policy: str) -> bool:
+        """Return whether a policy is the present one, whatever its copies are called."""
+        return self.steps is not None and _without_copies(self.steps.plan.policy) == _without_copies(policy)
+
+    def setting(self, kind: SettingKind, settings: Mapping[str, Any], text: str, iteration_s: float) -> Setting | None:
+        """Return a setting that fits as advice; None where it gains too little over the present one."""
+        if not self.is_slower_than(iteration_s):
+            return None
+        present_ms, recorded_ms = (
+            None if seconds is None else seconds * 1e3 for seconds in (self.iteration_s, self.recorded_s)
+        )
+        times = ms_text(iteration_s * 1e3)
+        if present_ms is not None:
+            times = f"{ms_text(present_ms).removesuffix(' ms')} -> {times}"
+        if self.steps is not None and recorded_ms is not None:
+            times += f"; {ms_text(recorded_ms).removesuffix(' ms')} recorded"
+        return Setting(kind, settings, f"{text} (simulated: {times})", iteration_s * 1e3, present_ms, recorded_ms)
+
+
+# The job as it is where nothing of it is known.
+NOT_KNOWN = Present()
+
+
+def _without_copies(policy: str) -> str:
+    """Return a policy without its default option for copies of gradients, which recorded jobs state."""
+    return policy.replace(",grads=async", "")

@@ -1,0 +1,54 @@
+"""No advice is slower than the job it is given for, repeats its setting, or does not fit.
+
+`benchmarks/advice.py` runs these checks on all traces, 12 machines and 300 random workloads."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbtide.interleave.advise.job.training_job import RecordedJob
+from ebbtide.interleave.advise.present import Present
+from ebbtide.interleave.advise.recommendation import recommend
+from ebbtide.machines.catalog import preset
+from ebbtide.profiler.trace import open_trace
+from tests.conftest import examples, seeded
+from tests.interleave.advise import advice_checks as checks
+from tests.interleave.experiments.sweep.sweeps import machine, workload
+from tests.interleave.published import TRACES
+from tests.interleave.quick_plans import plan_quickly
+
+A100 = "a100-40gb-published"
+
+
+@pytest.fixture(autouse=True)
+def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_quickly(monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "machine_name"), [("a100-13b-async", "h200"), ("h100-20b-ratio0.5-blocking", A100)])
+def test_advice__gains_and_is_the_same_in_replay_and_plan(name: str, machine_name: str) -> None:
+    trace = open_trace(TRACES / f"{name}.ebb")
+    assert checks.check_findings(trace) + checks.check_trace(trace, preset(machine_name)) >= 2
+
+
+@pytest.mark.parametrize("seed", range(examples(20, by_default=6)))
+def test_advice__gains_on_random_workloads(seed: int) -> None:
+    with seeded(seed) as random:
+        checks.check_workload(random)
+
+
+def without_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Present, "is_slower_than", lambda self, iteration_s: True)
+
+
+@pytest.mark.parametrize("factor", [None, 0.96])
+def test_checks__find_a_loss_where_the_rule_is_taken_out(factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that has the best policy, or whose recorded iteration is shorter than the simulated one of any other."""
+    best = recommend(workload(), machine()).setups[0]
+    recorded_s = best.iteration_ms / 1e3 * factor if factor is not None else None
+    policy = best.policy if factor is None else "zero-offload"
+    case = checks.Case(workload(), machine(), RecordedJob(policy=policy, iteration_s=recorded_s, machine="box"))
+    assert checks.check_recommendation(recommend(*case), case) == 0
+    without_rule(monkeypatch)
+    with pytest.raises(AssertionError):
+        checks.check_recommendation(recommend(*case), case)
