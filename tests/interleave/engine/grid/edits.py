@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.interleave.engine.grid.job import Training
+from tests.interleave.engine.grid.training import Training
 
 Edit = Callable[[Training, random.Random], None]
 EDITS: dict[str, Edit] = {}

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from tests.interleave.engine.grid.job import Event, Training
+from tests.interleave.engine.grid.job import Event
+from tests.interleave.engine.grid.training import Training
 from tests.interleave.engine.test_interrupts import LineFault
 
 FAULTS = ("forward", "backward", "interrupt", "allocation", "infinite")

@@ -61,7 +61,7 @@ class ReferenceParam:
         out = None if self.has_remainders else value
         reference.update(gradient, self.rows, out, scalars, self.rule, position, shape)
         if self.has_remainders:
-            rounded, remainders = split_tensor(self.rows[0])
+            rounded, _ = split_tensor(self.rows[0])
             value.copy_(rounded)
             is_nan = torch.isnan(rounded)
             self.rows[0][is_nan] = rounded[is_nan].float()
