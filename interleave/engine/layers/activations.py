@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
@@ -24,6 +23,7 @@ from ebbtide.interleave.engine.layers.model_layers import (
     tensors_in,
 )
 from ebbtide.interleave.engine.layers.orders import KEEP_ALL, ONE_AT_A_TIME, LayerOptions
+from ebbtide.interleave.engine.layers.recomputation import Recomputation, RecomputedLayers
 from ebbtide.interleave.engine.layers.weights import MEASURED_PASSES, StreamedWeights
 from ebbtide.interleave.policies.layer_choice import ACTIVATIONS
 
@@ -31,6 +31,7 @@ from ebbtide.interleave.policies.layer_choice import ACTIVATIONS
 _NOTHING_TO_CHOOSE = {
     LayerOptions(activations, weights) for activations in ("auto", "keep") for weights in (None, "auto", "resident")
 }
+_MAY_RECOMPUTE = ("auto", "recompute", "recompute-offload")
 # What passes with the same orders have in common: modes, types and dimensions of their inputs, and their sizes.
 PassKey = tuple[Hashable, tuple[int, ...]]
 
@@ -42,7 +43,12 @@ class OffloadedActivations(MovedLayers):
     choices_of = ACTIVATIONS
 
     def __init__(
-        self, model: torch.nn.Module, memory_budget: float | None, device: Device | None, activations: str
+        self,
+        model: torch.nn.Module,
+        memory_budget: float | None,
+        device: Device | None,
+        activations: str,
+        on_difference: str,
     ) -> None:
         super().__init__(model, memory_budget, activations)
         inner = self._layers[0].original
@@ -51,6 +57,8 @@ class OffloadedActivations(MovedLayers):
             self._weights = inner.owner
             self._join(inner.owner, device)
         self._model = model
+        self._recomputed = RecomputedLayers(on_difference)
+        self._kind: _KindOfPass | None = None
         self._given_device = device
         self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
@@ -113,12 +121,18 @@ class OffloadedActivations(MovedLayers):
             kind = self._kinds_of_pass[key] = _KindOfPass()
             if self._limit_bytes() is None and self._options() in _NOTHING_TO_CHOOSE:
                 kind.orders = KEEP_ALL
+        self._kind = kind
         if kind.measured is not None:
+            marks, refused = self._recomputed.tried, self._recomputed.refused()
+            kind.measured.comparisons = {
+                layer.number: marks[layer] for layer in self._order if layer in marks and layer.number not in refused
+            }
             sizes = [] if self._weights is None else self._weights.sizes()
             self._plan(kind.measured, sizes, self._options())
             kind.orders = self.orders
             kind.saved_bytes = sum(kind.measured.saved_bytes.values()) + kind.measured.left_bytes
             kind.measured = None
+        kind.orders = kind.orders.without_recomputation(self._recomputed.refused())
         orders, claim = kind.orders, None
         if orders.keeps_all and kind.saved_bytes:
             try:
@@ -138,7 +152,17 @@ class OffloadedActivations(MovedLayers):
             transfers.wait("d2h", lambda _: True)
         else:
             own = storages_of(self._model)
-            self._pass = LayerPass(transfers, orders, device_type, self._order, kind.end_pass, own, measurement)
+            is_trial = kind.before is not None and self.option in _MAY_RECOMPUTE
+            self._pass = LayerPass(
+                transfers,
+                orders,
+                device_type,
+                self._order,
+                kind.end_pass,
+                own,
+                measurement,
+                is_trial=is_trial and measurement is not None,
+            )
             self._passes.add(self._pass)
             transfers.evict = self._evict
         return claim
@@ -164,35 +188,30 @@ class OffloadedActivations(MovedLayers):
     def _run_layer(
         self, one: LayerPass, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        recomputes = number in one.orders.recomputed
-        versions = [(param, param._version) for param in layer.module.parameters()] if recomputes else []
-
-        def compute(*args: Any) -> Any:
-            """Compute the layer; in the backward, what it saves is counted, too."""
-            if not is_within_backward():
-                return layer.original(*args, **kwargs)
-            if any(param._version != version for param, version in versions):
-                raise EngineError(
-                    f"layer {layer.name}: a parameter was modified in place between its forward and its backward, "
-                    "which computes it again. No gradient was computed from it"
-                )
-            # A sharded layer has gathered its parameters again.
-            one.own_of_layer = storages_of(layer.module)
-            save, load = other_hooks()
-            with saved_tensors_hooks(lambda tensor: save(one.counted(tensor)), load):
-                return layer.original(*args, **kwargs)
-
+        is_trial = one.measurement is not None and self._tries(layer)
         one.begin_layer(number, storages_of(layer.module))
-        with saved_tensors_hooks(one.save, one.load):
-            if recomputes:
-                output = checkpoint(compute, *args, use_reentrant=False)
-            elif one.measurement is not None:
-                with one.measurement.inputs(number, layer.module, tensors_in(args, kwargs)):
-                    output = layer.original(*args, **kwargs)
-            else:
+        if one.measurement is not None:
+            one.measurement.take_inputs(number, tensors_in(args, kwargs))
+        if is_trial or number in one.orders.recomputed:
+            output = Recomputation(self._recomputed, one, layer, number, is_trial).run(args, kwargs)
+        else:
+            with saved_tensors_hooks(one.save, one.load):
                 output = layer.original(*args, **kwargs)
         one.end_layer(number, tensors_in(output))
         return output
+
+    def _tries(self, layer: LayerForward) -> bool:
+        """Return whether a layer is computed again in this measured pass, which shows whether it can be.
+
+        The first pass may fill caches."""
+        rules = self._recomputed
+        is_first = self._kind is None or self._kind.before is None
+        return not is_first and self.option in _MAY_RECOMPUTE and layer not in (rules.tried | rules.reasons)
+
+    @property
+    def not_recomputed(self) -> dict[str, str]:
+        """By layer that is never computed again: the reason."""
+        return {layer.name: reason for layer, reason in self._recomputed.reasons.items()}
 
 
 class _KindOfPass:
@@ -247,6 +266,7 @@ def offload_activations(
     memory_budget: float | None = None,
     device: Device | None = None,
     activations: str = "auto",
+    on_difference: str = "error",
 ) -> OffloadedActivations:
     """Keep, recompute or offload the activations of each layer of a model, with the same bits as without.
 
@@ -261,13 +281,15 @@ def offload_activations(
         device: By default the device of the parameters; for parameters on the CPU an emulated one.
         activations: `auto`, or `keep`, `recompute`, `offload` or `recompute-offload` (inputs go to the host,
             and the rest is computed again) for all layers.
+        on_difference: What to do in the backward if computing a layer again gives other values than its forward: raise
+            an `error`, or `warn` and go on with them, as `torch.utils.checkpoint` does. It is not recomputed again.
 
     Returns:
         An object that is in effect at once: until its `close`, or the end of its `with` block.
 
     Raises:
         EngineError: The model has no list of layers, or an argument is not valid. Later, in the forward or the
-            backward: a tensor was modified in place after it was saved, or the budget does not suffice for one layer
-            (DeviceMemoryError).
+            backward: a tensor was modified in place after it was saved, computing a layer again gives other values, or
+            the budget does not suffice for one layer (DeviceMemoryError).
     """
-    return OffloadedActivations(model, memory_budget, device, activations)
+    return OffloadedActivations(model, memory_budget, device, activations, on_difference)

@@ -2,11 +2,13 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
 
+from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.model_layers import LayerForward
@@ -31,8 +33,11 @@ class LayerPass:
         end: "Callable[[LayerPass], None]",
         own: Collection[int],
         measurement: PassMeasurement | None,
+        is_trial: bool = False,
     ) -> None:
+        """Initialize; `is_trial`: layers are computed again before what they have saved comes back."""
         self.orders = orders
+        self._is_trial = is_trial
         self._transfers = transfers
         self._device_type = device_type
         self._layers = layers
@@ -99,7 +104,28 @@ class LayerPass:
         if tensor.device.type != self._device_type or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        return None if storage._cdata in self._own or storage._cdata in self.own_of_layer else storage
+        return None if self.is_own(storage._cdata) else storage
+
+    def is_own(self, key: int) -> bool:
+        """Return whether a storage is that of a parameter or a buffer."""
+        return key in self._own or key in self.own_of_layer
+
+    def keep(self, layer: int) -> None:
+        """Offload a layer's activations, which were to be computed again."""
+        self.orders = self.orders.without_recomputation({layer})
+        for storage in self._of_layer[layer]:
+            self._assign(storage, layer)
+
+    def record(self) -> Mark:
+        return self._transfers.device.record("job")
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Return a context whose time is not measured."""
+        waits = self._transfers.waits
+        start, count = self.record(), len(waits)
+        yield
+        waits[count:] = [start, self.record()]
 
     def _count(self, storage: torch.UntypedStorage, layer: int) -> None:
         try:
@@ -159,7 +185,8 @@ class LayerPass:
             self.measurement.end_forward(self._of_layer)
         self._backward_of = layer
         self._release_after(layer)
-        self._bring_back(self._of_layer.get(layer, ()), layer)
+        if not self._is_trial:
+            self._bring_back(self._of_layer.get(layer, ()), layer)
         for later, other in self.orders.returned:
             if other < layer <= later - 1 and not self._transfers.prefetch(self._of_layer.get(other, ())):
                 break

@@ -1,14 +1,12 @@
-"""Measures a pass through layers: times, bytes, and whether a layer can be computed again."""
+"""Measures a pass through layers: times and bytes."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median_low
 
 import torch
 
 from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.layers.orders import LEAST_S, MeasuredLayer, PassTimes
-from ebbtide.interleave.engine.layers.saved_tensors import TensorVersion
 from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers
 
 
@@ -21,6 +19,7 @@ class PassMeasurement:
         saved_bytes: By layer, of what the job does not hold itself; empty before the backward.
         left: What the job holds itself: the layer and the number of the saved tensor. A copy would free nothing.
         left_bytes: Bytes of that.
+        comparisons: Layers that can be computed again, with the starts and ends of the fingerprints of what they save.
     """
 
     def __init__(self, transfers: StorageTransfers, before: "PassMeasurement | None") -> None:
@@ -35,8 +34,8 @@ class PassMeasurement:
         # By direction and layer: the start, the end, and the starts and ends of waiting in between.
         self._marks: dict[tuple[bool, int], list[Mark]] = {}
         self._open: list[Mark] | None = None
-        self._inputs: dict[int, tuple[int, list[TensorVersion]]] = {}
-        self._with_effects: set[int] = set()
+        self._input_bytes: dict[int, int] = {}
+        self.comparisons: dict[int, Sequence[Mark]] = {}
         self.saved_bytes: dict[int, int] = {}
         self.left: set[tuple[int, int]] = set()
         self.left_bytes = 0
@@ -75,15 +74,10 @@ class PassMeasurement:
         last = max(layer for is_backward, layer in self._marks if not is_backward)
         return _seconds_between([*self._marks[False, last][1:2], self._turned])
 
-    @contextmanager
-    def inputs(self, layer: int, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Return a context for the forward of a layer, which sees what computing it again would do."""
+    def take_inputs(self, layer: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the inputs of a layer."""
         storages = {storage._cdata: storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}
-        self._inputs[layer] = sum(storages.values()), [TensorVersion(tensor) for tensor in tensors]
-        buffers = [TensorVersion(buffer) for buffer in module.buffers()]
-        yield
-        if any(buffer.is_changed for buffer in buffers):
-            self._with_effects.add(layer)
+        self._input_bytes[layer] = sum(storages.values())
 
     def look(self, storages: Iterable[SavedStorage]) -> None:
         """See which storages of layers whose copies have ended, and which the caller of layers has left, still live."""
@@ -100,9 +94,6 @@ class PassMeasurement:
             self.left |= {one.first for one in left}
             self.left_bytes += sum(one.nbytes for one in left)
             self.saved_bytes[layer] = sum(one.nbytes for one in storages if one not in left)
-        self._with_effects |= {
-            layer for layer, (_, tensors) in self._inputs.items() if any(one.is_changed for one in tensors)
-        }
 
     def layers(self, names: Sequence[str], weights: Sequence[tuple[int, int]] = ()) -> list[MeasuredLayer]:
         """Return the layers; `weights`: the bytes of the streamed weights of each, and of their gradients."""
@@ -112,12 +103,18 @@ class PassMeasurement:
                 self._seconds(False, layer),
                 self._seconds(True, layer),
                 self.saved_bytes.get(layer, 0),
-                self._inputs.get(layer, (0, []))[0],
-                layer not in self._with_effects,
+                self._input_bytes.get(layer, 0),
+                layer in self.comparisons,
                 *(weights[layer] if layer < len(weights) else (0, 0)),
+                comparison_s=self._comparison_s(layer),
             )
             for layer, name in enumerate(names)
         ]
+
+    def _comparison_s(self, layer: int) -> float:
+        """Return the seconds of the fingerprints of what a layer saves, in the forward and again in the backward."""
+        marks = self.comparisons.get(layer, ())
+        return 2 * sum(map(_seconds_between, zip(marks[::2], marks[1::2], strict=True)))
 
     def _seconds(self, is_backward: bool, layer: int) -> float:
         marks = [one._marks.get((is_backward, layer), []) for one in self._passes()]

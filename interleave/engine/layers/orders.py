@@ -1,6 +1,6 @@
 """The plan for the activations of layers as orders for each layer, from what its first passes have shown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,11 +29,14 @@ class MeasuredLayer(NamedTuple):
     is_recomputable: bool
     weight_bytes: int = 0  # Of streamed weights, and of their gradients.
     gradient_bytes: int = 0
+    comparison_s: float = 0.0  # Of recomputation: of what it gives with what the forward has saved.
 
     def in_workload(self, d2h_bytes_per_s: float) -> Layer:
         # Tensors that two layers save count for one of them.
         forms = [ActivationForm("all", float(max(self.saved_bytes, self.input_bytes)), 0.0)]
-        again = ActivationForm("input", float(self.input_bytes), self.forward_s) if self.is_recomputable else forms[0]
+        again = forms[0]
+        if self.is_recomputable:
+            again = ActivationForm("input", float(self.input_bytes), self.forward_s + self.comparison_s)
         # Gradients are copied in the measured time. A parameter of a plan is a byte.
         backward_s = max(LEAST_S, self.backward_s - self.gradient_bytes / d2h_bytes_per_s)
         return Layer(self.name, max(1, self.weight_bytes), self.forward_s, backward_s, (*forms, again))
@@ -89,6 +92,13 @@ class LayerOrders:
     def keeps_all(self) -> bool:
         """Whether all activations are kept."""
         return not self.recomputed and self.copied is not None and not self.copied
+
+    def without_recomputation(self, layers: Collection[int]) -> "LayerOrders":
+        """Return these orders with layers offloaded that were to be computed again."""
+        if self.recomputed.isdisjoint(layers) or self.copied is None:
+            return self
+        others = self.recomputed.difference(layers)
+        return replace(self, recomputed=others, copied=self.copied | (self.recomputed - others))
 
     def is_streamed(self, layer: int) -> bool:
         return self.streamed is None or layer in self.streamed

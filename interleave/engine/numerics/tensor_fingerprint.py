@@ -1,0 +1,126 @@
+"""Fingerprints of the bits of tensors on any device: 128 bits, without waiting for the device.
+
+The elements of a tensor, in the order of its memory, are read as words of 64 bits, with zeros behind the last one, in
+blocks of 1,024 words. For each block there are two sums modulo 2**64 (NH, from UMAC, RFC 4418), each with keys of its
+own, over the halves of the words:
+
+    sum of ((low + key_low) mod 2**32) * ((high + key_high) mod 2**32)
+
+A fingerprint is, for each of the two, the sum over the blocks of (block xor (block >> 32)) * weight(block), modulo
+2**64, with weight(i) = (2 i + 1) * 0x9E3779B97F4A7C15. One sum of two different blocks is equal with a probability of
+at most 2**-32 over the keys, and both of them with 2**-64. This is no cryptographic hash: the keys are constant.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+BLOCK = 1024
+FACTOR = 0x9E3779B97F4A7C15
+_MASK = 0xFFFFFFFF
+# Words of the parts that are computed at once: on other devices they need temporary memory.
+_PART_WORDS = 2**19
+
+
+def fingerprint_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the fingerprint of a tensor's bits as two int64 on its device; None where it is no array of bits."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return _together([fingerprint_tensor(getattr(tensor, name)) for name in names])
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    words = _words(_dense(tensor.detach()))
+    return _of_host(words) if tensor.device.type == "cpu" else of_words(words)
+
+
+def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return of_words(torch.cat(known)) if known else None
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with the same elements in the order of memory, without a copy where there is none."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, min(1, tensor.size(dimension)))
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).contiguous()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as int64, the last of them filled with zeros."""
+    begin, nbytes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    flat.set_(tensor.untyped_storage(), begin, (nbytes,), (1,))
+    if nbytes % 8:
+        return torch.nn.functional.pad(flat, (0, -nbytes % 8)).view(torch.int64)
+    return (flat.clone() if begin % 8 else flat).view(torch.int64)
+
+
+def of_words(words: torch.Tensor) -> torch.Tensor:
+    """Return the fingerprint of words (int64) by operations of torch: the definition."""
+    keys = _keys_on(words.device)
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for begin in range(0, len(words), _PART_WORDS):
+        part = words[begin : begin + _PART_WORDS]
+        count = -(-len(part) // BLOCK)
+        blocks = torch.nn.functional.pad(part, (0, -len(part) % BLOCK)).view(count, BLOCK)
+        weights = _weights(begin // BLOCK, count, words.device)
+        low, high = blocks & _MASK, (blocks >> 32) & _MASK
+        sums = [(((low + low_keys) & _MASK) * ((high + high_keys) & _MASK)).sum(1) for low_keys, high_keys in keys]
+        total += torch.stack([(_mixed(one) * weights).sum() for one in sums])
+    return total
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    return values ^ ((values >> 32) & _MASK)
+
+
+def _weights(first: int, count: int, device: torch.device) -> torch.Tensor:
+    numbers = torch.arange(first, first + count, device=device)
+    return (2 * numbers + 1) * (FACTOR - 2**64)
+
+
+@cache
+def host_keys() -> Any:
+    """Return the keys as an array: those of the low and of the high halves, of the first sum and of the second one."""
+    return np.random.Generator(np.random.PCG64(49)).integers(0, 2**32, (4, BLOCK), dtype=np.uint64)
+
+
+@cache
+def _keys_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = torch.from_numpy(host_keys().astype(np.int64)).to(device).split(2)
+    return first, second
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "ebbtide-fingerprint")
+
+
+def _of_host(words: torch.Tensor) -> torch.Tensor:
+    """Return `of_words` by a compiled loop, which reads memory once, on as many threads as torch has."""
+    # numba takes long to import.
+    from ebbtide.interleave.engine.numerics.compiled_tensors import sum_blocks
+
+    array, keys = words.numpy().view(np.uint64), host_keys()
+    threads = torch.get_num_threads()
+    if threads == 1 or len(array) < _PART_WORDS // 2:
+        sums = sum_blocks(array, keys, 0)
+    else:
+        blocks = -(-len(array) // BLOCK)
+        first = [blocks * number // threads for number in range(threads + 1)]
+        parts = [array[begin * BLOCK : end * BLOCK] for begin, end in pairwise(first)]
+        sums = sum(_threads(threads).map(sum_blocks, parts, [keys] * threads, first[:-1]))
+    return torch.from_numpy(sums.view(np.int64))
