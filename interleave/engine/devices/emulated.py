@@ -198,6 +198,13 @@ class EmulatedDevice(EmulatedStreams, Device):
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for source, target in pairs:
+            # Work that fails later would end the device.
+            if source.numel() != target.numel() or not target.is_contiguous():
+                raise EngineError(
+                    f"a copy needs a contiguous target of the same size, not strides of {target.stride()} with "
+                    f"{target.numel()} elements for {source.numel()}"
+                )
         self.submit(direction, lambda: self.run_copies(direction, pairs))
 
     def run_copies(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

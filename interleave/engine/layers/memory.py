@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Mark
@@ -89,13 +90,21 @@ class HostCopy:
         self._arena.give(self.memory, self.marks)
 
 
+class _LentBytes(np.ndarray):  # type: ignore[type-arg]
+    """The bytes of a host block, which tensors in it keep."""
+
+    block: HostCopy
+
+
 class HostArena:
     """Hands out pinned host memory and keeps what comes back, since pinning is slow.
 
-    Blocks are never more than twice as large as what is asked for, and those too small for it are released first."""
+    Blocks are at most `slack` times as large as what is asked for. Where sizes vary, those too small for it are
+    released first; with a slack of 1 there are few sizes, which come again."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, slack: int = 2) -> None:
         self._device = device
+        self._slack = slack
         self._free: list[tuple[torch.Tensor, Sequence[Mark]]] = []
         self._lock = threading.RLock()
         self.allocated_bytes = 0
@@ -104,11 +113,23 @@ class HostArena:
         with self._lock:
             self._free.sort(key=lambda block: block[0].nbytes)
             for index, (memory, _) in enumerate(self._free):
-                if nbytes <= memory.nbytes <= 2 * nbytes:
+                if nbytes <= memory.nbytes <= self._slack * nbytes:
                     return HostCopy(self, *self._free.pop(index))
-            self.release(nbytes)
+            if self._slack > 1:
+                self.release(nbytes)
+            memory = self._device.allocate_host((nbytes,), torch.uint8)
             self.allocated_bytes += nbytes
-            return HostCopy(self, self._device.allocate_host((nbytes,), torch.uint8), ())
+            return HostCopy(self, memory, ())
+
+    def lend(self, like: torch.Tensor) -> tuple[torch.Tensor, HostCopy]:
+        """Return a contiguous tensor of the same shape and dtype, and its block, which comes back when the tensor's
+        storage is freed."""
+        block = self.take(like.nbytes)
+        lent = block.memory[: like.nbytes].numpy().view(_LentBytes)
+        lent.block = block
+        tensor = torch.empty(0, dtype=like.dtype)
+        # No view: writes to the block are none to the tensor.
+        return tensor.set_(torch.from_numpy(lent).untyped_storage(), 0, like.shape), block
 
     def give(self, memory: torch.Tensor, marks: Sequence[Mark]) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from ebbtide.interleave.engine.layers.memory import HostArena, HostCopy, LayerMe
 
 # Parts of a host block begin at multiples of this.
 _ALIGNMENT = 64
+# What a device raises that has too little memory, and what the allocator of a GPU does.
+NO_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 
 
 class SavedStorage:
@@ -66,7 +69,7 @@ class SavedStorage:
         self._alive = lambda: None
 
 
-class _Flight(NamedTuple):
+class Flight(NamedTuple):
     """Copies that have been issued, with what they read or write, until the job has waited for them."""
 
     direction: Direction
@@ -96,8 +99,8 @@ class StorageTransfers:
         self.measures = False
         self.waits: list[Mark] = []
         self.evict: Callable[[], bool] = bool
-        self._flights: list[_Flight] = []
-        self._ended: list[_Flight] = []
+        self._flights: list[Flight] = []
+        self._ended: list[Flight] = []
         self._moved: dict[Direction, tuple[int, float]] = {"h2d": (0, 0.0), "d2h": (0, 0.0)}
 
     def count(self, storage: torch.UntypedStorage) -> None:
@@ -124,7 +127,7 @@ class StorageTransfers:
                     # Cycles of references, as imports and errors leave them, may hold tensors.
                     gc.collect()
                     return self.memory.claim(nbytes)
-                self._land(down)
+                self.land(down)
                 # Else it would hold the memory while the next claim is made.
                 del down
 
@@ -135,11 +138,12 @@ class StorageTransfers:
             return
         sizes = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for _, source in sources]
         copy = self.arena.take(sum(sizes))
-        pairs = []
-        for (one, source), whole in zip(sources, copy.memory[: sum(sizes)].split(sizes), strict=True):
-            one.host_copy, one.host = copy, whole[: source.nbytes]
-            pairs.append((source, one.host))
-        self._issue("d2h", pairs, copy.marks, [one for one, _ in sources])
+        parts = copy.memory[: sum(sizes)].split(sizes)
+        pairs = [(source, whole[: source.nbytes]) for (_, source), whole in zip(sources, parts, strict=True)]
+        self.issue("d2h", pairs, [copy], [one for one, _ in sources])
+        # A copy that was not issued is none.
+        for (one, _), (_, host) in zip(sources, pairs, strict=True):
+            one.host_copy, one.host = copy, host
 
     def bring_back(self, storages: Collection[SavedStorage], where: str) -> None:
         """Bring storages back to the device, and let the job wait for them. Raises DeviceMemoryError, which names where
@@ -156,7 +160,7 @@ class StorageTransfers:
         It collects no garbage, which may take longer than a layer: without memory they come back when needed."""
         try:
             self._up(storages, is_needed=False)
-        except DeviceMemoryError:
+        except NO_MEMORY:
             return False
         return True
 
@@ -164,49 +168,64 @@ class StorageTransfers:
         missing = [one for one in storages if one.hold() is None and one.host is not None]
         if not missing:
             return
-        self._claim(sum(one.nbytes for one in missing), is_needed)
-        pairs = []
-        marks: list[Mark] = []
-        for one in missing:
-            assert one.host is not None
-            target = self.device.allocate_bytes(one.nbytes)
-            self.memory.count(target.untyped_storage())
-            one.put(target.untyped_storage())
-            pairs.append((one.host, target))
-            if one.host_copy is not None:
-                marks += one.host_copy.marks
-        self._issue("h2d", pairs, marks, missing)
+        uncounted_bytes = sum(one.nbytes for one in missing)
+        self._claim(uncounted_bytes, is_needed)
+        try:
+            pairs = []
+            for one in missing:
+                assert one.host is not None
+                target = self.device.allocate_bytes(one.nbytes)
+                self.memory.count(target.untyped_storage())
+                uncounted_bytes -= one.nbytes
+                pairs.append((one.host, target))
+            copies = [one.host_copy for one in missing if one.host_copy is not None]
+            self.issue("h2d", pairs, copies, missing)
+            for one, (_, target) in zip(missing, pairs, strict=True):
+                one.put(target.untyped_storage())
+        except BaseException:
+            # None of them is there, whichever failed.
+            for one in missing:
+                one.forget()
+            self.memory.unclaim(uncounted_bytes)
+            raise
 
-    def _issue(
+    def issue(
         self,
         direction: Direction,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        marks: Sequence[Mark],
-        storages: Sequence[SavedStorage],
-    ) -> _Flight:
+        copies: Collection[HostCopy] = (),
+        storages: Sequence[SavedStorage] = (),
+    ) -> Flight:
+        """Issue copies of each (source, target), after what the job has issued and what used their host blocks."""
         device = self.device
-        device.wait(direction, [device.record("job"), *dict.fromkeys(marks)])
-        start = device.record(direction)
-        device.copy(direction, pairs)
-        end = device.record(direction)
-        for one in storages:
-            if one.host_copy is not None:
-                one.host_copy.marks = [end]
+        marks = chain.from_iterable(copy.marks for copy in copies)
         nbytes, memory = sum(source.nbytes for source, _ in pairs), [tensor for pair in pairs for tensor in pair]
-        self._flights.append(_Flight(direction, start, end, nbytes, storages, memory))
-        return self._flights[-1]
+        try:
+            device.wait(direction, [device.record("job"), *dict.fromkeys(marks)])
+            start = device.record(direction)
+            device.copy(direction, pairs)
+            end = device.record(direction)
+            for copy in copies:
+                copy.marks = [end]
+            flight = Flight(direction, start, end, nbytes, storages, memory)
+            self._flights.append(flight)
+            return flight
+        except BaseException:
+            # Some may have been issued, and their memory is about to be freed.
+            device.record(direction).synchronize()
+            raise
 
     def copy_now(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a tensor, and return when that is done."""
-        flight = self._issue(direction, [(source, target)], (), ())
+        flight = self.issue(direction, [(source, target)])
         flight.end.synchronize()
-        self._land(flight)
+        self.land(flight)
 
     def wait(self, direction: Direction, is_awaited: Callable[[SavedStorage], bool]) -> None:
         """Let the job wait for all copies in a direction of storages that a function selects."""
         for flight in [one for one in self._flights if one.direction == direction]:
             if any(map(is_awaited, flight.storages)):
-                self._land(flight)
+                self.land(flight)
 
     def wait_for(self, direction: Direction, storages: Iterable[SavedStorage]) -> None:
         """Let the job wait for copies in a direction of these storages."""
@@ -217,9 +236,9 @@ class StorageTransfers:
         """Release what copies that have ended used."""
         for flight in [*self._flights]:
             if flight.end.is_passed:
-                self._land(flight)
+                self.land(flight)
 
-    def _land(self, flight: _Flight) -> None:
+    def land(self, flight: Flight) -> None:
         """Let the job wait for a copy. What was copied to the host is then released on the device."""
         start = self.device.record("job") if self.measures else None
         self.device.wait("job", [flight.end])

@@ -2,22 +2,22 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.stateless import _reparametrize_module
 
-from ebbtide.interleave.engine.devices.device import Device, Direction
+from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
+from ebbtide.interleave.engine.layers.memory import HostArena
 from ebbtide.interleave.engine.layers.model_layers import LayerForward, MovedLayers, is_within_backward, other_hooks
 from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME, LayerOptions, LayerOrders
-from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, is_plain
-from ebbtide.interleave.engine.layers.transfers import SavedStorage, StorageTransfers, bytes_of
+from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, TensorVersion, is_plain
+from ebbtide.interleave.engine.layers.transfers import Flight, SavedStorage, bytes_of
 from ebbtide.interleave.policies.layer_choice import WEIGHTS
 
 log = logging.getLogger("ebbtide")
@@ -28,96 +28,255 @@ _FIRST = 2**64 - 1
 MEASURED_PASSES = 3
 
 
+class _DeviceWeight(torch.Tensor):  # type: ignore[misc]
+    """A parameter on the device as its layer sees it. Writes through `data` have no version, so taking it is noted."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_data_taken = False
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.is_data_taken = True
+        return _data(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.is_data_taken = True
+        _set_data(self, values)
+
+
+_data, _set_data = torch.Tensor.data.__get__, torch.Tensor.data.__set__
+
+
 class _Weight:
     """A parameter on the host, and its storage on the device while that is there."""
 
-    def __init__(self, name: str, param: torch.nn.Parameter, device: Device) -> None:
+    def __init__(self, layer: LayerForward, name: str, param: torch.nn.Parameter, owner: "StreamedWeights") -> None:
+        self.layer = layer
         self.name = name
         self.param = param
+        self._owner = owner
         # The last arrival of graphs whose backward has not ended, without its memory.
         self.last: torch.Tensor | None = None
-        host = device.allocate_host(tuple(param.shape), param.dtype)
+        # What the layer sees where autocast's cache is to keep its cast, and its values while they are not there.
+        self._leaf: _DeviceWeight | None = None
+        self._absent = torch.empty(0)
+        # Of tensors on the device, after the forwards of the layer.
+        self.versions: list[TensorVersion] = []
+        host = owner.transfers.device.allocate_host(tuple(param.shape), param.dtype)
         host.copy_(param.detach())
-        param.data = host
         # Of no layer whose activations move.
         self.storage = SavedStorage(host.untyped_storage(), (-1, 0))
+        param.data = host
         self.forget()
 
     def forget(self) -> None:
         """Release the device's copy, which the optimizer may be about to make an old one."""
         self.storage.host = bytes_of(self.param.detach().untyped_storage())
         self.storage.forget()
+        if self._leaf is not None:
+            _set_data(self._leaf, self._absent)
         self.version = self.param._version
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the parameter was written since its copy to the device, or has other memory."""
+        host = self.storage.host
+        return host is None or self.version != self.param._version or host.data_ptr() != _start_of(self.param)
 
     def is_of(self, params: Mapping[str, torch.Tensor]) -> bool:
         """Return whether a layer has the parameter: the job may have replaced it, moved it or changed its dtype."""
         is_here = self.param.device.type == "cpu" and self.param.untyped_storage().nbytes() == self.storage.nbytes
         return is_here and params.get(self.name) is self.param
 
-    def arrive(self, owner: "StreamedWeights") -> torch.Tensor:
-        """Return the parameter on the device for a forward, whose gradient leaves at once.
+    def arrive(self, has_grad: bool) -> _DeviceWeight:
+        """Return the parameter on the device for a forward.
 
         Gradients are added in the order of the plain job: to those of a later forward, and as reducers of several ranks
         get them."""
+        tensor = self.on_device()
+        if not self.param.requires_grad:
+            return tensor
+        if self.param.dtype == torch.float32 and _caches_casts(tensor.device.type):
+            return self._as_leaf(tensor)
+        if not has_grad:
+            return tensor
         is_again = is_within_backward()
-        is_first = self.last is None or is_again or not self.param.requires_grad
-        source = self.param if is_first else self.last
-        tensor: torch.Tensor = _Arrival.apply(source, self, owner)
-        if tensor.requires_grad and not is_again:
-            # No view, which would hold the memory.
-            self.last = torch.ops.aten._unsafe_view(tensor, tensor.shape)
-            self.last.data = tensor.new_empty(0)
+        if self.last is None or is_again:
+            landing = _Landing()
+            source = _Landed.apply(self.param, landing)
+            source.grad_fn._set_sequence_nr(_FIRST)
+            tensor = _Arrival.apply(source, tensor, self._owner, landing)
+        else:
+            tensor = _Arrival.apply(self.last, tensor, self._owner, None)
+        if not is_again:
+            self.last = _Former.apply(tensor)
+            self.last.data = _data(tensor).new_empty(0)
             for one in (tensor, self.last):
                 one.grad_fn._set_sequence_nr(_FIRST)
         return tensor
 
-    def on_device(self) -> torch.Tensor:
+    def _as_leaf(self, tensor: _DeviceWeight) -> _DeviceWeight:
+        """Return the values as the leaf that stands for the parameter: autocast keeps casts of leaves alone."""
+        if self._leaf is None:
+            # Of the same shape, so that a gradient fits.
+            self._absent = tensor.new_full((), float("nan")).expand(tensor.shape)
+            self._leaf = torch.Tensor._make_subclass(_DeviceWeight, tensor, True)
+            self._leaf.register_post_accumulate_grad_hook(self._take_gradient)
+        _set_data(self._leaf, tensor)
+        return self._leaf
+
+    def _take_gradient(self, leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        self._owner.deliver(self, gradient)
+
+    # In inference mode, too, versions tell of writes.
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
+    def on_device(self) -> _DeviceWeight:
         storage = self.storage.hold()
         assert storage is not None
-        empty = torch.empty(0, dtype=self.param.dtype, device=storage.device)
-        return empty.set_(storage, self.param.storage_offset(), self.param.size(), self.param.stride())
+        param = self.param
+        tensor = torch.empty(0, dtype=param.dtype, device=storage.device)
+        tensor.set_(storage, param.storage_offset(), param.size(), param.stride())
+        device_weight: _DeviceWeight = torch.Tensor._make_subclass(_DeviceWeight, tensor)
+        return device_weight
+
+
+def _start_of(param: torch.Tensor) -> int:
+    return param.untyped_storage().data_ptr()
+
+
+def _caches_casts(device_type: str) -> bool:
+    return torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
+
+
+class _Use:
+    """A weight in one forward of its layer.
+
+    Attributes:
+        written: The version of the tensor up to which its writes are in the parameter.
+        param: The parameter with the version that a backward needs.
+    """
+
+    def __init__(self, weight: _Weight, tensor: _DeviceWeight) -> None:
+        self.weight = weight
+        self.tensor = tensor
+        self.written = tensor._version
+        self.param = PackedTensor(weight.param, weight.storage, 0)
+        module, _, self._name = weight.name.rpartition(".")
+        self._module = weight.layer.module.get_submodule(module)
+        tensor.is_data_taken = False
+
+    def show(self) -> None:
+        self._module._parameters[self._name] = self.tensor
+
+    def hide(self) -> None:
+        """Give the module its parameter back, unless the job has replaced it."""
+        if self._module._parameters.get(self._name) is self.tensor:
+            self._module._parameters[self._name] = self.weight.param
+        if isinstance(self._module, torch.nn.RNNBase):
+            # It has a list of them.
+            self._module._init_flat_weights()
+
+
+class _Landing:
+    """A gradient on its way to the host.
+
+    Attributes:
+        flight: Its copy.
+        gradient: The gradient, where autograd does not bring it.
+    """
+
+    def __init__(self) -> None:
+        self.flight: Flight | None = None
+        self.gradient: torch.Tensor | None = None
+
+
+class _Landed(torch.autograd.Function):  # type: ignore[misc]
+    """The parameter itself; its gradient has arrived before anything reads it.
+
+    On a GPU this waits in the thread that accumulates gradients on the host, not in that of the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, landing: _Landing) -> torch.Tensor:
+        ctx.landing = landing
+        ctx.set_materialize_grads(False)
+        return param.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        landing = ctx.landing
+        if landing.flight is not None:
+            landing.flight.end.synchronize()
+        delivered, landing.flight, landing.gradient = landing.gradient, None, None
+        return gradient if delivered is None else delivered, None
 
 
 class _Arrival(torch.autograd.Function):  # type: ignore[misc]
     """The parameter on the device; its gradient goes to the host as it comes, or to the arrival before."""
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, weight: _Weight, owner: "StreamedWeights") -> torch.Tensor:
-        ctx.owner, ctx.is_first = owner, source is weight.param
-        return weight.on_device()
+    def forward(
+        ctx: Any, source: torch.Tensor, tensor: torch.Tensor, owner: "StreamedWeights", landing: _Landing | None
+    ) -> torch.Tensor:
+        ctx.owner, ctx.landing = owner, landing
+        ctx.set_materialize_grads(False)
+        # Not the argument, which would count as a view.
+        return torch.Tensor._make_subclass(_DeviceWeight, tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         ctx.owner.begin_backward()
-        return _Departure.apply(gradient, ctx.owner.transfers) if ctx.is_first else gradient, None, None
+        if ctx.landing is not None and gradient is not None:
+            gradient = _Departure.apply(gradient, ctx.owner, ctx.landing)
+        return gradient, None, None, None
+
+
+class _Former(torch.autograd.Function):  # type: ignore[misc]
+    """An arrival for the next one, whose gradient it takes. It is no view, which would hold the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return gradient
 
 
 class _Departure(torch.autograd.Function):  # type: ignore[misc]
-    """A gradient on the host; its own gradient, of a second backward, goes to the device."""
+    """A gradient on the host, whose copy is issued; its own gradient, of a second backward, goes to the device."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, transfers: StorageTransfers) -> torch.Tensor:
-        ctx.transfers, ctx.device = transfers, gradient.device
-        return _copied(transfers, "d2h", gradient, torch.device("cpu"))
+    def forward(ctx: Any, gradient: torch.Tensor, owner: "StreamedWeights", landing: _Landing) -> torch.Tensor:
+        ctx.transfers, ctx.device = owner.transfers, gradient.device
+        host, landing.flight = owner.send(gradient)
+        return host
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _copied(ctx.transfers, "h2d", gradient, ctx.device), None
-
-
-def _copied(
-    transfers: StorageTransfers, direction: Direction, source: torch.Tensor, device: torch.device
-) -> torch.Tensor:
-    target = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=device)
-    transfers.copy_now(direction, source, target)
-    return target
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        source = gradient.contiguous()
+        target = torch.empty_like(source, device=ctx.device)
+        ctx.transfers.copy_now("h2d", source, target)
+        return target, None, None
 
 
 class _SavedWeight(NamedTuple):
-    """A tensor in the device's copy of a weight, which comes again for the backward, and that weight."""
+    """A tensor in the device's copy of a weight, which comes again for the backward, and the forward that saved it."""
 
     tensor: PackedTensor
-    weight: PackedTensor
+    use: _Use
+
+
+class _Departed(NamedTuple):
+    """A gradient of a layer whose copy was issued; with a weight, its parameter gets the gradient from here."""
+
+    layer: int
+    flight: Flight
+    weight: _Weight | None = None
+    gradient: torch.Tensor | None = None
 
 
 class StreamedWeights(MovedLayers):
@@ -142,8 +301,17 @@ class StreamedWeights(MovedLayers):
         self._before: list[int] = [0]
         self._last_forward = -1
         self._is_end_awaited = False
+        # The layer whose backward runs.
+        self._backward_of = -1
         # Layers with weights on the device, or on the way there.
         self._there: set[LayerForward] = set()
+        # Forwards whose writes are not in the parameters yet.
+        self._uses: dict[LayerForward, list[_Use]] = {}
+        # Pinned memory of gradients, as long as the job has them, and those on the way there.
+        self._gradients = HostArena(self.transfers.device, slack=1)
+        self._departed: list[_Departed] = []
+        # A wait for copies keeps the thread of a GPU's backward from issuing work.
+        self.delivers_later = self._torch_device.type != "cpu"
         # Whether it makes its own plan, in place of activations that are moved around it.
         self._plans = True
         self.outer: MovedLayers | None = None
@@ -151,7 +319,11 @@ class StreamedWeights(MovedLayers):
         self._measurement: PassMeasurement | None = None
         self.kept: list[str] = []
         self._weights: dict[LayerForward, list[_Weight]] = {layer: [] for layer in self._layers}
-        self.take_changed()
+        try:
+            self.take_changed()
+        except BaseException:
+            self.close()
+            raise
         if self.kept:
             log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
 
@@ -170,7 +342,7 @@ class StreamedWeights(MovedLayers):
                 if uses[param] > 1 or not is_plain(param.data) or not param.is_contiguous():
                     self.kept.append(f"{layer.name}.{name}")
                 else:
-                    weights.append(own.get(name) or _Weight(name, param, self.transfers.device))
+                    weights.append(own.get(name) or _Weight(layer, name, param, self))
         return True
 
     def _choice(self, layer: int) -> str:
@@ -219,13 +391,16 @@ class StreamedWeights(MovedLayers):
         if marks is not None:
             marks.begin(False, number)
         self._fetch(layer, number, in_backward)
-        if has_grad:
-            params = {one.name: one.arrive(self) for one in weights}
-        else:
-            params = {one.name: one.on_device() for one in weights}
-        hooks = _WeightHooks(self, layer, weights, other_hooks())
-        with _reparametrize_module(layer.module, params), saved_tensors_hooks(hooks.save, hooks.load):
-            output = layer.original(*args, **kwargs)
+        uses = [_Use(one, one.arrive(has_grad)) for one in weights]
+        hooks = _WeightHooks(self, layer, uses, other_hooks())
+        self._uses[layer] = uses
+        try:
+            for use in uses:
+                use.show()
+            with saved_tensors_hooks(hooks.save, hooks.load):
+                output = layer.original(*args, **kwargs)
+        finally:
+            self._take_writes(layer)
         if marks is not None:
             marks.end()
         if not (has_grad or in_backward):
@@ -235,6 +410,13 @@ class StreamedWeights(MovedLayers):
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _begin_pass(self, has_grad: bool) -> None:
+        # After an error or an interrupt.
+        for layer in [*self._uses]:
+            self._take_writes(layer)
+        for departed in self._departed:
+            self.transfers.land(departed.flight)
+        self._departed.clear()
+        self._check_writes()
         # The optimizer may have stepped.
         self._release(self._there)
         self._is_end_awaited = False
@@ -274,15 +456,60 @@ class StreamedWeights(MovedLayers):
             self._is_end_awaited = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
+    def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Flight]:
+        """Issue the copy of a gradient to the host. Return it there, without its values yet, and the copy."""
+        if gradient.is_sparse:
+            indices, _ = self.send(gradient._indices())
+            values, flight = self.send(gradient._values())
+            is_coalesced = gradient.is_coalesced()
+            return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=is_coalesced), flight
+        source = gradient.detach().resolve_conj().resolve_neg().contiguous()
+        host, block = self._gradients.lend(source)
+        # Autograd takes a gradient as it is if nothing else refers to the same tensor.
+        pair = source.view(-1).view(torch.uint8), bytes_of(host.untyped_storage())
+        flight = self.transfers.issue("d2h", [pair], [block])
+        self._departed.append(_Departed(self._backward_of, flight))
+        return host, flight
+
+    def deliver(self, weight: _Weight, gradient: torch.Tensor) -> None:
+        """Bring the gradient of a leaf to the parameter, when its copy has ended. Autograd has no path between them."""
+        if gradient.requires_grad:
+            raise EngineError(
+                f"layer {weight.layer.name}: a backward with create_graph=True under autocast needs "
+                "torch.autocast(..., cache_enabled=False) around a model with streamed weights"
+            )
+        self.begin_backward()
+        host, flight = self.send(gradient)
+        self._departed[-1] = _Departed(self._backward_of, flight, weight, host)
+        if not self.delivers_later:
+            self._land(lambda _: True)
+
+    def _land(self, is_passed: Callable[[int], bool]) -> None:
+        """Let the job wait for gradients of layers that a function selects, so that their memory is used again."""
+        for departed in [one for one in self._departed if is_passed(one.layer)]:
+            self._departed = [one for one in self._departed if one is not departed]
+            if departed.weight is not None:
+                landing = _Landing()
+                landing.flight, landing.gradient = departed.flight, departed.gradient
+                with torch.enable_grad():
+                    root = _Landed.apply(departed.weight.param, landing)
+                # The values come from the copy.
+                torch.autograd.backward(root, root.new_zeros(()).expand_as(root))
+            self.transfers.land(departed.flight)
+
     def load(self, saved: _SavedWeight, layer: LayerForward) -> torch.Tensor:
         """Return a weight for the backward. Raises EngineError if it was updated since the forward."""
         number = self._number(layer)
         if layer not in self._weights:
             raise EngineError(f"layer {layer.name}: stream_weights was closed between its forward and its backward")
-        saved.weight.check(layer.name)
+        saved.tensor.check(layer.name)
+        saved.use.param.check(layer.name)
         self.begin_backward()
         if self._measurement is not None:
             self._measurement.begin(True, number)
+        self._backward_of = number
+        # A link that is slower than the backward would let gradients fill the device.
+        self._land(lambda layer: layer not in (number, number + 1))
         self._fetch(layer, number, True)
         return saved.tensor.get()
 
@@ -310,17 +537,18 @@ class StreamedWeights(MovedLayers):
         if not self.transfers.prefetch(storages):
             # One layer is to fit, whatever the slots are.
             self._release(self._there - {layer})
-        self.transfers.bring_back(storages, where)
+        # Before they are there: an interrupt may come in between.
         self._there.add(layer)
+        self.transfers.bring_back(storages, where)
         for one in ahead:
+            self._there.add(self._order[one])
             if not self.transfers.prefetch(self._storages(self._order[one])):
                 break
-            self._there.add(self._order[one])
 
     def _storages(self, layer: LayerForward) -> list[SavedStorage]:
         """Return the storages of a layer's weights, without old values on the device."""
         weights = self._weights[layer]
-        if any(weight.version != weight.param._version for weight in weights):
+        if any(weight.is_old for weight in weights):
             self._release([layer])
         return [weight.storage for weight in weights]
 
@@ -336,27 +564,67 @@ class StreamedWeights(MovedLayers):
     def _end_backward(self) -> None:
         for weight in chain.from_iterable(self._weights.values()):
             weight.last = None
+        self._is_end_awaited = False
+        self._land(lambda _: True)
         if self._measurement is not None:
             self._measurement.end()
         self._passes += 1
-        self._is_end_awaited = False
+        self._check_writes()
         self._release(self._there)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _take_writes(self, layer: LayerForward) -> None:
+        """Give a layer its parameters back, with what its forward has written to them."""
+        uses = self._uses.get(layer, [])
+        for use in uses:
+            use.hide()
+        for use in uses:
+            weight, tensor = use.weight, use.tensor
+            values, own = _data(tensor), weight.on_device()
+            writes = tensor._version - use.written
+            if values.data_ptr() != own.data_ptr():
+                if (values.shape, values.dtype) != (own.shape, own.dtype):
+                    raise EngineError(
+                        f"layer {layer.name}: its forward has given {weight.name} another shape or dtype through "
+                        "`data`: assign it outside of the forward"
+                    )
+                own.copy_(values)
+                _set_data(tensor, own)
+            if writes or tensor.is_data_taken:
+                assert weight.storage.host is not None
+                self.transfers.copy_now("d2h", bytes_of(own.untyped_storage()), weight.storage.host)
+                torch._C._autograd._unsafe_set_version_counter((weight.param,), (weight.param._version + writes,))
+                weight.version = weight.param._version
+                use.written, use.param = tensor._version, PackedTensor(weight.param, weight.storage, 0)
+            weight.versions.append(TensorVersion(tensor))
+        for use in self._uses.pop(layer, []):
+            # Saved tensors refer to it, and would hold the memory.
+            del use.tensor
+
+    def _check_writes(self) -> None:
+        """Raise EngineError if a weight was written on the device after the forward of its layer."""
+        for weight in chain.from_iterable(self._weights.values()):
+            versions, weight.versions = weight.versions, []
+            if any(version.is_changed for version in versions):
+                raise EngineError(
+                    f"layer {weight.layer.name}: {weight.name} was written after the layer's forward through a tensor "
+                    "that this has kept, and the write is lost: write to the parameter itself"
+                )
 
 
 class _WeightHooks:
     """Hooks of a layer's forward: weights are not saved, and all else as the hooks around it do."""
 
-    def __init__(self, owner: StreamedWeights, layer: LayerForward, weights: Sequence[_Weight], outer: Any) -> None:
+    def __init__(self, owner: StreamedWeights, layer: LayerForward, uses: Sequence[_Use], outer: Any) -> None:
         self._owner = owner
         self._layer = layer
         self._outer = outer
-        self._weights = {one.on_device().untyped_storage()._cdata: one for one in weights}
+        self._uses = {_data(use.tensor).untyped_storage()._cdata: use for use in uses}
 
     def save(self, tensor: torch.Tensor) -> Any:
-        weight = self._weights.get(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
-        if weight is not None:
-            packed = PackedTensor(tensor, weight.storage, 0)
-            return _SavedWeight(packed, PackedTensor(weight.param, weight.storage, 0))
+        use = self._uses.get(tensor.untyped_storage()._cdata) if is_plain(tensor.detach()) else None
+        if use is not None:
+            return _SavedWeight(PackedTensor(tensor, use.weight.storage, 0), use)
         return PackedTensor(tensor, None, 0) if self._outer is None else self._outer[0](tensor)
 
     def load(self, saved: Any) -> torch.Tensor:
