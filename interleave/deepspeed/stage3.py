@@ -15,6 +15,7 @@ from ebbtide.interleave.deepspeed.supported import check_group, rules_of
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.forks import Rest, follow_forks
 from ebbtide.interleave.engine.params.sharded_matrices import ShardedMatrices
 from ebbtide.interleave.engine.rules.rule import Group, Scalars
 from ebbtide.interleave.model.schedule import Schedule
@@ -68,6 +69,7 @@ class InterleavedStage3(StateAccess):
         # Gradients that the job reads before the step, and may change: fp32, by parameter.
         self._exposed: dict[int, torch.Tensor] = {}
         self._runner = AdaptiveRunner(settings)
+        follow_forks(self, Rest.CALLS)
         if settings.device is None:
             self._runner.open_device(self.fp16_partitioned_groups_flat[0].device)
         device = self._runner.device

@@ -241,6 +241,13 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         if self._runner is not None:
             self._runner.finish_step()
 
+    def before_fork(self) -> None:
+        """Let a forked child have parameters that all updates have written."""
+        self.synchronize()
+
+    def after_fork(self, in_child: bool) -> None:
+        """Do nothing: the engine follows forks itself."""
+
     def backward_prologue(self) -> None:
         """Begin a backward, after the last step has ended."""
         self.synchronize()

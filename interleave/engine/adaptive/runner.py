@@ -14,6 +14,7 @@ from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
+from ebbtide.interleave.engine.forks import Rest, follow_forks
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.options import Budget, EngineOptions
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -32,6 +33,8 @@ log = logging.getLogger("ebbtide")
 
 # After the device ran out of memory, the next plan may use this share of what the last one needed.
 _BACK_OFF = 0.8
+# Engines of a process that this one was forked from: releasing them would call CUDA, or remove files.
+_left_behind: list[tuple[Engine | None, Device | None]] = []
 _CLOSED = "this optimizer is closed, or its state is lost: create a new one"
 
 
@@ -55,6 +58,10 @@ class AdaptiveRunner:
         self._next_plan: Plan | None = None
         self._closers = [self.kernel.close]
         self._close = weakref.finalize(self, _call_all, self._closers)
+        # Why it cannot step, once it has no engine any more.
+        self._end_reason = _CLOSED
+        self._paused_engine: Engine | None = None
+        follow_forks(self, Rest.OPERATIONS)
         if options.device is not None:
             # The caller closes a device that it passes.
             self._use_device(options.device)
@@ -66,8 +73,7 @@ class AdaptiveRunner:
 
     def open_device(self, device: torch.device) -> None:
         """Use a device from the next `rebuild` on; it is closed together with this object, or by the next call."""
-        if not self._close.alive:
-            raise EngineError(_CLOSED)
+        self._check_alive()
         opened = open_device(device)
         self._close_engine()
         if self._device is not None:
@@ -75,6 +81,36 @@ class AdaptiveRunner:
             self._device.close()
         self._closers.append(opened.close)
         self._use_device(opened)
+
+    def _check_alive(self) -> None:
+        if not self._close.alive:
+            raise EngineError(self._end_reason)
+
+    def before_fork(self) -> None:
+        engine = self._engine
+        if engine is not None and engine.device.survives_forks:
+            self._paused_engine = engine
+            engine.before_fork()
+
+    def after_fork(self, in_child: bool) -> None:
+        engine, self._paused_engine = self._paused_engine, None
+        if engine is not None:
+            engine.after_fork(in_child)
+        if in_child and self.storage is not None:
+            self.leave_behind("its storage belongs to the process that was forked")
+        elif in_child and self._device is not None and not self._device.survives_forks:
+            self.leave_behind("CUDA does not work in a forked process")
+
+    def leave_behind(self, reason: str) -> None:
+        """End in a forked child that cannot have the state. What belongs to the other process stays as it is."""
+        self._end_reason = (
+            f"this optimizer cannot be used in a forked process, since {reason}: create one here, or use it there"
+        )
+        self._close.detach()
+        if self._engine is not None:
+            self._engine.is_running = False
+        _left_behind.append((self._engine, self._device))
+        self._engine = None
 
     def _use_device(self, device: Device) -> None:
         self._device = device
@@ -102,7 +138,7 @@ class AdaptiveRunner:
     def engine(self) -> Engine:
         """The engine. Raises EngineError after `close`."""
         if self._engine is None:
-            raise EngineError(_CLOSED)
+            raise EngineError(self._end_reason)
         return self._engine
 
     @property
@@ -136,6 +172,7 @@ class AdaptiveRunner:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
         `commit`: the commit whose state it has. EngineError if a file cannot be used; raises as `check`, nothing
         changed."""
+        self._check_alive()
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)

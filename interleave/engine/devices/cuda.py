@@ -164,6 +164,9 @@ class CudaDevice(CudaStreams, Device):
 
     It has not run on a GPU yet. Raises EngineError if the calling thread captures a CUDA graph."""
 
+    # CUDA refuses it, and the child has no pinned memory.
+    survives_forks = False
+
     def __init__(self, device: torch.device) -> None:
         if self.is_capturing():
             raise EngineError("the first step cannot be captured in a CUDA graph: run some steps before the capture")

@@ -51,6 +51,8 @@ class Device(Streams, Protocol):
 
     # The NUMA node of the host next to the device; None if there is one only, or it is not known.
     numa_node: int | None
+    # Whether a forked child can use it.
+    survives_forks: bool = True
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         """Allocate device memory of shape (rows, params), fp32. Raises DeviceMemoryError if there is too little.

@@ -3,15 +3,14 @@
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
 
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Direction, Mark, Stream
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
+from ebbtide.interleave.engine.forks import WorkQueue, fork_generation, fork_lock
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -27,6 +26,7 @@ class EmulatedMark:
     def __init__(self) -> None:
         self.time_s = math.nan
         self._passed = threading.Event()
+        self._generation = fork_generation()
         self._error: BaseException | None = None
 
     def set(self, error: BaseException | None = None) -> None:
@@ -40,41 +40,14 @@ class EmulatedMark:
 
     def synchronize(self) -> None:
         """Wait until the stream has passed it. Raises EngineError if work failed."""
+        if not self.is_passed and self._generation != fork_generation():
+            raise EngineError(
+                "this process was forked while another thread copied to or from the device: call ebbtide in the "
+                "process that was forked, or fork on the thread that trains"
+            )
         self._passed.wait()
         if self._error is not None:
             raise EngineError(f"the device failed: {self._error}") from self._error
-
-
-class WorkQueue:
-    """Work that a thread does in order. The thread starts with the first work, and ends with this object."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_do_all, args=(self._queue,), name=name, daemon=True)
-        self._end = weakref.finalize(self, self._queue.put, None)
-        self._is_started = False
-        self._lock = threading.Lock()
-
-    def put(self, work: Callable[[], object]) -> None:
-        self._queue.put(work)
-        if not self._is_started:
-            with self._lock:
-                if not self._is_started:
-                    self._thread.start()
-                    self._is_started = True
-
-    def close(self) -> None:
-        """Do all work and end the thread."""
-        self._end()
-        if self._is_started and threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
-def _do_all(queue: SimpleQueue[Callable[[], object] | None]) -> None:
-    while (work := queue.get()) is not None:
-        work()
-        # Else it would be kept alive until there is other work.
-        del work
 
 
 class EmulatedStreams:
@@ -104,6 +77,9 @@ class EmulatedStreams:
         mark = EmulatedMark()
         if stream in ("job", "memory"):
             mark.set()
+        elif not self._queues[stream].is_started:
+            # Nothing was issued to it, and at the end of a process no thread can start.
+            mark.set(self._error)
         else:
             self._queues[stream].put(lambda: mark.set(self._error))
         return mark
@@ -145,7 +121,7 @@ class EmulatedDevice(EmulatedStreams, Device):
         # Addresses of allocated blocks: releasing one twice raises KeyError.
         self._addresses: set[int] = set()
         # Re-entrant: the garbage collector may release a block during an allocation.
-        self._lock = threading.RLock()
+        self._lock = fork_lock()
         self._kernel = CpuKernel(1)
 
     @property

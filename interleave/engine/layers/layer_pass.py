@@ -1,6 +1,5 @@
 """One pass: a forward through the layers and its backwards, in which orders move the activations."""
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.forks import fork_lock
 from ebbtide.interleave.engine.layers.measurement import PassMeasurement
 from ebbtide.interleave.engine.layers.model_layers import LayerForward
 from ebbtide.interleave.engine.layers.orders import LayerOrders
@@ -53,7 +53,7 @@ class LayerPass:
         self.last_layer = -1
         # The layer whose backward runs.
         self._backward_of: int | None = None
-        self._lock = threading.RLock()
+        self._lock = fork_lock()
         self.measurement = measurement
 
     def begin_layer(self, layer: int, own: Collection[int]) -> None:

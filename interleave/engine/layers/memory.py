@@ -1,6 +1,5 @@
 """Memory of activations and weights: counted on the device until torch frees it, and used again on the host."""
 
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Mark
 from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.forks import fork_lock
 from ebbtide.units import bytes_text
 
 
@@ -33,7 +33,7 @@ class LayerMemoryCount:
         self.used_bytes = self.peak_bytes = 0
         self._counted: dict[int, _Counted] = {}
         # Re-entrant: a storage may be freed while another one is counted.
-        self._lock = threading.RLock()
+        self._lock = fork_lock()
 
     @property
     def limit_bytes(self) -> float | None:
@@ -106,7 +106,7 @@ class HostArena:
         self._device = device
         self._slack = slack
         self._free: list[tuple[torch.Tensor, Sequence[Mark]]] = []
-        self._lock = threading.RLock()
+        self._lock = fork_lock()
         self.allocated_bytes = 0
 
     def take(self, nbytes: int) -> HostCopy:

@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ebbtide import host_limits
+from ebbtide.interleave.engine.forks import WorkQueue
 from ebbtide.interleave.engine.numerics import host_arrays
 from ebbtide.interleave.engine.numerics.matrices import orthogonalize, update_matrix
 from ebbtide.interleave.engine.numerics.norm import BLOCK as SUM_BLOCK
@@ -67,9 +68,9 @@ class CpuKernel:
 
     def _start(self, node: int | None) -> None:
         self.threads = self._wanted_threads or _default_threads(node)
-        self._pool = ThreadPoolExecutor(self.threads, "ebbtide-cpu", initializer=_prepare_thread, initargs=(node,))
+        self._pool = WorkQueue("ebbtide-cpu", self.threads, _prepare_thread, node)
         # It starts with the first matrix. What it computes between products needs its flags, too.
-        self._matrix_thread = ThreadPoolExecutor(1, "ebbtide-matrix", initializer=_prepare_thread, initargs=(node,))
+        self._matrix_thread = WorkQueue("ebbtide-matrix", 1, _prepare_thread, node)
 
     def update(
         self,
@@ -258,8 +259,8 @@ class CpuKernel:
         return [int(self._compiled.fingerprint(array.view(np.uint16))) for array in host_arrays.as_arrays(values)]
 
     def close(self) -> None:
-        self._matrix_thread.shutdown()
-        self._pool.shutdown()
+        self._matrix_thread.close()
+        self._pool.close()
 
     def _run(
         self,

@@ -1,7 +1,6 @@
 """Parameters that a step may still write after it has returned: waits for them, and finds gradients of old values."""
 
 import logging
-import os
 import threading
 import types
 import weakref
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.forks import Rest, follow_forks, fork_lock
 from ebbtide.interleave.engine.params.gates import ForwardGates
 from ebbtide.interleave.engine.params.local_shards import has_shared_memory, local_shard
 from ebbtide.interleave.engine.rules.rule import Scalars
@@ -23,6 +23,8 @@ log = logging.getLogger("ebbtide")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+# How long a fork waits for a call on another thread.
+_FORK_WAIT_S = 1.0
 # Attributes and methods of a tensor that use no element of it.
 _METADATA = (
     *("shape", "device", "dtype", "layout", "ndim", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
@@ -41,7 +43,8 @@ class PendingParams:
 
     def __init__(self, runner: AdaptiveRunner) -> None:
         # Held by whole calls of the optimizer from any thread; by hooks only while something is pending.
-        self.lock = threading.RLock()
+        self.lock = fork_lock()
+        self._is_at_rest = False
         # The parameters of the guarded model, and their names; a step waits for all others.
         self.names: Mapping[torch.Tensor, str] = {}
         self._runner = runner
@@ -76,6 +79,22 @@ class PendingParams:
         """Call `finish` when an object is deleted, before a fork, and before the process closes engines at its end."""
         weakref.finalize(owner, _finish_on_thread, self).atexit = False
         _unfinished.add(self)
+        follow_forks(self, Rest.CALLS)
+
+    def before_fork(self) -> None:
+        # A step on another thread may never end.
+        self._is_at_rest = self.lock.acquire(timeout=_FORK_WAIT_S)
+        if self._is_at_rest:
+            # The child has a copy of the parameters.
+            _finish_or_log(self)
+
+    def after_fork(self, in_child: bool) -> None:
+        if self._is_at_rest:
+            self.lock.release()
+        elif in_child:
+            self._runner.leave_behind("another thread was in a call of it")
+            self.is_active = False
+            self._release(list(self._unread))
 
     def set_params(self, params: Sequence[torch.Tensor], never_late: Container[int]) -> None:
         """Use these parameters from now on, by index, when nothing is pending. A step waits for `never_late`."""
@@ -240,8 +259,6 @@ def _finish_all() -> None:
 
 # `atexit` calls its functions when pools of threads, which update on the CPU, have ended. This comes before.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
-# A child has a copy of the parameters, and no threads that could end their updates.
-os.register_at_fork(before=_finish_all, after_in_child=_unfinished.clear)
 
 
 def _functions(names: Iterable[str], assigned: Iterable[str]) -> frozenset[Any]:

@@ -1,6 +1,5 @@
 """Device memory for state: allocated when a plan is set, and handed out to the operations of the plan."""
 
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Mark
+from ebbtide.interleave.engine.forks import fork_lock
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
@@ -57,7 +57,7 @@ class Arena:
         # What blocks may hold: while they are in use, and at any time.
         self._max_bytes = 0.0
         self._kept_bytes = 0.0
-        self._lock = threading.Lock()
+        self._lock = fork_lock()
 
     def reserve(self, sizes: Sequence[int], kept_bytes: float) -> None:
         """Hold free blocks of these sizes (in elements), besides those in use, and no others, of which `kept_bytes` may

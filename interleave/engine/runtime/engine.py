@@ -93,6 +93,14 @@ class Engine:
             self.store.speculative.invalidate()
             yield
 
+    def before_fork(self) -> None:
+        """End the operations in flight, and start no other."""
+        self._executor.before_fork()
+
+    def after_fork(self, in_child: bool) -> None:
+        """Go on with the plan; in the child at the next call."""
+        self._executor.after_fork(in_child)
+
     def report_progress(self, ready_share: float) -> None:
         """Report the share of the gradients that the backward has computed."""
         if self._clock.backward_mark is None:

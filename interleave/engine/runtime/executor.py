@@ -14,6 +14,7 @@ from typing import Any
 
 from ebbtide.interleave.engine.devices.device import Mark, Stream, Streams
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.forks import fork_lock
 from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun
 from ebbtide.interleave.model.plan import RESOURCES, STEP, STORAGE_RESOURCES, Op, Plan
 
@@ -44,19 +45,15 @@ class Executor:
         self._fits = fits
         self._end = end
         self._run: PlanRun | None = None
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(fork_lock())
         self._busy = 0
         self._error: BaseException | None = None
         self._closed = False
-        self._is_paused = False
+        self._pauses = 0
         storage = [(resource, path) for resource in STORAGE_RESOURCES for path in range(paths)]
         self._lanes: list[Lane] = [*((resource, 0) for resource in RESOURCES), *storage]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"ebbtide-{lane[0]}", daemon=True)
-            for lane in self._lanes
-        ]
-        for thread in self._threads:
-            thread.start()
+        # They start when there is something to do, in a forked child once more.
+        self._threads: list[threading.Thread] = []
 
     def begin(self, plan: Plan, inputs: Mapping[int, int] | None = None, begin_s: float | None = None) -> None:
         """Begin an iteration: operations that wait for no point of it may run from now on. `inputs`: the input that an
@@ -75,7 +72,7 @@ class Executor:
             if run is None or point <= run.point:
                 return
             run.advance_to(point, lambda: self._streams.record("job"))
-            self._changed.notify_all()
+            self._wake()
 
     def mark_available(self, number: int, marks: Sequence[Mark] = ()) -> None:
         """Report that an input of operations is available, for streams when they have passed marks.
@@ -86,14 +83,14 @@ class Executor:
             if run is None:
                 return
             run.mark_available(number, marks)
-            self._changed.notify_all()
+            self._wake()
 
     def repeat(self, indices: Collection[int]) -> None:
         """Let operations on the CPU run again that have begun. Nothing that follows them may have."""
         with self._changed:
             if indices and self._run is not None:
                 self._run.repeat(indices)
-                self._changed.notify_all()
+                self._wake()
 
     def wait(self, is_enough: Callable[[PlanRun], bool]) -> bool:
         """Wait until enough operations of the run are done; False: one failed, or this was closed, and `finish`
@@ -102,6 +99,7 @@ class Executor:
             run = self._run
             if run is None:
                 return True
+            self._wake()
             self._changed.wait_for(lambda: self._closed or self._error is not None or is_enough(run))
             return is_enough(run) and self._error is None
 
@@ -116,6 +114,7 @@ class Executor:
             def has_ended() -> bool:
                 return self._closed or not run.remaining or (self._error is not None and not self._busy)
 
+            self._wake()
             self._changed.wait_for(has_ended)
             self._run = None
             if self._error is not None:
@@ -133,16 +132,25 @@ class Executor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Start no operation meanwhile; those in flight end first."""
+        """Start no operation meanwhile; those in flight end first. A signal handler may do so inside."""
         try:
-            with self._changed:
-                self._is_paused = True
-                self._changed.wait_for(lambda: not self._busy)
+            self.before_fork()
             yield
         finally:
-            with self._changed:
-                self._is_paused = False
-                self._changed.notify_all()
+            self.after_fork(False)
+
+    def before_fork(self) -> None:
+        with self._changed:
+            self._pauses += 1
+            if threading.current_thread() not in self._threads:
+                self._changed.wait_for(lambda: not self._busy)
+
+    def after_fork(self, in_child: bool) -> None:
+        with self._changed:
+            self._pauses -= 1
+            if in_child:
+                self._threads, self._busy = [], 0
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the threads, after the operations in flight."""
@@ -154,6 +162,17 @@ class Executor:
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
                 thread.join()
+
+    def _wake(self) -> None:
+        """Let the threads look for operations. The lock is acquired."""
+        if not (self._threads or self._closed):
+            self._threads = [
+                threading.Thread(target=self._serve, args=(lane,), name=f"ebbtide-{lane[0]}", daemon=True)
+                for lane in self._lanes
+            ]
+            for thread in self._threads:
+                thread.start()
+        self._changed.notify_all()
 
     def _serve(self, lane: Lane) -> None:
         with self._streams.thread_setup():
@@ -189,7 +208,7 @@ class Executor:
 
     def _take(self, lane: Lane) -> int | None:
         run = self._run
-        if run is None or self._error is not None or self._is_paused:
+        if run is None or self._error is not None or self._pauses:
             return None
         index = run.take(lane, self._fits)
         if index is None and self._is_stalled(run):

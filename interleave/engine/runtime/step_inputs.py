@@ -1,11 +1,11 @@
 """The tensors and factors that a step works with, and updates that run before the factors are known."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from ebbtide.interleave.engine.forks import fork_lock
 from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRange
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
@@ -68,7 +68,7 @@ class SpeculativeUpdates:
     def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates) -> None:
         self._subgroups = subgroups
         self._states = states
-        self._lock = threading.Lock()
+        self._lock = fork_lock()
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -13,7 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
-from ebbtide.interleave.engine.devices.emulated import EmulatedDevice, EmulatedMark, WorkQueue
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice, EmulatedMark
+from ebbtide.interleave.engine.forks import WorkQueue
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper

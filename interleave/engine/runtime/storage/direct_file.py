@@ -4,10 +4,10 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.forks import Rest, WorkQueue, follow_forks, fork_generation
 
 # Offsets, lengths and addresses of direct I/O are multiples of this.
 PAGE = 4096
@@ -35,19 +35,43 @@ class DirectFile:
         # Whether the page cache is left out.
         self.is_direct = True
         try:
-            self._file = self._open()
+            self._descriptor = self._open()
         except OSError as error:
             raise EngineError(f"{path} cannot be opened: {error.strerror}") from None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(self._file)
+            os.close(self._descriptor)
             raise EngineError(
                 f"{path} is in use by another optimizer, of this process or another: name another folder for each"
             ) from None
         # In bytes, when it was opened.
-        self.size = os.fstat(self._file).st_size
-        self._pool = ThreadPoolExecutor(THREADS, "ebbtide-storage")
+        self.size = os.fstat(self._descriptor).st_size
+        self._generation = fork_generation()
+        self._pool = WorkQueue("ebbtide-storage", THREADS)
+        follow_forks(self, Rest.QUEUES)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has opened the file, and not one that it was forked from."""
+        return self._generation == fork_generation()
+
+    @property
+    def _file(self) -> int:
+        if not self.is_own:
+            raise EngineError(
+                f"{self.path} belongs to the process that this one was forked from: use the optimizer there"
+            )
+        return self._descriptor
+
+    def before_fork(self) -> None:
+        """Do nothing: the fork waits for the pool."""
+
+    def after_fork(self, in_child: bool) -> None:
+        if in_child and self._descriptor >= 0:
+            # Else the lock of the file would last as long as the child.
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Read as many bytes as the memory has."""
@@ -86,8 +110,10 @@ class DirectFile:
         os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        self._pool.shutdown()
-        os.close(self._file)
+        self._pool.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC

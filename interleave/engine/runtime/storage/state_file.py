@@ -103,7 +103,7 @@ class StateFile:
     def close(self) -> None:
         """Close the file. One without a commit is removed: nothing could be read from it again."""
         self._file.close()
-        if self._commit is None:
+        if self._commit is None and self._file.is_own:
             self.path.unlink(missing_ok=True)
 
     def _create(self) -> None:

@@ -1,0 +1,238 @@
+"""Forks of the process: what has threads is at rest during a fork, and the child goes on with threads of its own."""
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from enum import IntEnum
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from ebbtide.interleave.engine.errors import EngineError
+
+log = logging.getLogger("ebbtide")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Rest(IntEnum):
+    """The order in which things come to rest: calls of the job, then what these have begun."""
+
+    CALLS = 0
+    OPERATIONS = 1
+    QUEUES = 2
+
+
+class ForkFollower(Protocol):
+    """An object with threads. Forks call both methods on the thread that forks."""
+
+    def before_fork(self) -> None:
+        """End the work in flight, and begin no other."""
+
+    def after_fork(self, in_child: bool) -> None:
+        """Go on. In the child no other thread is left."""
+
+
+class _Forks:
+    """The followers of forks by their identity, in weak references, and the locks that a child makes anew."""
+
+    def __init__(self) -> None:
+        # How many forks this process is away from its first ancestor with ebbtide.
+        self.generation = 0
+        self.locks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._followers: dict[int, tuple[Rest, weakref.ref[Any]]] = {}
+        # Two threads may fork at the same time, and a signal handler within a fork.
+        self._lock = threading.RLock()
+        self._prepared: list[list[ForkFollower]] = []
+
+    def add(self, follower: ForkFollower, rest: Rest) -> None:
+        key = id(follower)
+        self._followers[key] = rest, weakref.ref(follower, lambda _: self._followers.pop(key, None))
+
+    def before(self) -> None:
+        self._lock.acquire()
+        # A copy at once: other threads may add some.
+        ordered = sorted(self._followers.copy().values(), key=lambda entry: entry[0])
+        followers = [follower for _, reference in ordered if (follower := reference()) is not None]
+        prepared: list[ForkFollower] = []
+        self._prepared.append(prepared)
+        for follower in followers:
+            prepared.append(follower)
+            _log_errors(follower.before_fork)
+        if followers:
+            _log_errors(_end_openmp_threads)
+
+    def in_parent(self) -> None:
+        for follower in reversed(self._prepared.pop()):
+            _log_errors(functools.partial(follower.after_fork, False))
+        self._lock.release()
+
+    def in_child(self) -> None:
+        self.generation += 1
+        for lock in list(self.locks):
+            if not lock._is_owned():
+                lock._at_fork_reinit()
+        for follower in reversed(self._prepared.pop()):
+            _log_errors(functools.partial(follower.after_fork, True))
+        self._lock.release()
+
+
+_forks = _Forks()
+os.register_at_fork(before=_forks.before, after_in_parent=_forks.in_parent, after_in_child=_forks.in_child)
+
+
+def follow_forks(follower: ForkFollower, rest: Rest) -> None:
+    """Call the methods of an object, which is not kept alive, at every fork."""
+    _forks.add(follower, rest)
+
+
+def fork_generation() -> int:
+    """Return a number that differs between a process and its forked children."""
+    return _forks.generation
+
+
+def fork_lock() -> Any:
+    """Return a re-entrant lock that is free in a forked child, unless the thread that forks has acquired it."""
+    lock = threading.RLock()
+    _forks.locks.add(lock)
+    return lock
+
+
+class WorkQueue:
+    """Work that threads begin in order. They start with the first work, and end with this object. A fork waits for the
+    work, and the child has threads of its own.
+
+    A pool of `concurrent.futures` would not do: in a signal handler within its `submit`, a fork hangs.
+
+    Args:
+        name: The name of the threads.
+        threads: Their number.
+        initializer: What each calls at first.
+        initargs: The arguments of that.
+    """
+
+    def __init__(
+        self, name: str, threads: int = 1, initializer: Callable[..., None] | None = None, *initargs: Any
+    ) -> None:
+        self._name = name
+        self._count = threads
+        self._initialize = None if initializer is None else functools.partial(initializer, *initargs)
+        self._lock = fork_lock()
+        self._set_up()
+        follow_forks(self, Rest.QUEUES)
+
+    def _set_up(self) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end_threads, self._queue, self._count)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there was any work."""
+        return bool(self._threads)
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Let a thread do work, which must not raise."""
+        self._queue.put(work)
+        if not self._threads:
+            with self._lock:
+                if not self._threads:
+                    self._start()
+
+    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Let a thread call a function, and return its result in the future."""
+        if not self._end.alive:
+            raise EngineError(f"the threads {self._name} have ended")
+        future: Future[T] = Future()
+        self.put(functools.partial(_fulfil, future, functools.partial(call, *args, **kwargs)))
+        return future
+
+    def close(self) -> None:
+        """Do all work and end the threads."""
+        self._end()
+        if threading.current_thread() not in self._threads:
+            for thread in self._threads:
+                thread.join()
+
+    def before_fork(self) -> None:
+        threads = self._threads
+        if threads and threading.current_thread() not in threads:
+            are_idle = threading.Event()
+            barrier = threading.Barrier(len(threads), action=are_idle.set)
+            for _ in threads:
+                self._queue.put(barrier.wait)
+            # Another thread may close it meanwhile.
+            while all(thread.is_alive() for thread in threads) and not are_idle.wait(0.1):
+                pass
+
+    def after_fork(self, in_child: bool) -> None:
+        if in_child and self._end.detach():
+            self._set_up()
+
+    def _start(self) -> None:
+        target = functools.partial(_do_all, self._queue, self._initialize)
+        threads = [
+            threading.Thread(target=target, name=f"{self._name}_{number}", daemon=True) for number in range(self._count)
+        ]
+        for thread in threads:
+            thread.start()
+        self._threads = threads
+
+
+def _do_all(queue: SimpleQueue[Callable[[], object] | None], initialize: Callable[[], None] | None) -> None:
+    if initialize is not None:
+        initialize()
+    while (work := queue.get()) is not None:
+        work()
+        # Else it would be kept alive until there is other work.
+        del work
+
+
+def _end_threads(queue: SimpleQueue[Callable[[], object] | None], count: int) -> None:
+    for _ in range(count):
+        queue.put(None)
+
+
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        # The error has this frame, and the future has the error.
+        del future, call
+
+
+def _log_errors(call: Callable[[], None]) -> None:
+    """Call a function. A fork cannot be refused, so that errors are logged."""
+    try:
+        call()
+    except Exception as error:
+        log.error("ebbtide: at a fork of the process: %s", error)
+
+
+def _end_openmp_threads() -> None:
+    """End the threads that OpenMP keeps for this one: a child would wait for them, in torch's own operations, too."""
+    pause = _openmp_pause()
+    if pause is not None:
+        pause(_OMP_PAUSE_HARD)
+
+
+# omp_pause_hard of OpenMP 5.0; threads begin anew with the next operation.
+_OMP_PAUSE_HARD = 2
+
+
+@functools.cache
+def _openmp_pause() -> Any:
+    """Return omp_pause_resource_all of the OpenMP runtime that torch has loaded; None if there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            return getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
+    return None
