@@ -136,7 +136,7 @@ def choose_among(policies: Sequence[str], workload: Workload, machine: Machine) 
     """Choose the fastest of some policies: of those that the device and the host have memory for, if there are any."""
     candidates = [simulate_steps(make_plan(policy, workload, machine), workload, machine) for policy in policies]
     excess = {steps.plan.policy: memory_excess(steps.valid, machine) for steps in candidates}
-    best, *others = sorted(candidates, key=lambda steps: (bool(excess[steps.plan.policy]), steps.iteration_s))
+    best, *others = sorted(candidates, key=lambda steps: (bool(excess[steps.plan.policy]), steps.rating_s))
     left_out = {policy: text for policy, text in excess.items() if text is not None}
     return PolicyChoice(best, excess[best.plan.policy], None, tuple(others), left_out)
 
@@ -152,9 +152,9 @@ def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machin
     steps = steps_of(f"{policy},overlap={option}", workload, machine)
     if steps is None:
         return None
-    exceeds_device, exceeds_host, iteration_s = steps.cost(machine)
+    exceeds_device, exceeds_host, rating_s = steps.cost(machine)
     fits = not (exceeds_device or exceeds_host)
-    if fits and iteration_s * (1 + _MIN_GAIN) < best.iteration_s:
+    if fits and rating_s * (1 + _MIN_GAIN) < best.iteration_s:
         return OverlapChoice(policy, option, steps, best.iteration_s)
     return None
 
@@ -204,7 +204,7 @@ def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
     fitting = [
         steps for steps in _static_splits(workload, machine) if steps.valid.fits_device(machine.gpu_memory_bytes)
     ]
-    return min(fitting, key=lambda steps: steps.iteration_s, default=None)
+    return min(fitting, key=lambda steps: steps.rating_s, default=None)
 
 
 def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
@@ -225,17 +225,17 @@ def _other_policies(best: Steps, split: Steps | None, workload: Workload, machin
     fitting = [steps for steps in interleaved if steps is not None and may_fit(steps)]
     candidates = [
         *(steps_of(policy, workload, machine) for policy in ("zero-offload", "pipelined")),
-        min(fitting, key=lambda steps: steps.iteration_s, default=None),
+        min(fitting, key=lambda steps: steps.rating_s, default=None),
         split,
     ]
     if workload.gpu_free is None and not fits_memory(best, machine):
         # Where the host is too small for the best policy, a split may fit: what the device has free is not known.
         splits = [steps for steps in _static_splits(workload, machine) if fits_memory(steps, machine)]
-        candidates.append(min(splits, key=lambda steps: steps.iteration_s, default=None))
+        candidates.append(min(splits, key=lambda steps: steps.rating_s, default=None))
     # A split may be zero-offload, and the best policy one of these.
     by_policy = {steps.plan.policy: steps for steps in candidates if steps is not None}
     others = [steps for policy, steps in by_policy.items() if policy != best.plan.policy and may_fit(steps)]
-    return sorted(others, key=lambda steps: steps.iteration_s)
+    return sorted(others, key=lambda steps: steps.rating_s)
 
 
 def fits_memory(steps: Steps, machine: Machine) -> bool:

@@ -64,7 +64,7 @@ class PolicyResult:
     stored_subgroups: int
     # Whether each step gives the results that the workload asks for.
     exact: bool
-    note: str | None  # How the results differ where they are not exact; None where they are.
+    note: str | None  # How the results differ where they are not exact, and the iterations where they do.
     weights: dict[str, int] | None  # Layers that are resident and streamed; None without layers. So are the next two.
     activations: dict[str, int] | None  # Layers of each of ACTIVATION_KINDS, by most of their activations.
     job_peak_device_bytes: float | None  # Largest device memory of the layers and of what the plan puts there.
@@ -223,7 +223,7 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
         storage_busy=schedule.storage_busy_shares(),
         stored_subgroups=len(schedule.plan.stored),
         exact=schedule.plan.is_exact,
-        note=schedule.plan.departures.consequence or None,
+        note="; ".join(filter(None, (schedule.plan.departures.consequence, steps.note))) or None,
         weights=counts[0],
         activations=counts[1],
         job_peak_device_bytes=schedule.peak_job_bytes(),

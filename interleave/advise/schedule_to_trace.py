@@ -1,5 +1,7 @@
 """Converts a schedule to a trace, which can be plotted, reported and exported like a recorded one."""
 
+from itertools import accumulate, cycle, islice
+
 import numpy as np
 
 from ebbtide.interleave.model.schedule import Schedule
@@ -19,7 +21,7 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
     builder.meta["warmup_iterations"] = 0
     builder.meta["policy"] = schedule.plan.policy
     builder.meta["machine"] = machine.as_json()
-    for note in (schedule.plan.remark, *workload.notes):
+    for note in (schedule.plan.remark, schedule.note, *workload.notes):
         if note:
             builder.note(note)
     peak = max(machine.h2d_bytes_per_s or 0.0, machine.d2h_bytes_per_s or 0.0) or None
@@ -32,24 +34,27 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
     }
     rank = builder.rank(0, devices=[device], transfers_recorded=True, model={"params": workload.params})
     rank.meta["first_iteration_start_ns"] = 0
-    length = _ns(schedule.iteration_s)
-    edges = np.cumsum([schedule.other_s, schedule.forward_s, schedule.backward_s, schedule.update_s])
-    times, used = device_memory(schedule, machine)
-    sizes = np.rint(used).astype(np.int64)
+    in_turn = list(islice(cycle(schedule.iterations), iterations))
+    begins = list(accumulate((_ns(one.iteration_s) for one in in_turn), initial=0))
     pool = "device" if workload.gpu_free is not None and machine.gpu_memory_bytes else "planned"
-    for iteration in range(iterations):
-        base = iteration * length
+    if schedule.plan.has_late_operations:
+        before = schedule.iterations[-1]
+        _add_operations(rank, before, -1, -_ns(before.iteration_s), begins[-1])
+    for iteration, one in enumerate(in_turn):
+        base = begins[iteration]
+        edges = np.cumsum([one.other_s, one.forward_s, one.backward_s, one.update_s])
         for phase, start, end in zip(PHASES, edges, edges[1:], strict=False):
-            rank.phase(phase, base + _ns(start), base + min(_ns(end), length), iteration)
+            rank.phase(phase, base + _ns(start), min(base + _ns(end), begins[iteration + 1]), iteration)
+        times, used = device_memory(one, machine)
+        sizes = np.rint(used).astype(np.int64)
         rank.extend("memory", t_ns=base + np.rint(times * 1e9).astype(np.int64), device=_DEVICE, pool=pool, bytes=sizes)
-    for iteration in range(-1 if schedule.plan.has_late_operations else 0, iterations):
-        _add_operations(rank, schedule, iteration, iterations * length)
+        _add_operations(rank, one, iteration, base, begins[-1])
     return builder
 
 
-def _add_operations(rank: RankBuilder, schedule: Schedule, iteration: int, trace_end_ns: int) -> None:
-    """Add the operations of an iteration, as far as they run between the start and the end of the trace."""
-    base = iteration * _ns(schedule.iteration_s)
+def _add_operations(rank: RankBuilder, schedule: Schedule, iteration: int, base: int, trace_end_ns: int) -> None:
+    """Add the operations of an iteration that begins at `base` ns, as far as they run between the start and the end of
+    the trace."""
     for op, start, end in schedule.items():
         full_begin, full_stop = base + _ns(start), base + _ns(end)
         begin, stop = max(full_begin, 0), min(full_stop, trace_end_ns)

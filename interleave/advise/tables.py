@@ -40,7 +40,7 @@ def replay_view(replayed: Replay, baseline: str, verbose: bool) -> View:
             if verbose and schedule.plan.remark:
                 yield f"{result.policy}: {schedule.plan.remark}"
             if result.note:
-                yield f"{result.policy} is not exact: {result.note}"
+                yield f"{result.policy}{'' if result.exact else ' is not exact'}: {result.note}"
     if verbose and any("parked" in schedule.plan.remark for schedule in replayed.schedules):
         yield f"  {_PLACES}"
     yield from _speculation(replayed)

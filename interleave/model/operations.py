@@ -87,6 +87,13 @@ class Op(NamedTuple):
         return f"{self.resource} {self.path}" if self.path else self.resource
 
 
+def from_backward(op: Op) -> Op:
+    """Return an operation of an iteration with late operations before it, which begins when these have ended."""
+    if op.point >= BACKWARD or op.kind in LAYER_KINDS:
+        return op
+    return op._replace(point=BACKWARD)
+
+
 def uses_state_on_host(op: Op, casts_on_gpu: Collection[int]) -> bool:
     """Return whether an operation reads or writes the state of its subgroup in host memory. `casts_on_gpu` are
     subgroups whose masters are uploaded and converted on the GPU."""

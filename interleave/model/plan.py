@@ -250,6 +250,9 @@ class PlanChecker:
             if self._indices["upload"][subgroup] >= 0:
                 raise self._error(op, "comes after the upload")
             self._require_validation(op)
+        elif op.kind == "write" and self._indices["update"][subgroup] >= 0:
+            # The old state is in storage until the new one is valid.
+            self._require_validation(op)
         elif op.kind == "upload":
             if ONE_UPLOAD in self._left_out and self._indices["update"][subgroup] < 0:
                 # Of parameters that the iteration before has updated.
@@ -318,10 +321,11 @@ class PlanChecker:
 
     def _check_late_operations(self) -> None:
         """Check that what follows a late operation is late, that parameters are new before the next forward uses them,
-        and that the next iteration touches a subgroup only when its late operations have ended."""
+        and that the next iteration begins when all late operations have ended, as the engine does."""
         ops, needed = self._plan.ops, forward_points(self._workload)
-        latest_due = [OTHER] * self._plan.subgroups
         for op in ops:
+            if op.point < BACKWARD and op.kind not in LAYER_KINDS:
+                raise self._error(op, "may start before the late operations of the iteration before have ended")
             if op.due is None:
                 if any(ops[index].due is not None for index in op.after):
                     raise self._error(op, "waits for a late operation and is not late")
@@ -334,10 +338,6 @@ class PlanChecker:
             limit = needed[op.subgroup] if op.kind in WRITES_PARAMETERS else BACKWARD
             if not FORWARD <= op.due <= limit:
                 raise self._error(op, f"is due at point {op.due}, which must be from {FORWARD} to {limit}")
-            latest_due[op.subgroup] = max(latest_due[op.subgroup], op.due)
-        for op in ops:
-            if op.subgroup >= 0 and op.kind not in LAYER_KINDS and op.point < latest_due[op.subgroup]:
-                raise self._error(op, "may start before the late operations of the iteration before have ended")
 
     def _error(self, op: Op, problem: str) -> PlanError:
         return plan_error(self._plan.policy, op, problem)

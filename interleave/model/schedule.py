@@ -1,7 +1,12 @@
 """Schedules: plans with times, predicted by the simulator or measured by an executor."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,6 +15,13 @@ from ebbtide.interleave.model.durations import host_traffic
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES, Op, Plan
 from ebbtide.interleave.model.workload import LayerMemory, Workload
 from ebbtide.machines.machine import Machine
+from ebbtide.units import ms_text
+
+# A note lists the lengths of up to so many iterations.
+_MOST_LISTED = 4
+# A plan that settles is better than one that does not, unless it is slower by this factor.
+_UNSETTLED_FACTOR = 1e3
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,7 @@ class Schedule:
     """A plan with the times of one iteration, which repeats.
 
     Late operations (see `Op.due`) may end in the next iteration: their times then exceed the length of this one.
+    Where iterations differ and repeat together (`cycle`), phases are their means, and operations those of the first.
 
     Attributes:
         starts: Start of each operation, seconds from the start of the iteration.
@@ -36,6 +49,8 @@ class Schedule:
         backward_s: Length of the backward, likewise.
         update_s: Length of the update, likewise. The iteration is the sum of the four.
         measured: Bytes as the executor has counted them; None: simulated.
+        cycle: The iterations that differ and repeat together, in order; empty if each is as this one.
+        settles: Whether iterations repeat. Otherwise `cycle` has the second half of those that were simulated.
     """
 
     plan: Plan
@@ -47,6 +62,18 @@ class Schedule:
     backward_s: float
     update_s: float
     measured: MeasuredBytes | None = None
+    cycle: tuple[Schedule, ...] = ()
+    settles: bool = True
+
+    @classmethod
+    def of_cycle(cls, cycle: Sequence[Schedule], settles: bool = True) -> Schedule:
+        """Return the schedule of iterations that repeat together, or of some that do not repeat."""
+        first = cycle[0]
+        if len(cycle) == 1:
+            return first
+        phases = ("other_s", "forward_s", "backward_s", "update_s")
+        means = {phase: fmean(getattr(one, phase) for one in cycle) for phase in phases}
+        return replace(first, **means, cycle=tuple(cycle), settles=settles)
 
     def __repr__(self) -> str:
         return f"<Schedule: {self.plan.policy}, {len(self.starts):,} operations, iteration {self.iteration_s:.6g} s>"
@@ -61,6 +88,44 @@ class Schedule:
         """Seconds that the optimizer adds to the iteration."""
         return max(0.0, self.iteration_s - self.workload.compute_s)
 
+    @property
+    def iterations(self) -> tuple[Schedule, ...]:
+        """The iterations that repeat, each with its own times."""
+        return self.cycle or (self,)
+
+    @property
+    def shown(self) -> Schedule:
+        """One iteration, to be drawn."""
+        return self.iterations[0]
+
+    @property
+    def note(self) -> str | None:
+        """The lengths of iterations that differ, in words; None if they do not."""
+        if not self.cycle:
+            return None
+        lengths_ms = [1e3 * one.iteration_s for one in self.cycle]
+        extent = f"from {ms_text(min(lengths_ms))} to {ms_text(max(lengths_ms))}"
+        if not self.settles:
+            return f"its iterations do not settle: {extent}"
+        if len(lengths_ms) > _MOST_LISTED:
+            return f"its iterations repeat every {len(lengths_ms)}: {extent}"
+        return f"its iterations alternate: {', '.join(map(ms_text, lengths_ms))}"
+
+    @property
+    def rating_s(self) -> float:
+        """Seconds by which plans are compared: the iteration, or far more if iterations do not settle."""
+        return self.iteration_s if self.settles else _UNSETTLED_FACTOR * self.iteration_s
+
+    @property
+    def span_s(self) -> float:
+        """Seconds until everything repeats."""
+        return sum(one.iteration_s for one in self.iterations)
+
+    def in_turn(self) -> Iterator[tuple[float, Schedule]]:
+        """Yield the iterations that repeat, with their start, seconds from that of the first."""
+        begins = accumulate((one.iteration_s for one in self.iterations), initial=0.0)
+        return zip(begins, self.iterations, strict=False)
+
     def items(self) -> Iterator[tuple[Op, float, float]]:
         """Yield (operation, start s, end s) in the plan's order."""
         return zip(self.plan.ops, self.starts, self.ends, strict=True)
@@ -73,38 +138,42 @@ class Schedule:
         """Return the share of the update phase during which each resource is busy; of storage, the busiest path.
 
         Storage is left out if the plan does not use it."""
-        begin = self.iteration_s - self.update_s
         busy: dict[tuple[str, int], float] = {}
-        for op, start, end in self.items():
-            key = op.resource, op.path
-            busy[key] = busy.get(key, 0.0) + max(0.0, min(end, self.iteration_s) - max(start, begin))
+        for one in self.iterations:
+            begin = one.iteration_s - one.update_s
+            for op, start, end in one.items():
+                key = op.resource, op.path
+                busy[key] = busy.get(key, 0.0) + max(0.0, min(end, one.iteration_s) - max(start, begin))
+        update_s = sum(one.update_s for one in self.iterations)
         resources = (*RESOURCES, *STORAGE_RESOURCES) if self.plan.storage_buffers else RESOURCES
         shares: dict[str, float] = dict.fromkeys(resources, 0.0)
-        for (resource, _), seconds in busy.items() if self.update_s > 0 else ():
-            shares[resource] = max(shares[resource], min(1.0, seconds / self.update_s))
+        for (resource, _), seconds in busy.items() if update_s > 0 else ():
+            shares[resource] = max(shares[resource], min(1.0, seconds / update_s))
         return shares
 
     def storage_busy_shares(self) -> list[dict[str, float]]:
         """Return the shares of the iteration during which each path of the storage reads and writes."""
         paths = 1 + max((op.path for op in self.plan.ops if op.resource in STORAGE_RESOURCES), default=-1)
         busy: list[dict[str, float]] = [dict.fromkeys(STORAGE_RESOURCES, 0.0) for _ in range(paths)]
-        for op, start, end in self.items():
-            if op.resource in STORAGE_RESOURCES and self.iteration_s > 0:
-                busy[op.path][op.resource] += (end - start) / self.iteration_s
+        for one in self.iterations if self.span_s > 0 else ():
+            for op, start, end in one.items():
+                if op.resource in STORAGE_RESOURCES:
+                    busy[op.path][op.resource] += (end - start) / self.span_s
         return busy
 
     def host_traffic_in_update(self) -> float:
         """Return the bytes of host memory that CPU updates, casts and copies read and write during the update."""
-        begin, over = self.iteration_s - self.update_s, self.iteration_s
         total = 0.0
-        for op, start, end in self.items():
-            within_s = max(0.0, min(end, over) - max(start, begin))
-            is_within = start >= begin and end <= over
-            total += (1.0 if is_within else within_s / ((end - start) or 1.0)) * host_traffic(op, self.workload)
-        return total
+        for one in self.iterations:
+            begin, over = one.iteration_s - one.update_s, one.iteration_s
+            for op, start, end in one.items():
+                within_s = max(0.0, min(end, over) - max(start, begin))
+                is_within = start >= begin and end <= over
+                total += (1.0 if is_within else within_s / ((end - start) or 1.0)) * host_traffic(op, self.workload)
+        return total / len(self.iterations)
 
     def device_memory_line(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the device memory that the plan uses, as a step function over the iteration.
+        """Return the device memory that the plan uses, as a step function over the iterations that repeat.
 
         It counts resident state, buffers, parked state and kept gradients.
 
@@ -122,23 +191,29 @@ class Schedule:
         sizes = self.workload.subgroups
         parked_bytes = self.workload.state_bytes * sum(sizes[subgroup] for subgroup in self.plan.parked)
         changes = [(0.0, self.plan.resident_bytes + parked_bytes)]
-        for op, start, end in self.items():
-            if op.acquire:
-                changes.append((start, op.acquire))
-            if op.release:
-                changes.append((end, -op.release))
-        changes += self._kept_gradient_changes()
+        for begin, one in self.in_turn():
+            changes += [(begin + time, size) for time, size in one._changes_of_operations()]
         if self.plan.has_late_operations:
             changes = self._wrapped(changes)
         # At equal times memory is released before it is allocated.
         changes.sort()
         return changes
 
+    def _changes_of_operations(self) -> list[tuple[float, float]]:
+        """Return the same of the operations of this iteration, in any order."""
+        changes = self._kept_gradient_changes()
+        for op, start, end in self.items():
+            if op.acquire:
+                changes.append((start, op.acquire))
+            if op.release:
+                changes.append((end, -op.release))
+        return changes
+
     def _wrapped(self, changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Move changes after the end of the iteration to where the iteration before made them.
+        """Move changes after the end of the iterations that repeat to where those before made them.
 
         What was allocated in an earlier iteration and is released in this one is in use from the start."""
-        length = self.iteration_s
+        length = self.span_s
         in_use = sum(-size * (time // length) for time, size in changes)
         return [(0.0, in_use), *((time % length, size) for time, size in changes)]
 
@@ -175,12 +250,11 @@ class Schedule:
             if self.peak_device_bytes == 0:
                 return True
             return False if gpu_memory_bytes is not None and self.peak_device_bytes > gpu_memory_bytes else None
-        times = self._stretched(time for time, _ in self.workload.gpu_free)
-        free = [(time, size) for time, (_, size) in zip(times, self.workload.gpu_free, strict=True)]
-        return fits_beside(self._device_memory_changes(), free, self.iteration_s)
+        free = self._stretched(self.workload.gpu_free)
+        return fits_beside(self._device_memory_changes(), free, self.span_s)
 
     def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the device memory that the job itself leaves free, as a step function over this schedule.
+        """Return the device memory that the job itself leaves free, as a step function over the iterations that repeat.
 
         Waiting in a phase stretches the workload's own steps in that phase.
 
@@ -189,11 +263,20 @@ class Schedule:
         """
         if self.workload.gpu_free is None:
             return None
-        times = self._stretched(time for time, _ in self.workload.gpu_free)
-        return np.array(times), np.array([size for _, size in self.workload.gpu_free])
+        times, sizes = zip(*self._stretched(self.workload.gpu_free), strict=True)
+        return np.array(times), np.array(sizes)
 
-    def _stretched(self, times: Iterable[float]) -> list[float]:
-        """Return times of an iteration without waiting, with each phase as long as in this schedule."""
+    def _stretched(self, steps: Iterable[tuple[float, Value]]) -> list[tuple[float, Value]]:
+        """Return a step function of an iteration without waiting, over the iterations that repeat."""
+        times, values = zip(*steps, strict=True)
+        return [
+            (begin + time, value)
+            for begin, one in self.in_turn()
+            for time, value in zip(one._stretched_times(times), values, strict=True)
+        ]
+
+    def _stretched_times(self, times: Iterable[float]) -> list[float]:
+        """Return times of an iteration without waiting, with each phase as long as in this one."""
         lengths = (
             (self.workload.other_s, self.other_s),
             (self.workload.forward_s, self.forward_s),
@@ -215,7 +298,10 @@ class Schedule:
     def layer_memory_line(self) -> tuple[list[float], list[LayerMemory]]:
         """Return the device memory of layers whose weights and activations the plan moves, as a step function."""
         memory = self.workload.layer_memory
-        return self._stretched(one.at_s for one in memory), list(memory)
+        if not memory:
+            return [], []
+        times, sizes = zip(*self._stretched((one.at_s, one) for one in memory), strict=True)
+        return list(times), list(sizes)
 
     def peak_job_bytes(self) -> float | None:
         """Return the largest device memory of the layers and of what the plan puts there; None without layers."""

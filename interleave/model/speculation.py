@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ebbtide.interleave.model.plan import BACKWARD, STEP, Op, Plan, gradient_ready_points
+from ebbtide.interleave.model.plan import STEP, Op, Plan, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
 
 _AFTER = Op._fields.index("after")
@@ -44,7 +44,7 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
 
 def redone(plan: Plan) -> Plan:
     """Return the plan of a step that clipping changes, to be simulated: speculative updates are computed again from the
-    old state, and state in storage is read and written again."""
+    old state, and state in storage is read again."""
     if plan.rolls_back:
         return _rolled_back(plan)
     ops: list[Op] = []
@@ -52,35 +52,23 @@ def redone(plan: Plan) -> Plan:
     again: dict[int, int] = {}
     speculative = {op.subgroup: index for index, op in enumerate(plan.ops) if op.speculative}
     clip = -1
-    transfers = {(op.kind, op.subgroup): op for op in plan.ops if op.kind in ("read", "write")}
-    # The latest write from each buffer: the next read into it waits for that.
-    writes: dict[int, int] = {}
-    # Subgroups whose state has been written. The write of any other follows its last use, which is computed again.
-    written: set[int] = set()
+    reads = {op.subgroup: op for op in plan.ops if op.kind == "read"}
 
     def append(op: Op, *after: int) -> int:
-        if op.kind == "read" and op.buffer in writes:
-            after = (*after, writes[op.buffer])
-        elif op.kind == "write":
-            writes[op.buffer] = len(ops)
-            written.add(op.subgroup)
         ops.append(_with_after(op, tuple(dict.fromkeys(after))))
         return len(ops) - 1
 
     def update_again(source: int) -> int:
         update = plan.ops[source]._replace(speculative=False, point=STEP)
-        read = transfers.get(("read", update.subgroup))
+        read = reads.get(update.subgroup)
         if read is None:
             return append(update, indices[source], clip)
         read_again = append(read._replace(point=STEP, due=update.due), indices[source], clip)
-        index = append(update, indices[source], clip, read_again)
-        if update.subgroup in written:
-            append(transfers["write", update.subgroup]._replace(point=STEP, due=BACKWARD), index)
-        return index
+        return append(update, indices[source], clip, read_again)
 
     for op in plan.ops:
         source = speculative.get(op.subgroup, -1)
-        if source in op.after and source not in again and op.kind != "write":
+        if source in op.after and source not in again:
             again[source] = update_again(source)
         indices.append(append(op, *[again.get(index, indices[index]) for index in op.after]))
         if op.kind == "clip":

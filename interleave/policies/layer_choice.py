@@ -121,7 +121,7 @@ def cost_of(steps: Steps, host_limit_bytes: float | None) -> Cost:
         missing += max(1.0, schedule.peak_device_bytes - (schedule.workload.min_free_bytes or 0.0))
     excess = 0.0 if host_limit_bytes is None else max(0.0, schedule.host_bytes() - host_limit_bytes)
     moved = sum(op.nbytes for op in schedule.plan.ops if op.kind in LAYER_KINDS)
-    return missing, excess, steps.iteration_s, moved
+    return missing, excess, steps.rating_s, moved
 
 
 def plan_with_layers(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from ebbtide.interleave.model.operations import OVERLAPS, Overlap
+from ebbtide.interleave.model.operations import OVERLAPS, Overlap, from_backward
 from ebbtide.interleave.model.plan import BACKWARD, LATE_KINDS, WRITES_PARAMETERS, Op, Plan, forward_points
 from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
@@ -87,7 +87,10 @@ def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) 
         # Without `_replace`, which takes several times as long.
         return Op._make((*op[:_POINT], max(op.point, BACKWARD), *op[_POINT + 1 : _DUE], due, *op[_DUE + 1 :]))
 
-    return replace(plan, ops=tuple(map(late_op, plan.ops)))
+    ops = tuple(map(late_op, plan.ops))
+    if any(op.due is not None for op in ops):
+        ops = tuple(map(from_backward, ops))
+    return replace(plan, ops=ops)
 
 
 def _with_predecessors(plan: Plan, subgroups: frozenset[int]) -> frozenset[int]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
+from ebbtide.interleave.model.operations import from_backward
 from ebbtide.interleave.model.plan import BACKWARD, Op, OpKind, Plan, Resource, uses_state_on_host
 from ebbtide.interleave.model.schedule import available_host_bytes, exceeds_host, needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -96,6 +97,7 @@ class _Chains:
         stored_and_speculated = self.path_of.keys() & plan.speculated
         speculative = [use.first for subgroup, use in self._uses.items() if subgroup in stored_and_speculated]
         clip = next((index for index, op in enumerate(plan.ops) if op.kind == "clip"), -1)
+        self._clip = clip
         self._new: list[Op] = []
         self._index: dict[int, int] = {}
         self._reads: dict[int, int] = {}
@@ -107,7 +109,8 @@ class _Chains:
                 # Their buffers are the first to be used, whatever their place among the updates of the step.
                 for update in speculative:
                     self._emit(update)
-        return self._new
+        # The last write of a buffer is late.
+        return list(map(from_backward, self._new))
 
     def _emit(self, index: int) -> None:
         """Append an operation, with its read or write if it is the first or last to use state that is in storage."""
@@ -118,15 +121,16 @@ class _Chains:
             self._reads[op.subgroup] = self._read(op)
         if use is not None and (op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu")):
             after = (*after, self._reads[op.subgroup])
-            # A fetch in the forward, while the update of the iteration before may still be late, waits like its read.
-            op = op._replace(point=max(op.point, BACKWARD))
         self._index[index] = len(self._new)
         self._new.append(op._replace(after=after))
         if use is not None and index == use.last:
             buffer = self._buffer_of[op.subgroup]
             due = BACKWARD if op.due is not None or self._last_of_buffer[buffer] == op.subgroup else None
             self._writes_of_buffers[buffer] = len(self._new)
-            self._new.append(self._transfer("write", "storage_write", op, op.point, (self._index[index],), due))
+            # Until then the file has the state that a speculative update is computed again from.
+            valid = (self._index[self._clip],) if use.speculative else ()
+            after = tuple(dict.fromkeys((self._index[index], *valid)))
+            self._new.append(self._transfer("write", "storage_write", op, op.point, after, due))
 
     def _read(self, consumer: Op) -> int:
         """Append the read that an operation needs and return its index."""

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.durations import phase_before
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Plan
@@ -10,10 +12,10 @@ from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.event_loop import INFINITE, TaskGraph, run_tasks
 
-# Iterations at first, and the most. The one before the last is the result: the last has no next one.
-_FEWEST, _MOST = 4, 64
-# Lengths of iterations that differ by less, relatively, are equal.
-_SAME_LENGTH = 1e-9
+# Iterations in a row, until they repeat. The one before the last is the result: the last has no next one.
+_COUNTS = (4, 8, 16, 32, 64)
+# Times that differ by less, relative to an iteration, are equal.
+_SAME_TIMES = 1e-9
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,36 @@ def run_once(work: IterationWork, limit_s: float) -> Schedule | None:
 
 
 def run_iterations(work: IterationWork) -> Schedule:
-    """Return the schedule of an iteration in the steady state, in which each takes as long as the one before."""
-    iterations, tasks = _FEWEST, len(work.resource)
-    while True:
-        times = work.run([work] * iterations, INFINITE)
+    """Return the schedule of the iterations that repeat in the steady state: one, or some that differ. Those of a plan
+    that does not settle have the note that it does not."""
+    tasks = len(work.resource)
+    settles, cycle = False, range(0)
+    for count in _COUNTS:
+        times = work.run([work] * count, INFINITE)
         assert times is not None
         starts, ends = times
-        begins = ends[::tasks]
-        last_s, before_s = begins[-1] - begins[-2], begins[-2] - begins[-3]
-        if abs(last_s - before_s) <= _SAME_LENGTH * last_s or 2 * iterations > _MOST:
-            return _schedule(work, starts, ends, (iterations - 2) * tasks)
-        iterations *= 2
+        period = _period(np.array(times).reshape(2, count, tasks))
+        settles, cycle = bool(period), range(count - 1 - (period or count // 2), count - 1)
+        if settles:
+            break
+    return Schedule.of_cycle([_schedule(work, starts, ends, number * tasks) for number in cycle], settles)
+
+
+def _period(times: np.ndarray) -> int:
+    """Return after how many iterations everything repeats; 0 if it does not. `times` are start and end, of each
+    iteration, of each task.
+
+    The begin of an iteration finds operations of the one before alone. So whatever follows the last iteration follows
+    an earlier one too, if in both all tasks have the same times, and so has what runs on from the iteration before."""
+    begins = times[1, :, 0]
+    own = times - begins[:, None]
+    carried = np.maximum(times[:, :-1] - begins[1:, None], 0.0)
+    # No iteration follows the last one, and none comes before the first.
+    states = np.concatenate([own[:, 1:-1], carried[:, :-1]], axis=2)
+    differences = np.abs(states[:, ::-1] - states[:, -1:]).max(axis=(0, 2))
+    length_s = begins[-1] - begins[-2]
+    equal = np.flatnonzero(differences[1:] <= _SAME_TIMES * length_s) + 1
+    return int(equal[0]) if len(equal) and 2 * equal[0] < len(begins) - 1 else 0
 
 
 def is_exact(plan: Plan) -> bool:

@@ -135,10 +135,20 @@ class Steps:
         """The mean iteration, s."""
         return self.mean("iteration_s")
 
+    @property
+    def rating_s(self) -> float:
+        """The mean of `Schedule.rating_s`."""
+        return self.mean("rating_s")
+
+    @property
+    def note(self) -> str | None:
+        """The note of the schedules, see `Schedule.note`."""
+        return self.valid.note or (self.redone and self.redone.note)
+
     def cost(self, machine: Machine) -> tuple[bool, bool, float]:
-        """Return whether the plan exceeds the memory of the device, and of the host, and its mean iteration, s."""
+        """Return whether the plan exceeds the memory of the device, and of the host, and its rating, s."""
         exceeds = exceeds_host(self.plan, self.valid.workload, machine)
-        return self.valid.fits_device(None) is False, exceeds, self.iteration_s
+        return self.valid.fits_device(None) is False, exceeds, self.rating_s
 
     def mean(self, key: str) -> float:
         """Return the mean of an attribute of the schedules, by `Workload.clip_active_share`."""

@@ -43,11 +43,11 @@ def other_systems(workload: Workload, context: PasteContext, best_s: float) -> t
     """Return the systems that fit and beat `best_s`, and Megatron-LM's best fraction; exact and fast ones first."""
     limit_s = (1 - _MIN_GAIN) * best_s
     fitting = [steps for text in ADVISED_SYSTEMS if (steps := _fitting(text, workload, context.machine)) is not None]
-    faster = [steps for steps in fitting if steps.iteration_s < limit_s]
+    faster = [steps for steps in fitting if steps.rating_s < limit_s]
     fractions = [f"megatron-hybrid:{fraction:g},overlap=copies" for fraction in _FRACTIONS]
     hybrids = [steps for text in fractions if (steps := _fitting(text, workload, context.machine)) is not None]
     if hybrids:
-        faster.append(min(hybrids, key=lambda steps: steps.iteration_s))
+        faster.append(min(hybrids, key=lambda steps: steps.rating_s))
     setups = [_setup(steps, context, limit_s) for steps in faster]
     return tuple(sorted(setups, key=lambda setup: (not setup.exact, setup.iteration_ms)))
 

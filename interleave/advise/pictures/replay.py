@@ -107,10 +107,12 @@ def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
     titles = [
         f"{schedule.plan.policy}: {schedule.iteration_s:,.3g} s"
         + (" where clipping changes nothing" if schedule.plan.speculated else "")
+        + (f"; {schedule.note}" if schedule.note else "")
         for schedule in schedules
     ]
-    draw_lanes(figure, schedules, titles).set_xlabel("time of an iteration (s), simulated")
-    add_lane_legend(figure, schedules)
+    shown = [schedule.shown for schedule in schedules]
+    draw_lanes(figure, shown, titles).set_xlabel("time of an iteration (s), simulated")
+    add_lane_legend(figure, shown)
     return figure
 
 

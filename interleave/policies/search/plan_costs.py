@@ -215,8 +215,8 @@ class PlanCosts:
         schedule = self._simulator.run(plan, limit)
         if schedule is None:
             return _Evaluation(limit, limit, exact=False)
-        seconds = schedule.iteration_s
-        begin_s = seconds - schedule.update_s
+        seconds = schedule.rating_s
+        begin_s = schedule.iteration_s - schedule.update_s
         share = self.workload.clip_active_share
         if plan.speculated and share:
             self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
@@ -225,7 +225,7 @@ class PlanCosts:
             redone_schedule = self._simulator.run(again, redone_limit)
             if redone_schedule is None:
                 return _Evaluation(limit, limit, exact=False)
-            seconds = (1 - share) * seconds + share * redone_schedule.iteration_s
+            seconds = (1 - share) * seconds + share * redone_schedule.rating_s
         late_s = sum([end - begin_s for end in schedule.ends if end > begin_s]) / plan.subgroups
         moved_s = sum([op.nbytes for op in plan.ops]) / self._link_bytes_per_s
         factor = 1.0

@@ -87,6 +87,7 @@ class _Maker:
     kept: set[int] = field(default_factory=set)
 
     def add(self, subgroup: int, placement: str, kept: bool) -> None:
+        returned_bytes = 0.0
         state, width = self.workload.state_bytes, self.workload.grad_bytes
         state_bytes = state * self.workload.subgroups[subgroup]
         ready_point = (
@@ -111,7 +112,8 @@ class _Maker:
             self._op("upload", "h2d", subgroup, width, after=[(last, subgroup)], pageable=pageable)
             return
         if not kept:
-            self._op("gradient up", "h2d", subgroup, width, after=list(waits))
+            returned_bytes = self.workload.returned_gradient_bytes * self.workload.subgroups[subgroup]
+            self._op("gradient up", "h2d", subgroup, width, after=list(waits), acquire=returned_bytes)
             waits.append(("gradient up", subgroup))
         if placement == "resident":
             self.resident.add(subgroup)
@@ -123,7 +125,12 @@ class _Maker:
             self._op("fetch", "h2d", subgroup, state, after=flushed, acquire=state_bytes)
             waits.append(("fetch", subgroup))
         self._op(
-            "update", "gpu", subgroup, point=max(ready_point, scalars_point) if kept else scalars_point, after=waits
+            "update",
+            "gpu",
+            subgroup,
+            point=max(ready_point, scalars_point) if kept else scalars_point,
+            after=waits,
+            release=returned_bytes,
         )
         if placement == "streamed":
             self._op("flush", "d2h", subgroup, state, after=[("update", subgroup)], release=state_bytes)
