@@ -86,7 +86,7 @@ def test_launches__nothing_without_elements(recorder: LaunchRecorder) -> None:
     empty = torch.zeros(0)
     for tensors in ([], [empty, empty]):
         assert triton_kernel.gpu_sums_of_squares(tensors)() == [0.0 for _ in tensors]
-        assert triton_kernel.gpu_fingerprint(tensors)() == [0 for _ in tensors]
+        assert triton_kernel.gpu_fingerprint(tensors)() == [b"" for _ in tensors]
     assert recorder.launches == []
 
 

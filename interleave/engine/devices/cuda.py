@@ -248,7 +248,7 @@ class CudaDevice(CudaStreams, Device):
     def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
         return self._started(self._kernel.gpu_sums_of_squares, gradients)
 
-    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         return self._started(self._kernel.gpu_fingerprint, values)
 
     def warm_up(

@@ -98,7 +98,7 @@ class Device(Streams, Protocol):
 
         There is one for each combination of dtypes of gradient and parameter. For `remainder` see remainder.py."""
 
-    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         """Start `fingerprint.fingerprint` of flat parameters, and return a function that waits for the results.
 
         They are of the values that the parameters have now. The training thread has issued all work on them."""

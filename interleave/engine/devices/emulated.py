@@ -224,7 +224,7 @@ class EmulatedDevice(EmulatedStreams, Device):
         squares = self._kernel.sums_of_squares(gradients)
         return lambda: squares
 
-    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         fingerprints = self._kernel.fingerprints(values)
         return lambda: fingerprints
 

@@ -24,11 +24,9 @@ from numba.core.errors import TypingError
 from numba.extending import overload, register_jitable
 
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
-from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
-from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import FLOAT16_NAN, NAN
-from ebbtide.interleave.engine.numerics.rounding import MIX_FACTORS
+from ebbtide.interleave.engine.numerics.rounding import FACTOR, MIX_FACTORS
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 # Digest of all code that the loops may call.
@@ -40,9 +38,9 @@ U = np.uint32
 _NAN, _FLOAT16_NAN = U(NAN), U(FLOAT16_NAN)
 _INFINITE = U(0x7F800000)
 NEXT_PLACE = _FACTOR = U(FACTOR)
-_MIX_FACTOR = U(MIX_FACTOR)
 _FIRST_MIX_FACTOR, _SECOND_MIX_FACTOR = map(U, MIX_FACTORS)
 _MAGNITUDE = U(0x7FFFFFFF)
+_LOW, _HALF_WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
 # Difference between the exponents of float32 and float16.
 _BIAS = U((127 - 15) << 23)
 _LEAST_NORMAL, _LEAST_NORMAL_BITS = F(2.0**-14), U((127 - 14) << 23)
@@ -290,33 +288,17 @@ def _block_sums(grad, sums):
         sums[block] = lanes[0]
 
 
-@register_jitable
-def _weight(index):
-    product = U(U(index) * _FACTOR)
-    return U(U(product ^ U(product >> U(16))) | U(1))
-
-
-@register_jitable
-def _mixed(value):
-    product = U(U(value ^ U(value >> U(16))) * _MIX_FACTOR)
-    return U(product ^ U(product >> U(16)))
-
-
-def _fingerprint(words):
-    lanes = np.empty(FINGERPRINT_LANES, U)
-    total = U(0)
-    for block in range(-(-words.size // FINGERPRINT_BLOCK)):
-        lanes[:] = 0
-        end = min((block + 1) * FINGERPRINT_BLOCK, words.size)
-        for begin in range(block * FINGERPRINT_BLOCK, end, FINGERPRINT_LANES):
-            row = words[begin : min(begin + FINGERPRINT_LANES, end)]
-            for lane in range(row.size):
-                lanes[lane] = U(U(lanes[lane] * _FACTOR) + U(row[lane]))
-        block_sum = U(0)
-        for lane in range(lanes.size):
-            block_sum = U(block_sum + U(_mixed(lanes[lane]) * _weight(lane)))
-        total = U(total + U(block_sum * _weight(block)))
-    return total
+def _fingerprint(words, keys, sums):
+    for block in range(sums.shape[0]):
+        # As in `_block_sums`.
+        row = words[block * FINGERPRINT_BLOCK : min((block + 1) * FINGERPRINT_BLOCK, words.size)]
+        for number in range(sums.shape[1]):
+            low_keys, high_keys = keys[number]
+            total = np.uint64(0)
+            for place in range(row.size):
+                low = (row[place] + low_keys[place]) & _LOW
+                total += low * (((row[place] >> _HALF_WORD) + high_keys[place]) & _LOW)
+            sums[block, number] = total
 
 
 def with_functions(code, **functions):

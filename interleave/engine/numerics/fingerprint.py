@@ -1,48 +1,47 @@
-"""Fingerprints of parameters, which show that somebody has changed them: 32 bits from all bits of a tensor.
+"""Fingerprints of parameters, which show that somebody has changed them: 128 bits of each 16 KiB of a tensor.
 
-The memory of the tensor is read as unsigned integers of 16 bits. They are split into blocks of 65,536, and those of a
-block are assigned to 1,024 lanes in turn. All arithmetic is modulo 2**32. For each lane, from its first integer to its
-last, sum = sum * 0x9E3779B1 + integer. The fingerprint is the sum over all lanes of all blocks of
+The memory of the tensor is read as unsigned integers of 64 bits, the last one filled up with zeros, each of a low and a
+high half. They are split into blocks of 2,048. A block has two sums, each with keys of its own (`KEYS`):
 
-    weight(block) * weight(lane) * mixed(sum)
-    weight(i) = (w xor (w >> 16)) or 1, w = i * 0x9E3779B1
-    mixed(s) = t xor (t >> 16), t = (s xor (s >> 16)) * 0x85EBCA6B
+    sum = ((low + first key) mod 2**32) * ((high + second key) mod 2**32), over all integers of the block, mod 2**64
 
-All factors are odd and `mixed` is one-to-one, so the change of a single integer always shows. Changes of many cancel
-with a probability of about 2**-32. Since factors depend on the position, exchanged elements show as well. This is no
-cryptographic hash.
+This is the hash NH of UMAC (Black et al., CRYPTO 1999), twice. The keys are drawn at random by each process, so no edit
+is passed over by all of them: whatever is changed in a block, each sum is the same with a probability of at most
+2**-32, and both with 2**-64.
 """
+
+import os
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-BLOCK, LANES = 65_536, 1_024
-FACTOR, MIX_FACTOR = 0x9E3779B1, 0x85EBCA6B
+# Integers of a block.
+BLOCK = 2_048
+# By sum, and in it by half: the key of each place in a block.
+KEYS: npt.NDArray[np.uint32] = np.frombuffer(bytearray(os.urandom(16 * BLOCK)), np.uint32).reshape(2, 2, BLOCK)
 
-_Words = npt.NDArray[np.uint32]
+Words = npt.NDArray[np.uint64]
+_WORD_BYTES = 8
 
 
-def fingerprint(values: torch.Tensor) -> int:
+def memory_words(values: npt.NDArray[np.generic]) -> Words:
+    """Return the memory of a flat array as integers of 64 bits, filled up with zeros. It is a copy unless aligned."""
+    memory = values.view(np.uint8)
+    if memory.ctypes.data % _WORD_BYTES == 0 and memory.size % _WORD_BYTES == 0:
+        return memory.view(np.uint64)
+    words = np.zeros(-(-memory.size // _WORD_BYTES), np.uint64)
+    words.view(np.uint8)[: memory.size] = memory
+    return words
+
+
+def fingerprint(values: torch.Tensor) -> bytes:
     """Return the fingerprint of a flat CPU tensor, bfloat16, float16 or float32; `CpuKernel.fingerprint` is faster."""
-    words = values.detach().view(torch.uint16).numpy().astype(np.uint32)
-    lane_weights = _weights(LANES)
-    total = 0
-    for block, block_weight in enumerate(_weights(-(-len(words) // BLOCK)).tolist()):
-        sums = np.zeros(LANES, np.uint32)
-        end = min(len(words), (block + 1) * BLOCK)
-        for begin in range(block * BLOCK, end, LANES):
-            row = words[begin : min(begin + LANES, end)]
-            sums[: len(row)] = sums[: len(row)] * np.uint32(FACTOR) + row
-        total += block_weight * int((_mixed(sums) * lane_weights).sum(dtype=np.uint32))
-    return total % 2**32
-
-
-def _weights(count: int) -> _Words:
-    products = np.arange(count, dtype=np.uint32) * np.uint32(FACTOR)
-    return (products ^ products >> np.uint32(16)) | np.uint32(1)
-
-
-def _mixed(sums: _Words) -> _Words:
-    products = (sums ^ sums >> np.uint32(16)) * np.uint32(MIX_FACTOR)
-    return products ^ products >> np.uint32(16)
+    halves = memory_words(values.detach().view(torch.int16).numpy()).view(np.uint32).reshape(-1, 2)
+    sums = []
+    for begin in range(0, len(halves), BLOCK):
+        block = halves[begin : begin + BLOCK].T
+        for keys in KEYS:
+            factors = (block + keys[:, : block.shape[1]]).astype(np.uint64)
+            sums.append(factors.prod(axis=0).sum(dtype=np.uint64))
+    return np.array(sums, np.uint64).tobytes()

@@ -14,6 +14,8 @@ import torch
 from ebbtide import host_limits
 from ebbtide.interleave.engine.forks import WorkQueue
 from ebbtide.interleave.engine.numerics import host_arrays
+from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
+from ebbtide.interleave.engine.numerics.fingerprint import KEYS, Words, memory_words
 from ebbtide.interleave.engine.numerics.matrices import orthogonalize, update_matrix
 from ebbtide.interleave.engine.numerics.norm import BLOCK as SUM_BLOCK
 from ebbtide.interleave.engine.numerics.norm import total
@@ -249,14 +251,19 @@ class CpuKernel:
             self.sum_of_squares(grad)
             self.fingerprint(out)
 
-    def fingerprint(self, values: torch.Tensor) -> int:
+    def fingerprint(self, values: torch.Tensor) -> bytes:
         """Return `fingerprint.fingerprint` of a contiguous tensor with one dimension, by the calling thread."""
         return self.fingerprints([values])[0]
 
-    def fingerprints(self, values: Sequence[torch.Tensor]) -> list[int]:
+    def fingerprints(self, values: Sequence[torch.Tensor]) -> list[bytes]:
         """Return `fingerprint` of each tensor, by the calling thread."""
         host_arrays.check_each("cpu", values)
-        return [int(self._compiled.fingerprint(array.view(np.uint16))) for array in host_arrays.as_arrays(values)]
+        return [self._fingerprint(memory_words(array)) for array in host_arrays.as_arrays(values)]
+
+    def _fingerprint(self, words: Words) -> bytes:
+        sums = np.empty((-(-words.size // FINGERPRINT_BLOCK), len(KEYS)), np.uint64)
+        self._compiled.fingerprint(words, KEYS, sums)
+        return sums.tobytes()
 
     def close(self) -> None:
         self._matrix_thread.close()

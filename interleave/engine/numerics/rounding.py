@@ -15,8 +15,7 @@ rounding is to nearest, ties to even.
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
-
+FACTOR = 0x9E3779B1
 MIX_FACTORS = 0x85EBCA6B, 0xC2B2AE35
 
 _Words = npt.NDArray[np.uint32]

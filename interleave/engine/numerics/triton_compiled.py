@@ -17,11 +17,9 @@ import triton
 import triton.language as tl
 
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
-from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
-from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
-from ebbtide.interleave.engine.numerics.rounding import MIX_FACTORS
+from ebbtide.interleave.engine.numerics.rounding import FACTOR, MIX_FACTORS
 from ebbtide.interleave.engine.rules.rule import BLOCK as SCALED_BLOCK
 
 # Columns of the tables' rows, of all kernels but the update.
@@ -37,7 +35,6 @@ _NAN = tl.constexpr(NAN)
 _BFLOAT16_NAN = tl.constexpr(BFLOAT16_NAN)
 _FLOAT16_NAN = tl.constexpr(FLOAT16_NAN)
 _FACTOR = tl.constexpr(FACTOR)
-_MIX_FACTOR = tl.constexpr(MIX_FACTOR)
 _FIRST_MIX_FACTOR, _SECOND_MIX_FACTOR = map(tl.constexpr, MIX_FACTORS)
 _BLOCK_COLUMNS = tl.constexpr(BLOCK_COLUMNS)
 _UPDATE_BLOCK = tl.constexpr(UPDATE_BLOCK)
@@ -48,7 +45,8 @@ _BLOCK = tl.constexpr(BLOCK)
 _LANES = tl.constexpr(LANES)
 _HALVINGS = tl.constexpr(LANES.bit_length() - 1)
 _FINGERPRINT_BLOCK = tl.constexpr(FINGERPRINT_BLOCK)
-_FINGERPRINT_LANES = tl.constexpr(FINGERPRINT_LANES)
+# Integers that the threads of a program read at once, two each.
+_FINGERPRINT_LANES = tl.constexpr(256)
 # Rows of lanes whose loads are in flight together.
 _UNROLLED = tl.constexpr(8)
 # Bytes of the widest access.
@@ -353,20 +351,15 @@ def block_sums(table, sums, count, dtype: tl.constexpr):
 
 
 @triton.jit
-def _weights(indices):
-    products = indices.to(tl.uint32) * _FACTOR
-    return (products ^ (products >> 16)) | 1
-
-
-@triton.jit
-def _mixed(sums):
-    products = (sums ^ (sums >> 16)) * _MIX_FACTOR
-    return products ^ (products >> 16)
+def _key_products(words, keys):
+    low = words.to(tl.uint32) + tl.load(keys)
+    high = (words >> 32).to(tl.uint32) + tl.load(keys + _FINGERPRINT_BLOCK)
+    return low.to(tl.uint64) * high.to(tl.uint64)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "fingerprints"])
-def block_fingerprints(table, fingerprints, count):
-    """Write the summands of fingerprint.py for all blocks of all tensors of a table.
+def block_fingerprints(table, fingerprints, count, keys):
+    """Write the sums of fingerprint.py for all blocks of all tensors of a table.
 
     Columns of a row: address; length, in units of 16 bits; index of the tensor's first block in `fingerprints`."""
     tensor = _find_tensor(table, count)
@@ -374,22 +367,29 @@ def block_fingerprints(table, fingerprints, count):
     block = tl.program_id(0) - tl.load(table + tensor)
     begin = block * _FINGERPRINT_BLOCK
     address, length = tl.load(row), tl.load(row + 1)
-    words = _pointer(address, tl.uint16) + begin
     lane = tl.arange(0, _FINGERPRINT_LANES)
-    sums = tl.zeros((_FINGERPRINT_LANES,), tl.uint32)
-    if (address % _WIDE == 0) & (begin + _FINGERPRINT_BLOCK <= length):
-        pointers = tl.multiple_of(words, _WIDE) + lane
-        for _ in range(_FINGERPRINT_BLOCK // _FINGERPRINT_LANES // _UNROLLED):
-            for unrolled in tl.static_range(_UNROLLED):
-                sums = sums * _FACTOR + tl.load(pointers + unrolled * _FINGERPRINT_LANES).to(tl.uint32)
-            pointers += _UNROLLED * _FINGERPRINT_LANES
+    first_keys = tl.multiple_of(_pointer(keys, tl.uint32), _WIDE) + lane
+    second_keys = first_keys + 2 * _FINGERPRINT_BLOCK
+    first, second = tl.zeros((_FINGERPRINT_LANES,), tl.uint64), tl.zeros((_FINGERPRINT_LANES,), tl.uint64)
+    if (address % _WIDE == 0) & (4 * (begin + _FINGERPRINT_BLOCK) <= length):
+        pointers = tl.multiple_of(_pointer(address, tl.uint64) + begin, _WIDE) + lane
+        for row_begin in tl.static_range(0, _FINGERPRINT_BLOCK, _FINGERPRINT_LANES):
+            words = tl.load(pointers + row_begin)
+            first += _key_products(words, first_keys + row_begin)
+            second += _key_products(words, second_keys + row_begin)
     else:
-        for row_begin in range(0, tl.minimum(length - begin, _FINGERPRINT_BLOCK), _FINGERPRINT_LANES):
-            offsets = row_begin + lane
-            mask = begin + offsets < length
-            sums = tl.where(mask, sums * _FACTOR + tl.load(words + offsets, mask=mask, other=0).to(tl.uint32), sums)
-    block_sum = tl.sum(_mixed(sums) * _weights(lane), 0) * _weights(block)
-    tl.store(fingerprints + tl.load(row + 2) + block, block_sum.to(tl.int32, bitcast=True))
+        for row_begin in range(0, tl.minimum(length // 4 + 1 - begin, _FINGERPRINT_BLOCK), _FINGERPRINT_LANES):
+            quarters = 4 * (begin + row_begin + lane)
+            words = tl.zeros((_FINGERPRINT_LANES,), tl.uint64)
+            for quarter in tl.static_range(4):
+                offsets = quarters + quarter
+                values = tl.load(_pointer(address, tl.uint16) + offsets, mask=offsets < length, other=0)
+                words |= values.to(tl.uint64) << (16 * quarter)
+            first += tl.where(quarters < length, _key_products(words, first_keys + row_begin), 0)
+            second += tl.where(quarters < length, _key_products(words, second_keys + row_begin), 0)
+    results = fingerprints + 2 * (tl.load(row + 2) + block)
+    tl.store(results, tl.sum(first, 0).to(tl.int64, bitcast=True))
+    tl.store(results + 1, tl.sum(second, 0).to(tl.int64, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["host_table", "table"])

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from ebbtide.interleave.engine.numerics import triton_compiled as compiled
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
+from ebbtide.interleave.engine.numerics.fingerprint import KEYS
 from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_update, is_remainder
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
@@ -78,8 +79,9 @@ _BITS = {torch.bfloat16: tl.uint16, torch.float16: tl.float16, torch.float32: tl
 # One warp sums the 256 lanes of a block, eight on each thread, without waiting for others.
 _SUMS_WARPS = 1
 _FINGERPRINT_WARPS = 4
-# Fingerprints are of unsigned integers of this size.
-_WORD_BYTES = 2
+# Lengths for fingerprints are in units of this size, and a block has so many.
+_UNIT_BYTES = 2
+_FINGERPRINT_UNITS = FINGERPRINT_BLOCK * 8 // _UNIT_BYTES
 # Elements of the tensors that a warm-up runs on.
 _WARM_UP_PARAMS = 64
 
@@ -133,19 +135,21 @@ def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[
     return results
 
 
-def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
     """Start `CpuKernel.fingerprint` of tensors on one GPU, and return a function that waits for the results.
 
     It runs on the current stream, with one launch."""
-    rows = _BlockRows(values, [value.nbytes // _WORD_BYTES for value in values], FINGERPRINT_BLOCK)
-    summands = _HOST_MEMORY.allocate(rows.blocks, torch.int32)
+    rows = _BlockRows(values, [value.nbytes // _UNIT_BYTES for value in values], _FINGERPRINT_UNITS)
+    sums = _HOST_MEMORY.allocate(rows.blocks * len(KEYS), torch.int64)
     with _on_device_of(values):
-        table = rows.launch(compiled.block_fingerprints, range(len(values)), summands, num_warps=_FINGERPRINT_WARPS)
-        wait = _HOST_MEMORY.keep(summands, table)
+        options = {"keys": _keys(values[0].device), "num_warps": _FINGERPRINT_WARPS} if values else {}
+        table = rows.launch(compiled.block_fingerprints, range(len(values)), sums, **options)
+        wait = _HOST_MEMORY.keep(sums, table)
 
-    def results() -> list[int]:
+    def results() -> list[bytes]:
         wait()
-        return [sum(parts) % 2**32 for parts in rows.split(summands.tolist())]
+        blocks = sums.numpy().reshape(-1, len(KEYS))
+        return [part.tobytes() for part in rows.split(blocks)]
 
     return results
 
@@ -194,7 +198,7 @@ class _BlockRows:
         _launch(kernel, sum(programs), table, results, len(indices), **options)
         return table
 
-    def split(self, results: list[Any]) -> list[list[Any]]:
+    def split(self, results: Any) -> list[Any]:
         """Return the results of each tensor."""
         return [results[end - count : end] for count, end in zip(self._counts, self._ends, strict=True)]
 
@@ -230,6 +234,12 @@ def _data_type(device: torch.device) -> torch.Tensor:
     """Return the numbers and the middles between them of each moment, 256 each."""
     rows = [row for pair in zip(VALUES, MIDDLES, strict=True) for row in (*pair, np.full(1, np.inf, np.float32))]
     return torch.from_numpy(np.concatenate(rows)).to(device)
+
+
+@cache
+def _keys(device: torch.device) -> torch.Tensor:
+    """Return the keys of fingerprints."""
+    return torch.from_numpy(KEYS.view(np.int32)).to(device)
 
 
 def _host_table(programs: Sequence[int], rows: npt.NDArray[np.int64]) -> torch.Tensor:

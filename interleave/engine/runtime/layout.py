@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
+from ebbtide.interleave.engine.numerics.rounding import FACTOR
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import BLOCK, UpdateRule
 

@@ -37,7 +37,7 @@ class CountingDevice(EmulatedDevice):
 
         return results
 
-    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         self.calls["fingerprint"] += 1
         return super().fingerprint(values)
 

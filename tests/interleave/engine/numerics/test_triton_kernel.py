@@ -49,7 +49,7 @@ def test_gpu_sums_of_squares__equal_those_of_the_cpu() -> None:
 
 @pytest.mark.gpu
 def test_gpu_fingerprint__equals_that_of_the_cpu() -> None:
-    check_fingerprints([0, 1, FINGERPRINT_BLOCK, 20 * FINGERPRINT_BLOCK + 777], BEGINS, "cuda")
+    check_fingerprints([0, 1, 4 * FINGERPRINT_BLOCK, 80 * FINGERPRINT_BLOCK + 777], BEGINS, "cuda")
 
 
 @pytest.mark.gpu
@@ -83,7 +83,7 @@ def compile_kernel(kernel: str, capability: int, fusion: bool = False, **dtypes:
     signature = {
         "update": {"table": "*i64", "count": "i32"},
         "block_sums": {"table": "*i64", "sums": "*fp64", "count": "i32"},
-        "block_fingerprints": {"table": "*i64", "fingerprints": "*i32", "count": "i32"},
+        "block_fingerprints": {"table": "*i64", "fingerprints": "*i64", "count": "i32", "keys": "*i32"},
     }[kernel]
     warps = {
         "update": triton_compiled.UPDATE_WARPS,
@@ -105,7 +105,7 @@ def arithmetic(ptx: str) -> set[str]:
 
 def wide_accesses(ptx: str) -> Counter[str]:
     """Count the vectorized accesses to global memory."""
-    return Counter(re.findall(r"\b((?:ld|st)\.global\.v\d\.b32)\b", ptx))
+    return Counter(re.findall(r"\b((?:ld|st)\.global\.v\d\.b\d\d)\b", ptx))
 
 
 def compile_update(
@@ -200,4 +200,4 @@ def test_kernels_by_block__load_wide_and_sum_in_fp64_in_ptx(capability: int) -> 
     assert arithmetic(sums) == {"cvt.f64.f32", "mul.rn.f64", "add.rn.f64"}
     # Eight rows of lanes are in flight together.
     assert wide_accesses(sums) == {"ld.global.v4.b32": 8}
-    assert wide_accesses(compile_kernel("block_fingerprints", capability)) == {"ld.global.v4.b32": 8}
+    assert wide_accesses(compile_kernel("block_fingerprints", capability)) == {"ld.global.v2.b64": 8}

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ebbtide.interleave.engine.numerics import reference, remainder
-from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
+from ebbtide.interleave.engine.numerics.rounding import FACTOR
 from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules import RULES, UpdateRule, find_rule
