@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ebbtide.interleave.engine.numerics import reference
-from ebbtide.interleave.engine.numerics.fingerprint import FACTOR
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
 from ebbtide.interleave.engine.numerics.reference import LossScale
 from ebbtide.interleave.engine.numerics.remainder import split_tensor
+from ebbtide.interleave.engine.numerics.rounding import FACTOR
 from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view
 from ebbtide.interleave.engine.rules.rule import GroupRules
 from tests.interleave.engine.states import bits
