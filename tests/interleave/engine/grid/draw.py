@@ -1,6 +1,7 @@
 """Draws random jobs over the grid of options."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from ebbtide.interleave.engine.rules import RULES
 from tests.interleave.engine.grid.edits import EDITS
 from tests.interleave.engine.grid.faults import FAULTS
-from tests.interleave.engine.grid.job import Event, Job
+from tests.interleave.engine.grid.job import RANKS, Event, Job
 from tests.interleave.engine.grid.models import LAYERS, WRITERS
 
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.4", "interleaved:2", "interleaved:3@0.6", "adaptive", "gpu-only")
@@ -20,6 +21,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Bytes of layers that hold one of them at least, and a few.
 BUDGETS = (None, 8e3, 2e4)
 RATES = (None, None, 3e5, 2e6, 2e7)
+# What all ranks do alike, on shards, too.
+RANK_LAYERS = ("residual", "perceptron", "attention", "norm", "custom", "split", "batch norm", "twice")
+RANK_EDITS = (
+    *("learning rate", "hyperparameters", "evaluate", "state", "all", "average"),
+    *("batch without a step", "step without gradients"),
+)
 HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "adamw": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 1e-6)},
     "adamw-bf16": {
@@ -46,6 +53,31 @@ def draw_job(seed: int) -> Job:
     options = {**_model(draw), **_training(draw)}
     options |= _engine(draw, options) | _layers(draw)
     return Job(seed=seed, **options)
+
+
+def draw_rank_job(seed: int) -> Job:
+    """Return the job of a seed for several ranks, which do the same collectives."""
+    job, draw = draw_job(seed), random.Random(f"ranks {seed}")
+    kind = draw.choice(RANKS)
+    is_sharded = not kind.startswith("ddp")
+    kinds = [one if one in RANK_LAYERS else draw.choice(RANK_LAYERS) for one in job.kinds]
+    # Replicas have no streamed gradients, and matrices of shards are updated as a whole.
+    replica = {"gradients": "kept", "overlap": "forward" if job.overlap != "none" else "none"}
+    return replace(
+        job,
+        ranks=kind,
+        kinds=tuple(kinds),
+        rule="adamw" if is_sharded and job.rule == "muon" else job.rule,
+        hyperparameters=(("lr", 0.01),),
+        tied=False,
+        reads_head=False,
+        checkpoints=False,
+        spare=False,
+        lengths=(6,),
+        edits=tuple(event for event in job.edits if event.kind in RANK_EDITS),
+        faults=(),
+        **({} if is_sharded else replica),
+    )
 
 
 def _model(draw: random.Random) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def add_group(training: Training, draw: random.Random) -> None:
 
 @edit("evaluate")
 def evaluate(training: Training, draw: random.Random) -> None:
-    training.evaluate(training.net, "evaluation")
+    training.evaluate(training.call, "evaluation")
 
 
 @edit("copy")

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# Replicas, with gradients as views of buckets or parameters without gradients, and shards, that stay gathered or not.
+RANKS = ("ddp", "ddp views", "ddp unused", "sharded", "resharded")
+
 
 @dataclass(frozen=True)
 class Event:
@@ -27,6 +30,7 @@ class Job:
         hyperparameters: Those of `rule`, as pairs.
         rates: Bandwidths of the link to and from the device in bytes/s; None: no limit.
         weights: As for `stream_weights`; None: weights are not moved.
+        ranks: The kind of parallel model, one of RANKS; None: there is one rank.
         activations: As for `offload_activations`, or `random` for a random order of each layer; None: not moved.
     """
 
@@ -60,6 +64,7 @@ class Job:
     activations_budget: float | None = None
     rates: tuple[float | None, float | None] = (None, None)
     jitter: bool = False
+    ranks: str | None = None
 
     def __str__(self) -> str:
         fields = type(self).__dataclass_fields__

@@ -62,7 +62,7 @@ def train(job: Job, is_plain: bool) -> Results:
         for name, value in training.net.state_dict().items():
             training.record(name, value)
         training.record_state()
-        training.evaluate(training.net, "last loss")
+        training.evaluate(training.call, "last loss")
     return training.results
 
 

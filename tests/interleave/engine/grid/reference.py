@@ -12,7 +12,7 @@ from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
 from ebbtide.interleave.engine.numerics.reference import LossScale
 from ebbtide.interleave.engine.numerics.remainder import split_tensor
 from ebbtide.interleave.engine.numerics.rounding import FACTOR
-from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view
+from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view, local_shard
 from ebbtide.interleave.engine.rules.rule import GroupRules
 from tests.interleave.engine.states import bits
 
@@ -56,7 +56,7 @@ class ReferenceParam:
         self.step += 1
         value = flat_view(self.param)
         shape = tuple(self.param.shape) if self.rule.finish is not None else None
-        gradient = flat_like(self.param.grad, self.param)
+        gradient = flat_like(local_shard(self.param.grad), self.param)
         scalars, position = self.rule.scalars(group, self.step, scale), number * FACTOR
         out = None if self.has_remainders else value
         reference.update(gradient, self.rows, out, scalars, self.rule, position, shape)
@@ -170,13 +170,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         sums, own = [], []
         for param in params:
             of_param = own if hasattr(param, "to_local") else sums
-            of_param.append(sum_of_squares(flat_like(_local(param.grad), param)))
+            of_param.append(sum_of_squares(flat_like(local_shard(param.grad), param)))
         if own:
             of_ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(of_ranks, total(own))
             sums.append(total(of_ranks))
         return sums
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

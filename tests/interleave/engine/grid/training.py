@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ebbtide.interleave import InterleavedOptimizer, offload_activations, stream_weights
 from ebbtide.interleave.engine.layers import model_layers
+from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules import find_rule
 from tests.interleave.engine.grid.devices import GridDevice
 from tests.interleave.engine.grid.job import Job
@@ -45,19 +49,20 @@ class Training:
         np.random.seed(job.seed)
         self.net = Net(job.kinds, job.tied, job.reads_head, job.checkpoints).to(job.dtype)
         self.spare = list(self.net.layers[-1].parameters()) if job.spare else []
-        self.tokens = torch.Generator().manual_seed(job.seed)
+        self.rank = 0 if job.ranks is None else dist.get_rank()
+        self.tokens = torch.Generator().manual_seed(job.seed + 1000 * self.rank)
         self.saved: tuple[dict[str, Any], dict[str, Any]] | None = None
         # What the job keeps of its model: views, twins and averages.
         self.references: dict[str, Any] = {}
         self.device: GridDevice | None = None
-        self.call: nn.Module = self.net
+        self.call: nn.Module = self.net if job.ranks is None else parallel(self.net, job.ranks)
 
     @property
     def params(self) -> list[nn.Parameter]:
         return list(self.net.parameters())
 
     def record(self, name: str, value: torch.Tensor | float) -> None:
-        self.results.append((name, torch.as_tensor(value).detach().clone()))
+        self.results.append((name, local_shard(torch.as_tensor(value)).detach().clone()))
 
     def loss(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss of the next batch, or of these tokens."""
@@ -168,14 +173,27 @@ class Training:
         activations = offload_activations(self.net, activations=choice, memory_budget=budget, device=self.device)
         stack.enter_context(activations)
         if is_random:
-            planner = RandomPlanner(random.Random(job.seed), is_limited=False)
+            planner = RandomPlanner(random.Random(10 * job.seed + self.rank), is_limited=False)
             planner.activations = activations
             before = model_layers.plan_orders
             stack.callback(setattr, model_layers, "plan_orders", before)
             model_layers.plan_orders = planner.plan
 
 
+def parallel(net: Net, kind: str) -> nn.Module:
+    """Return a model that is replicated or sharded on all ranks."""
+    if kind.startswith("ddp"):
+        return nn.parallel.DistributedDataParallel(
+            net, gradient_as_bucket_view=kind == "ddp views", find_unused_parameters=kind == "ddp unused"
+        )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=kind == "resharded")
+    return fully_shard(net, mesh=mesh)
+
+
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = local_shard(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
