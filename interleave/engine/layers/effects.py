@@ -47,7 +47,11 @@ class _Place:
 
 
 class Watch:
-    """Places that can be reached from some objects, and the states of what has one."""
+    """Places that can be reached from some objects, and the states of what has one.
+
+    Attributes:
+        holds_others: Whether it may hold tensors that are no parameters or buffers, when the job has released them.
+    """
 
     def __init__(self, name: str, roots: Iterable[Any], outer: "Watch | None" = None) -> None:
         """Look for places. `outer`: a watch whose places are left out."""
@@ -57,6 +61,8 @@ class Watch:
         self._states: list[tuple[str, Callable[[], Any]]] = []
         self._tensors: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._dead: list[object] = []
+        self._buffers: set[int] = set()
+        self.holds_others = False
         self._before: tuple[list[int], list[Any]] = [], []
         self._pending: list[tuple[str, Any]] = [(name, root) for root in roots]
         while self._pending:
@@ -121,12 +127,14 @@ class Watch:
     def _visit_tensor(self, name: str, tensor: torch.Tensor) -> None:
         # Not held: it may be a graph's.
         self._seen[id(tensor)] = None
+        self.holds_others |= not isinstance(tensor, torch.nn.Parameter) and id(tensor) not in self._buffers
         if not tensor.is_inference():
             self._tensors.append((name, weakref.ref(tensor, self._dead.append)))
 
     def _visit_module(self, name: str, module: torch.nn.Module) -> None:
         name = type(module).__name__
         self._places.append(_Place(f"an attribute of {name}", lambda: [*vars(module).values()]))
+        self._buffers |= {*map(id, module._buffers.values())}
         # Most dicts of hooks are empty.
         filled = {key: one for key, one in vars(module).items() if one or not key.endswith("_hooks")}
         self._pending += [(f"{name}.{key}", one) for key, one in filled.items()]

@@ -63,7 +63,10 @@ class RecomputedLayers:
         if watch is None or not watch.is_current():
             hooks = torch.nn.modules.module
             roots = [layer.module, layer.original, hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
-            watch = self._watches[layer] = Watch("its module", roots)
+            watch = Watch("its module", roots)
+            self._watches.pop(layer, None)
+            if not watch.holds_others:
+                self._watches[layer] = watch
         return watch
 
     def refuse(self, layer: LayerForward, reason: str) -> None:
