@@ -31,15 +31,14 @@ class MeasuredLayer(NamedTuple):
     gradient_bytes: int = 0
     comparison_s: float = 0.0  # Of recomputation: of what it gives with what the forward has saved.
 
-    def in_workload(self, d2h_bytes_per_s: float) -> Layer:
+    def in_workload(self) -> Layer:
         # Tensors that two layers save count for one of them.
         forms = [ActivationForm("all", float(max(self.saved_bytes, self.input_bytes)), 0.0)]
         again = forms[0]
         if self.is_recomputable:
             again = ActivationForm("input", float(self.input_bytes), self.forward_s + self.comparison_s)
-        # Gradients are copied in the measured time. A parameter of a plan is a byte.
-        backward_s = max(LEAST_S, self.backward_s - self.gradient_bytes / d2h_bytes_per_s)
-        return Layer(self.name, max(1, self.weight_bytes), self.forward_s, backward_s, (*forms, again))
+        # A parameter of a plan is a byte.
+        return Layer(self.name, max(1, self.weight_bytes), self.forward_s, self.backward_s, (*forms, again))
 
 
 class LayerOptions(NamedTuple):
@@ -159,7 +158,7 @@ def workload_of_layers(
     """Return a job of these layers alone: its optimizer has no state on the device, and takes no time there.
 
     Weights count as one byte of each layer where they are not streamed."""
-    in_workload = [layer.in_workload(machine.d2h_bytes_per_s or _FAST) for layer in layers]
+    in_workload = [layer.in_workload() for layer in layers]
     extra_bytes = sum(not layer.weight_bytes for layer in layers)
     weight_bytes = sum(layer.params for layer in in_workload)
     gradient_bytes = sum(layer.gradient_bytes for layer in layers) / weight_bytes

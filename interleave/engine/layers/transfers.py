@@ -1,6 +1,7 @@
 """Storages of activations, on the device, on the host or on both, and their copies over the link."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
@@ -78,6 +79,7 @@ class Flight(NamedTuple):
     nbytes: int
     storages: Sequence[SavedStorage]
     memory: Sequence[torch.Tensor]
+    thread: int
 
 
 class StorageTransfers:
@@ -207,7 +209,7 @@ class StorageTransfers:
             end = device.record(direction)
             for copy in copies:
                 copy.marks = [end]
-            flight = Flight(direction, start, end, nbytes, storages, memory)
+            flight = Flight(direction, start, end, nbytes, storages, memory, threading.get_ident())
             self._flights.append(flight)
             return flight
         except BaseException:
@@ -218,8 +220,15 @@ class StorageTransfers:
     def copy_now(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a tensor, and return when that is done."""
         flight = self.issue(direction, [(source, target)])
-        flight.end.synchronize()
+        self.synchronize(flight)
         self.land(flight)
+
+    def synchronize(self, flight: Flight) -> None:
+        """Return when a copy is done. Compute waits where the thread that has issued the copy does."""
+        start = self.device.record("job") if self.measures and flight.thread == threading.get_ident() else None
+        flight.end.synchronize()
+        if start is not None:
+            self.waits += [start, self.device.record("job")]
 
     def wait(self, direction: Direction, is_awaited: Callable[[SavedStorage], bool]) -> None:
         """Let the job wait for all copies in a direction of storages that a function selects."""

@@ -17,7 +17,7 @@ from ebbtide.interleave.engine.layers.memory import HostArena
 from ebbtide.interleave.engine.layers.model_layers import LayerForward, MovedLayers, is_within_backward, other_hooks
 from ebbtide.interleave.engine.layers.orders import ONE_AT_A_TIME, LayerOptions, LayerOrders
 from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor, TensorVersion, is_plain
-from ebbtide.interleave.engine.layers.transfers import Flight, SavedStorage, bytes_of
+from ebbtide.interleave.engine.layers.transfers import Flight, SavedStorage, StorageTransfers, bytes_of
 from ebbtide.interleave.policies.layer_choice import WEIGHTS
 
 log = logging.getLogger("ebbtide")
@@ -32,6 +32,8 @@ class _DeviceWeight(torch.Tensor):  # type: ignore[misc]
     """A parameter on the device as its layer sees it. Writes through `data` have no version, so taking it is noted."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    # An instance of Parameter, as the layer's code and torch's compiler expect.
+    _is_param = True
     is_data_taken = False
 
     @property
@@ -103,7 +105,7 @@ class _Weight:
             return tensor
         is_again = is_within_backward()
         if self.last is None or is_again:
-            landing = _Landing()
+            landing = _Landing(self._owner.transfers)
             source = _Landed.apply(self.param, landing)
             source.grad_fn._set_sequence_nr(_FIRST)
             tensor = _Arrival.apply(source, tensor, self._owner, landing)
@@ -188,7 +190,8 @@ class _Landing:
         gradient: The gradient, where autograd does not bring it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, transfers: StorageTransfers) -> None:
+        self.transfers = transfers
         self.flight: Flight | None = None
         self.gradient: torch.Tensor | None = None
 
@@ -208,7 +211,7 @@ class _Landed(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         landing = ctx.landing
         if landing.flight is not None:
-            landing.flight.end.synchronize()
+            landing.transfers.synchronize(landing.flight)
         delivered, landing.flight, landing.gradient = landing.gradient, None, None
         return gradient if delivered is None else delivered, None
 
@@ -489,7 +492,7 @@ class StreamedWeights(MovedLayers):
         for departed in [one for one in self._departed if is_passed(one.layer)]:
             self._departed = [one for one in self._departed if one is not departed]
             if departed.weight is not None:
-                landing = _Landing()
+                landing = _Landing(self.transfers)
                 landing.flight, landing.gradient = departed.flight, departed.gradient
                 with torch.enable_grad():
                     root = _Landed.apply(departed.weight.param, landing)
@@ -582,6 +585,11 @@ class StreamedWeights(MovedLayers):
             weight, tensor = use.weight, use.tensor
             values, own = _data(tensor), weight.on_device()
             writes = tensor._version - use.written
+            if (writes or tensor.is_data_taken) and is_within_backward() and self._recomputes(layer):
+                raise EngineError(
+                    f"layer {layer.name}: its forward writes {weight.name}, or takes its `data`, so it must not be "
+                    "computed again: use offload_activations(..., activations='offload')"
+                )
             if values.data_ptr() != own.data_ptr():
                 if (values.shape, values.dtype) != (own.shape, own.dtype):
                     raise EngineError(
@@ -600,6 +608,9 @@ class StreamedWeights(MovedLayers):
         for use in self._uses.pop(layer, []):
             # Saved tensors refer to it, and would hold the memory.
             del use.tensor
+
+    def _recomputes(self, layer: LayerForward) -> bool:
+        return self.outer is not None and self._number(layer) in self.orders.recomputed
 
     def _check_writes(self) -> None:
         """Raise EngineError if a weight was written on the device after the forward of its layer."""
