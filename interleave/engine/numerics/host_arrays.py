@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ebbtide.interleave.engine.rules.rule import UpdateRule
@@ -12,9 +13,9 @@ from ebbtide.interleave.engine.rules.rule import UpdateRule
 _SMALL, _BATCH = 1024, 4096
 
 # The types by which the compiled loops recognize what an array contains.
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
+_CODES = {torch.bfloat16: "<u2", torch.float16: "<i2", torch.float32: "<f4"}
 # Remainders of masters, and codes of moments, which are in no gradient or parameter.
-_STATE_BITS = {torch.int16: torch.uint16, torch.uint8: torch.uint8}
+_STATE_CODES = {torch.int16: "<u2", torch.uint8: "|u1"}
 
 # Rows of a state whose distance is this, beside whole pages of 4,096 B: a third of a page, in whole lines of the cache.
 _PAGE, _ROW_OFFSET = 4096 // 4, 1344 // 4
@@ -33,7 +34,7 @@ def check_each(device: str, tensors: Sequence[torch.Tensor]) -> None:
     """Check tensors of any lengths, each as `check_tensors` checks a gradient."""
     for tensor in tensors:
         if not (
-            tensor.dtype in _BITS and tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == device
+            tensor.dtype in _CODES and tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == device
         ):
             check_tensors(device, (tensor,))
 
@@ -44,7 +45,7 @@ def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[t
     Gradient and parameter are stored in any precision of parameters, the state is fp32. Raises ValueError if a tensor
     is of another kind."""
     tensors = (*stored, *state)
-    if any(tensor.dtype not in _BITS for tensor in stored) or any(tensor.dtype != torch.float32 for tensor in state):
+    if any(tensor.dtype not in _CODES for tensor in stored) or any(tensor.dtype != torch.float32 for tensor in state):
         raise ValueError("gradient and parameter must be bfloat16, float16 or float32, master and moments float32")
     # Not len(tensor), which takes fifty times as long.
     length = tensors[0].numel()
@@ -99,10 +100,19 @@ def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], row
         raise ValueError("master and moments, old and new, must share no memory")
 
 
+class _Memory:
+    """The memory of a contiguous tensor, which it keeps alive, for NumPy."""
+
+    def __init__(self, tensor: torch.Tensor, code: str) -> None:
+        self._tensor = tensor
+        address = tensor.data_ptr(), False
+        self.__array_interface__ = {"shape": (tensor.numel(),), "typestr": code, "data": address, "version": 3}
+
+
 def as_array(tensor: torch.Tensor) -> Any:
-    """Return the same memory as an array for the compiled loops."""
-    bits = _STATE_BITS.get(tensor.dtype) or _BITS[tensor.dtype]
-    return tensor.detach().view(bits).numpy()
+    """Return the same memory as a flat array for the compiled loops. Not by `numpy()`, which marks the memory as that of
+    an array for ever."""
+    return np.asarray(_Memory(tensor, _STATE_CODES.get(tensor.dtype) or _CODES[tensor.dtype]))
 
 
 def as_arrays(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:

@@ -4,7 +4,9 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +29,16 @@ _READERS: list[tuple[Any, str]] = [
 
 
 class MethodGate:
-    """Replaces a method of one object by one that first calls a function with the same arguments, which may raise."""
+    """Replaces a method of one object by one that first calls a function with the same arguments, which may raise, and
+    then runs in a context."""
 
-    def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[..., None],
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._owner = owner
         self._name = name
         self._is_removed = False
@@ -37,9 +46,11 @@ class MethodGate:
         self._method = method = getattr(owner, name)
 
         def gated(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_removed:
-                before(*args, **kwargs)
-            return method(*args, **kwargs)
+            if self._is_removed:
+                return method(*args, **kwargs)
+            before(*args, **kwargs)
+            with context():
+                return method(*args, **kwargs)
 
         # torch.compile must not trace it: what it waits for changes.
         self._gated = torch._disable_dynamo(gated)
@@ -142,6 +153,21 @@ class HooklessCopies:
         if not isinstance(value, dict) or value.keys().isdisjoint(self._hook_ids):
             return value
         return type(value)((key, hook) for key, hook in value.items() if key not in self._hook_ids)
+
+
+@contextmanager
+def _without_hooks(modules: Iterable[torch.nn.Module], hook_ids: Collection[int]) -> Iterator[None]:
+    """Return a context in which modules do not have hooks of these ids before their forward."""
+    all_hooks = [(module._forward_pre_hooks, dict(module._forward_pre_hooks)) for module in modules]
+    for hooks, _ in all_hooks:
+        for hook_id in hooks.keys() & hook_ids:
+            del hooks[hook_id]
+    try:
+        yield
+    finally:
+        for hooks, before in all_hooks:
+            hooks.clear()
+            hooks.update(before)
 
 
 class _Removable(Protocol):
@@ -249,6 +275,10 @@ class ForwardGates:
         for owner, name in _READERS:
             self._removables.append(MethodGate(owner, name, lambda *args, **kwargs: wait(_tensors(args, kwargs))))
         hook_ids: set[int] = set()
+        # A module that is scripted gets the parameters as they are, and the hooks that it has.
+        without_hooks = partial(_without_hooks, weakref.WeakSet(model.modules()), hook_ids)
+        scripting = MethodGate(torch.jit._recursive, "create_script_module", lambda *_, **__: finish(), without_hooks)
+        self._removables.append(scripting)
         # Scripted modules have no hooks.
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         for module in modules:

@@ -65,17 +65,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def has_shared_memory(tensor: torch.Tensor) -> bool:
-    """Return whether something else has the memory of a tensor, too, as a view of it does."""
-    storage = tensor.untyped_storage()
-    # One of the tensor, and one of this variable.
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
-
-
 def flat_view(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a dense tensor, flat, in the order of memory; writes to it keep the version."""
     shard = local_shard(param).data
-    return shard.as_strided((shard.numel(),), (1,))
+    # Without `data` it would hold the tensor that it is a view of.
+    return shard.as_strided((shard.numel(),), (1,)).data
 
 
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

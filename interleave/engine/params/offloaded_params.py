@@ -63,7 +63,7 @@ class OffloadedParams:
         self._has_state = False
         self._has_stepped = False
         # By index, what waits for the fingerprints of values that masters round to, and its place among them.
-        self._fingerprints: dict[int, tuple[Callable[[], list[int]], int]] = {}
+        self._fingerprints: dict[int, tuple[Callable[[], list[bytes]], int]] = {}
         # Parameters whose masters were loaded and compared with them by no step yet, since the job may load parameters
         # later. Where masters are remainders: what they are the remainders of.
         self._loaded: dict[int, torch.Tensor | None] = {}
@@ -108,7 +108,7 @@ class OffloadedParams:
         engine, own, rules = self._runner.engine, self._values(), self._rules(self.params)
         values = self._whole_values(own, self._options.has_remainders)
         with engine.paused():
-            changed = self._changed(own) if self._options.has_remainders else set()
+            changed = self._changed(own)[0] if self._options.has_remainders else set()
             changed |= self.matrices.on_any_rank(changed)
             states = state_dict.gather_states(rules, engine.store.states, values, changed, self._loaded)
         whole = {index: states[index] for index in self.matrices.owners}
@@ -131,7 +131,7 @@ class OffloadedParams:
     def commit(self) -> dict[str, Any]:
         """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and recall offloaded gradients."""
         self.pending.finish()
-        self.record_values(self._follow_values())
+        self._follow_values()
         self._stop()
         return self._runner.commit()
 
@@ -201,7 +201,8 @@ class OffloadedParams:
             self.has_submitted = False
 
     def record_values(self, values: Sequence[torch.Tensor], indices: Iterable[int] | None = None) -> None:
-        """Take the values of parameters, of these indices or all, as those that the masters round to."""
+        """Take the values of parameters, of these indices or all, as those that the masters round to. Those of a step are
+        of the parameters that it has written, since the job may have changed others."""
         recorded = range(len(values)) if indices is None else list(indices)
         own = [flat_view(self.params[index]) if index in self.matrices.owners else values[index] for index in recorded]
         fingerprints = cache(self._runner.device.fingerprint(own))
@@ -322,7 +323,8 @@ class OffloadedParams:
         if addresses != self._addresses:
             check_apart(values)
             self._addresses = addresses
-        changed = self._changed(values) | self._loaded.keys()
+        changed, fingerprints = self._changed(values)
+        changed |= self._loaded.keys()
         matrices, has_remainders = self.matrices.on_any_rank(changed), self._options.has_remainders
         changed |= matrices
         values = self._whole_values(values, bool(matrices) or has_remainders)
@@ -331,9 +333,12 @@ class OffloadedParams:
             with engine.paused():
                 replaced = state_dict.update_masters(engine.store.states, values, changed, self._loaded)
             engine.store.forget_params(changed)
+            # Now, since the job may change those that the step does not update before its end.
+            self._fingerprints |= {index: (fingerprints, index) for index in changed}
             if has_remainders and matrices:
                 # Some of their values may be rounded otherwise now.
                 self._write_parts(values, matrices)
+                self.record_values(values, matrices)
             if outdated := len(replaced & self._loaded.keys()):
                 log.warning(
                     "ebbtide: %d parameters have changed since the masters in the state dict, as by another optimizer: "
@@ -343,18 +348,20 @@ class OffloadedParams:
             self._loaded.clear()
         return values
 
-    def _changed(self, values: Sequence[torch.Tensor]) -> set[int]:
-        """Return the indices of the parameters whose values are not those that the masters round to."""
+    def _changed(self, values: Sequence[torch.Tensor]) -> tuple[set[int], Callable[[], list[bytes]]]:
+        """Return the indices of the parameters whose values are not those that the masters round to, and a function
+        that returns the fingerprints of all."""
         if _layouts(self.params) == self._layouts:
             current = self._runner.device.fingerprint(values)()
         else:
             # Parameters that have moved are not on the device of the engine.
             current = [self._runner.kernel.fingerprint(value.cpu()) for value in values]
-        return {
+        changed = {
             index
             for index, (fingerprints, place) in self._fingerprints.items()
             if fingerprints()[place] != current[index]
         }
+        return changed, lambda: current
 
 
 def _layouts(params: Sequence[torch.Tensor]) -> list[_Layout]:

@@ -1,5 +1,6 @@
 """Parameters that a step may still write after it has returned: waits for them, and finds gradients of old values."""
 
+import itertools
 import logging
 import threading
 import types
@@ -16,7 +17,8 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forks import Rest, follow_forks, fork_lock
 from ebbtide.interleave.engine.params.gates import ForwardGates
-from ebbtide.interleave.engine.params.local_shards import has_shared_memory, local_shard
+from ebbtide.interleave.engine.params.holders import Holders
+from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules.rule import Scalars
 
 log = logging.getLogger("ebbtide")
@@ -59,8 +61,9 @@ class PendingParams:
         # Whether a step runs, or is not known to have ended. Read without the lock, so it is the last to be reset.
         self.is_active = False
         self._unread: set[int] = set()
-        # Parameters whose memory something else has, too, before the step.
-        self._shared: set[int] = set()
+        # The parameters that the last step has updated.
+        self._updated: set[int] = set()
+        self._holders = Holders()
         # Those whose values were recorded since the last step, and the function that records them.
         self._recorded: set[int] = set()
         self._record: Callable[[Iterable[int]], None] | None = None
@@ -111,11 +114,6 @@ class PendingParams:
         self._release(list(self._unread))
         if self._gates is not None:
             self._gates.learn_calls()
-            self._shared = {
-                index
-                for index, param in enumerate(self._params)
-                if param not in self._gates.sharded and has_shared_memory(param)
-            }
 
     def step(
         self,
@@ -128,15 +126,16 @@ class PendingParams:
         called when they are written, takes their values, by index, as those of the update."""
         updated = [index for index, factors in enumerate(scalars) if factors is not None]
         torch.autograd.graph.increment_version([self._params[index] for index in updated])
-        self._unread, self._recorded, self._record = set(updated), set(), record
+        self._updated, self._unread = set(updated), set(updated)
+        self._recorded, self._record = set(), record
         self.is_active = True
         try:
+            late = self._make_late(updated)
             self._runner.step(values, scalars, on_done, self._record_others)
             if self._runner.is_late:
-                never_late = [index for index in updated if not self._may_be_late(index)]
-                self._runner.wait_for_params(never_late)
-                self._release(never_late)
-                self._late_params.set(map(self._params.__getitem__, self._unread))
+                others = [index for index in updated if index not in late]
+                self._runner.wait_for_params(others)
+                self._release(others)
         finally:
             if not self._runner.is_late:
                 self._release(list(self._unread))
@@ -181,18 +180,28 @@ class PendingParams:
                 "gradient to None, and call optimizer.synchronize() before such forwards"
             )
 
-    def _may_be_late(self, index: int) -> bool:
-        """Return whether everything that uses a parameter waits."""
+    def _make_late(self, updated: Iterable[int]) -> set[int]:
+        """Let uses of parameters wait from now on, and return those of which all uses do."""
+        if self._gates is None or not self._runner.plan.has_late_operations:
+            return set()
+        late = {index for index in updated if self._may_be_late(index, self._gates)}
+        # Before others are looked for that hold them: there are no new ones from here on.
+        self._late_params.set(map(self._params.__getitem__, late))
+        whole = [index for index in late if self._params[index] not in self._gates.sharded]
+        # The engine has one view of each.
+        held = self._holders.find_held([self._params[index] for index in whole], views=1)
+        return late.difference(itertools.compress(whole, held))
+
+    def _may_be_late(self, index: int, gates: ForwardGates) -> bool:
+        """Return whether Python code that uses a parameter waits."""
         param = self._params[index]
-        is_gated = self._gates is not None and self._gates.is_gated(param)
-        is_possible = index not in self._shared and index not in self._never_late
-        return is_gated and is_possible and self._late_params.supports(param)
+        return gates.is_gated(param) and index not in self._never_late and self._late_params.supports(param)
 
     def _record_others(self) -> None:
-        """Record the values of all parameters that were not recorded, after the last update has ended."""
+        """Record the values of updated parameters that were not recorded, after the last update has ended."""
         record, self._record = self._record, None
         if record is not None:
-            record(index for index in range(len(self._params)) if index not in self._recorded)
+            record(self._updated - self._recorded)
 
     def _release(self, indices: Iterable[int]) -> None:
         """Make parameters ordinary again, which are written."""
