@@ -6,11 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.conftest import FUZZ
 from tests.interleave.engine.grid.draw import draw_rank_job
 from tests.interleave.engine.grid.judge import judge, quiet
 
 
-def random_grid(rank: int, folder: Path, jobs: int = 8) -> dict[str, Any]:
+def random_grid(rank: int, folder: Path, jobs: int = round(4 * FUZZ)) -> dict[str, Any]:
     """Return the numbers of verdicts by kind of parallel model, and the jobs that are wrong on a rank."""
     quiet()
     counts: Counter[str] = Counter()
@@ -25,10 +26,6 @@ def random_grid(rank: int, folder: Path, jobs: int = 8) -> dict[str, Any]:
         if kinds not in ({"equal"}, {"refused"}):
             wrong.append(f"{of_ranks} {job}")
     return {"counts": dict(counts), "wrong": wrong}
-
-
-def many_random_jobs(rank: int, folder: Path) -> dict[str, Any]:
-    return random_grid(rank, folder, 60)
 
 
 JOBS = (random_grid,)

@@ -60,9 +60,10 @@ def _possible(kind: str | int, options: dict[str, Any]) -> str | int:
     """Return the layer, or a plain one for a layer that these options do not take."""
     # torch.func refuses hooks of saved tensors, with an error of torch.
     is_refused = kind == "read by func.grad" and not {"activations", "weights"}.isdisjoint(options)
-    # A defect that is not mended: a view of a streamed weight is one of the device's copy.
-    is_stale = kind == "view" and "weights" in options
-    return "residual" if is_refused or is_stale else kind
+    # Defects that are not mended: a kept view of a streamed weight is one of the device's copy, and streaming the
+    # weights of a scripted module inside a layer ends in an AttributeError.
+    is_defect = kind in ("view", "scripted") and "weights" in options
+    return "residual" if is_refused or is_defect else kind
 
 
 def draw_rank_job(seed: int) -> Job:
@@ -71,13 +72,13 @@ def draw_rank_job(seed: int) -> Job:
     kind = draw.choice(RANKS)
     is_sharded = not kind.startswith("ddp")
     kinds = [one if one in RANK_LAYERS else draw.choice(RANK_LAYERS) for one in job.kinds]
-    # Replicas have no streamed gradients, and matrices of shards are updated as a whole.
+    # Replicas have no streamed gradients. Matrices of shards are updated as a whole, and scales of 8 bits are padded.
     replica = {"gradients": "kept", "overlap": "forward" if job.overlap != "none" else "none"}
     return replace(
         job,
         ranks=kind,
         kinds=tuple(kinds),
-        rule="adamw" if is_sharded and job.rule == "muon" else job.rule,
+        rule="adamw" if is_sharded and job.rule in ("muon", "adamw-8bit") else job.rule,
         hyperparameters=(("lr", 0.01),),
         tied=False,
         reads_head=False,

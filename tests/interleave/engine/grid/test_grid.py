@@ -18,7 +18,7 @@ from tests.interleave.engine.grid.training import Results
 # Seeds of one test; the others are those of the other parts.
 PARTS = 12
 JOBS = 750
-JOBS_BY_DEFAULT = 36
+JOBS_BY_DEFAULT = 24
 # Share of jobs that may end in an error of ebbtide.
 REFUSED_SHARE = 0.15
 
