@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from ebbtide.interleave.engine.layers import activations, model_layers
 from ebbtide.interleave.engine.layers.weights import stream_weights
 from tests.interleave.engine.layers.random_jobs import CountingDevice, Job, Model, Parallel, random_job, time_limit
-from tests.interleave.engine.layers.test_random_layers import RandomPlanner
+from tests.interleave.engine.layers.random_planner import RandomPlanner
 
 KINDS = ("ddp", "views", "unused", "sharded", "resharded")
 

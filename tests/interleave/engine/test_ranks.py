@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from tests.conftest import PROCESS_TIMEOUT_S, run_process, shared_folder
 from tests.interleave.engine import (
     compiled_rank_jobs,
+    grid_rank_jobs,
     late_rank_jobs,
     layer_rank_jobs,
     matrix_rank_jobs,
@@ -34,6 +35,7 @@ Results = dict[str, Any]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     """Run all jobs in one start of the ranks, which takes longer than the jobs; return the results and the folder."""
     others = late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS + layer_rank_jobs.JOBS
+    others += grid_rank_jobs.JOBS
     folder = shared_folder(tmp_path_factory, "ranks", lambda folder: run_ranks(folder, rank_jobs.JOBS + others))
     return torch.load(folder / "results", weights_only=True), folder
 
@@ -134,6 +136,12 @@ def test_layers_that_move__have_the_bits_of_the_plain_job_on_the_same_ranks(rank
     results, _ = ranks
     assert results["random_layers"]["differing"] == []
     assert len(results["random_layers"]["counts"]) >= 4
+
+
+def test_random_jobs__have_the_bits_of_the_plain_job_on_the_same_ranks(ranks: tuple[Results, Path]) -> None:
+    results, _ = ranks
+    assert results["random_grid"]["wrong"] == []
+    assert any(name.endswith("equal") for name in results["random_grid"]["counts"])
 
 
 @pytest.mark.slow

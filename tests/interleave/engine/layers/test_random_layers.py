@@ -5,66 +5,23 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.layers import activations, model_layers, orders
-from ebbtide.interleave.engine.layers.orders import LayerOptions, LayerOrders, MeasuredLayer, PassTimes
+from ebbtide.interleave.engine.layers import activations, model_layers
 from ebbtide.interleave.engine.layers.weights import stream_weights
-from ebbtide.interleave.model.layers import ACTIVATION_KINDS, place
-from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.policies.layer_choice import LayerChoice, plan_of_choice
+from ebbtide.interleave.model.layers import ACTIVATION_KINDS
 from tests.conftest import examples
 from tests.interleave.engine.layers.random_jobs import CountingDevice, random_job, time_limit, watched
+from tests.interleave.engine.layers.random_planner import RandomPlanner
 from tests.interleave.engine.states import bits
 
-# Forms of activations: all of them or the input, kept or offloaded.
-_FORMS = (0, 1, ~0, ~0, ~1, ~1)
 # A case takes below one second; machines may be busy.
 _CASE_S = 120.0
 _RATES = (None, 2e6, 2e7)
-
-
-class RandomPlanner:
-    """Makes random orders in place of the best ones, with the memory that their plan needs as budget."""
-
-    def __init__(self, draw: random.Random, is_limited: bool = True) -> None:
-        self._draw = draw
-        self._is_limited = is_limited
-        self.activations: activations.OffloadedActivations | None = None
-        self.kinds: list[str] = []
-
-    def plan(
-        self,
-        layers: Sequence[MeasuredLayer],
-        budget_bytes: float | None,
-        rates: Mapping[str, float | None],
-        options: LayerOptions,
-        outside: PassTimes,
-    ) -> LayerOrders:
-        draw = self._draw
-        machine = orders.machine_of_rates(rates)
-        workload = orders.workload_of_layers(layers, 1e9, machine, options, outside)
-        forms = tuple(draw.choice(_FORMS) for _ in layers)
-        streamed = tuple(options.weights is not None and draw.random() < 0.6 for _ in layers)
-        choice = LayerChoice(streamed, forms, draw.randint(1, 3), draw.randint(1, 3))
-        plan = plan_of_choice(choice, workload, machine, lambda placed, _: make_plan("gpu-only", placed, machine)).plan
-        assert plan.layers is not None
-        placed = place(workload, plan.layers)
-        assert self.activations is not None
-        memory = self.activations._transfers.memory
-        left_bytes = memory.limit_bytes - (budget_bytes or 0.0)
-        need = max(one.total for one in placed.layer_memory) + left_bytes
-        # Peaks before were in the memory of one layer at a time.
-        memory.peak_bytes = 0
-        memory.budgets = {"activations": need if self._is_limited else 1e9}
-        result = orders.orders_of_plan(plan, plan.layers, placed)
-        self.kinds = [*map(result.kind, range(len(layers)))]
-        return result
 
 
 def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:

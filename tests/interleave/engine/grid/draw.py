@@ -1,0 +1,165 @@
+"""Draws random jobs over the grid of options."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ebbtide.interleave.engine.rules import RULES
+from tests.interleave.engine.grid.edits import EDITS
+from tests.interleave.engine.grid.faults import FAULTS
+from tests.interleave.engine.grid.job import RANKS, Event, Job
+from tests.interleave.engine.grid.models import LAYERS, WRITERS
+
+POLICIES = ("zero-offload", "pipelined", "twin-flow:0.4", "interleaved:2", "interleaved:3@0.6", "adaptive", "gpu-only")
+OVERLAPPING = ("pipelined", "interleaved:2", "adaptive")
+OVERLAPS = ("none", "forward", "backward", "both", "auto")
+WEIGHTS = ("resident", "streamed", "auto")
+ACTIVATIONS = ("keep", "recompute", "offload", "recompute-offload", "auto", "random")
+DTYPES = (torch.float32, torch.bfloat16)
+# Bytes of layers that hold one of them at least, and a few.
+BUDGETS = (None, 8e3, 2e4)
+RATES = (None, None, 3e5, 2e6, 2e7)
+# What all ranks do alike, on shards, too.
+RANK_LAYERS = ("residual", "perceptron", "attention", "norm", "custom", "split", "batch norm", "twice")
+RANK_EDITS = (
+    *("learning rate", "hyperparameters", "evaluate", "state", "all", "average"),
+    *("batch without a step", "step without gradients"),
+)
+HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "adamw": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 1e-6)},
+    "adamw-bf16": {
+        "betas": ((0.9, 0.999), (0.4, 0.5)),
+        "weight_decay": (0.0, 0.1),
+        "stochastic_rounding": (True, False),
+    },
+    "adamw-8bit": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1)},
+    "adam": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 1e-6)},
+    "lion": {"betas": ((0.9, 0.99), (0.5, 0.4)), "weight_decay": (0.0, 0.1)},
+    "muon": {
+        "momentum": (0.0, 0.4, 0.95),
+        "nesterov": (True, False),
+        "weight_decay": (0.0, 0.1),
+        "adjust_lr_fn": (None, "match_rms_adamw"),
+    },
+    "sgd": {"momentum": (0.0, 0.9), "weight_decay": (0.0, 0.1)},
+}
+
+
+def draw_job(seed: int) -> Job:
+    """Return the job of a seed."""
+    draw = random.Random(seed)
+    options = {**_model(draw), **_training(draw)}
+    options |= _engine(draw, options) | _layers(draw)
+    options["kinds"] = tuple(_possible(kind, options) for kind in options["kinds"])
+    return Job(seed=seed, **options)
+
+
+def _possible(kind: str | int, options: dict[str, Any]) -> str | int:
+    """Return the layer, or a plain one for a layer that these options do not take."""
+    # torch.func refuses hooks of saved tensors, with an error of torch.
+    is_refused = kind == "read by func.grad" and not {"activations", "weights"}.isdisjoint(options)
+    # Defects that are not mended: a kept view of a streamed weight is one of the device's copy, and streaming the
+    # weights of a scripted module inside a layer ends in an AttributeError.
+    is_defect = kind in ("view", "scripted") and "weights" in options
+    return "residual" if is_refused or is_defect else kind
+
+
+def draw_rank_job(seed: int) -> Job:
+    """Return the job of a seed for several ranks, which do the same collectives."""
+    job, draw = draw_job(seed), random.Random(f"ranks {seed}")
+    kind = draw.choice(RANKS)
+    is_sharded = not kind.startswith("ddp")
+    kinds = [one if one in RANK_LAYERS else draw.choice(RANK_LAYERS) for one in job.kinds]
+    # Replicas have no streamed gradients. Matrices of shards are updated as a whole, and scales of 8 bits are padded.
+    replica = {"gradients": "kept", "overlap": "forward" if job.overlap != "none" else "none"}
+    return replace(
+        job,
+        ranks=kind,
+        kinds=tuple(kinds),
+        rule="adamw" if is_sharded and job.rule in ("muon", "adamw-8bit") else job.rule,
+        hyperparameters=(("lr", 0.01),),
+        tied=False,
+        reads_head=False,
+        checkpoints=False,
+        spare=False,
+        lengths=(6,),
+        edits=tuple(event for event in job.edits if event.kind in RANK_EDITS),
+        faults=(),
+        **({} if is_sharded else replica),
+    )
+
+
+def _model(draw: random.Random) -> dict[str, Any]:
+    autocast = draw.random() < 0.15
+    dtype = torch.float32 if autocast else draw.choice(DTYPES)
+    # torch has no LSTM in half precision on the CPU.
+    is_half = autocast or dtype != torch.float32
+    choices = [kind for kind in LAYERS if kind != "lstm" or not is_half]
+    kinds: list[str | int] = draw.choices(choices, k=draw.randint(2, 4))
+    repeated = [number for number, kind in enumerate(kinds) if kind not in WRITERS]
+    if repeated and draw.random() < 0.1:
+        kinds.append(draw.choice(repeated))
+    return {
+        "kinds": tuple(kinds),
+        "dtype": dtype,
+        "autocast": autocast,
+        "tied": draw.random() < 0.25,
+        "reads_head": draw.random() < 0.25,
+        "checkpoints": draw.random() < 0.15,
+        "spare": draw.random() < 0.15,
+        "lengths": draw.choice(((6,), (6,), (6, 9))),
+        "accumulation": draw.choice((1, 1, 2)),
+        "steps": draw.randint(5, 8),
+    }
+
+
+def _training(draw: random.Random) -> dict[str, Any]:
+    rule = draw.choice(("adamw", "adamw", *sorted(RULES)))
+    choices = HYPERPARAMETERS[rule]
+    hyperparameters = {name: draw.choice(values) for name, values in choices.items()}
+    hyperparameters["lr"] = draw.choice((1e-3, 1e-2, 0.1))
+    loss_scale = draw.choice((None, None, 1024.0, "dynamic"))
+    return {
+        "rule": rule,
+        "hyperparameters": tuple(hyperparameters.items()),
+        "max_grad_norm": draw.choice((None, 0.5, 50.0)),
+        "loss_scale": loss_scale,
+        "edits": tuple(_event(draw, list(EDITS)) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
+        "faults": tuple(
+            _event(draw, FAULTS if loss_scale else FAULTS[:-1]) for _ in range(draw.choice((0, 0, 1, 1, 2)))
+        ),
+    }
+
+
+def _event(draw: random.Random, kinds: Any) -> Event:
+    return Event(draw.randrange(1, 7), draw.choice(kinds), draw.choice((draw.randrange(12), draw.randrange(600))))
+
+
+def _engine(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Draw options of the optimizer, of which few are refused."""
+    gradients = draw.choice(("kept", "streamed"))
+    remainder = options["dtype"] == torch.bfloat16 and draw.random() < 0.4
+    policy = draw.choice(POLICIES if draw.random() < 0.5 else OVERLAPPING)
+    overlaps = OVERLAPS if gradients == "streamed" and not remainder else ("none", "forward", "auto")
+    return {
+        "policy": policy,
+        "gradients": gradients,
+        "master": "remainder" if remainder else "fp32",
+        "overlap": draw.choice(overlaps) if policy in OVERLAPPING else "none",
+        "storage": draw.random() < 0.1,
+        "subgroup_params": draw.choice((40, 150, 400, 10**6)),
+        "memory_budget": draw.choice((None, 4000.0, 1e9)),
+        "rates": (draw.choice(RATES), draw.choice(RATES)),
+        "jitter": draw.random() < 0.25,
+    }
+
+
+def _layers(draw: random.Random) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if draw.random() < 0.4:
+        options |= {"weights": draw.choice(WEIGHTS), "weights_budget": draw.choice(BUDGETS)}
+    if draw.random() < 0.55:
+        options |= {"activations": draw.choice(ACTIVATIONS), "activations_budget": draw.choice(BUDGETS)}
+    return options

@@ -1,0 +1,73 @@
+"""The options of a random training job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Replicas, with gradients as views of buckets or parameters without gradients, and shards, that stay gathered or not.
+RANKS = ("ddp", "ddp views", "ddp unused", "sharded", "resharded")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens before a step; `number` selects a layer, a line or an allocation."""
+
+    step: int
+    kind: str
+    number: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The options of a job. Defaults are the plainest ones: a failing job shrinks towards them.
+
+    Attributes:
+        spare: Whether the parameters of the last layer are in no group at first.
+        lengths: Numbers of tokens of a batch.
+        hyperparameters: Those of `rule`, as pairs.
+        rates: Bandwidths of the link to and from the device in bytes/s; None: no limit.
+        weights: As for `stream_weights`; None: weights are not moved.
+        ranks: The kind of parallel model, one of RANKS; None: there is one rank.
+        activations: As for `offload_activations`, or `random` for a random order of each layer; None: not moved.
+    """
+
+    seed: int
+    kinds: tuple[str | int, ...] = ("residual", "residual")
+    dtype: torch.dtype = torch.float32
+    tied: bool = False
+    reads_head: bool = False
+    checkpoints: bool = False
+    autocast: bool = False
+    spare: bool = False
+    steps: int = 4
+    lengths: tuple[int, ...] = (6,)
+    accumulation: int = 1
+    rule: str = "adamw"
+    hyperparameters: tuple[tuple[str, Any], ...] = ()
+    max_grad_norm: float | None = None
+    loss_scale: float | str | None = None
+    edits: tuple[Event, ...] = ()
+    faults: tuple[Event, ...] = ()
+    policy: str = "zero-offload"
+    overlap: str = "none"
+    gradients: str = "kept"
+    master: str = "fp32"
+    storage: bool = False
+    subgroup_params: int = 10**6
+    memory_budget: float | None = None
+    weights: str | None = None
+    weights_budget: float | None = None
+    activations: str | None = None
+    activations_budget: float | None = None
+    rates: tuple[float | None, float | None] = (None, None)
+    jitter: bool = False
+    ranks: str | None = None
+
+    def __str__(self) -> str:
+        fields = type(self).__dataclass_fields__
+        own = {name: getattr(self, name) for name in fields}
+        changed = {name: value for name, value in own.items() if value != fields[name].default}
+        return f"Job({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
