@@ -151,6 +151,10 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes,
     return result;
 }
 
+CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
+    return (CUresult)cudaStreamCreateWithFlags((cudaStream_t *)stream, flags);
+}
+
 /* ---- Virtual memory, for torch's expandable segments */
 
 CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
