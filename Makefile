@@ -17,10 +17,15 @@ NEWEST_TESTS ?= tests/cli tests/analysis tests/machines tests/interleave/model t
 # Environments and files of the programs of training frameworks.
 RECIPES := .recipes
 
+# Environment of the CUDA build of torch, whose tests run on a stand-in for the CUDA runtime.
+CUDA := .venv-cuda
+CUDA_TORCH ?= 2.11.0
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) $(shell command -v python3.12) $(PYTHON))
+
 # Multiplies the random cases of `make test-all`.
 FUZZ ?= 4
 
-.PHONY: demo docs test test-all test-newest test-recipes lint dist clean
+.PHONY: demo docs test test-all test-cuda test-newest test-recipes lint dist clean
 
 $(VENV)/installed: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("ebbtide needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
@@ -102,6 +107,16 @@ test: $(VENV)/compiled
 test-all: $(VENV)/compiled
 	$(call test_and_lint,EBBTIDE_FUZZ=$(FUZZ) $(PYTEST) --timeout 1200 $(TESTS))
 
+# `==` would take a build for the CPU.
+$(CUDA)/torch-$(CUDA_TORCH): pyproject.toml
+	$(PYTHON312) -m venv --clear $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet 'torch===$(CUDA_TORCH)'
+	$(CUDA)/bin/python -m pip install --quiet --editable . pytest pytest-timeout hypothesis
+	touch $@
+
+test-cuda: $(CUDA)/torch-$(CUDA_TORCH)
+	$(CUDA)/bin/python -m pytest -q --timeout 600 tests/cuda_runtime
+
 # The tests of the commands with the newest version of every package. Dry runs know the layout of the pinned torch alone.
 test-newest:
 	$(PYTHON) -m venv --clear $(NEWEST)
@@ -134,4 +149,4 @@ dist: $(VENV)/tested
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(RECIPES) $(DEMO) .editable build site dist *.egg-info
+	rm -rf $(VENV) $(CUDA) $(NEWEST) $(RECIPES) $(DEMO) .editable build site dist *.egg-info

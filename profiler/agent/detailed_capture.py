@@ -32,6 +32,7 @@ _OTHER_THREAD = (
     "that started it ended; let the main thread train"
 )
 _OWN_CAPTURE = "allocations were not recorded to the end: the job uses a profiler or an allocator history of its own"
+_NO_HISTORY = "allocations were not recorded: cudaMallocAsync keeps no history of them; leave out backend:cudaMallocAsync"
 # A slice is at most so long, and about as large (20,000 events); the first one is a single iteration.
 _SLICE_NS, _SLICE_BYTES = 2_000_000_000, 5_000_000
 # Slices may hold up one part in so many of the job's time, with an advance; after _UNPAUSED_NS pauses grow.
@@ -149,6 +150,8 @@ class AllocationCapture:
         note = NOT_READ_NOTE if self._recorder.threads.several else None
         if note is None and kind is _Profile and not _on_main_thread():
             note = _OTHER_THREAD
+        if note is None and kind is _History and self._torch.cuda.get_allocator_backend() != "native":
+            note = _NO_HISTORY
         source = None if note else kind(self._torch, self._yield_to_job)
         if source is None or not source.start():
             self._ended = True

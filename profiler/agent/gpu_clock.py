@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 # `elapsed_time` is a float32 in milliseconds: over ten seconds it still resolves a microsecond.
@@ -50,8 +50,10 @@ class GpuClock:
 
     `pending`: the spans that `finished_spans` has not returned yet."""
 
-    def __init__(self, cuda: Any) -> None:
+    def __init__(self, cuda: Any, make_stream: Callable[[int], Any] | None = None) -> None:
+        """Initialize with `torch.cuda`, and a function that makes a stream of a device that only this clock has."""
         self._cuda = cuda
+        self._make_stream = make_stream or cuda.Stream
         self._free_events: dict[int, list[Any]] = defaultdict(list)
         self._streams: dict[int, Any] = {}
         self._anchors: dict[int, _Anchor] = {}
@@ -60,15 +62,19 @@ class GpuClock:
         self.pending: deque[_PendingSpan] = deque()
 
     def record_mark(self) -> EventMark | None:
-        """Record an event on the current stream now; return None where CUDA is not in use."""
+        """Record an event on the current stream now; return None where CUDA is not in use, or fails from now on."""
         if not self._usable():
             return None
         device = self._cuda.current_device()
         self._threads.add(_thread.get_ident())
-        self._renew_anchor(device)
-        event = self._new_event(device)
-        host_ns = time.monotonic_ns()
-        event.record()
+        try:
+            self._renew_anchor(device)
+            event = self._new_event(device)
+            host_ns = time.monotonic_ns()
+            event.record()
+        except RuntimeError:
+            # After an illegal access each call fails: the job learns of it by its own next one.
+            return None
         return EventMark(device, event, host_ns)
 
     def add_span(self, sequence: int, start: EventMark | None, end: EventMark | None) -> None:
@@ -127,7 +133,7 @@ class GpuClock:
         if last is not None and time.monotonic_ns() - last.host_ns < _ANCHOR_EVERY_NS:
             return
         if device not in self._streams:
-            self._streams[device] = self._cuda.Stream(device)
+            self._streams[device] = self._make_stream(device)
         event = self._cuda.Event(enable_timing=True)
         before_ns = time.monotonic_ns()
         event.record(self._streams[device])

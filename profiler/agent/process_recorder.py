@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Callable
 
+from .cuda_streams import own_stream
 from .gpu_clock import DeviceSpan, EventMark, GpuClock
 from .iteration_figures import IterationFigures
 from .job_info import JobInfo
@@ -71,7 +73,7 @@ class ProcessRecorder:
         """Set the state that is this process's own, which a forked child begins anew."""
         self.job_info = JobInfo(self._torch, self.directory)
         self.opened_ns = 0  # when the spool was created, in ns of CLOCK_MONOTONIC; 0 before
-        self.gpu = GpuClock(self._torch.cuda)
+        self.gpu = GpuClock(self._torch.cuda, functools.partial(own_stream, self._torch))
         self.figures = IterationFigures()
         self._spool: Spool | None = None
         self._recording = self._options.first == 0

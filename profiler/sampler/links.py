@@ -12,6 +12,7 @@ from ebbtide.profiler.sampler.nvml import GpuLost, NvmlError
 _IMPOSSIBLE_BYTES_PER_S = 1e12
 _MAY_WRAP_NS = 35_000_000  # 2**32 bytes pass in 35.5 ms over PCIe 6 x16
 _MIN_GPM_WINDOW_NS = 100_000_000
+_THROUGHPUT_WINDOW_NS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,11 @@ class ThroughputSource(LinkSource):
     period_s = 0.0  # it blocks long enough by itself
 
     def read(self) -> LinkSample | None:
-        """Return a sample; blocks for about 42 ms."""
+        """Return a sample; blocks for about 42 ms, and for a window at least where the driver answers at once."""
+        begin_s = time.monotonic()
         rates = self._gpu.read_pcie_throughput()
-        return LinkSample(self._clock(), 20_000_000, *rates)
+        time.sleep(max(0.0, begin_s + _THROUGHPUT_WINDOW_NS / 1e9 - time.monotonic()))
+        return LinkSample(self._clock(), _THROUGHPUT_WINDOW_NS, *rates)
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:

@@ -5,6 +5,8 @@ import functools
 import logging
 import threading
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
@@ -17,11 +19,25 @@ from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, Upd
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
+from ebbtide.profiler.agent.cuda_streams import own_stream
 
 log = logging.getLogger("ebbtide")
 
 # cudaStreamCaptureModeRelaxed: https://docs.nvidia.com/cuda/cuda-driver-api (cuThreadExchangeStreamCaptureMode).
 _RELAXED = 2
+
+
+# Streams of engines that are gone, which the next ones use: their number does not grow.
+_free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def _take_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream that neither the job nor another engine has."""
+    free = _free_streams[device]
+    if free:
+        return free.pop()
+    stream: torch.cuda.Stream = own_stream(torch, torch.cuda.current_device())
+    return stream
 
 
 @contextmanager
@@ -76,9 +92,10 @@ class CudaStreams:
         self._device = device
         with thread_setup(device):
             names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
-            self._streams = {name: torch.cuda.Stream() for name in names}
+            self._streams = {name: _take_stream(device) for name in names}
             # Without other work, so that it passes events at once (but for CUDA_DEVICE_MAX_CONNECTIONS=1).
-            self._clock_stream = torch.cuda.Stream()
+            self._clock_stream = _take_stream(device)
+            weakref.finalize(self, _free_streams[device].extend, [*self._streams.values(), self._clock_stream])
             event, _ = self._next_anchor = self._record_anchor()
             event.synchronize()
             self._anchor = CudaAnchor(event, time.perf_counter())
@@ -209,11 +226,8 @@ class CudaDevice(CudaStreams, Device):
         return self._job_memory.budget(total, others)
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self.stream("memory")):
-                block = torch.empty((rows, params), dtype=torch.float32, device=self._device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise DeviceMemoryError(f"the GPU has too little free memory: {str(error).splitlines()[0]}") from error
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream("memory")):
+            block = self._allocate((rows, params), torch.float32)
         with self._lock:
             self._used += block.nbytes
             self._job_memory.record_own(self._used)
@@ -224,7 +238,13 @@ class CudaDevice(CudaStreams, Device):
             self._used -= tensor.nbytes
 
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
-        return torch.empty((nbytes,), dtype=torch.uint8, device=self._device)
+        return self._allocate((nbytes,), torch.uint8)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise DeviceMemoryError(f"the GPU has too little free memory: {str(error).splitlines()[0]}") from error
 
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,27 @@
+/* Functions of the driver that torch looks up and that are refused: handles for other processes, multicast, green
+ * contexts, writes of streams. Without the header of the driver, whose declarations would ask for arguments. */
+#define REFUSED(function) \
+    int function(void) { return 801; /* CUDA_ERROR_NOT_SUPPORTED */ }
+REFUSED(cuMemExportToShareableHandle)
+REFUSED(cuMemImportFromShareableHandle)
+REFUSED(cuMemGetAllocationPropertiesFromHandle)
+REFUSED(cuMemRetainAllocationHandle)
+REFUSED(cuMemGetAddressRange_v2)
+REFUSED(cuMemsetD32Async)
+REFUSED(cuMulticastAddDevice)
+REFUSED(cuMulticastBindMem)
+REFUSED(cuMulticastCreate)
+REFUSED(cuMulticastUnbind)
+REFUSED(cuStreamWriteValue32)
+REFUSED(cuLaunchCooperativeKernel)
+REFUSED(cuTensorMapEncodeTiled)
+REFUSED(cuCtxFromGreenCtx)
+REFUSED(cuCtxPopCurrent)
+REFUSED(cuCtxPushCurrent)
+REFUSED(cuDevResourceGenerateDesc)
+REFUSED(cuDevSmResourceSplitByCount)
+REFUSED(cuDeviceGetDevResource)
+REFUSED(cuDeviceGetUuid)
+REFUSED(cuGreenCtxCreate)
+REFUSED(cuGreenCtxDestroy)
+REFUSED(cuGreenCtxStreamCreate)

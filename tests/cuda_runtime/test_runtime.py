@@ -1,0 +1,179 @@
+"""The stand-in behaves as CUDA documents where the engine and the recorder rely on it."""
+
+import pytest
+
+from tests.cuda_runtime.conftest import OnStandIn
+
+TRAINING = """
+import torch
+from torch import nn
+def train(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for x in torch.randn(3, 8, 16):
+        model(x.to(device)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+    return [param.detach().cpu() for param in model.parameters()]
+assert all(map(torch.equal, train("cpu"), train("cuda")))
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kernels__compute_the_bits_of_the_cpu_on_their_stream(on_stand_in: OnStandIn, seed: int) -> None:
+    on_stand_in(TRAINING, jitter_us=500, seed=seed)
+
+
+def test_allocators__end_with_an_error_at_the_limit_of_memory(
+    on_stand_in: OnStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+import torch
+kept = [torch.ones(length, 1 << 18, device="cuda") for length in (1, 3, 7, 30)]
+assert [float(one.sum()) for one in kept] == [length * 2.0**18 for length in (1, 3, 7, 30)]
+try:
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    raise SystemExit("no error")
+except torch.cuda.OutOfMemoryError:
+    pass
+del kept
+torch.cuda.empty_cache()
+free, total = torch.cuda.mem_get_info()
+assert free == total == 256 << 20, (free, total)
+"""
+    for settings in ("", "expandable_segments:True", "backend:cudaMallocAsync"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+        on_stand_in(script, bytes=256 << 20)
+
+
+def test_device_memory__is_no_memory_of_the_host(on_stand_in: OnStandIn) -> None:
+    script = """
+import ctypes, torch
+ctypes.string_at(torch.ones(8, device="cuda").data_ptr(), 4)
+"""
+    assert on_stand_in(script, succeeds=False).returncode == -11
+
+
+def test_copies__wait_for_the_host_only_if_its_memory_is_pageable(on_stand_in: OnStandIn) -> None:
+    script = """
+import time, torch
+from tests.cuda_runtime import runtime
+device = torch.ones(1 << 20, device="cuda")
+pinned, pageable = torch.empty(1 << 20, pin_memory=True), torch.empty(1 << 20)
+torch.cuda.synchronize()
+pinned.copy_(device, non_blocking=True)
+assert not torch.cuda.current_stream().query()
+torch.cuda.synchronize()
+assert runtime.pageable_bytes("d2h") == 0
+pageable.copy_(device, non_blocking=True)
+assert torch.cuda.current_stream().query() and runtime.pageable_bytes("d2h") == 4 << 20
+"""
+    on_stand_in(script, gbps=0.05)
+
+
+def test_races__are_reported_with_both_lines(on_stand_in: OnStandIn) -> None:
+    script = """
+import torch
+from tests.cuda_runtime import runtime
+one, other = torch.cuda.Stream(), torch.cuda.Stream()
+values = torch.zeros(1000, device="cuda")
+torch.cuda.synchronize()
+with torch.cuda.stream(one):
+    values.add_(1)
+other.wait_stream(one)
+with torch.cuda.stream(other):
+    values.mul_(2)
+assert runtime.race_count() == 0
+with torch.cuda.stream(one):
+    values.add_(1)
+assert runtime.race_count() > 0
+"""
+    report = on_stand_in(script, order=1).stderr
+    assert "aten.mul_.Tensor" in report and "aten.add_.Tensor" in report and report.count(".py:") >= 2
+
+
+def test_captures__refuse_what_is_unsafe_and_replay_in_order(on_stand_in: OnStandIn) -> None:
+    script = """
+import torch
+total, one = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    total.add_(one)
+    total.mul_(2)
+graph.replay(); graph.replay()
+assert total.tolist() == [6.0] * 4
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.cuda.synchronize()
+    raise SystemExit("no error")
+except torch.AcceleratorError:
+    pass
+"""
+    on_stand_in(script)
+
+
+def test_legacy_stream__and_blocking_streams_wait_for_each_other(on_stand_in: OnStandIn) -> None:
+    script = """
+import ctypes, torch
+from tests.cuda_runtime import runtime
+handle = ctypes.c_void_p()
+torch.zeros(1, device="cuda")
+assert not ctypes.CDLL(None).cudaStreamCreate(ctypes.byref(handle))
+blocking = torch.cuda.ExternalStream(handle.value)
+values = torch.zeros(1000, device="cuda")
+with torch.cuda.stream(blocking):
+    values.add_(1)
+values.mul_(2)
+with torch.cuda.stream(blocking):
+    values.add_(1)
+torch.cuda.synchronize()
+assert values.tolist() == [3.0] * 1000 and runtime.race_count() == 0
+"""
+    on_stand_in(script, jitter_us=2000, order=1)
+
+
+def test_failures__are_those_that_tests_ask_for(on_stand_in: OnStandIn) -> None:
+    script = """
+import torch
+from tests.cuda_runtime import runtime
+values = torch.ones(8, device="cuda")
+runtime.fail("cudaLaunchKernel", 2)
+values.add_(1)
+try:
+    values.add_(1)
+    raise SystemExit("no error")
+except torch.AcceleratorError:
+    pass
+values.add_(1)
+assert values.tolist() == [3.0] * 8
+runtime.fail("", 1, error=700, sticky=True)
+for _ in range(2):
+    try:
+        torch.cuda.synchronize()
+        raise SystemExit("no error")
+    except torch.AcceleratorError as error:
+        assert "illegal memory access" in str(error)
+runtime.fail("", 0)
+"""
+    on_stand_in(script)
+
+
+def test_process__ends_cleanly_after_an_exception(on_stand_in: OnStandIn) -> None:
+    script = "import torch\nfor _ in range(50): torch.ones(1000, device='cuda').add_(1)\nraise RuntimeError('the end')\n"
+    done = on_stand_in(script, succeeds=False, jitter_us=1000)
+    assert done.returncode == 1 and done.stderr.strip().endswith("RuntimeError: the end")
+
+
+def test_fork__leaves_the_child_without_devices(on_stand_in: OnStandIn) -> None:
+    script = """
+import os, torch
+torch.ones(1, device="cuda")
+child = os.fork()
+if not child:
+    try:
+        torch.ones(1, device="cuda")
+    except RuntimeError:
+        os._exit(7)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    on_stand_in(script)
