@@ -32,7 +32,9 @@ _OTHER_THREAD = (
     "that started it ended; let the main thread train"
 )
 _OWN_CAPTURE = "allocations were not recorded to the end: the job uses a profiler or an allocator history of its own"
-_NO_HISTORY = "allocations were not recorded: cudaMallocAsync keeps no history of them; leave out backend:cudaMallocAsync"
+_NO_HISTORY = (
+    "allocations were not recorded: cudaMallocAsync keeps no history of them; leave out backend:cudaMallocAsync"
+)
 # A slice is at most so long, and about as large (20,000 events); the first one is a single iteration.
 _SLICE_NS, _SLICE_BYTES = 2_000_000_000, 5_000_000
 # Slices may hold up one part in so many of the job's time, with an advance; after _UNPAUSED_NS pauses grow.

@@ -1,6 +1,6 @@
 """Compiles the stand-in for the CUDA runtime, and makes the environment of processes that run on it.
 
-    python -m tests.cuda_runtime.build FOLDER    # prints the variables
+python -m tests.cuda_runtime.build FOLDER    # prints the variables
 """
 
 import os
@@ -68,9 +68,7 @@ def _packages() -> Path:
     return Path(sysconfig.get_paths()["purelib"])
 
 
-def _compile(
-    folder: Path, library: str, sources: tuple[str, ...], link: list[str], is_versioned: bool = True
-) -> None:
+def _compile(folder: Path, library: str, sources: tuple[str, ...], link: list[str], is_versioned: bool = True) -> None:
     """Compile one library, with the version of symbols that torch asks for."""
     headers = [
         *("-isystem", str(_packages() / "nvidia" / "cu13" / "include")),

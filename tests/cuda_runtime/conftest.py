@@ -25,7 +25,9 @@ def on_stand_in(tmp_path_factory: pytest.TempPathFactory) -> OnStandIn:
         pytest.skip(message)
     folder = tmp_path_factory.mktemp("scripts")
 
-    def run(script: str | list[str], succeeds: bool = True, **settings: float | str) -> subprocess.CompletedProcess[str]:
+    def run(
+        script: str | list[str], succeeds: bool = True, **settings: float | str
+    ) -> subprocess.CompletedProcess[str]:
         if isinstance(script, str):
             path = folder / f"{len(list(folder.iterdir()))}.py"
             path.write_text(script)

@@ -88,7 +88,8 @@ with torch.cuda.stream(one):
 assert runtime.race_count() > 0
 """
     report = on_stand_in(script, order=1).stderr
-    assert "aten.mul_.Tensor" in report and "aten.add_.Tensor" in report and report.count(".py:") >= 2
+    assert all(name in report for name in ("aten.mul_.Tensor", "aten.add_.Tensor"))
+    assert report.count(".py:") >= 2
 
 
 def test_captures__refuse_what_is_unsafe_and_replay_in_order(on_stand_in: OnStandIn) -> None:
@@ -158,9 +159,15 @@ runtime.fail("", 0)
 
 
 def test_process__ends_cleanly_after_an_exception(on_stand_in: OnStandIn) -> None:
-    script = "import torch\nfor _ in range(50): torch.ones(1000, device='cuda').add_(1)\nraise RuntimeError('the end')\n"
+    script = """
+import torch
+for _ in range(50):
+    torch.ones(1000, device="cuda").add_(1)
+raise RuntimeError("the end")
+"""
     done = on_stand_in(script, succeeds=False, jitter_us=1000)
-    assert done.returncode == 1 and done.stderr.strip().endswith("RuntimeError: the end")
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("RuntimeError: the end")
 
 
 def test_fork__leaves_the_child_without_devices(on_stand_in: OnStandIn) -> None:

@@ -97,7 +97,7 @@ class _Weight:
 
         Gradients are added in the order of the plain job: to those of a later forward, and as reducers of several ranks
         get them."""
-        tensor = self.on_device()
+        tensor: _DeviceWeight = self.on_device()
         if not self.param.requires_grad:
             return tensor
         if self.param.dtype == torch.float32 and _caches_casts(tensor.device.type):
@@ -126,8 +126,9 @@ class _Weight:
             self._absent = tensor.new_full((), float("nan")).expand(tensor.shape)
             self._leaf = torch.Tensor._make_subclass(_DeviceWeight, tensor, True)
             self._leaf.register_post_accumulate_grad_hook(self._take_gradient)
-        _set_data(self._leaf, tensor)
-        return self._leaf
+        leaf: _DeviceWeight = self._leaf
+        _set_data(leaf, tensor)
+        return leaf
 
     def _take_gradient(self, leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -147,11 +148,12 @@ class _Weight:
 
 
 def _start_of(param: torch.Tensor) -> int:
-    return param.untyped_storage().data_ptr()
+    address: int = param.untyped_storage().data_ptr()
+    return address
 
 
 def _caches_casts(device_type: str) -> bool:
-    return torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
+    return bool(torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled())
 
 
 class _Use:
