@@ -152,7 +152,7 @@ class AllocationCapture:
         note = NOT_READ_NOTE if self._recorder.threads.several else None
         if note is None and kind is _Profile and not _on_main_thread():
             note = _OTHER_THREAD
-        if note is None and kind is _History and self._torch.cuda.get_allocator_backend() != "native":
+        if note is None and kind is _History and not self._keeps_history():
             note = _NO_HISTORY
         source = None if note else kind(self._torch, self._yield_to_job)
         if source is None or not source.start():
@@ -170,6 +170,10 @@ class AllocationCapture:
                 self._hooks.append(module.register_forward_pre_hook(lambda *_, label=label: self._enter_module(label)))
                 self._hooks.append(module.register_forward_hook(lambda *_: self._enter_module(None), always_call=True))
             self._hooks.append(root.register_forward_hook(lambda *_: self._add_owners()))
+
+    def _keeps_history(self) -> bool:
+        backend = getattr(self._torch.cuda, "get_allocator_backend", None)
+        return backend is None or backend() == "native"
 
     def _enter_module(self, name: str | None) -> None:
         """Note the beginning of a module's call, or its end (None)."""
