@@ -32,6 +32,8 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         ("h100-20b-ratio0.5-blocking", A100),
         # Its memory is 1.5 % less than the trace has recorded of the same GPU.
         ("a100-13b-interleaved-2", "a100-40gb-pcie"),
+        # Another GPU with the same memory, whose times differ.
+        ("h100-20b-async", "h100-80gb-pcie"),
     ],
 )
 def test_advice__gains_and_is_the_same_in_replay_and_plan(name: str, machine_name: str) -> None:
