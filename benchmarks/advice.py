@@ -1,10 +1,11 @@
 """Check that no advice of findings, replay --recommend, plan and report is slower than the job, or does not fit.
 
-    python benchmarks/advice.py [--workloads 300] [--without-rule]
+    python benchmarks/advice.py [--workloads 300] [--part I/N] [--without-rule]
 
 All replayable traces in traces/ on 12 machines, and random workloads, with short searches; see
 tests/interleave/advise/advice_checks.py. The report prints the findings. `--without-rule` takes the comparison with
-the job out, so that the checks have to fail. Prints counts, and each failure in a line.
+the job out, so that the checks have to fail. `--part 2/8` runs every eighth case from the second one on. Prints
+counts, and each failure in a line.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -58,28 +62,46 @@ class Count:
         )
 
 
+class CheckedCase(NamedTuple):
+    """A job for which advice is checked."""
+
+    kind: str
+    label: str
+    run: Callable[[], int]
+
+
+def cases(workloads: int) -> Iterator[CheckedCase]:
+    """Yield all cases, with so many random workloads."""
+    for seed in range(workloads):
+        yield CheckedCase("workloads", f"workload {seed}", partial(check_seed, seed))
+    for path in checks.traces(ROOT / "traces"):
+        trace = open_trace(path)
+        yield CheckedCase("findings", path.stem, partial(checks.check_findings, trace))
+        for name in checks.MACHINES:
+            yield CheckedCase("traces", f"{path.stem} on {name}", partial(checks.check_trace, trace, preset(name)))
+
+
+def check_seed(seed: int) -> int:
+    """Check the advice for a random workload."""
+    return checks.check_workload(random.Random(seed))
+
+
 def main() -> None:
     """Run all checks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", type=int, default=300)
+    parser.add_argument("--part", default="1/1")
     parser.add_argument("--without-rule", action="store_true")
     options = parser.parse_args()
     patch = pytest.MonkeyPatch()
     plan_quickly(patch)
     if options.without_rule:
-        patch.setattr(Present, "is_slower_than", lambda self, iteration_s: True)
-    counts = [Count("findings"), Count("traces"), Count("workloads")]
-    for number in range(options.workloads):
-        counts[2].add(f"workload {number}", lambda seed=number: checks.check_workload(random.Random(seed)))  # type: ignore[misc]
-    print(counts[2], flush=True)
-    for path in checks.traces(ROOT / "traces"):
-        trace = open_trace(path)
-        counts[0].add(path.stem, lambda trace=trace: checks.check_findings(trace))  # type: ignore[misc]
-        for name in checks.MACHINES:
-            machine = preset(name)
-            run = lambda trace=trace, machine=machine: checks.check_trace(trace, machine)  # noqa: E731
-            counts[1].add(f"{path.stem} on {name}", run)
-    print(*counts, sep="\n")
+        patch.setattr(Present, "is_slower_than", lambda self, steps: True)
+    part, parts = map(int, options.part.split("/"))
+    counts = {kind: Count(kind) for kind in ("workloads", "findings", "traces")}
+    for case in islice(cases(options.workloads), part - 1, None, parts):
+        counts[case.kind].add(case.label, case.run)
+    print(*counts.values(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def alternatives(
 
     def helps(changed: Workload) -> bool:
         on_gpu = without_offload(changed, machine)
-        return on_gpu is not None and present.is_slower_than(on_gpu.iteration_s)
+        return on_gpu is not None and present.is_slower_than(on_gpu)
 
     kinds = _without_accumulation(workload, job), _smaller_batches(workload, job), _smaller_states(workload)
     fitting = ((text for changed, text in kind if helps(changed)) for kind in kinds)

@@ -96,20 +96,20 @@ class PolicyChoice:
     @property
     def gains(self) -> bool:
         """Whether the chosen policy fits and is worth a change of what the job has."""
-        return self.excess is None and self.present.is_slower_than(self.steps.iteration_s)
+        return self.excess is None and self.present.is_slower_than(self.steps)
 
     @property
     def advice(self) -> Setting | None:
         """The setting to change, as findings and plans state it; None where nothing is gained, or nothing fits."""
         if self.excess is not None:
             return None
-        policy, iteration_s = self.best.plan.policy, self.steps.iteration_s
+        policy = self.best.plan.policy
         if policy == "gpu-only":
             offload = {"offload_optimizer": {"device": "none"}}
-            return self.present.setting("deepspeed", offload, "do not offload at all", iteration_s)
+            return self.present.setting("deepspeed", offload, "do not offload at all", self.steps)
         overlap = "none" if self.overlap is None else self.overlap.option
         settings = {"policy": policy, "overlap": overlap}
-        return self.present.setting("policy", settings, f"use {self.steps.plan.policy}", iteration_s)
+        return self.present.setting("policy", settings, f"use {self.steps.plan.policy}", self.steps)
 
 
 def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
@@ -159,6 +159,9 @@ def _choose_freely(workload: Workload, machine: Machine, job: RecordedJob | None
     if excess is not None and others:
         left_out[best.plan.policy], excess = excess, None
         best = others.pop(0)
+    elif others and others[0].settles and not best.settles:
+        others.append(best)
+        best = others.pop(0)
     if split is not None and not fits_memory(split, machine):
         split = None
     option = OPTIMIZER_OVERLAP if job is None or job.stage is None else DEEPSPEED_OVERLAP
@@ -185,14 +188,14 @@ def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machin
     if option not in POLICIES[parse(policy).name].options.get("overlap", ()) or option == "none":
         return None
     # No iteration is shorter than its compute, beside which updates would run: a search could gain too little.
-    if not workload.compute_s or workload.compute_s * (1 + MIN_GAIN) >= best.iteration_s:
+    if not workload.compute_s or workload.compute_s * (1 + MIN_GAIN) >= best.rating_s:
         return None
     steps = steps_of(f"{policy},overlap={option}", workload, machine)
     if steps is None:
         return None
     exceeds_device, exceeds_host, rating_s = steps.cost(machine)
     fits = not (exceeds_device or exceeds_host)
-    if fits and rating_s * (1 + MIN_GAIN) < best.iteration_s:
+    if fits and rating_s * (1 + MIN_GAIN) < best.rating_s:
         return OverlapChoice(policy, option, steps, best.iteration_s)
     return None
 

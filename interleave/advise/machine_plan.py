@@ -10,7 +10,7 @@ import numpy as np
 
 from ebbtide.interleave.advise.changes import changed, least_settings, ranks_on_a_host, share_host
 from ebbtide.interleave.advise.choice import PolicyChoice, choose_among, choose_policy, fits_memory, unified_memory_text
-from ebbtide.interleave.advise.job.inputs import NETWORK_NOTE
+from ebbtide.interleave.advise.job.inputs import NETWORK_NOTE, with_recorded_memory
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_trace
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, RecordedJob, TrainingJob, TunableSettings
@@ -168,8 +168,8 @@ class MachinePlan:
         own, choice = self.placed, self.choice
         candidates = [choice.steps, choice.best, *(steps for steps in choice.others if fits_memory(steps, own.shared))]
         by_policy = {steps.plan.policy: steps for steps in candidates}
-        times = [policy_time(steps, own.shared, own.placed.times.factor) for steps in by_policy.values()]
-        return tuple(sorted(times, key=lambda time: time.iteration_ms))
+        ordered = sorted(by_policy.values(), key=lambda steps: steps.rating_s)
+        return tuple(policy_time(steps, own.shared, own.placed.times.factor) for steps in ordered)
 
     @property
     def needed_bytes(self) -> float | None:
@@ -219,6 +219,8 @@ def place_job(job: TrainingJob, machine: Machine, request: PlanRequest | None = 
     """Find the least change with which a job fits a machine, with the rates of its file. Raises MachineError for a
     missing rate, and PolicyError for a requested policy that does not exist."""
     asked = request or PlanRequest()
+    if job.memory is not None:
+        machine = with_recorded_memory(machine, job.memory.capacity_bytes)
     for policy in asked.policies:
         # Policies that cannot plan a job are skipped below; those that do not exist are an error.
         parse(policy)
@@ -237,8 +239,8 @@ def place_as_it_is(trace: Trace, machine: Machine, ranks_per_host: int | None = 
     offloaded = replace(job.settings, offload=True)
     if own.settings in (job.settings, offloaded):
         return own
-    shared = share_host(machine, offloaded.ranks, ranks_per_host)
-    return PlacedJob(job, machine, request, False, offloaded, place(job, offloaded, shared), shared)
+    shared = share_host(own.machine, offloaded.ranks, ranks_per_host)
+    return PlacedJob(job, own.machine, request, False, offloaded, place(job, offloaded, shared), shared)
 
 
 def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> MachinePlan:

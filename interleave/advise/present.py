@@ -25,28 +25,30 @@ class Present:
         """The simulated iteration, else the recorded one; None: neither is known."""
         return self.recorded_s if self.steps is None else self.steps.iteration_s
 
-    def is_slower_than(self, iteration_s: float) -> bool:
-        """Return whether a simulated iteration is worth a change: shorter than the simulated and the recorded one."""
+    def is_slower_than(self, steps: Steps) -> bool:
+        """Return whether simulated steps are worth a change: by their rating, in which a plan that does not settle is
+        never shorter than the simulated and the recorded iteration."""
         least_s = min(inf if self.steps is None else self.steps.iteration_s, self.recorded_s or inf)
-        return iteration_s * (1 + MIN_GAIN) <= least_s
+        return steps.rating_s * (1 + MIN_GAIN) <= least_s
 
     def has(self, policy: str) -> bool:
         """Return whether a policy is the present one, whatever its copies are called."""
         return self.steps is not None and _without_copies(self.steps.plan.policy) == _without_copies(policy)
 
-    def setting(self, kind: SettingKind, settings: Mapping[str, Any], text: str, iteration_s: float) -> Setting | None:
+    def setting(self, kind: SettingKind, settings: Mapping[str, Any], text: str, steps: Steps) -> Setting | None:
         """Return a setting that fits as advice; None where it gains too little over the present one."""
-        if not self.is_slower_than(iteration_s):
+        if not self.is_slower_than(steps):
             return None
         present_ms, recorded_ms = (
             None if seconds is None else seconds * 1e3 for seconds in (self.iteration_s, self.recorded_s)
         )
-        times = ms_text(iteration_s * 1e3)
+        iteration_ms = steps.iteration_s * 1e3
+        times = ms_text(iteration_ms)
         if present_ms is not None:
             times = f"{ms_text(present_ms).removesuffix(' ms')} -> {times}"
         if self.steps is not None and recorded_ms is not None:
             times += f"; {ms_text(recorded_ms).removesuffix(' ms')} recorded"
-        return Setting(kind, settings, f"{text} (simulated: {times})", iteration_s * 1e3, present_ms, recorded_ms)
+        return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, present_ms, recorded_ms)
 
 
 # The job as it is where nothing of it is known.

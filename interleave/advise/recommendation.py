@@ -86,10 +86,10 @@ def recommend(
         line = _line(choice, warnings)
         changes = alternatives(workload, machine, context.job, present)
         # Where the best policy does not fit, any system that does is better.
-        systems = other_systems(workload, context, inf if choice.excess else choice.steps.iteration_s, present)
+        systems = other_systems(workload, context, inf if choice.excess else choice.steps.rating_s, present)
         others = choice.others if overlap is None else (choice.best, *choice.others)
         setups += [setup_of(steps, context) for steps in others]
-    gains = choice.split is not None and present.is_slower_than(choice.split.iteration_s)
+    gains = choice.split is not None and present.is_slower_than(choice.split)
     split = setup_of(choice.split, context) if choice.split is not None and gains else None
     return Recommendation(
         policy=best.policy,
@@ -118,15 +118,15 @@ def recommend(
 
 def _line(choice: PolicyChoice, warnings: Sequence[str]) -> str:
     """Return the recommendation of a policy that offloads, in one line."""
-    plan, iteration_s, split = choice.steps.plan, choice.steps.iteration_s, choice.split
-    line = f"{plan.policy}: {iteration_s * 1e3:,.0f} ms an iteration"
+    steps, plan, split = choice.steps, choice.steps.plan, choice.split
+    line = f"{plan.policy}: {steps.iteration_s * 1e3:,.0f} ms an iteration"
     if plan.remark:
         line += f" ({plan.remark})"
     if choice.overlap is not None:
         line += f"; {choice.overlap.text()}"
     if choice.advice is None and not choice.excess:
         line = f"nothing is worth a change of what the job has; {line}"
-    elif split is not None and split.iteration_s < (1 + MIN_GAIN) * iteration_s:
+    elif split is not None and split.rating_s < (1 + MIN_GAIN) * steps.rating_s:
         line = f"nothing to gain by another policy; {line}"
     if split is not None:
         line += f"; {split.plan.policy} in plain DeepSpeed: {split.iteration_s * 1e3:,.0f} ms"

@@ -79,7 +79,7 @@ class TraceAdviser:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"
         present = present_of(workload, machine, context.job)
-        return present.setting("deepspeed", {"offload_optimizer": offload}, text, steps.iteration_s)
+        return present.setting("deepspeed", {"offload_optimizer": offload}, text, steps)
 
     def activations_setting(self) -> Setting | None:
         """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""
@@ -104,7 +104,7 @@ class TraceAdviser:
         if copied := layers.host_bytes(workload):
             text += f": {bytes_text(copied)} to the host in the forward, and back in the backward"
         # The job itself computes again all that it checkpoints; one that does not fits only so.
-        return Present(again).setting("activations", counts, f"activations: {text}", best.iteration_s)
+        return Present(again).setting("activations", counts, f"activations: {text}", best)
 
     @cached_property
     def _job(self) -> _Job | None:

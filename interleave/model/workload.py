@@ -34,7 +34,15 @@ Sizes = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=_MAX_S
 Flag = Annotated[bool, Meta(description="true or false")]
 _MAX_LAYERS, _MAX_CHUNKS, _MAX_ACTIVATIONS = 10_000, 4096, 100_000
 # Fields of a workload that files do not have, or have in another form.
-_OTHER_FIELDS = ("gpu_free", "layers", "chunk_shares", "layer_memory", "host_gradient_bytes", "own_update_s")
+_OTHER_FIELDS = (
+    "gpu_free",
+    "layers",
+    "chunk_shares",
+    "layer_memory",
+    "host_gradient_bytes",
+    "own_update_s",
+    "in_own_engine",
+)
 
 
 class ActivationForm(NamedTuple):
@@ -113,6 +121,8 @@ class Workload:
         host_gradient_bytes: Where weights of all layers come from the host before each forward (`stream_weights`):
             bytes per parameter of gradients, which go there while compute waits. None: weights are on the device.
         own_update_s: The update of a job's own optimizer, all state on the device; None: by the machine's rates.
+        in_own_engine: Whether ebbtide's engine updates, which keeps no gradients in fp32 beside resident state as
+            DeepSpeed does.
     """
 
     name: str
@@ -145,6 +155,7 @@ class Workload:
     layer_memory: tuple[LayerMemory, ...] = ()
     host_gradient_bytes: float | None = None
     own_update_s: float | None = None
+    in_own_engine: bool = False
 
     @cached_property
     def subgroups(self) -> tuple[int, ...]:

@@ -33,7 +33,8 @@ def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     ratio = spec.number("the share on the CPU", None, 0.0, 1.0)
     # A recorded DeepSpeed job follows the version that it ran under, other jobs follow a current one.
     resident = resident_range(ratio, len(workload.subgroups), workload.deepspeed_version)
-    return with_gradient_buffers(split_plan(workload, spec, resident), workload, offloads=True)
+    plan = split_plan(workload, spec, resident)
+    return plan if workload.in_own_engine else with_gradient_buffers(plan, workload, offloads=True)
 
 
 @policy("pipelined", DefaultRun("pipelined", position=30), grads=GRADS, params=PARAMS, overlap=OVERLAP)

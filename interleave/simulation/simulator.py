@@ -141,6 +141,11 @@ class Steps:
         return self.mean("rating_s")
 
     @property
+    def settles(self) -> bool:
+        """Whether the iterations of both schedules repeat, see `Schedule.settles`."""
+        return self.valid.settles and (self.redone is None or self.redone.settles)
+
+    @property
     def note(self) -> str | None:
         """The note of the schedules, see `Schedule.note`."""
         return self.valid.note or (self.redone.note if self.redone is not None else None)

@@ -14,13 +14,12 @@ from ebbtide.analysis.findings.needs import (
     scope_text,
 )
 from ebbtide.analysis.findings.rule import rule
-from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.metrics.devices import memory_timeline
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.memory import difference
 from ebbtide.analysis.metrics.memory_spans import memory_spans
 from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, state_bytes
-from ebbtide.analysis.metrics.static_split import StaticSplit, largest_split
+from ebbtide.analysis.metrics.static_split import largest_split
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.phases import UPDATE
 from ebbtide.profiler.trace import Trace
@@ -54,7 +53,7 @@ _UNUSED_SHARE = 0.25
 @rule("free-memory", GPU)
 def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     """Compare the free memory with the offloaded state and its gradients, by the rules of `largest_split`; without
-    iterations that of the whole trace, and without a gain."""
+    iterations that of the whole trace, and without a gain. Only a split that was simulated is advised."""
     free, capacity = metrics.always_free_bytes, metrics.capacity_bytes
     if free is None or capacity is None:
         return free_memory.unknown("how much device memory is free all the time?", record_memory(metrics))
@@ -73,12 +72,16 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
             f"of gradients) fits there permanently, {100 * split.moved_params / offloaded:.0f} % of "
             "what this rank offloads",
         )
-        setting = _split_setting(metrics, split)
+        estimate = clamp_gain(update * split.moved_params / offloaded)
+        title = f"Optimizer state is offloaded, but {bytes_text(free)} are always free"
+        if metrics.adviser is None or not metrics.adviser.can_simulate:
+            return free_memory.finding(title, estimate, evidence, _simulate_text(metrics))
+        setting = metrics.adviser.deepspeed_setting()
         if setting is None:
             return None
         return free_memory.finding(
-            f"Optimizer state is offloaded, but {bytes_text(free)} are always free",
-            clamp_gain(update * split.moved_params / offloaded) if setting.gain_ms is None else setting.gain_ms,
+            title,
+            estimate if setting.gain_ms is None else setting.gain_ms,
             evidence,
             setting.text,
             setting,
@@ -93,19 +96,11 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-def _split_setting(metrics: JobMetrics, split: StaticSplit) -> Setting | None:
-    """Return the setting that the adviser recommends, None where none gains anything; of a job that cannot be simulated
-    that of the split."""
-    if metrics.adviser is not None and metrics.adviser.can_simulate:
-        return metrics.adviser.deepspeed_setting()
-    if split.ratio == 0:
-        return Setting("deepspeed", {"offload_optimizer": {"device": "none"}}, "do not offload at all")
-    ratio = float(f"{split.ratio:.2f}")
-    return Setting(
-        "deepspeed",
-        {"offload_optimizer": {"ratio": ratio}},
-        "keep that part of the optimizer's state on the device (a static split, in DeepSpeed's configuration "
-        f'"offload_optimizer": {{"ratio": {ratio:.2f}}})',
+def _simulate_text(metrics: JobMetrics) -> str:
+    """Return the command that simulates static splits on a machine that is named."""
+    return (
+        f"`ebbtide replay {metrics.trace.path} --recommend --machine M` simulates whether a static split is faster "
+        "(`ebbtide machines` lists machines, `ebbtide calibrate` measures yours)"
     )
 
 

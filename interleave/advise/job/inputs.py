@@ -177,9 +177,33 @@ def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
     if device is not None and device.kind == "cpu":
         return ("a CPU" if capacity else None), 0.0
     recorded = device.capacity_bytes if device is not None and device.kind == "cuda" else None
-    if not recorded or not capacity or abs(recorded / capacity - 1) <= _SAME_CAPACITY:
+    if not recorded or not capacity:
         return None, 0.0
+    if _is_same_capacity(recorded, capacity):
+        own = recorded_gpu(trace)
+        return (None if _has_rates_of(machine, own.compute) else own.name), 0.0
     return f"a GPU of {bytes_text(recorded)}, not {bytes_text(capacity)}", recorded - capacity
+
+
+def with_recorded_memory(machine: Machine, recorded_bytes: float | None) -> Machine:
+    """Return a machine with the memory that was recorded of a GPU that counts as the same (None: not recorded):
+    drivers and torch count that of one GPU differently."""
+    capacity = machine.gpu_memory_bytes
+    if not recorded_bytes or not capacity or not _is_same_capacity(recorded_bytes, capacity):
+        return machine
+    return replace(machine, gpu_memory_bytes=recorded_bytes)
+
+
+def _has_rates_of(machine: Machine, gpu: GpuCompute | None) -> bool:
+    """Return whether a GPU computes as fast as the machine's; also where one of them is not known."""
+    here = machine.gpu
+    if here is None or gpu is None:
+        return True
+    return (here.flops_per_s, here.memory_bytes_per_s) == (gpu.flops_per_s, gpu.memory_bytes_per_s)
+
+
+def _is_same_capacity(recorded: float, capacity: float) -> bool:
+    return abs(recorded / capacity - 1) <= _SAME_CAPACITY
 
 
 @contextmanager

@@ -188,6 +188,7 @@ def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> O
         tensors=_memory_points(of_tensors, all_gradients, lasting) if of_tensors else (),
         cached_bytes=max(size for _, size in used) - max((size for _, size in of_tensors), default=0.0),
         checkpointed=checkpointed_share(total),
+        capacity_bytes=float(capacity) if trace.meta.machine is None else None,
     )
     layers = () if metrics.checkpointing else with_trace_layers(workload, trace).layers
     if layers:

@@ -187,6 +187,8 @@ class OwnMemory:
     # The share of activations that remains with checkpointing; None: it cannot be switched on.
     checkpointed: float | None = None
     gradient_share: float = 1.0  # The share of gradients that a change leaves on the device.
+    # The memory of the GPU that it was recorded on; None: not recorded, or as the machine of the trace states it.
+    capacity_bytes: float | None = None
 
 
 @dataclass(frozen=True)

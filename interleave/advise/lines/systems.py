@@ -48,7 +48,7 @@ def other_systems(
     hybrids = [steps for text in fractions if (steps := _fitting(text, workload, context.machine)) is not None]
     if hybrids:
         faster.append(min(hybrids, key=lambda steps: steps.rating_s))
-    setups = [_setup(steps, context, limit_s) for steps in faster if present.is_slower_than(steps.rating_s)]
+    setups = [_setup(steps, context, limit_s) for steps in faster if present.is_slower_than(steps)]
     return tuple(sorted(setups, key=lambda setup: (not setup.exact, setup.iteration_ms)))
 
 
@@ -70,7 +70,7 @@ def _setup(steps: Steps, context: PasteContext, limit_s: float) -> SystemSetup:
     return SystemSetup(
         policy=spec.text,
         iteration_ms=steps.iteration_s * 1e3,
-        is_faster=steps.iteration_s < limit_s,
+        is_faster=steps.rating_s < limit_s,
         exact=steps.plan.is_exact,
         note=steps.plan.departures.consequence or None,
         place=place,

@@ -139,6 +139,7 @@ class Planner:
             state_bytes=_mean_state_bytes(subgroups),
             master="remainder" if has_remainders else "fp32",
             gradients_held_until_step=not streamed,
+            in_own_engine=True,
         )
         self._planned: tuple[Workload, Machine, Budget | None] | None = None
         self._steps = 0

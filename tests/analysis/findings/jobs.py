@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ebbtide.analysis.findings import Finding, Findings, Rule, Unknown, find
+from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -134,6 +135,33 @@ class Job:
         result = self.result(rule)
         assert isinstance(result, Finding), result
         return result
+
+
+class SimulatedSetting(NamedTuple):
+    """An adviser that recommends a setting of DeepSpeed; None: nothing gains."""
+
+    setting: Setting | None
+
+    @property
+    def can_simulate(self) -> bool:
+        return True
+
+    def deepspeed_setting(self) -> Setting | None:
+        return self.setting
+
+    def activations_setting(self) -> Setting | None:
+        return None
+
+
+NO_OFFLOAD = SimulatedSetting(
+    Setting(
+        "deepspeed",
+        {"offload_optimizer": {"device": "none"}},
+        "do not offload at all",
+        iteration_ms=340.0,
+        present_ms=400.0,
+    )
+)
 
 
 def devices(job: Job, peak: float | None = PEAK) -> Job:

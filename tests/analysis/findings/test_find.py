@@ -12,7 +12,7 @@ from ebbtide.analysis.findings import all_rules, find
 from ebbtide.analysis.findings.needs import ENOUGH_VALUES
 from ebbtide.analysis.timeseries.change_point import MIN_VALUES
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.findings.jobs import MIB, Job, async_copies, devices, offloaded, on_cpu, on_gpu
+from tests.analysis.findings.jobs import MIB, NO_OFFLOAD, Job, async_copies, devices, offloaded, on_cpu, on_gpu
 from tests.conftest import slow_case
 
 UNKNOWN_ON_A_BARE_GPU = {
@@ -63,7 +63,7 @@ def test_find__is_empty_for_healthy_jobs(job: Job) -> None:
 
 
 def test_find__sorts_all_findings_by_what_they_remove_and_gain() -> None:
-    results = troubled().results
+    results = find(troubled().trace, NO_OFFLOAD)
     assert {f.rule for f in results.findings} == {
         "blocking-gradients",
         "cpu-bound-update",

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
-from ebbtide.analysis.findings import Rule, Unknown
+from ebbtide.analysis.findings import Finding, Rule, Unknown
 from ebbtide.analysis.findings.rules.memory import does_not_fit, fragmentation, free_memory, memory_outside_torch
 from ebbtide.analysis.metrics.deepspeed import resident_subgroups
-from tests.analysis.findings.jobs import GIB, PARAMS, Job, async_copies, devices, offloaded, on_cpu, on_gpu
+from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.static_split import largest_split
+from tests.analysis.findings.jobs import (
+    GIB,
+    NO_OFFLOAD,
+    PARAMS,
+    Job,
+    SimulatedSetting,
+    async_copies,
+    devices,
+    offloaded,
+    on_cpu,
+    on_gpu,
+)
 
 
 @pytest.mark.parametrize(("free", "ratio"), [(2, None), (4, 0.5), (4, 0.75)])
 def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, ratio: float | None) -> None:
-    finding = offloaded(used=80 - free, ratio=ratio).finding(free_memory)
+    job = offloaded(used=80 - free, ratio=ratio)
+    finding = job.finding(free_memory)
     offloads = PARAMS * (ratio or 1)
     # Of ten subgroups whole ones fit, with their gradients in fp32.
     subgroups = int((free * GIB + 16 * (PARAMS - offloads)) / 16 / (PARAMS / 10))
@@ -24,9 +37,12 @@ def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, rati
     assert finding.potential_gain_ms == pytest.approx(100 * fitting / offloads)
     assert f"{free:.2f} GiB of 80.00 GiB" in finding.evidence[0]
     assert f"{100 * fitting / offloads:.0f} % of what this rank offloads" in finding.evidence[1]
-    advised = re.search(r'"ratio": ([\d.]+)', finding.advice)
-    assert advised is not None
-    assert resident_subgroups(float(advised[1]), 10) == subgroups
+    split = largest_split(JobMetrics(job.trace))
+    assert split is not None
+    assert resident_subgroups(split.ratio, 10) == subgroups
+    # On a machine that is not known no split is simulated, and none is advised.
+    assert finding.action is None
+    assert finding.advice.startswith(f"`ebbtide replay {job.trace.path} --recommend --machine M` simulates")
 
 
 def test_free_memory__advises_no_split_if_no_further_subgroup_fits() -> None:
@@ -42,9 +58,15 @@ def test_does_not_fit__names_what_is_missing() -> None:
 
 @pytest.mark.parametrize(("ratio", "free"), [(None, 14), (0.5, 8)])
 def test_free_memory__advises_no_offload_if_all_state_fits(ratio: float | None, free: float) -> None:
-    finding = offloaded(used=80 - free, ratio=ratio).finding(free_memory)
-    assert finding.potential_gain_ms == pytest.approx(100)
+    job = offloaded(used=80 - free, ratio=ratio)
+    assert job.finding(free_memory).potential_gain_ms == pytest.approx(100)
+    finding = free_memory(JobMetrics(job.trace, NO_OFFLOAD))
+    assert isinstance(finding, Finding)
     assert finding.advice == "do not offload at all"
+    # The gain is the simulated one.
+    assert finding.potential_gain_ms == pytest.approx(60)
+    assert finding.action == NO_OFFLOAD.setting
+    assert free_memory(JobMetrics(job.trace, SimulatedSetting(None))) is None
 
 
 def test_free_memory__is_minimum_over_time_and_ranks() -> None:

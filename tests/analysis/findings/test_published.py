@@ -11,6 +11,7 @@ import pytest
 from ebbtide.analysis.findings import find
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.interleave.advise.trace_advice import TraceAdviser
 from ebbtide.profiler.trace import Trace, open_trace
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -33,7 +34,7 @@ def test_blocking_gradients__gain_matches_asynchronous_run(job: str) -> None:
     before, after = (JobMetrics(trace).phase_ms("backward") for trace in (blocking, asynchronous))
     assert before is not None
     assert after is not None
-    findings = find(blocking).findings
+    findings = find(blocking, TraceAdviser(blocking)).findings
     (waiting,) = [finding for finding in findings if finding.rule == RULE]
     # On the A100 most of the state fits into free memory, which would gain even more; on the H100 all of it, which
     # removes this wait.

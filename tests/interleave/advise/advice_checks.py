@@ -150,8 +150,7 @@ def check_trace(trace: Trace, machine: Machine) -> int:
     advice, plan = recommend(*case), plan_for_machine(job_of_trace(trace, BatchSettings()), machine)
     if plan.policy is not None and plan.change is None:
         assert advice.policy == plan.policy
-        # Their free memory may differ by what an allocator needs, and searches of the plan with it.
-        assert abs(advice.setups[0].iteration_ms / (plan.iteration_ms or 1.0) - 1) < 0.005
+        assert abs(advice.setups[0].iteration_ms / (plan.iteration_ms or 1.0) - 1) < 1e-6
     return check_recommendation(advice, case) + check_plan(plan)
 
 

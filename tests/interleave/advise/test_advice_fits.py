@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import find
+from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.static_split import largest_split
 from ebbtide.interleave.advise.changes import share_host
 from ebbtide.interleave.advise.choice import fits_memory
 from ebbtide.interleave.advise.job.memory import place
@@ -40,13 +42,13 @@ def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps:
 
 
 def advised_settings(trace: Trace) -> dict[str, Any]:
-    """Return the settings in the advice of findings: ratio, sub_group_size."""
+    """Return the settings in findings: the ratio that they say to fit, and an advised sub_group_size."""
     settings: dict[str, Any] = {}
+    if (split := largest_split(JobMetrics(trace))) is not None:
+        settings["ratio"] = split.ratio
     for finding in find(trace).findings:
-        if finding.advice == "do not offload at all":
-            settings["ratio"] = 0.0
-        for key, value in re.findall(r'"(ratio|sub_group_size)": ([\d.]+)', finding.advice):
-            settings[key] = float(value)
+        for value in re.findall(r'"sub_group_size": ([\d.]+)', finding.advice):
+            settings["sub_group_size"] = float(value)
     return settings
 
 

@@ -25,7 +25,17 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_quickly(monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "machine_name"), [("a100-13b-async", "h200"), ("h100-20b-ratio0.5-blocking", A100)])
+@pytest.mark.parametrize(
+    ("name", "machine_name"),
+    [
+        ("a100-13b-async", "h200"),
+        ("h100-20b-ratio0.5-blocking", A100),
+        # Its memory is 1.5 % less than the trace has recorded of the same GPU.
+        ("a100-13b-interleaved-2", "a100-40gb-pcie"),
+        # Another GPU with the same memory, whose times differ.
+        ("h100-20b-async", "h100-80gb-pcie"),
+    ],
+)
 def test_advice__gains_and_is_the_same_in_replay_and_plan(name: str, machine_name: str) -> None:
     trace = open_trace(TRACES / f"{name}.ebb")
     assert checks.check_findings(trace) + checks.check_trace(trace, preset(machine_name)) >= 2
@@ -38,7 +48,7 @@ def test_advice__gains_on_random_workloads(seed: int) -> None:
 
 
 def without_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Present, "is_slower_than", lambda self, iteration_s: True)
+    monkeypatch.setattr(Present, "is_slower_than", lambda self, steps: True)
 
 
 @pytest.mark.parametrize("factor", [None, 0.96])

@@ -107,6 +107,13 @@ def test_run_policy__device_memory_is_that_of_the_device() -> None:
         assert max(schedule.peak_device_bytes for schedule in run.schedules) == testbed.devices[-1].peak_bytes
 
 
+def test_compare__predicts_the_device_memory_of_ebbtides_engine(comparison: Comparison) -> None:
+    """It keeps no gradients in fp32 beside resident state, as DeepSpeed does."""
+    (split,) = (result for result in comparison.results if result.policy == "twin-flow:0.5")
+    device = split.memory.device
+    assert device.predicted == pytest.approx(device.measured, rel=0.02)
+
+
 def test_find_testbed__an_emulated_device_has_its_own_link_and_gpu() -> None:
     rates = {"h2d_bytes_per_s": 1e12, "gpu_update_params_per_s": 1e12, "duplex_bytes_per_s": 1e12}
     machine = compare_small("pipelined", machine=replace(MACHINE, **rates)).testbed.machine
