@@ -79,8 +79,8 @@ def test_judge__finds_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge.judge(job).kind == "equal"
     train = judge.train
 
-    def train_wrongly(job: Job, is_plain: bool) -> Results:
-        results = train(job, is_plain)
+    def train_wrongly(job: Job, is_plain: bool, decided: list[int]) -> Results:
+        results = train(job, is_plain, decided)
         name, value = results.pop()
         return [*results, (name, value if is_plain else torch.nextafter(value, value + 1))]
 
