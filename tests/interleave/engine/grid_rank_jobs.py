@@ -6,12 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.conftest import FUZZ
+from tests.conftest import examples
 from tests.interleave.engine.grid.draw import draw_rank_job
 from tests.interleave.engine.grid.judge import judge, quiet
 
 
-def random_grid(rank: int, folder: Path, jobs: int = round(4 * FUZZ)) -> dict[str, Any]:
+def random_grid(rank: int, folder: Path, jobs: int = 8) -> dict[str, Any]:
     """Return the numbers of verdicts by kind of parallel model, and the jobs that are wrong on a rank."""
     quiet()
     counts: Counter[str] = Counter()
@@ -26,6 +26,10 @@ def random_grid(rank: int, folder: Path, jobs: int = round(4 * FUZZ)) -> dict[st
         if kinds not in ({"equal"}, {"refused"}):
             wrong.append(f"{of_ranks} {job}")
     return {"counts": dict(counts), "wrong": wrong}
+
+
+def many_of_the_grid(rank: int, folder: Path) -> dict[str, Any]:
+    return random_grid(rank, folder, examples(60))
 
 
 JOBS = (random_grid,)

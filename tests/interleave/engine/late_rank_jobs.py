@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel.distributed import _MixedPrecision
-from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.errors import EngineError
 from tests.interleave.engine.rank_jobs import RANKS, Result, loss_of, sharded
-from tests.interleave.engine.training import MACHINE, Net, batches, maker, net, throttle_cpu
+from tests.interleave.engine.training import MACHINE, batches, maker, throttle_cpu
 
 OVERLAPS = ("none", "forward")
 Values = list[float]
-# (gradients, what makes the model)
-Sharding = tuple[str, Callable[[], Net]]
-
-
-def sharded_with(**options: Any) -> Net:
-    """Shard layers alone, two branches as one group, and the rest with the root."""
-    model = net(torch.float32)
-    # Tied parameters must be in one group.
-    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for layers in (model.first, model.norm, model.late, list(model.branches[:2])):
-        fully_shard(layers, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    return model
-
-
-def prefetching() -> Net:
-    """Shard so that each layer gathers the next one, in the forward and in the backward."""
-    model = sharded_with(reshard_after_forward=True)
-    for layer, following in pairwise((model.first, model.norm, model.late)):
-        layer.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([layer])
-    return model
-
-
-def checkpointing() -> Net:
-    """Shard branches and root; the backward computes the branches again."""
-    model = sharded()
-    for branch in model.branches:
-        forward = branch.forward
-        branch.forward = lambda inputs, forward=forward: checkpoint(forward, inputs, use_reentrant=False)
-    return model
-
-
-def in_low_precision() -> Net:
-    """Shard so that layers are gathered in another dtype and stay so until the backward."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return sharded_with(mp_policy=policy, reshard_after_forward=False)
-
-
-SHARDINGS: tuple[Sharding, ...] = (
-    ("kept", checkpointing),
-    ("streamed", prefetching),
-    ("streamed", in_low_precision),
-)
 
 
 @contextmanager
@@ -121,19 +74,6 @@ def on_all_ranks(is_true: bool) -> bool:
     flag = torch.tensor([int(is_true)])
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())
-
-
-def late_shards(rank: int, folder: Path) -> Result:
-    """Return for each sharding whether late updates change nothing."""
-    results: Result = {}
-    for mode, make_model in SHARDINGS:
-        values = []
-        for overlap in OVERLAPS:
-            model = make_model()
-            with late_optimizer(model, mode, overlap) as optimizer:
-                values.append(train(model, optimizer, rank))
-        results[make_model.__name__] = on_all_ranks(values[0] == values[1])
-    return results
 
 
 def reads_of_late_parameters(rank: int, folder: Path) -> Result:
@@ -247,7 +187,6 @@ def refused(rank: int, folder: Path) -> Result:
 
 
 JOBS: tuple[Callable[[int, Path], Result], ...] = (
-    late_shards,
     reads_of_late_parameters,
     late_replicas,
     late_replicas_with_uneven_inputs,

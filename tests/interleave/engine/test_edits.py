@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,72 +13,11 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
-from tests.interleave.engine.jobs import POLICIES, Outcome
-from tests.interleave.engine.training import MODES, Job, ReferenceOptimizer, finish, maker
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-Change = Callable[[torch.Tensor], None]
-
-
-def clamp(param: torch.Tensor) -> None:
-    param.data.clamp_(-0.05, 0.05)
+from tests.interleave.engine.training import MODES, Job, maker
 
 
 def one_element(param: torch.Tensor) -> None:
     param.data.view(-1)[3] = 0.5
-
-
-def average(param: torch.Tensor) -> None:
-    param.data = (0.9 * param.detach().float()).to(param.dtype)
-
-
-def swapped_rows(param: torch.Tensor) -> None:
-    param.data.copy_(param.data.flip(0))
-
-
-def in_place(param: torch.Tensor) -> None:
-    with torch.no_grad():
-        param.mul_(1.5)
-
-
-def nothing(param: torch.Tensor) -> None:
-    """Swap other values in and the old ones back, as for an evaluation with averaged weights."""
-    values = param.detach().clone()
-    param.data = torch.zeros_like(param)
-    param.data = values
-
-
-def trained(make: Callable[..., Any], change: Change, dtype: torch.dtype, steps: int = 8) -> Outcome:
-    job = Job(dtype)
-    optimizer = make(job.net.parameters())
-    for step in range(steps):
-        job.step(optimizer)
-        if step in (0, 3, 4):
-            for name in ("first", "late"):
-                weight = getattr(job.net, name).weight
-                change(weight)
-                if isinstance(optimizer, ReferenceOptimizer):
-                    follow(optimizer.state[weight]["rows"][0], weight)
-    return finish(job, optimizer)
-
-
-def follow(master: torch.Tensor, param: torch.Tensor) -> None:
-    """Set a master to a parameter, except elements whose master already rounds to it."""
-    values = param.detach().reshape(-1)
-    master.copy_(torch.where(master.to(values.dtype) == values, master, values.float()))
-
-
-@pytest.mark.parametrize("change", [clamp, one_element, average, swapped_rows, in_place, nothing])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_step__takes_the_values_that_the_job_has_set(dtype: torch.dtype, change: Change) -> None:
-    assert trained(maker("interleaved:2", "kept"), change, dtype) == trained(ReferenceOptimizer, change, dtype)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_step__takes_new_values_under_every_policy(policy: str, mode: str) -> None:
-    expected = trained(ReferenceOptimizer, clamp, torch.bfloat16)
-    assert trained(maker(policy, mode), clamp, torch.bfloat16) == expected
 
 
 def test_step__new_values_of_a_parameter_leave_other_states_alone() -> None:

@@ -14,11 +14,8 @@ from torch.nn import functional as F
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
-from ebbtide.interleave.engine.params.gates import ForwardGates
-from ebbtide.interleave.engine.params.pending_params import LateParams, PendingParams
-from tests.conftest import examples, slow
-from tests.interleave.engine.random_models import BLOCKS, WIDTH, RandomJob, check
 
+WIDTH = 16
 # Slower than any forward.
 _SLOW = 1e5
 
@@ -203,37 +200,3 @@ def test_step__waits_for_parameters_of_which_the_job_keeps_views() -> None:
         assert torch.equal(view, expected)
     finally:
         optimizer.close()
-
-
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, examples(500)), marks=pytest.mark.slow)])
-def test_step__gives_the_same_bits_whatever_the_forward_reads(seeds: range) -> None:
-    assert [difference for seed in seeds if (difference := check(seed))] == []
-
-
-# Each way to read by default, and each order of the read and the call.
-KINDS = slow(
-    BLOCKS,
-    but=(
-        *("attention", "view", "functional", "experts", "gru", "writing", "weight norm", "nested"),
-        *("linear never", "scripted before", "function after", "detached before", "grad never"),
-    ),
-)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_step__gives_the_same_bits_with_each_kind_of_module(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RandomJob, "kinds_of", lambda *_: [kind])
-    assert check(1) is None
-
-
-def test_check__finds_reads_that_pass_by_gates_of_single_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the module that has a parameter waits for it, as before: the generator finds wrong bits."""
-    monkeypatch.setattr(LateParams, "set", lambda *_: None)
-    monkeypatch.setattr(ForwardGates, "learn_calls", lambda gates: None)
-    monkeypatch.setattr(ForwardGates, "is_gated", lambda *_: True)
-    monkeypatch.setattr(PendingParams, "check_gradient", lambda *_: None)
-    monkeypatch.setattr(RandomJob, "kinds_of", lambda *_: ["attention", "linear never"])
-    monkeypatch.setattr(RandomJob, "rate_of", lambda *_: _SLOW)
-    # With gradients that are kept: streamed ones of old values would be noticed.
-    seeds = [seed for seed in range(12) if RandomJob(seed).options["gradients"] == "kept"]
-    assert any("without overlap" in (check(seed) or "") for seed in seeds)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,20 +14,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
-from tests.interleave.engine.jobs import Outcome
 from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, run, throttle_cpu
-from tests.interleave.engine.twins import Jitter, JitteryDevice
-
-CASES = [
-    (policy, mode)
-    for policy in ("pipelined", "interleaved:2", "interleaved:1", "adaptive")
-    for mode in ("kept", "streamed")
-]
-# Each policy, and both kinds of gradients.
-QUICK = {("pipelined", "streamed"), ("interleaved:2", "kept"), ("interleaved:1", "streamed"), ("adaptive", "streamed")}
-FEWER_CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
-ADAPTIVE_KEPT = ("adaptive", "kept")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @contextmanager
@@ -52,113 +37,10 @@ def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator
         optimizer.close()
 
 
-def random_job(seed: int, mode: str, make: Any, dtypes: Sequence[torch.dtype] = DTYPES) -> Outcome:
-    """Run a job whose dtype, clipping, infinities, accumulation, evaluation and checkpoints are drawn from a seed.
-
-    Streamed gradients cannot be set to zero in place.
-    """
-    draw = random.Random(seed)
-    job = Job(draw.choice(dtypes), branch=lambda step: step % 3 if seed % 2 else 0)
-    options: dict[str, Any] = {"max_grad_norm": draw.choice([None, 1e-3, 0.3, 1e6])}
-    if draw.random() < 0.5:
-        options["loss_scale"] = "dynamic"
-    with make(job, **options) as optimizer:
-        for step in range(12):
-            job.net.zero_grad(set_to_none=draw.random() < 0.5 or mode == "streamed")
-            for _ in range(draw.choice([1, 1, 2, 3])):
-                factor = 1e30 if "loss_scale" in options and draw.random() < 0.2 else 1.0
-                (factor * optimizer.scale(job.loss(step))).backward()
-            optimizer.step()
-            if draw.random() < 0.2:
-                with torch.no_grad():
-                    job.loss(step)
-            if draw.random() < 0.2:
-                job.losses += [float(value.float().sum()) for value in job.net.state_dict().values()]
-            if draw.random() < 0.1:
-                optimizer.param_groups[0]["lr"] *= 0.5
-        optimizer.synchronize()
-        return job.outcome()
-
-
-class _Reference(ReferenceOptimizer):
-    def synchronize(self) -> None:
-        """Do nothing: every step has ended when it returns."""
-
-
-@contextmanager
-def reference_optimizer(job: Job, **options: Any) -> Iterator[_Reference]:
-    yield _Reference(job.net.parameters(), **options)
-
-
-@cache
-def expected_outcome(seed: int, mode: str) -> Outcome:
-    """The outcome of `random_job` with the reference."""
-    return random_job(seed, mode, reference_optimizer)
-
-
-@pytest.mark.parametrize(
-    ("policy", "mode", "seed"),
-    [
-        # One seed of two with each case by default; plans of `adaptive` take long to make.
-        pytest.param(
-            *case, seed, marks=() if seed == (place // 2 + place) % 2 and case != ADAPTIVE_KEPT else pytest.mark.slow
-        )
-        for place, case in enumerate(CASES)
-        for seed in range(6)
-    ],
-)
-def test_step__gives_the_bits_of_the_reference_in_random_jobs(policy: str, mode: str, seed: int) -> None:
-    outcome = random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, **options))
-    assert outcome == expected_outcome(seed, mode)
-
-
-@pytest.mark.parametrize(("policy", "mode"), FEWER_CASES)
-def test_step__gives_the_bits_of_the_reference_on_a_device_with_any_timing(policy: str, mode: str) -> None:
-    seed = 11
-    device = JitteryDevice(Jitter(seed, 2e-3))
-    try:
-        got = random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, device=device, **options))
-    finally:
-        device.close()
-    assert got == expected_outcome(seed, mode)
-
-
 @contextmanager
 def remainder_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedAdamW]:
     with late_optimizer(job, policy, mode, master="remainder", **options) as optimizer:
         yield optimizer
-
-
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("policy", "mode"),
-    [
-        pytest.param(*case, marks=() if case in QUICK - {("adaptive", "streamed")} else pytest.mark.slow)
-        for case in CASES
-    ],
-)
-def test_step__with_remainders_gives_the_bits_of_steps_that_end_before_they_return(
-    policy: str, mode: str, seeds: range
-) -> None:
-    """Those of steps that end are compared with the reference in `test_remainder_master`."""
-    for seed in seeds:
-        expected = random_job(
-            seed,
-            mode,
-            lambda job, **options: remainder_optimizer(job, "zero-offload", mode, **{**options, "overlap": "none"}),
-            (torch.bfloat16,),
-        )
-        device = JitteryDevice(Jitter(seed, 1e-3))
-        try:
-            got = random_job(
-                seed,
-                mode,
-                lambda job, device=device, **options: remainder_optimizer(job, policy, mode, device=device, **options),
-                (torch.bfloat16,),
-            )
-        finally:
-            device.close()
-        assert got == expected
 
 
 def test_state_dict__has_no_remainders_of_what_the_forward_has_written() -> None:

@@ -19,13 +19,12 @@ from tests.interleave.engine import (
     compiled_rank_jobs,
     grid_rank_jobs,
     late_rank_jobs,
-    layer_rank_jobs,
     matrix_rank_jobs,
     rank_jobs,
     speculative_rank_jobs,
 )
+from tests.interleave.engine.grid.job import RANKS
 from tests.interleave.engine.jobs import closing
-from tests.interleave.engine.rules import random_jobs
 from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net
 
 Results = dict[str, Any]
@@ -34,8 +33,7 @@ Results = dict[str, Any]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     """Run all jobs in one start of the ranks, which takes longer than the jobs; return the results and the folder."""
-    others = late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS + layer_rank_jobs.JOBS
-    others += grid_rank_jobs.JOBS
+    others = late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS + grid_rank_jobs.JOBS
     folder = shared_folder(tmp_path_factory, "ranks", lambda folder: run_ranks(folder, rank_jobs.JOBS + others))
     return torch.load(folder / "results", weights_only=True), folder
 
@@ -52,9 +50,8 @@ def test_ranks__two_ranks_give_the_results_of_one(ranks: tuple[Results, Path]) -
     assert results["saved_in_8_bits"]["equal"]
 
 
-def test_late_updates__change_no_bits_of_sharded_and_replicated_models(ranks: tuple[Results, Path]) -> None:
+def test_late_updates__change_no_bits_of_replicated_models(ranks: tuple[Results, Path]) -> None:
     results, _ = ranks
-    assert results["late_shards"] == {make.__name__: True for _, make in late_rank_jobs.SHARDINGS}
     assert results["late_replicas"] == results["late_replicas_with_uneven_inputs"] == {"ddp": True, "plain": True}
 
 
@@ -72,7 +69,6 @@ def test_sharded_matrices__have_the_bits_of_one_process_under_every_policy(ranks
         # Two of the three matrices, or one and the row.
         "momentum bytes": [4 * (2 * 25 * 25), 4 * (25 * 25 + 25)],
     }
-    assert results["random_matrices"]["equal"]
     assert results["resumed_matrices"]["equal"]
 
 
@@ -81,11 +77,6 @@ def test_sharded_matrices__fail_on_all_ranks(ranks: tuple[Results, Path]) -> Non
     assert "failed midway on another rank" in other
     assert "its state is lost" in own
     assert "closed" in closed
-
-
-@pytest.mark.slow
-def test_sharded_matrices__have_the_bits_of_the_reference_on_three_ranks() -> None:
-    random_jobs.main(0, 10, 3, ["muon"])
 
 
 TWO_DIMENSIONS = """
@@ -132,12 +123,6 @@ def test_late_updates__change_no_bits_of_compiled_models(tmp_path: Path) -> None
     assert torch.load(tmp_path / "results") == {"compiled_shards": True, "compiled_replicas": True}
 
 
-def test_layers_that_move__have_the_bits_of_the_plain_job_on_the_same_ranks(ranks: tuple[Results, Path]) -> None:
-    results, _ = ranks
-    assert results["random_layers"]["differing"] == []
-    assert len(results["random_layers"]["counts"]) >= 4
-
-
 def test_random_jobs__have_the_bits_of_the_plain_job_on_the_same_ranks(ranks: tuple[Results, Path]) -> None:
     results, _ = ranks
     assert results["random_grid"]["wrong"] == []
@@ -146,11 +131,11 @@ def test_random_jobs__have_the_bits_of_the_plain_job_on_the_same_ranks(ranks: tu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
-def test_layers_that_move__many_jobs_on_ranks(count: int, tmp_path: Path) -> None:
-    run_ranks(tmp_path, (layer_rank_jobs.many_random_layers,), count, limit_s=900)
-    results = torch.load(tmp_path / "results")["many_random_layers"]
-    assert results["differing"] == []
-    assert {name.split()[0] for name in results["counts"]} == {*layer_rank_jobs.KINDS}
+def test_random_jobs__of_every_kind_have_the_bits_on_ranks(count: int, tmp_path: Path) -> None:
+    run_ranks(tmp_path, (grid_rank_jobs.many_of_the_grid,), count, limit_s=900)
+    results = torch.load(tmp_path / "results")["many_of_the_grid"]
+    assert results["wrong"] == []
+    assert {f"{kind} equal" for kind in RANKS} <= set(results["counts"])
 
 
 def run_ranks(

@@ -12,15 +12,10 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
-from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates
-from tests.conftest import examples
 from tests.interleave.engine.jobs import closing
-from tests.interleave.engine.test_edits import follow
-from tests.interleave.engine.test_late_updates import expected_outcome, late_optimizer, random_job
+from tests.interleave.engine.test_late_updates import late_optimizer
 from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer
-from tests.interleave.engine.twins import Jitter, JitteryDevice
 
-OVERLAPS = ("backward", "both")
 pytestmark = pytest.mark.usefixtures("speculating_policy")
 
 
@@ -30,113 +25,6 @@ def speculating_optimizer(job: Job, text: str = "speculating", **options: Any) -
         job, text, "streamed", **{"overlap": "backward", "machine": MACHINE, "model": job.net, **options}
     ) as optimizer:
         yield optimizer
-
-
-@contextmanager
-def counted_speculations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Count speculative updates whose results were used, and those that were not valid when the step began."""
-    counts = [0, 0]
-    use, use_valid = SpeculativeUpdates._use, SpeculativeUpdates.use_valid
-
-    def count_used(self: SpeculativeUpdates, subgroup: int) -> None:
-        counts[0] += 1
-        use(self, subgroup)
-
-    def count_invalid(self: SpeculativeUpdates, scalars: Any) -> set[int]:
-        invalid = use_valid(self, scalars)
-        counts[1] += len(invalid)
-        return invalid
-
-    monkeypatch.setattr(SpeculativeUpdates, "_use", count_used)
-    monkeypatch.setattr(SpeculativeUpdates, "use_valid", count_invalid)
-    yield counts
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize(
-    ("text", "overlap"),
-    [
-        ("speculating", "both"),
-        ("speculating:3", "backward"),
-        ("speculating:4,base=interleaved:2", "both"),
-        pytest.param("speculating", "backward", marks=pytest.mark.slow),
-        pytest.param("speculating:3", "both", marks=pytest.mark.slow),
-        pytest.param("speculating:4,base=interleaved:2", "backward", marks=pytest.mark.slow),
-    ],
-)
-def test_step__gives_the_bits_of_the_reference_in_random_jobs(
-    text: str, overlap: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with counted_speculations(monkeypatch) as counts:
-        for seed in range(examples(8, by_default=4)):
-            got = random_job(
-                seed,
-                "streamed",
-                lambda job, **options: speculating_optimizer(job, text, overlap=overlap, **options),
-            )
-            assert got == expected_outcome(seed, "streamed"), seed
-    # Otherwise the jobs would show nothing.
-    assert min(counts) > 0
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_step__gives_the_bits_of_the_reference_on_a_device_with_any_timing(overlap: str) -> None:
-    seed = 12
-    device = JitteryDevice(Jitter(seed, 2e-3))
-    try:
-        got = random_job(
-            seed,
-            "streamed",
-            lambda job, **options: speculating_optimizer(job, overlap=overlap, device=device, **options),
-        )
-    finally:
-        device.close()
-    assert got == expected_outcome(seed, "streamed")
-
-
-def _halve_rate(job: Job, optimizer: Any) -> None:
-    optimizer.param_groups[0]["lr"] *= 0.5
-
-
-def _write_parameter(job: Job, optimizer: Any) -> None:
-    bias = job.net.last.bias
-    with torch.no_grad():
-        bias.mul_(2)
-    if isinstance(optimizer, ReferenceOptimizer):
-        follow(optimizer.state[bias]["rows"][0], bias)
-
-
-def _read_state(job: Job, optimizer: Any) -> None:
-    optimizer.state_dict()
-
-
-def _add_gradients(job: Job, optimizer: Any) -> None:
-    optimizer.scale(job.loss()).backward()
-
-
-def _drop_gradient(job: Job, optimizer: Any) -> None:
-    job.net.late.weight.grad = None
-
-
-@pytest.mark.parametrize("interfere", [_halve_rate, _write_parameter, _read_state, _add_gradients, _drop_gradient])
-def test_step__gives_the_bits_of_the_reference_whatever_the_job_does_before_it(interfere: Any) -> None:
-    job, same = Job(), Job()
-    expected = ReferenceOptimizer(same.net.parameters())
-    with speculating_optimizer(job) as optimizer:
-        speculated = _end_of_updates_beside(optimizer)
-        for step in range(6):
-            speculated.clear()
-            for each, own in ((job, optimizer), (same, expected)):
-                each.net.zero_grad()
-                own.scale(each.loss(step)).backward()
-            if step == 3:
-                assert speculated.wait(30)
-                interfere(job, optimizer)
-                interfere(same, expected)
-            optimizer.step()
-            expected.step()
-        optimizer.synchronize()
-        assert job.outcome() == same.outcome()
 
 
 def _end_of_updates_beside(optimizer: InterleavedAdamW) -> threading.Event:

@@ -15,20 +15,9 @@ from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.states import bits
-from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, finish, maker, run, two_groups
+from tests.interleave.engine.training import Job, ReferenceOptimizer, finish, maker, run, two_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# (policy, gradients, subgroup_params)
-CASES = (
-    ("zero-offload", "kept", 500),
-    ("interleaved:2", "streamed", 333),
-    ("gpu-only", "streamed", 64),
-    ("adaptive", "kept", 10_000),
-)
-
-
-def case_maker(policy: str, mode: str, subgroup_params: int) -> Callable[..., InterleavedAdamW]:
-    return maker(policy, mode, subgroup_params=subgroup_params, machine=MACHINE)
 
 
 def saved(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -55,34 +44,6 @@ def assert_equal(one: Any, other: Any) -> None:
             assert_equal(item, other_item)
     else:
         assert one == other
-
-
-# By default each case is saved once and loaded once.
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(before, after, marks=[] if after == following else pytest.mark.slow)
-        for before, following in zip(CASES, CASES[1:] + CASES[:1], strict=True)
-        for after in CASES
-    ],
-)
-def test_load_state_dict__continues_with_the_same_bits_under_any_policy(
-    before: tuple[str, str, int], after: tuple[str, str, int]
-) -> None:
-    options = {"max_grad_norm": 0.5, "loss_scale": "dynamic"}
-    job = Job(torch.float16)
-    expected = run(job, ReferenceOptimizer(two_groups(job), **options), steps=30)
-    job = Job(torch.float16)
-    optimizer = case_maker(*before)(two_groups(job), **options)
-    for _ in range(20):
-        job.step(optimizer)
-    state = saved(optimizer.state_dict())
-    optimizer.close()
-    assert torch.equal(torch.tensor(expected.losses[:20]), torch.tensor(job.losses))
-    resumed = case_maker(*after)(two_groups(job), **options)
-    resumed.load_state_dict(state)
-    assert_equal(saved(resumed.state_dict()), state)
-    assert run(job, resumed, steps=10) == expected
 
 
 def test_load_state_dict__keeps_the_state_of_frozen_parameters() -> None:

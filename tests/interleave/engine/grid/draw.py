@@ -14,17 +14,24 @@ from tests.interleave.engine.grid.models import LAYERS, WRITERS
 
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.4", "interleaved:2", "interleaved:3@0.6", "adaptive", "gpu-only")
 OVERLAPPING = ("pipelined", "interleaved:2", "adaptive")
+# Policies whose updates inside the backward are many.
+SPECULATING = ("speculating", "speculating:3", "speculating:4,base=interleaved:2")
 OVERLAPS = ("none", "forward", "backward", "both", "auto")
 WEIGHTS = ("resident", "streamed", "auto")
 ACTIVATIONS = ("keep", "recompute", "offload", "recompute-offload", "auto", "random")
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
+# Layers of which torch.compile makes graphs.
+COMPILED_LAYERS = {"residual", "norm", "outside of call", "experts", "nested", "read by linear, called never"}
+# Edits of gradients, which are between a backward and its step.
+BEFORE_BACKWARD = ("resume", "batch without a step", "step without gradients")
+AFTER_BACKWARD = ("more gradients", "failed backward", "drop gradient", "replace gradient")
 # Bytes of layers that hold one of them at least, and a few.
 BUDGETS = (None, 8e3, 2e4)
 RATES = (None, None, 3e5, 2e6, 2e7)
 # What all ranks do alike, on shards, too.
 RANK_LAYERS = ("residual", "perceptron", "attention", "norm", "custom", "split", "batch norm", "twice")
 RANK_EDITS = (
-    *("learning rate", "hyperparameters", "evaluate", "state", "all", "average"),
+    *("learning rate", "hyperparameters", "evaluate", "state", "all", "average", "more gradients"),
     *("batch without a step", "step without gradients"),
 )
 HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -43,7 +50,7 @@ HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "weight_decay": (0.0, 0.1),
         "adjust_lr_fn": (None, "match_rms_adamw"),
     },
-    "sgd": {"momentum": (0.0, 0.9), "weight_decay": (0.0, 0.1)},
+    "sgd": {"momentum": (0.0, 0.9), "weight_decay": (0.0, 0.1), "nesterov": (False, True), "dampening": (0.0, 0.3)},
 }
 
 
@@ -53,13 +60,14 @@ def draw_job(seed: int) -> Job:
     options = {**_model(draw), **_training(draw)}
     options |= _engine(draw, options) | _layers(draw)
     options["kinds"] = tuple(_possible(kind, options) for kind in options["kinds"])
+    options |= _calls(draw, options)
     return Job(seed=seed, **options)
 
 
 def _possible(kind: str | int, options: dict[str, Any]) -> str | int:
     """Return the layer, or a plain one for a layer that these options do not take."""
     # torch.func refuses hooks of saved tensors, with an error of torch.
-    is_refused = kind == "read by func.grad" and not {"activations", "weights"}.isdisjoint(options)
+    is_refused = "func.grad" in str(kind) and not {"activations", "weights"}.isdisjoint(options)
     # Defects that are not mended: a kept view of a streamed weight is one of the device's copy, and streaming the
     # weights of a scripted module inside a layer ends in an AttributeError.
     is_defect = kind in ("view", "scripted") and "weights" in options
@@ -78,12 +86,18 @@ def draw_rank_job(seed: int) -> Job:
         job,
         ranks=kind,
         kinds=tuple(kinds),
-        rule="adamw" if is_sharded and job.rule in ("muon", "adamw-8bit") else job.rule,
+        rule="adamw" if is_sharded and job.rule == "adamw-8bit" else job.rule,
+        second_rule=None,
         hyperparameters=(("lr", 0.01),),
+        clipping=None,
         tied=False,
         reads_head=False,
-        checkpoints=False,
+        checkpoints=draw.choice((None, "plain")) if is_sharded else None,
+        call="call",
+        compiled=None,
+        twice=False,
         spare=False,
+        syncs_last=draw.random() < 0.4,
         lengths=(6,),
         edits=tuple(event for event in job.edits if event.kind in RANK_EDITS),
         faults=(),
@@ -107,10 +121,12 @@ def _model(draw: random.Random) -> dict[str, Any]:
         "autocast": autocast,
         "tied": draw.random() < 0.25,
         "reads_head": draw.random() < 0.25,
-        "checkpoints": draw.random() < 0.15,
+        "checkpoints": draw.choice((*[None] * 6, "plain", "reentrant")),
+        "skips": draw.random() < 0.2,
+        "twice": draw.random() < 0.1,
         "spare": draw.random() < 0.15,
         "lengths": draw.choice(((6,), (6,), (6, 9))),
-        "accumulation": draw.choice((1, 1, 2)),
+        "accumulation": draw.choice(((1,), (1,), (2,), (1, 2, 2, 4, 1))),
         "steps": draw.randint(5, 8),
     }
 
@@ -121,20 +137,48 @@ def _training(draw: random.Random) -> dict[str, Any]:
     hyperparameters = {name: draw.choice(values) for name, values in choices.items()}
     hyperparameters["lr"] = draw.choice((1e-3, 1e-2, 0.1))
     loss_scale = draw.choice((None, None, 1024.0, "dynamic"))
+    if hyperparameters.get("nesterov") and rule == "sgd":
+        hyperparameters |= {"momentum": 0.9, "dampening": 0.0}
     return {
         "rule": rule,
+        "second_rule": draw.choice((None, None, None, *sorted(RULES))),
+        "schedules": draw.random() < 0.15,
         "hyperparameters": tuple(hyperparameters.items()),
         "max_grad_norm": draw.choice((None, 0.5, 50.0)),
         "loss_scale": loss_scale,
-        "edits": tuple(_event(draw, list(EDITS)) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
-        "faults": tuple(
-            _event(draw, FAULTS if loss_scale else FAULTS[:-1]) for _ in range(draw.choice((0, 0, 1, 1, 2)))
-        ),
+        "edits": tuple(_edit(draw) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
+        "faults": tuple(_fault(draw, loss_scale) for _ in range(draw.choice((0, 0, 1, 1, 2)))),
     }
 
 
-def _event(draw: random.Random, kinds: Any) -> Event:
-    return Event(draw.randrange(1, 7), draw.choice(kinds), draw.choice((draw.randrange(12), draw.randrange(600))))
+def _edit(draw: random.Random) -> Event:
+    kind = draw.choice(list(EDITS))
+    is_possible = kind not in BEFORE_BACKWARD
+    follows = kind in AFTER_BACKWARD or (is_possible and draw.random() < 0.3)
+    return Event(draw.randrange(1, 7), kind, draw.randrange(12), follows)
+
+
+def _fault(draw: random.Random, loss_scale: float | str | None) -> Event:
+    # Whether a step was done is not seen where infinite gradients skip it.
+    excluded = "interrupted step" if loss_scale else "infinite"
+    kind = draw.choice([kind for kind in FAULTS if kind != excluded])
+    return Event(draw.randrange(1, 7), kind, draw.choice((draw.randrange(12), draw.randrange(600))))
+
+
+def _calls(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Draw calls of the model that its layers and the engine take."""
+    kinds, calls = set(options["kinds"]), {}
+    if not kinds.intersection(WRITERS):
+        calls = {"evaluates": draw.random() < 0.1}
+    if not {"weights", "activations"}.intersection(options):
+        calls["call"] = draw.choice(("call", "call", "forward", "functional", "penalty"))
+    if kinds <= COMPILED_LAYERS and draw.random() < 0.3:
+        calls |= {"call": "call", "compiled": draw.choice(("eager", "aot_eager")), "checkpoints": None}
+    if options["gradients"] == "kept" and options["loss_scale"] is None and options["max_grad_norm"] is None:
+        # torch has no scaler of gradients in half precision.
+        clipping = (None, "norm") if options["dtype"] == torch.float16 else (None, "norm", "scaler")
+        calls["clipping"] = draw.choice(clipping)
+    return calls
 
 
 def _engine(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
@@ -142,12 +186,15 @@ def _engine(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
     gradients = draw.choice(("kept", "streamed"))
     remainder = options["dtype"] == torch.bfloat16 and draw.random() < 0.4
     policy = draw.choice(POLICIES if draw.random() < 0.5 else OVERLAPPING)
-    overlaps = OVERLAPS if gradients == "streamed" and not remainder else ("none", "forward", "auto")
+    speculates = gradients == "streamed" and not remainder
+    overlaps = OVERLAPS if speculates else ("none", "forward", "auto")
+    if speculates and draw.random() < 0.15:
+        policy, overlaps = draw.choice(SPECULATING), ("backward", "both")
     return {
         "policy": policy,
         "gradients": gradients,
         "master": "remainder" if remainder else "fp32",
-        "overlap": draw.choice(overlaps) if policy in OVERLAPPING else "none",
+        "overlap": draw.choice(overlaps) if policy in OVERLAPPING + SPECULATING else "none",
         "storage": draw.random() < 0.1,
         "subgroup_params": draw.choice((40, 150, 400, 10**6)),
         "memory_budget": draw.choice((None, 4000.0, 1e9)),

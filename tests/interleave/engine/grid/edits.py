@@ -4,11 +4,15 @@ import copy
 import random
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.interleave.engine.forked import forked
+from tests.interleave.engine.grid.faults import Broken, break_layer
+from tests.interleave.engine.grid.job import Event
 from tests.interleave.engine.grid.training import Training
 
 Edit = Callable[[Training, random.Random], None]
@@ -53,6 +57,27 @@ def set_element(training: Training, draw: random.Random) -> None:
     param = _param(training, draw)
     with torch.no_grad():
         param.as_strided((param.numel(),), (1,))[draw.randrange(param.numel())] = 0.25
+
+
+@edit("clamp")
+def clamp(training: Training, draw: random.Random) -> None:
+    _param(training, draw).data.clamp_(-0.05, 0.05)
+
+
+@edit("rows")
+def flip_rows(training: Training, draw: random.Random) -> None:
+    data = _param(training, draw).data
+    data.copy_(data.flip(0))
+
+
+@edit("swap")
+def swap_and_restore(training: Training, draw: random.Random) -> None:
+    """Evaluate with other values in another memory, and go on with the old ones."""
+    param = _param(training, draw)
+    values = param.data
+    param.data = 0.5 * values
+    training.evaluate(training.call, "evaluation of other values")
+    param.data = values
 
 
 @edit("memory")
@@ -103,8 +128,9 @@ def load(training: Training, draw: random.Random) -> None:
 
 @edit("learning rate")
 def change_rate(training: Training, draw: random.Random) -> None:
+    rate = draw.choice((0.0, 2e-3, torch.tensor(4e-3, dtype=torch.float64)))
     for group in training.optimizer.param_groups:
-        group["lr"] *= 0.5
+        group["lr"] = rate
 
 
 @edit("hyperparameters")
@@ -201,6 +227,29 @@ def read_state(training: Training, draw: random.Random) -> None:
     training.record_state()
 
 
+@edit("resume")
+def resume(training: Training, draw: random.Random) -> None:
+    """Go on with another optimizer, which has the policy of the job or another one."""
+    optimizer = training.optimizer
+    is_stored = training.storage is not None and not training.is_plain
+    state = optimizer.commit() if is_stored else copy.deepcopy(optimizer.state_dict())
+    is_late = training.job.overlap != "none"
+    policy = draw.choice((training.job.policy, "interleaved:2", "pipelined" if is_late else "gpu-only"))
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        group.pop("initial_lr", None)
+    optimizer.close()
+    training.open_optimizer(groups, policy)
+    training.optimizer.load_state_dict(state)
+
+
+@edit("fork")
+def fork(training: Training, draw: random.Random) -> None:
+    """Let a child step or read the state, which is its own."""
+    if not training.is_plain:
+        forked(draw.choice((training.optimizer.step, training.optimizer.state_dict)))
+
+
 @edit("batch without a step")
 def skip_batch(training: Training, draw: random.Random) -> None:
     training.backward()
@@ -210,3 +259,28 @@ def skip_batch(training: Training, draw: random.Random) -> None:
 @edit("step without gradients")
 def step_idly(training: Training, draw: random.Random) -> None:
     training.optimizer.step()
+
+
+@edit("more gradients")
+def add_gradients(training: Training, draw: random.Random) -> None:
+    training.backward_once()
+
+
+@edit("failed backward")
+def add_gradients_and_fail(training: Training, draw: random.Random) -> None:
+    """Gradients of a backward that fails count where nobody drops them."""
+    with ExitStack() as stack, suppress(Broken):
+        break_layer(training, Event(0, "backward", draw.randrange(12)), stack)
+        training.backward_once()
+
+
+@edit("drop gradient")
+def drop_gradient(training: Training, draw: random.Random) -> None:
+    _param(training, draw).grad = None
+
+
+@edit("replace gradient")
+def replace_gradient(training: Training, draw: random.Random) -> None:
+    param = _param(training, draw)
+    if param.requires_grad:
+        param.grad = torch.full_like(param, 0.5)

@@ -20,8 +20,9 @@ from tests.interleave.engine.grid.edits import EDITS
 from tests.interleave.engine.grid.faults import attempt
 from tests.interleave.engine.grid.job import Job
 from tests.interleave.engine.grid.training import Results, Training, deterministic
-from tests.interleave.engine.layers.random_jobs import time_limit
+from tests.interleave.engine.speculating import speculating
 from tests.interleave.engine.states import bits
+from tests.interleave.engine.time_limit import time_limit
 
 # A job takes below one second, or some to compile kernels first; machines may be busy.
 LIMIT_S = 300.0
@@ -44,20 +45,22 @@ class Verdict:
         return re.sub(r"[\d.]+", "#", self.detail)
 
 
-def train(job: Job, is_plain: bool) -> Results:
-    """Train, and return what the job has read, its parameters, buffers and state."""
-    training = Training(job, is_plain)
-    with ExitStack() as stack, deterministic():
+def train(job: Job, is_plain: bool, decided: list[int] | None = None) -> Results:
+    """Train, and return what the job has read, its parameters, buffers and state.
+
+    `decided`: those of Training, which the job with ebbtide adds and the plain job takes.
+    """
+    training = Training(job, is_plain, [] if decided is None else decided)
+    with ExitStack() as stack, deterministic(), speculating():
         training.open(stack)
         for step in range(job.steps):
-            for event in job.edits:
-                if event.step == step:
-                    EDITS[event.kind](training, random.Random(f"{job.seed} {event}"))
+            edit(training, step, follows_backward=False)
             for event in job.faults:
                 if event.step == step:
                     attempt(training, event)
-            training.backward()
-            training.optimizer.step()
+            training.backward(step)
+            edit(training, step, follows_backward=True)
+            training.step()
             training.optimizer.zero_grad()
         for name, value in training.net.state_dict().items():
             training.record(name, value)
@@ -66,18 +69,29 @@ def train(job: Job, is_plain: bool) -> Results:
     return training.results
 
 
+def edit(training: Training, step: int, follows_backward: bool) -> None:
+    """Do the edits of a step, before or after its backward."""
+    for event in training.job.edits:
+        if (event.step, event.follows_backward) == (step, follows_backward):
+            EDITS[event.kind](training, random.Random(f"{training.job.seed} {event}"))
+
+
 def judge(job: Job, limit_s: float = LIMIT_S) -> Verdict:
-    """Train a job plainly and with ebbtide, and compare what it reads, parameters and state."""
-    expected = train(job, is_plain=True)
+    """Train a job with ebbtide and plainly, and compare what it reads, parameters and state."""
+    decided: list[int] = []
     try:
         with time_limit(limit_s, "the job"):
-            results = train(job, is_plain=False)
+            results = train(job, False, decided)
     except UserError as error:
         return Verdict("raised" if "\n" in str(error) else "refused", str(error))
     except TimeoutError:
         return Verdict("hung", traceback.format_exc())
     except Exception as error:
-        return Verdict("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        verdict = Verdict("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        # A job that fails without ebbtide, too, is none.
+        train(job, True, decided)
+        return verdict
+    expected = train(job, True, decided)
     difference = first_difference(expected, results)
     return Verdict("equal") if difference is None else Verdict("differs", difference)
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ class Shared:
 
     bias: torch.Tensor
     cache: list[torch.Tensor]
+
+
+@torch.jit.script
+def scripted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
 
 
 def _linear() -> nn.Linear:
@@ -314,13 +320,15 @@ class Direct(nn.Module):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.child(x) if self.order == "before" else x
         weight = self.child.weight
-        if self.read == "function":
+        if self.read == "scripted":
+            result = result + scripted_product(x, weight)
+        elif self.read == "function":
             result = result + Cube.apply(x, self.child.bias)
         elif self.read == "detached":
             result = result + x * weight.detach().abs().mean()
         elif self.read == "out":
             result = result + torch.mul(weight.detach(), 2.0, out=torch.empty_like(weight)).mean()
-        elif self.read == "grad":
+        elif self.read == "func.grad":
             of_weight = torch.func.grad(lambda value: F.linear(x, value).square().mean())
             result = result + of_weight(weight).mean()
         else:
@@ -415,12 +423,12 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "view": View,
     "functional": Functional,
     "scripted": Scripted,
-    "read never called": lambda: Direct("never", "linear"),
-    "read before its call": lambda: Direct("after", "linear"),
-    "read detached": lambda: Direct("after", "detached"),
-    "read by out": lambda: Direct("after", "out"),
-    "read by a function": lambda: Direct("before", "function"),
-    "read by func.grad": lambda: Direct("never", "grad"),
+    "wide": lambda: nn.Sequential(nn.Linear(WIDTH, 72), nn.Tanh(), nn.Linear(72, WIDTH)),
+    **{
+        f"read by {read}, called {order}": partial(Direct, order, read)
+        for order in ("never", "before", "after")
+        for read in ("linear", "scripted", "function", "detached", "out", "func.grad")
+    },
 }
 # Layers that write to their weights: the graph of a call before cannot be differentiated.
 WRITERS = ("max norm", "normalized weight", "clamped weight", "zeroed row")
@@ -433,10 +441,19 @@ class Net(nn.Module):  # type: ignore[misc]
         kinds: Names of LAYERS; a number is a layer that occurs before, again.
         tied: Whether the head has the weight of the embedding.
         reads_head: Whether the loss reads the head's weight without a call.
-        checkpoints: Whether layers are checkpointed by torch.
+        checkpoints: Whether layers are checkpointed by torch: not, `reentrant` or `plain`.
+        skips: Whether each layer's output is multiplied by the embedding.
     """
 
-    def __init__(self, kinds: tuple[str | int, ...], tied: bool, reads_head: bool, checkpoints: bool) -> None:
+    def __init__(
+        self,
+        kinds: tuple[str | int, ...],
+        *,
+        tied: bool = False,
+        reads_head: bool = False,
+        checkpoints: str | None = None,
+        skips: bool = False,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         layers: list[nn.Module] = []
@@ -446,14 +463,17 @@ class Net(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
-        self.kinds, self.reads_head, self.checkpoints = kinds, reads_head, checkpoints
+        self.kinds, self.reads_head = kinds, reads_head
+        self.checkpoints, self.skips = checkpoints, skips
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+        x = start = self.embedding(tokens)
         shared = Shared(torch.ones(WIDTH, dtype=x.dtype), [])
         for layer in self.layers:
             shared.bias.mul_(0.5)
             x = self._call(layer, x, shared)
+            if self.skips:
+                x = x * start
         logits = x @ self.head.weight.t() if self.reads_head else self.head(x)
         return F.cross_entropy(logits.float(), tokens)
 
@@ -463,7 +483,7 @@ class Net(nn.Module):  # type: ignore[misc]
         if isinstance(layer, Biased):
             return layer(x, bias=shared.bias)
         if self.checkpoints and self.training and type(layer) in (Perceptron, Attention, Residual):
-            return checkpoint(layer, x, use_reentrant=False)
+            return checkpoint(layer, x, use_reentrant=self.checkpoints == "reentrant")
         return layer(x)
 
 

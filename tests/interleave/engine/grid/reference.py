@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
 
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
@@ -18,12 +19,16 @@ from tests.interleave.engine.states import bits
 
 
 class ReferenceParam:
-    """The state of a parameter: fp32 master and moments, flat, in the order of the parameter's memory."""
+    """The state of a parameter: fp32 master and moments, flat, in the order of the parameter's memory.
+
+    That of a matrix whose rule needs all of it is whole on all ranks.
+    """
 
     def __init__(self, param: torch.Tensor, rule: Any, has_remainders: bool) -> None:
         self.param, self.rule, self.has_remainders = param, rule, has_remainders
         self.step = 0
-        value = flat_view(param)
+        self.is_whole = rule.finish is not None and hasattr(param, "full_tensor")
+        value = self._value()
         self.rows = list(rule.zero_rows(len(value)))
         self.rows[0].copy_(value)
         self.written = value.clone()
@@ -32,13 +37,42 @@ class ReferenceParam:
 
     def follow(self) -> None:
         """Let masters follow what the job has written to the parameter."""
-        value, master = flat_view(self.param), self.rows[0]
+        value, master = self._value(), self.rows[0]
         if self.has_remainders:
             self._follow_remainders(value, master)
         else:
             differs = bits(master.to(value.dtype)) != bits(value)
             master[differs] = value[differs].float()
+        self._write(value)
+
+    def _value(self) -> torch.Tensor:
+        """Return the parameter's values, flat: a view where it is not sharded or needs only its shard."""
+        return self.param.detach().full_tensor().flatten() if self.is_whole else flat_view(self.param)
+
+    def _write(self, value: torch.Tensor) -> None:
+        """Give the parameter its values."""
+        if self.is_whole:
+            local_shard(self.param.detach()).copy_(self._own(value))
         self.written = value.clone()
+
+    def _own(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a row that this rank has."""
+        if not self.is_whole:
+            return row
+        whole = row.view(self.param.shape)
+        return distribute_tensor(whole, self.param.device_mesh, self.param.placements).to_local()
+
+    @property
+    def own_rows(self) -> list[torch.Tensor]:
+        """The elements of the rows that this rank has."""
+        return [self._own(row) for row in self.rows]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient, flat, in the order of the parameter's memory."""
+        if self.is_whole:
+            return self.param.grad.full_tensor().flatten()
+        return flat_like(local_shard(self.param.grad), self.param)
 
     def _follow_remainders(self, value: torch.Tensor, master: torch.Tensor) -> None:
         """Masters whose remainder belongs to another parameter start again; nobody knows which elements changed."""
@@ -54,23 +88,22 @@ class ReferenceParam:
     def update(self, group: dict[str, Any], scale: float, number: int) -> None:
         """Update the parameter, which has a number in the optimizer, by its gradient."""
         self.step += 1
-        value = flat_view(self.param)
+        value = self._value()
         shape = tuple(self.param.shape) if self.rule.finish is not None else None
-        gradient = flat_like(local_shard(self.param.grad), self.param)
         scalars, position = self.rule.scalars(group, self.step, scale), number * FACTOR
         out = None if self.has_remainders else value
-        reference.update(gradient, self.rows, out, scalars, self.rule, position, shape)
+        reference.update(self.gradient, self.rows, out, scalars, self.rule, position, shape)
         if self.has_remainders:
             rounded, _ = split_tensor(self.rows[0])
             value.copy_(rounded)
             is_nan = torch.isnan(rounded)
             self.rows[0][is_nan] = rounded[is_nan].float()
-        self.written = value.clone()
+        self._write(value)
 
     def entry(self) -> dict[str, Any]:
         """Return the entry of a state dict."""
         rows = [row.clone() for row in self.rows]
-        value = flat_view(self.param)
+        value = self._value()
         is_changed = not torch.equal(bits(value), bits(self.written))
         if self.has_remainders and is_changed and self.loaded is None:
             rows[0].copy_(value)
@@ -138,7 +171,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for param, entry in zip(self._params(), state_dict["entries"], strict=True):
             if entry is not None and entry["step"]:
-                self._states[param].load(entry)
+                self._states.setdefault(param, self._new_state(param)).load(entry)
             elif param in self._states:
                 self._states[param] = self._new_state(param)
         for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
@@ -148,7 +181,12 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def rows(self) -> list[torch.Tensor]:
         """Return the state of each parameter that was updated, in the order of the groups."""
         states = [self._states[param] for param in self._params() if param in self._states]
-        return [row for state in states if state.step for row in state.rows]
+        return [row for state in states if state.step for row in state.own_rows]
+
+    @property
+    def updates(self) -> int:
+        """The number of updates that parameters have had."""
+        return sum(state.step for state in self._states.values())
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -169,8 +207,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the sums of squares of gradients; those of shards are of all ranks."""
         sums, own = [], []
         for param in params:
-            of_param = own if hasattr(param, "to_local") else sums
-            of_param.append(sum_of_squares(flat_like(local_shard(param.grad), param)))
+            state = self._states[param]
+            is_part = hasattr(param, "to_local") and not state.is_whole
+            (own if is_part else sums).append(sum_of_squares(state.gradient))
         if own:
             of_ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(of_ranks, total(own))

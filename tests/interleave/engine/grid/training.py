@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ebbtide.interleave import InterleavedOptimizer, offload_activations, stream_weights
 from ebbtide.interleave.engine.layers import model_layers
@@ -39,15 +40,18 @@ class Training:
         results: Names and values of what the job has read so far.
         spare: Parameters that are in no group yet.
         saved: State dicts of the model and of the optimizer; None before they are saved.
+        decided: Numbers of updates after each interrupted step with ebbtide, which the plain job follows.
     """
 
-    def __init__(self, job: Job, is_plain: bool) -> None:
-        self.job, self.is_plain = job, is_plain
+    def __init__(self, job: Job, is_plain: bool, decided: list[int]) -> None:
+        self.job, self.is_plain, self.decided = job, is_plain, decided
         self.results: Results = []
         torch.manual_seed(job.seed)
         random.seed(job.seed)
         np.random.seed(job.seed)
-        self.net = Net(job.kinds, job.tied, job.reads_head, job.checkpoints).to(job.dtype)
+        self.net = Net(
+            job.kinds, tied=job.tied, reads_head=job.reads_head, checkpoints=job.checkpoints, skips=job.skips
+        ).to(job.dtype)
         self.spare = list(self.net.layers[-1].parameters()) if job.spare else []
         self.rank = 0 if job.ranks is None else dist.get_rank()
         self.tokens = torch.Generator().manual_seed(job.seed + 1000 * self.rank)
@@ -55,7 +59,11 @@ class Training:
         # What the job keeps of its model: views, twins and averages.
         self.references: dict[str, Any] = {}
         self.device: GridDevice | None = None
+        self.storage: str | None = None
+        has_scaler = job.clipping == "scaler"
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if has_scaler else None
         self.call: nn.Module = self.net if job.ranks is None else parallel(self.net, job.ranks)
+        self.scheduler: Any = None
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -71,14 +79,50 @@ class Training:
             length = lengths[int(torch.randint(len(lengths), (), generator=self.tokens))]
             tokens = torch.randint(VOCABULARY, (length,), generator=self.tokens)
         with precision(self.job.autocast):
-            return self.call(tokens)
+            return self._called(tokens)
 
-    def backward(self) -> None:
+    def _called(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.job.call == "forward":
+            return self.call.forward(tokens)
+        if self.job.call == "functional":
+            return torch.func.functional_call(self.call, dict(self.net.named_parameters()), tokens)
+        loss = self.call(tokens)
+        if self.job.call == "penalty":
+            for param in self.params:
+                loss = loss + 1e-3 * param.float().square().sum()
+        return loss
+
+    def backward(self, step: int = 0) -> None:
         """Compute the gradients of a step."""
-        for _ in range(self.job.accumulation):
-            loss = self.loss()
-            self.record("loss", loss)
-            self.optimizer.scale(loss).backward()
+        count = self.job.accumulation[step % len(self.job.accumulation)]
+        for number in range(1, count + 1):
+            if self.job.syncs_last:
+                set_sync(self.call, number == count)
+            self.backward_once()
+
+    def backward_once(self) -> None:
+        loss = self.loss()
+        self.record("loss", loss)
+        if self.job.evaluates:
+            self.evaluate(self.call, "evaluation between forward and backward")
+        scaled = self.scaler.scale(loss) if self.scaler is not None else self.optimizer.scale(loss)
+        scaled.backward(retain_graph=self.job.twice)
+        if self.job.twice:
+            scaled.backward()
+
+    def step(self) -> None:
+        """Update the parameters."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.job.clipping is not None:
+            nn.utils.clip_grad_norm_(self.params, 0.3)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def evaluate(self, model: nn.Module, name: str) -> None:
         """Record the loss of a model that is evaluated."""
@@ -97,7 +141,8 @@ class Training:
         if isinstance(self.optimizer, ReferenceOptimizer):
             return self.optimizer.rows()
         states = self.optimizer.state_dict()["state"]
-        rules, params = {}, []
+        rules: dict[Any, Any] = {}
+        params: list[Any] = []
         for group in self.optimizer.param_groups:
             rules |= dict.fromkeys(group["params"], find_rule(group.get("rule", self.job.rule)))
             params += group["params"]
@@ -107,11 +152,14 @@ class Training:
                 rows += [states[number][name] for name in rules[param].row_names]
         return [_in_memory_order(row) for row in rows]
 
-    def open_optimizer(self, storage: str | None) -> Any:
-        """Return a new optimizer of all parameters that are not spare."""
+    def open_optimizer(self, groups: list[dict[str, Any]], policy: str) -> None:
+        """Make an optimizer of some groups."""
+        self.optimizer = self._optimizer(groups, policy)
+        if self.job.schedules:
+            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def _optimizer(self, groups: list[dict[str, Any]], policy: str) -> Any:
         job = self.job
-        spare = set(self.spare)
-        params = [param for param in self.params if param not in spare]
         options: dict[str, Any] = {
             "max_grad_norm": job.max_grad_norm,
             "loss_scale": job.loss_scale,
@@ -119,17 +167,17 @@ class Training:
             **dict(job.hyperparameters),
         }
         if self.is_plain:
-            return ReferenceOptimizer(self.groups(params), job.rule, **options)
+            return ReferenceOptimizer(groups, job.rule, **options)
         if job.memory_budget is not None:
             options["memory_budget"] = job.memory_budget
-        if storage is not None:
-            options |= {"storage": storage, "host_memory_budget": _HOST_BUDGET_BYTES}
+        if self.storage is not None:
+            options |= {"storage": self.storage, "host_memory_budget": _HOST_BUDGET_BYTES}
         if job.overlap in ("forward", "both", "auto"):
             options["model"] = self.net
         return InterleavedOptimizer(
-            self.groups(params),
+            groups,
             job.rule,
-            policy=job.policy,
+            policy=policy,
             machine=MACHINE,
             subgroup_params=job.subgroup_params,
             gradients=job.gradients,
@@ -140,25 +188,37 @@ class Training:
         )
 
     def groups(self, params: list[nn.Parameter]) -> list[dict[str, Any]]:
-        """Return the groups of some parameters; a rule for matrices needs one for all others."""
-        if find_rule(self.job.rule).finish is None:
-            return [{"params": params}]
-        matrices = [param for param in params if param.dim() == 2]
-        others = [param for param in params if param.dim() != 2]
-        of_others = [{"params": others, "rule": _RULE_OF_VECTORS}] if others else []
-        return ([{"params": matrices}] if matrices else []) + of_others
+        """Return the groups of some parameters by their rules."""
+        groups: dict[str, dict[str, Any]] = {}
+        for param in params:
+            rule = self._rule(param)
+            own = {"params": []} if rule == self.job.rule else {"params": [], "rule": rule}
+            groups.setdefault(rule, own)["params"].append(param)
+        return list(groups.values())
+
+    def _rule(self, param: nn.Parameter) -> str:
+        """Return the first rule that takes a parameter: that for matrices takes no others."""
+        rules = [self.job.rule, _RULE_OF_VECTORS]
+        is_last = any(param is one for one in self.net.layers[-1].parameters())
+        if self.job.second_rule is not None and is_last:
+            rules.insert(0, self.job.second_rule)
+        return next(rule for rule in rules if param.dim() == 2 or find_rule(rule).finish is None)
 
     def open(self, stack: ExitStack) -> None:
         """Move layers and make the optimizer; the end of the stack closes them."""
-        job, storage = self.job, None
+        job = self.job
         if not self.is_plain:
             self.device = stack.enter_context(GridDevice.opened(job.seed, job.rates, job.jitter))
-            storage = stack.enter_context(tempfile.TemporaryDirectory()) if job.storage else None
+            self.storage = stack.enter_context(tempfile.TemporaryDirectory()) if job.storage else None
             self._move_layers(stack)
         if any(edit.kind == "scripted twin" for edit in job.edits):
             self.references["script"] = torch.jit.script(nn.Sequential(self.net.head))
-        self.optimizer = self.open_optimizer(storage)
+        spare = set(self.spare)
+        params = [param for param in self.params if param not in spare]
+        self.open_optimizer(self.groups(params), job.policy)
         stack.callback(lambda: self.optimizer.close())
+        if job.compiled is not None:
+            self.call = torch.compile(self.net, backend=job.compiled)
 
     def _move_layers(self, stack: ExitStack) -> None:
         job = self.job
@@ -180,16 +240,30 @@ class Training:
             model_layers.plan_orders = planner.plan
 
 
+def set_sync(model: Any, is_synced: bool) -> None:
+    """Let the next backward reduce gradients over ranks, or not, as the context `no_sync` of DDP."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = is_synced
+    else:
+        model.set_requires_gradient_sync(is_synced)
+
+
 def parallel(net: Net, kind: str) -> nn.Module:
     """Return a model that is replicated or sharded on all ranks."""
     if kind.startswith("ddp"):
         return nn.parallel.DistributedDataParallel(
             net, gradient_as_bucket_view=kind == "ddp views", find_unused_parameters=kind == "ddp unused"
         )
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    if kind == "mixed precision":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in net.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=kind == "resharded")
-    return fully_shard(net, mesh=mesh)
+        fully_shard(layer, reshard_after_forward=kind in ("resharded", "prefetched"), **options)
+    if kind == "prefetched":
+        for layer, following in pairwise(net.layers):
+            layer.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([layer])
+    return fully_shard(net, **options)
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

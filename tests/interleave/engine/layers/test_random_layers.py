@@ -1,4 +1,4 @@
-"""Activations under random choices and budgets, weights streamed or not: the plain job's bits, within the budget."""
+"""Activations under random choices, weights streamed or not: the live memory is within what is counted."""
 
 from __future__ import annotations
 
@@ -15,87 +15,65 @@ from ebbtide.interleave.engine.layers import activations, model_layers
 from ebbtide.interleave.engine.layers.weights import stream_weights
 from ebbtide.interleave.model.layers import ACTIVATION_KINDS
 from tests.conftest import examples
-from tests.interleave.engine.layers.random_jobs import CountingDevice, random_job, time_limit, watched
+from tests.interleave.engine.grid.models import WIDTH, Net
+from tests.interleave.engine.layers.live_memory import CountingDevice, watched
 from tests.interleave.engine.layers.random_planner import RandomPlanner
-from tests.interleave.engine.states import bits
+from tests.interleave.engine.time_limit import time_limit
 
-# A case takes below one second; machines may be busy.
-_CASE_S = 120.0
+_KINDS = ("perceptron", "attention", "batch norm", "custom", "split")
 _RATES = (None, 2e6, 2e7)
+# The model hands a bias to its layers, which is none of their activations.
+_BIAS_BYTES = 4 * WIDTH
 
 
 def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a random job under a random choice, or a random budget, and compare it with the plain one."""
+    """Watch passes of a random model under random choices, or a random budget; return the choices, or `error`."""
     draw = random.Random(seed)
-    forced = draw.random() < 0.7
-    job = random_job(seed, same_length=forced)
-    plain = job.model()
-    expected = job.train(plain)
-    model = job.model()
-    device = CountingDevice(None, draw.choice(_RATES), draw.choice(_RATES))
-    planner = RandomPlanner(draw)
-    budget = 1e9 if forced else draw.choice((2e3, 8e3, 2e4, 4e4))
+    torch.manual_seed(seed)
+    model = Net(tuple(draw.choices(_KINDS, k=draw.randint(2, 5))))
+    device, planner = CountingDevice(None, draw.choice(_RATES), draw.choice(_RATES)), RandomPlanner(draw)
+    is_forced, is_streamed = draw.random() < 0.7, draw.random() < 0.4
+    budget = 1e9 if is_forced else draw.choice((2e3, 8e3, 2e4))
     with monkeypatch.context() as patched:
-        if forced:
+        if is_forced:
             patched.setattr(model_layers, "plan_orders", planner.plan)
         with (
-            stream_weights(model, memory_budget=12e3, device=device)
-            if draw.random() < 0.4
-            else nullcontext() as streamed,
+            stream_weights(model, memory_budget=12e3, device=device) if is_streamed else nullcontext() as streamed,
             activations.offload_activations(model, memory_budget=budget, device=device) as offloaded,
         ):
             planner.activations = offloaded
             try:
-                actual = job.train(model, device)
-                if not job.autocast:
-                    # Casts that autocast keeps are no activations.
-                    with watched(model, device) as live:
-                        loss = model(torch.randint(0, 8, (9,))).sum()
-                    assert max(live) <= offloaded.peak_bytes + (streamed.peak_bytes if streamed else 0)
-                    loss.backward()
-                    del loss
+                for _ in range(4):
+                    model(torch.arange(9)).backward()
+                with watched(model, device) as live:
+                    loss = model(torch.arange(9))
+                loss.backward()
             except DeviceMemoryError:
-                # What a plan does not count, and evicting kept tensors gives in most cases, but not in all: graphs that
-                # are kept for a second backward, and casts of weights that recomputation makes again under autocast.
-                assert not forced or job.twice or job.autocast, (seed, planner.kinds)
+                assert not is_forced, (seed, planner.kinds)
                 return "error"
-            finally:
-                assert offloaded._transfers.memory.limit_bytes is not None
-                assert offloaded.peak_bytes <= offloaded._transfers.memory.limit_bytes
-            equal = [torch.equal(bits(one), bits(other)) for one, other in zip(actual, expected, strict=True)]
-            assert all(equal), (seed, planner.kinds, equal)
-            kinds = set(offloaded.choices.values())
+            counted = offloaded.peak_bytes + (streamed.peak_bytes if streamed else 0)
+            assert max(live) <= counted + _BIAS_BYTES, (seed, planner.kinds)
+            assert offloaded.peak_bytes <= offloaded._transfers.memory.limit_bytes
             assert offloaded.used_bytes == 0, (seed, planner.kinds)
-        return "+".join(sorted(kinds))
-
-
-def test_offload_activations__keeps_no_copied_memory_of_a_pass_whose_backward_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # All later passes keep everything.
-    assert run_case(10594, monkeypatch) == "keep"
+            return "+".join(sorted(set(offloaded.choices.values())))
 
 
 def test_time_limit__ends_a_case_whose_copies_never_end() -> None:
     device, released = CountingDevice(None, None, None), threading.Event()
-    model = random_job(1, same_length=True).model()
+    model = Net(("perceptron", "attention"))
     with activations.offload_activations(model, memory_budget=1e9, device=device, activations="offload"):
         # Imports of torch are not to be interrupted.
-        model(torch.arange(9) % 8).sum().backward()
+        model(torch.arange(9)).backward()
         device.submit("d2h", released.wait)
         with pytest.raises(TimeoutError, match="case 1 has not ended after 1 s"), time_limit(1.0, "case 1"):
-            model(torch.arange(9) % 8).sum().backward()
+            model(torch.arange(9)).backward()
         released.set()
 
 
-@pytest.mark.parametrize("cases", [pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(14_400)]), 10])
-def test_offload_activations__random_choices_have_the_bits_of_the_plain_job(
-    cases: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_activations__live_memory_is_within_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     results: Counter[str] = Counter()
-    for seed in range(examples(cases)):
-        with time_limit(_CASE_S, f"case {seed}"):
-            results[run_case(seed, monkeypatch)] += 1
+    for seed in range(examples(200, by_default=12)):
+        results[run_case(seed, monkeypatch)] += 1
     print(dict(results))
-    assert results["error"] < cases / 4
+    assert results["error"] < results.total() / 4
     assert set(ACTIVATION_KINDS) <= {kind for result in results for kind in result.split("+")}

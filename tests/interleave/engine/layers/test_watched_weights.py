@@ -18,7 +18,7 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import weights as weights_module
 from tests.conftest import slow_case
-from tests.interleave.engine.layers.random_jobs import CountingDevice
+from tests.interleave.engine.layers.live_memory import CountingDevice
 from tests.interleave.engine.states import bits
 
 WIDTH = 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import resource
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,14 +18,12 @@ from ebbtide.interleave import InterleavedAdamW, offload_activations, stream_wei
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import transfers
-from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.machines.machine import StoragePath
 from tests.interleave.engine.layers.stacks import (
     LAYER_BYTES,
     LENGTH,
     WEIGHT_BYTES,
     WIDTH,
-    interleaved,
     same,
     stack,
     train,
@@ -202,35 +199,6 @@ def test_stream_weights__copies_ahead_collect_no_garbage(monkeypatch: pytest.Mon
     with stream_weights(model, memory_budget=1.1 * WEIGHT_BYTES, device=EmulatedDevice()):
         train(model, 2)
     assert not collections
-
-
-@pytest.mark.parametrize("overlap", ["forward", "both"])
-def test_stream_weights__has_the_same_bits_with_late_and_speculative_updates(
-    overlap: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(model: Any, device: EmulatedDevice) -> list[torch.Tensor]:
-        optimizer = interleaved(model, device, overlap, "streamed", lr=0.1)
-        losses = []
-        for step in range(6):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            loss = model(torch.randn(LENGTH, WIDTH)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        optimizer.close()
-        return [*losses, *(param.detach().clone() for param in model.parameters())]
-
-    def slow(kernel: CpuKernel, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.002)
-        update(kernel, *args, **kwargs)
-
-    update = CpuKernel.update
-    monkeypatch.setattr(CpuKernel, "update", slow)
-    expected, model = run(stack(), EmulatedDevice()), stack()
-    device = EmulatedDevice()
-    with stream_weights(model, memory_budget=2.1 * WEIGHT_BYTES, device=device):
-        assert same(run(model, device), expected)
 
 
 def test_offload_activations__recomputes_no_layer_with_other_weights() -> None:

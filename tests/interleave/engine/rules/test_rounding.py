@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 
-from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.reference import bfloat16_bits
 from ebbtide.interleave.engine.numerics.rounding import random_bits
 from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from tests.interleave.engine.training import MACHINE
 
 COUNT = 1 << 16
 
@@ -75,31 +70,3 @@ def test_adamw_bf16__has_the_master_of_adamw_and_its_moments_rounded() -> None:
     for moment, exact in zip(state[1:], wide[1:], strict=True):
         assert ((moment.float() - exact).abs() < 2**-7 * exact.abs()).all()
         assert not torch.equal(moment, exact.bfloat16())
-
-
-@pytest.mark.parametrize("master", [pytest.param("fp32", marks=pytest.mark.slow), "remainder"])
-def test_adamw_bf16__goes_on_from_a_checkpoint_with_the_same_bits(master: str) -> None:
-    def train(steps: range, params: list[torch.nn.Parameter], state: Any = None, **options: Any) -> Any:
-        optimizer = InterleavedOptimizer(params, "adamw-bf16", lr=0.01, master=master, machine=MACHINE, **options)
-        if state is not None:
-            optimizer.load_state_dict(state)
-        for step in steps:
-            for param in params:
-                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
-            optimizer.step()
-        state = optimizer.state_dict()
-        optimizer.close()
-        return state
-
-    def new_params() -> list[torch.nn.Parameter]:
-        return [torch.nn.Parameter(torch.ones(size).bfloat16()) for size in (90, 77)]
-
-    params, resumed = new_params(), new_params()
-    expected = train(range(6), params, policy="gpu-only")
-    state = train(range(3), resumed, policy="zero-offload", subgroup_params=64)
-    state = train(range(3, 6), resumed, state, policy="interleaved:2", subgroup_params=50)
-    for index, (param, other) in enumerate(zip(params, resumed, strict=True)):
-        assert torch.equal(param, other)
-        for name, row in expected["state"][index].items():
-            assert torch.equal(row, state["state"][index][name]), name
-    assert expected["state"][0]["exp_avg"].dtype == torch.bfloat16

@@ -20,7 +20,6 @@ from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import RULES, find_rule
 from ebbtide.interleave.engine.rules.rule import UpdateRange
 from tests.conftest import examples, slow
-from tests.interleave.engine.rules.random_jobs import check
 from tests.interleave.engine.states import DTYPES, any_bits, bits
 
 GROUPS: dict[str, list[dict[str, Any]]] = {
@@ -117,18 +116,6 @@ def test_lion__is_that_of_the_paper_within_four_ulp(case: tuple[str, dict[str, A
         assert ((state[0].double() - expected).abs().numpy() <= 4 * unit)[clear.numpy()].all(), step
         tolerance = 2**-22 * (moment.abs() + wide.abs())
         assert ((state[1].double() - beta2 * moment - (1 - beta2) * wide).abs() <= tolerance).all()
-
-
-@pytest.mark.parametrize("name", slow(sorted(RULES), but=("adamw-8bit", "lion", "muon")))
-def test_optimizer__gives_the_bits_of_the_reference_in_random_jobs(name: str) -> None:
-    wrong = [text for seed in range(examples(5, by_default=1)) if (text := check(find_rule(name), seed))]
-    assert wrong == []
-
-
-def test_random_jobs__see_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator finds what it looks for."""
-    monkeypatch.setattr(reference, "canonical_nan", lambda values: np.nextafter(values, np.float32(9)))
-    assert check(find_rule("lion"), 0) is not None
 
 
 def test_rules__are_those_of_the_page() -> None:

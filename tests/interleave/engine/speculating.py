@@ -1,0 +1,30 @@
+"""A policy that speculates whatever it gains."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.speculation import speculate
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import POLICIES, PolicySpec, policy
+from ebbtide.interleave.policies.overlap import late
+from ebbtide.interleave.policies.registry import plan_in_memory
+from ebbtide.machines.machine import Machine
+
+
+@contextmanager
+def speculating() -> Iterator[None]:
+    """Register a policy that speculates a number of subgroups; `speculating` alone does all."""
+
+    @policy("speculating", overlap=("backward", "both"), base=("pipelined", "interleaved:2"))
+    def speculating(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+        """Speculate."""
+        plan = plan_in_memory(spec.options["base"], workload, machine)
+        count = round(spec.number("a number of subgroups", 1e6, 0, 1e6))
+        plan = speculate(plan, workload, count, uploads_first=count % 2 == 0)
+        return (late(plan, workload) if spec.options["overlap"] == "both" else plan).validate(workload)
+
+    try:
+        yield
+    finally:
+        del POLICIES["speculating"]
