@@ -11,6 +11,7 @@ from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.lines.setups import PasteContext
 from ebbtide.interleave.advise.lines.systems import SystemSetup, other_systems, zero_infinity_config
 from ebbtide.interleave.advise.recommendation import recommend
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan, parse
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import StoragePath
@@ -32,8 +33,8 @@ FULL_BOX = replace(
 TIGHT = replace(JOB, gpu_free=((0.0, 80e9), (2.0, 15e9), (12.0, 80e9)))
 
 
-def systems(best_s: float = HOUR_S, clipping: bool = True) -> dict[str, SystemSetup]:
-    setups = other_systems(replace(TIGHT, clipping=clipping), PasteContext(RecordedJob(), FULL_BOX), best_s)
+def systems(best_s: float = HOUR_S, clipping: bool = True, job: Workload = TIGHT) -> dict[str, SystemSetup]:
+    setups = other_systems(replace(job, clipping=clipping), PasteContext(RecordedJob(), FULL_BOX), best_s)
     return {setup.policy: setup for setup in setups}
 
 
@@ -64,7 +65,8 @@ def test_other_systems__are_named_where_they_win() -> None:
 
 
 def test_other_systems__give_configurations_of_deepspeed() -> None:
-    setups = systems()
+    # The state of a subgroup has 12 GB, and its fp32 gradients 4 GB.
+    setups = systems(job=replace(TIGHT, gpu_free=((0.0, 80e9), (2.0, 17e9), (12.0, 80e9))))
     superoffload = json.loads(setups["superoffload,rule=deepspeed"].lines)["zero_optimization"]["offload_optimizer"]
     assert superoffload["super_offload"] is True
     # One of four subgroups stays on the GPU.
