@@ -323,9 +323,18 @@ class Direct(nn.Module):  # type: ignore[misc]
         elif self.read == "grad":
             of_weight = torch.func.grad(lambda value: F.linear(x, value).square().mean())
             result = result + of_weight(weight).mean()
+        elif self.read == "inner backward":
+            result = result + self._gradient(x.detach()).mean()
         else:
             result = result + F.linear(x, weight)
         return torch.tanh(self.child(result) if self.order == "after" else result)
+
+    def _gradient(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x.requires_grad_()
+            loss = F.linear(x, self.child.weight).square().mean()
+            (gradient,) = torch.autograd.grad(loss, x)
+        return gradient.detach()
 
 
 class View(nn.Module):  # type: ignore[misc]
@@ -421,6 +430,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "read by out": lambda: Direct("after", "out"),
     "read by a function": lambda: Direct("before", "function"),
     "read by func.grad": lambda: Direct("never", "grad"),
+    "read by autograd.grad": lambda: Direct("after", "inner backward"),
 }
 # Layers that write to their weights: the graph of a call before cannot be differentiated.
 WRITERS = ("max norm", "normalized weight", "clamped weight", "zeroed row")
