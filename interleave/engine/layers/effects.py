@@ -136,7 +136,7 @@ class Watch:
         self._places.append(_Place(f"an attribute of {name}", lambda: [*vars(module).values()]))
         self._buffers |= {*map(id, module._buffers.values())}
         # Most dicts of hooks are empty.
-        filled = {key: one for key, one in vars(module).items() if one or not key.endswith("_hooks")}
+        filled = {key: one for key, one in vars(module).items() if not key.endswith("_hooks") or one}
         self._pending += [(f"{name}.{key}", one) for key, one in filled.items()]
         self._pending.append((name, type(module)))
 

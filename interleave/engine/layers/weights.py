@@ -364,6 +364,8 @@ class StreamedWeights(MovedLayers):
         self._is_end_awaited = False
         # The layer whose backward runs.
         self._backward_of = -1
+        # The layer whose weights were needed last.
+        self._fetched: LayerForward | None = None
         # Layers with weights on the device, or on the way there.
         self._there: set[LayerForward] = set()
         # Forwards whose writes are not in the parameters yet.
@@ -589,6 +591,7 @@ class StreamedWeights(MovedLayers):
 
         Streamed layers beyond the slots are released first. Resident ones are copied before a streamed one behind
         them, so that copies are issued in the order of need."""
+        self._fetched = layer
         streamed, slots = self._streamed, self.orders.weight_slots
         if is_backward:
             position = self._before[number + 1]
@@ -611,14 +614,15 @@ class StreamedWeights(MovedLayers):
         self._there.add(layer)
         self.transfers.bring_back(storages, where)
         for one in ahead:
+            # Old values are released first, which takes the layer from those that are there.
+            storages = self._storages(self._order[one])
             self._there.add(self._order[one])
-            if not self.transfers.prefetch(self._storages(self._order[one])):
+            if not self.transfers.prefetch(storages):
                 break
 
     def evict(self) -> bool:
         """Release the weights of layers that do not compute. Return whether there are any."""
-        computing = [layer for layer in self._there if layer.number == self._backward_of or layer in self._uses]
-        others = self._there.difference(computing)
+        others = self._there.difference([self._fetched, *self._uses])
         self._release(others)
         return bool(others)
 

@@ -190,6 +190,14 @@ def test_stream_weights__old_values_that_a_layer_has_kept_are_an_error(
         train_returning(model, autocast)
 
 
+def test_stream_weights__releases_what_was_copied_ahead_and_left_out() -> None:
+    model = model_of(twice)
+    with stream_weights(model, weights="streamed", device=EmulatedDevice()) as streamed:
+        train(model)
+        model.layers[0](torch.ones(2, WIDTH)).sum().backward()
+        assert streamed.used_bytes == 0
+
+
 def test_stream_weights__kept_view_of_a_frozen_weight_has_its_values() -> None:
     def run(model: Any) -> list[bytes]:
         optimizer = torch.optim.SGD(model[1].parameters(), lr=0.5)
