@@ -171,7 +171,9 @@ class OffloadedActivations(MovedLayers):
         return claim
 
     def _evict(self) -> bool:
-        return any(one.evict(one is self._pass) for one in self._passes)
+        if any(one.evict(one is self._pass) for one in self._passes):
+            return True
+        return self._weights is not None and self._weights.evict()
 
     def _options(self) -> LayerOptions:
         return LayerOptions(self.option, None if self._weights is None else self._weights.option)

@@ -51,6 +51,8 @@ class LayerPass:
         self._outputs: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
         self._saved = 0
         self.last_layer = -1
+        # The layer whose forward runs.
+        self._forward_of: int | None = None
         # The layer whose backward runs.
         self._backward_of: int | None = None
         self._lock = fork_lock()
@@ -66,6 +68,7 @@ class LayerPass:
         elif awaited := orders.awaited.get(layer):
             transfers.wait("d2h", lambda one: one.layer in awaited)
         self.own_of_layer, self._saved, self.last_layer = own, 0, layer
+        self._forward_of = layer
         self._of_layer[layer] = weakref.WeakSet()
         for storage in self._outputs:
             self._assign(storage, layer)
@@ -153,6 +156,7 @@ class LayerPass:
         self._of_layer[layer].add(storage)
 
     def end_layer(self, layer: int, outputs: Sequence[torch.Tensor]) -> None:
+        self._forward_of = None
         if self.measurement is not None:
             self.measurement.end()
             self.measurement.look(one for other in range(layer) for one in self._of_layer.get(other, ()))
@@ -167,7 +171,7 @@ class LayerPass:
         """Return a saved tensor for the backward. Raises EngineError if the job has modified it."""
         with self._lock:
             saved.check(self._layers[saved.layer].name)
-            if saved.layer != self._backward_of:
+            if saved.layer not in (self._backward_of, self._forward_of):
                 self._begin_backward(saved.layer)
             if (storage := saved.storage) is not None and storage.hold() is None:
                 self._bring_back([storage], saved.layer)

@@ -37,7 +37,7 @@ class LayerForward:
         self.owner = owner
         self.module = module
         # A compiled layer is called in another way.
-        self._attribute = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+        self._attribute = "_compiled_call_impl" if is_compiled(module) else "forward"
         self.original = getattr(module, self._attribute)
         self.number: int | None = None
         self._is_own_attribute = self._attribute in vars(module)
@@ -50,7 +50,16 @@ class LayerForward:
     # torch.compile of the whole model has a graph break here.
     @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.owner.run(self, args, kwargs)
+        has_hooks = other_hooks() is not None
+        try:
+            return self.owner.run(self, args, kwargs)
+        except RuntimeError as error:
+            if has_hooks or not str(error).startswith("torch.func"):
+                raise
+            raise EngineError(
+                f"layer {self.name}: torch.func refuses the hooks by which its {self.owner.what} move: let the layer "
+                "use torch.autograd.grad instead, or close what moves its weights and activations"
+            ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.original,)
@@ -70,6 +79,11 @@ class LayerForward:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module was compiled in place. Recorders replace the attribute of the class."""
+    return vars(module).get("_compiled_call_impl") is not None
 
 
 def replace_forwards(model: torch.nn.Module, owner: "MovedLayers") -> list[LayerForward]:

@@ -28,7 +28,7 @@ from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.layers.effects import Watch, global_states
 from ebbtide.interleave.engine.layers.layer_pass import LayerPass
-from ebbtide.interleave.engine.layers.model_layers import LayerForward, other_hooks, storages_of
+from ebbtide.interleave.engine.layers.model_layers import LayerForward, is_compiled, other_hooks, storages_of
 from ebbtide.interleave.engine.layers.nondeterminism import OperationWatch
 from ebbtide.interleave.engine.layers.saved_tensors import PackedTensor
 from ebbtide.interleave.engine.numerics.tensor_fingerprint import fingerprint_tensor
@@ -218,6 +218,9 @@ class Recomputation:
 
     def _load(self, saved: _SavedTensor) -> torch.Tensor:
         """Return a tensor for the backward. Raises EngineError where recomputation differs."""
+        if self._hooks is not None and saved.packed is not None:
+            # A backward within the forward.
+            return self._one.load(saved.packed)
         if self._is_trial:
             self._is_trial = False
             with self._one.left_out():
@@ -273,7 +276,7 @@ class Recomputation:
         self._forget()
         reason = ""
         try:
-            with nullcontext() if self._layer.module._compiled_call_impl is not None else operations:
+            with nullcontext() if is_compiled(self._layer.module) else operations:
                 assert saved.again is not None
                 saved.again()
             if not self._is_same():

@@ -1,6 +1,9 @@
 """Weights of a model's layers that are in host memory, and on the device while the layer computes."""
 
+import gc
 import logging
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, chain
@@ -51,6 +54,20 @@ class _DeviceWeight(torch.Tensor):  # type: ignore[misc]
 _data, _set_data = torch.Tensor.data.__get__, torch.Tensor.data.__set__
 
 
+class _Copy(NamedTuple):
+    """A copy of a weight on the device after a forward, which the layer may have kept.
+
+    Attributes:
+        storage: A reference to it.
+        param_version: The version of the parameter that it has the values of.
+        version: The version of the layer's tensor in it.
+    """
+
+    storage: Callable[[], torch.UntypedStorage | None]
+    param_version: int
+    version: TensorVersion
+
+
 class _Weight:
     """A parameter on the host, and its storage on the device while that is there."""
 
@@ -64,8 +81,11 @@ class _Weight:
         # What the layer sees where autocast's cache is to keep its cast, and its values while they are not there.
         self._leaf: _DeviceWeight | None = None
         self._absent = torch.empty(0)
-        # Of tensors on the device, after the forwards of the layer.
-        self.versions: list[TensorVersion] = []
+        # Numbers of references to it that are ours; the node that accumulates its gradient has one, and is held.
+        self._own_references = 0, 0
+        self._accumulation: Any = None
+        # Of the forwards of this pass, and those before that the layer has kept.
+        self.copies: list[_Copy] = []
         host = owner.transfers.device.allocate_host(tuple(param.shape), param.dtype)
         host.copy_(param.detach())
         # Of no layer whose activations move.
@@ -77,9 +97,35 @@ class _Weight:
         """Release the device's copy, which the optimizer may be about to make an old one."""
         self.storage.host = bytes_of(self.param.detach().untyped_storage())
         self.storage.forget()
-        if self._leaf is not None:
-            _set_data(self._leaf, self._absent)
+        self._empty_leaf()
         self.version = self.param._version
+
+    def _empty_leaf(self) -> None:
+        """Release the values of what the layer sees, unless the job has it."""
+        if self._leaf is not None and self._references() == self._own_references:
+            _set_data(self._leaf, self._absent)
+
+    def _references(self) -> tuple[int, int]:
+        """Return the numbers of references in Python and in C++ to what the layer sees."""
+        return sys.getrefcount(self._leaf), getattr(self._leaf, "_use_count", int)()
+
+    def check_copies(self) -> None:
+        """Raise EngineError if the layer has kept a copy whose values are no longer those of the parameter."""
+        if not self._has_old_copy():
+            return
+        # Cycles of references may hold one.
+        gc.collect()
+        self._empty_leaf()
+        if self._has_old_copy():
+            raise EngineError(
+                f"layer {self.layer.name}: {self.name} has changed, and a tensor that shares its memory on the device "
+                "was kept since before and has old values: read the parameter again in each forward, or delete the "
+                "tensor before the next one"
+            )
+
+    def _has_old_copy(self) -> bool:
+        version = self.param._version
+        return any(one.param_version != version and one.storage() is not None for one in self.copies)
 
     @property
     def is_old(self) -> bool:
@@ -126,6 +172,11 @@ class _Weight:
             self._absent = tensor.new_full((), float("nan")).expand(tensor.shape)
             self._leaf = torch.Tensor._make_subclass(_DeviceWeight, tensor, True)
             self._leaf.register_post_accumulate_grad_hook(self._take_gradient)
+            with torch.enable_grad():
+                view = self._leaf.view_as(self._leaf)
+            self._accumulation = view.grad_fn.next_functions[0][0]
+            del view
+            self._own_references = self._references()
         leaf: _DeviceWeight = self._leaf
         _set_data(leaf, tensor)
         return leaf
@@ -145,6 +196,10 @@ class _Weight:
         tensor.set_(storage, param.storage_offset(), param.size(), param.stride())
         device_weight: _DeviceWeight = torch.Tensor._make_subclass(_DeviceWeight, tensor)
         return device_weight
+
+
+def _nothing() -> None:
+    """Stand in for a reference to an object that is gone."""
 
 
 def _start_of(param: torch.Tensor) -> int:
@@ -309,6 +364,8 @@ class StreamedWeights(MovedLayers):
         self._is_end_awaited = False
         # The layer whose backward runs.
         self._backward_of = -1
+        # The layer whose weights were needed last.
+        self._fetched: LayerForward | None = None
         # Layers with weights on the device, or on the way there.
         self._there: set[LayerForward] = set()
         # Forwards whose writes are not in the parameters yet.
@@ -339,13 +396,16 @@ class StreamedWeights(MovedLayers):
             return False
         modules = self._model.modules()
         uses = Counter(param for module in modules for param in module._parameters.values() if param is not None)
+        scripted = [module for module in self._model.modules() if not isinstance(module._parameters, dict)]
+        # Scripted code has places of its own for its parameters.
+        stays = {param for module in scripted for param in module.parameters()}
         self.kept.clear()
         for layer, weights in self._weights.items():
             params = dict(layer.module.named_parameters())
             own = {one.name: one for one in weights if one.is_of(params)}
             weights.clear()
             for name, param in params.items():
-                if uses[param] > 1 or not is_plain(param.data) or not param.is_contiguous():
+                if uses[param] > 1 or param in stays or not is_plain(param.data) or not param.is_contiguous():
                     self.kept.append(f"{layer.name}.{name}")
                 else:
                     weights.append(own.get(name) or _Weight(layer, name, param, self))
@@ -400,13 +460,15 @@ class StreamedWeights(MovedLayers):
         uses = [_Use(one, one.arrive(has_grad)) for one in weights]
         hooks = _WeightHooks(self, layer, uses, other_hooks())
         self._uses[layer] = uses
+        has_ended = False
         try:
             for use in uses:
                 use.show()
             with saved_tensors_hooks(hooks.save, hooks.load):
                 output = layer.original(*args, **kwargs)
+            has_ended = True
         finally:
-            self._take_writes(layer)
+            self._take_writes(layer, has_ended)
         if marks is not None:
             marks.end()
         if not (has_grad or in_backward):
@@ -511,6 +573,9 @@ class StreamedWeights(MovedLayers):
             raise EngineError(f"layer {layer.name}: stream_weights was closed between its forward and its backward")
         saved.tensor.check(layer.name)
         saved.use.param.check(layer.name)
+        if layer in self._uses:
+            # A backward within the layer's forward.
+            return saved.tensor.get()
         self.begin_backward()
         if self._measurement is not None:
             self._measurement.begin(True, number)
@@ -526,6 +591,7 @@ class StreamedWeights(MovedLayers):
 
         Streamed layers beyond the slots are released first. Resident ones are copied before a streamed one behind
         them, so that copies are issued in the order of need."""
+        self._fetched = layer
         streamed, slots = self._streamed, self.orders.weight_slots
         if is_backward:
             position = self._before[number + 1]
@@ -548,13 +614,23 @@ class StreamedWeights(MovedLayers):
         self._there.add(layer)
         self.transfers.bring_back(storages, where)
         for one in ahead:
+            # Old values are released first, which takes the layer from those that are there.
+            storages = self._storages(self._order[one])
             self._there.add(self._order[one])
-            if not self.transfers.prefetch(self._storages(self._order[one])):
+            if not self.transfers.prefetch(storages):
                 break
+
+    def evict(self) -> bool:
+        """Release the weights of layers that do not compute. Return whether there are any."""
+        others = self._there.difference([self._fetched, *self._uses])
+        self._release(others)
+        return bool(others)
 
     def _storages(self, layer: LayerForward) -> list[SavedStorage]:
         """Return the storages of a layer's weights, without old values on the device."""
         weights = self._weights[layer]
+        for weight in weights:
+            weight.check_copies()
         if any(weight.is_old for weight in weights):
             self._release([layer])
         return [weight.storage for weight in weights]
@@ -580,8 +656,10 @@ class StreamedWeights(MovedLayers):
         self._release(self._there)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _take_writes(self, layer: LayerForward) -> None:
-        """Give a layer its parameters back, with what its forward has written to them."""
+    def _take_writes(self, layer: LayerForward, has_ended: bool = False) -> None:
+        """Give a layer its parameters back, with what its forward has written to them.
+
+        The frames of a forward that has not ended may keep the copies."""
         uses = self._uses.get(layer, [])
         for use in uses:
             use.hide()
@@ -608,7 +686,8 @@ class StreamedWeights(MovedLayers):
                 torch._C._autograd._unsafe_set_version_counter((weight.param,), (weight.param._version + writes,))
                 weight.version = weight.param._version
                 use.written, use.param = tensor._version, PackedTensor(weight.param, weight.storage, 0)
-            weight.versions.append(TensorVersion(tensor))
+            storage = weakref.ref(own.untyped_storage()) if has_ended else _nothing
+            weight.copies.append(_Copy(storage, weight.param._version, TensorVersion(tensor)))
         for use in self._uses.pop(layer, []):
             # Saved tensors refer to it, and would hold the memory.
             del use.tensor
@@ -619,8 +698,9 @@ class StreamedWeights(MovedLayers):
     def _check_writes(self) -> None:
         """Raise EngineError if a weight was written on the device after the forward of its layer."""
         for weight in chain.from_iterable(self._weights.values()):
-            versions, weight.versions = weight.versions, []
-            if any(version.is_changed for version in versions):
+            copies = weight.copies
+            weight.copies = [one for one in copies if one.storage() is not None]
+            if any(one.version.is_changed for one in copies):
                 raise EngineError(
                     f"layer {weight.layer.name}: {weight.name} was written after the layer's forward through a tensor "
                     "that this has kept, and the write is lost: write to the parameter itself"

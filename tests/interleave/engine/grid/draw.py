@@ -59,19 +59,8 @@ def draw_job(seed: int) -> Job:
     draw = random.Random(seed)
     options = {**_model(draw), **_training(draw)}
     options |= _engine(draw, options) | _layers(draw)
-    options["kinds"] = tuple(_possible(kind, options) for kind in options["kinds"])
     options |= _calls(draw, options)
     return Job(seed=seed, **options)
-
-
-def _possible(kind: str | int, options: dict[str, Any]) -> str | int:
-    """Return the layer, or a plain one for a layer that these options do not take."""
-    # torch.func refuses hooks of saved tensors, with an error of torch.
-    is_refused = "func.grad" in str(kind) and not {"activations", "weights"}.isdisjoint(options)
-    # Defects that are not mended: a kept view of a streamed weight is one of the device's copy, and streaming the
-    # weights of a scripted module inside a layer ends in an AttributeError.
-    is_defect = kind in ("view", "scripted") and "weights" in options
-    return "residual" if is_refused or is_defect else kind
 
 
 def draw_rank_job(seed: int) -> Job:

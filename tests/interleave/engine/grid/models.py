@@ -331,9 +331,18 @@ class Direct(nn.Module):  # type: ignore[misc]
         elif self.read == "func.grad":
             of_weight = torch.func.grad(lambda value: F.linear(x, value).square().mean())
             result = result + of_weight(weight).mean()
+        elif self.read == "inner backward":
+            result = result + self._gradient(x.detach()).mean()
         else:
             result = result + F.linear(x, weight)
         return torch.tanh(self.child(result) if self.order == "after" else result)
+
+    def _gradient(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x.requires_grad_()
+            loss = F.linear(x, self.child.weight).square().mean()
+            (gradient,) = torch.autograd.grad(loss, x)
+        return gradient.detach()
 
 
 class View(nn.Module):  # type: ignore[misc]
@@ -427,7 +436,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     **{
         f"read by {read}, called {order}": partial(Direct, order, read)
         for order in ("never", "before", "after")
-        for read in ("linear", "scripted", "function", "detached", "out", "func.grad")
+        for read in ("linear", "scripted", "function", "detached", "out", "func.grad", "inner backward")
     },
 }
 # Layers that write to their weights: the graph of a call before cannot be differentiated.

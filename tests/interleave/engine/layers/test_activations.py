@@ -33,6 +33,8 @@ def test_offload_activations__has_the_bits_of_the_plain_job_within_the_budget(la
     expected, model = train(stack(), 5), stack()
     with offloaded(model, layers) as activations:
         assert same(train(model, 5), expected)
+        # What is compiled and imported first leaves frames in cycles of references.
+        gc.collect()
         assert activations.used_bytes == 0
         if layers is not None:
             assert 0 < activations.peak_bytes <= layers * LAYER_BYTES

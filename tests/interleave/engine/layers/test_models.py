@@ -145,3 +145,11 @@ def test_compiled_layers_and_models__have_their_own_bits(what: str, whole: bool)
         assert same(train(compiled(model) if whole else model, 4), expected)
         assert 0.5 * budget < owner.peak_bytes <= budget
         assert set(owner.choices.values()) & {"streamed", "offload"}
+
+
+def test_layer_forward__is_not_misled_by_what_a_recorder_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = property(lambda module: vars(module).get("_compiled_call_impl") or module._call_impl)
+    model = stack()
+    monkeypatch.setattr(nn.Module, "_compiled_call_impl", call)
+    with offload_activations(model, device=EmulatedDevice()):
+        assert all("forward" in vars(layer) for layer in model.layers)

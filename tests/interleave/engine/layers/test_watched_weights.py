@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -120,6 +120,154 @@ def bf16(**options: Any) -> Any:
     return torch.autocast("cpu", torch.bfloat16, **options)
 
 
+class Returning(nn.Module):  # type: ignore[misc]
+    """Returns a tensor that shares memory with its weight, and reads one that it may have kept."""
+
+    def __init__(self, share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False) -> None:
+        super().__init__()
+        self.linear, self.share, self.keeps = nn.Linear(WIDTH, WIDTH), share, keeps
+        self.shared: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (self.keeps and self.shared):
+            self.shared = [self.share(self.linear.weight)]
+        weight = self.shared[0] if self.keeps else self.shared.pop()
+        return torch.tanh(self.linear(x)), weight
+
+
+SHARES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "weight": lambda weight: weight,
+    "view": lambda weight: weight[:3].t(),
+    "detached": torch.Tensor.detach,
+}
+
+
+def train_returning(layers: nn.ModuleList, autocast: Callable[[], Any]) -> list[bytes]:
+    """Train with a loss that reads what all layers return."""
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+    results = []
+    for step in range(5):
+        torch.manual_seed(step)
+        x, penalty = torch.randn(6, WIDTH), torch.zeros(())
+        with autocast():
+            for layer in layers:
+                x, weight = layer(x)
+                penalty = penalty + (weight * weight.exp()).sum()
+        del weight
+        loss = x.float().square().mean() + penalty
+        loss.backward()
+        results += [loss.detach(), *(param.grad.clone() for param in layers.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [raw(one) for one in results]
+
+
+def returning(share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Returning(share, keeps) for _ in range(3)))
+
+
+@pytest.mark.parametrize("weights", ["streamed", "resident"])
+@pytest.mark.parametrize("autocast", [bf16, nullcontext])
+@pytest.mark.parametrize("share", SHARES)
+def test_stream_weights__layers_return_their_weights(share: str, autocast: Callable[[], Any], weights: str) -> None:
+    expected, model = train_returning(returning(SHARES[share]), autocast), returning(SHARES[share])
+    with stream_weights(model, weights=weights, device=EmulatedDevice()):
+        assert train_returning(model, autocast) == expected
+
+
+@pytest.mark.parametrize("weights", ["streamed", "resident"])
+@pytest.mark.parametrize("autocast", [bf16, nullcontext])
+@pytest.mark.parametrize("share", SHARES)
+def test_stream_weights__old_values_that_a_layer_has_kept_are_an_error(
+    share: str, autocast: Callable[[], Any], weights: str
+) -> None:
+    model = returning(SHARES[share], keeps=True)
+    with (
+        stream_weights(model, weights=weights, device=EmulatedDevice()),
+        pytest.raises(EngineError, match=r"layer 0: linear\.weight has changed, and a tensor that shares its memory"),
+    ):
+        train_returning(model, autocast)
+
+
+def test_stream_weights__releases_what_was_copied_ahead_and_left_out() -> None:
+    model = model_of(twice)
+    with stream_weights(model, weights="streamed", device=EmulatedDevice()) as streamed:
+        train(model)
+        model.layers[0](torch.ones(2, WIDTH)).sum().backward()
+        assert streamed.used_bytes == 0
+
+
+def test_stream_weights__kept_view_of_a_frozen_weight_has_its_values() -> None:
+    def run(model: Any) -> list[bytes]:
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.5)
+        results = []
+        for _ in range(4):
+            x, weight = model[0](torch.ones(2, WIDTH))
+            y, _ = model[1](x)
+            loss = (y @ weight).sum()
+            loss.backward()
+            optimizer.step()
+            results.append(raw(loss.detach()))
+        return results
+
+    def frozen() -> Any:
+        model = returning(torch.Tensor.detach)
+        model[0].requires_grad_(False).keeps = True
+        return model
+
+    expected, model = run(frozen()), frozen()
+    with stream_weights(model, device=EmulatedDevice()):
+        assert run(model) == expected
+
+
+def test_stream_weights__weights_of_scripted_code_stay_on_the_device() -> None:
+    def layers() -> Any:
+        torch.manual_seed(0)
+        code = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(one)) for one in code))
+
+    def gradients(model: Any) -> list[bytes]:
+        for _ in range(4):
+            model(torch.ones(2, WIDTH)).sum().backward()
+        return [raw(param.grad) for param in model.parameters()]
+
+    with torch.jit.optimized_execution(False):
+        expected, model = gradients(layers()), layers()
+        with stream_weights(model, weights="streamed", device=EmulatedDevice()) as streamed:
+            assert gradients(model) == expected
+            assert streamed.kept == [f"{layer}.1.0.{name}" for layer in (0, 1) for name in ("weight", "bias")]
+
+
+def functional_gradient(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    gradient = torch.func.grad(lambda weight: F.linear(x, weight).square().mean())
+    return layer.linear(x) + gradient(layer.linear.weight).mean()
+
+
+def inner_backward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    inputs = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(layer.linear(inputs).square().mean(), inputs)
+    return layer.linear(x) + gradient.mean()
+
+
+@pytest.mark.parametrize("moved", [("weights",), ("activations",), ("weights", "activations")])
+def test_moved_layers__refuse_torch_func_and_take_an_inner_backward(moved: tuple[str, ...]) -> None:
+    def move(model: Any) -> ExitStack:
+        device, stack = EmulatedDevice(), ExitStack()
+        if "weights" in moved:
+            stack.enter_context(stream_weights(model, weights="streamed", device=device))
+        if "activations" in moved:
+            stack.enter_context(offload_activations(model, activations="recompute", device=device))
+        return stack
+
+    model = model_of(functional_gradient)
+    with move(model), pytest.raises(EngineError, match=r"layer layers\.0: torch\.func .* use torch\.autograd\.grad"):
+        train(model)
+    expected, model = train(model_of(inner_backward)), model_of(inner_backward)
+    with move(model):
+        assert train(model) == expected
+
+
 @pytest.mark.parametrize("weights", ["streamed", "resident"])
 @pytest.mark.parametrize("call", [clamp, clamp_data, assign_data, renormalize])
 def test_stream_weights__writes_of_a_forward_reach_the_parameter(call: Call, weights: str) -> None:
@@ -158,13 +306,14 @@ def test_stream_weights__write_after_the_forward_is_an_error() -> None:
 
 
 def test_stream_weights__layer_that_writes_weights_is_not_recomputed() -> None:
-    model = model_of(clamp_data)
+    expected, model = train(model_of(clamp_data)), model_of(clamp_data)
     with (
-        stream_weights(model, device=EmulatedDevice()) as streamed,
-        offload_activations(model, activations="recompute", device=streamed.transfers.device),
-        pytest.raises(EngineError, match=r"writes linear\.weight, or takes its `data`"),
+        stream_weights(model, device=EmulatedDevice()),
+        offload_activations(model, activations="recompute") as activations,
     ):
-        train(model)
+        assert train(model) == expected
+        assert {*activations.choices.values()} == {"keep"}
+        assert {*activations.not_recomputed} == {*activations.choices}
 
 
 def test_stream_weights__sees_parameters_that_were_given_other_memory() -> None:
