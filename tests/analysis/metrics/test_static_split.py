@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from ebbtide.analysis.findings import find
-from ebbtide.analysis.findings.finding import Finding
-from ebbtide.analysis.findings.rules.memory import free_memory
 from ebbtide.analysis.metrics.device_fit import gradient_starts
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.memory import memory_use
@@ -34,8 +32,8 @@ def fits_in_replay(workload_source: object) -> bool | None:
 
 
 def fits_in_findings(metrics: JobMetrics) -> bool:
-    finding = free_memory(metrics)
-    return isinstance(finding, Finding) and finding.advice == "do not offload at all"
+    split = largest_split(metrics)
+    return split is not None and split.ratio == 0
 
 
 QUICK = ("h100-20b-ratio0.8-interleaved-2", "a100-13b-async", "a100-ranks1-async")
