@@ -13,13 +13,13 @@ def own_stream(torch: Any, device: int) -> Any:
     """Return a new stream of a GPU, which lives as long as the process.
 
     With another driver than CUDA's it is one of torch's, which the job may get, too."""
-    if torch.version.cuda is None:
-        return torch.cuda.Stream(device)
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
+        if torch.version.cuda is None:
+            return torch.cuda.Stream()
         # Makes the context of the device the current one.
         torch.cuda.current_stream(device)
         error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
-    if error or handle.value is None:
-        return torch.cuda.Stream(device)
+        if error or handle.value is None:
+            return torch.cuda.Stream()
     return torch.cuda.ExternalStream(handle.value, device)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 _REDUCER_REFERENCES = 2, 3
 
 
-class Holders:
+class ReferenceCounts:
     """Counts who holds parameters, and their memory, in C++. Those that only Python holds have one reference each, and
     everything that gets them later gets them from Python."""
 

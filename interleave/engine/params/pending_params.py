@@ -17,7 +17,7 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forks import Rest, follow_forks, fork_lock
 from ebbtide.interleave.engine.params.gates import ForwardGates
-from ebbtide.interleave.engine.params.holders import Holders
+from ebbtide.interleave.engine.params.holders import ReferenceCounts
 from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules.rule import Scalars
 
@@ -63,7 +63,7 @@ class PendingParams:
         self._unread: set[int] = set()
         # The parameters that the last step has updated.
         self._updated: set[int] = set()
-        self._holders = Holders()
+        self._holders = ReferenceCounts()
         # Those whose values were recorded since the last step, and the function that records them.
         self._recorded: set[int] = set()
         self._record: Callable[[Iterable[int]], None] | None = None
@@ -189,8 +189,8 @@ class PendingParams:
         self._late_params.set(map(self._params.__getitem__, late))
         whole = [index for index in late if self._params[index] not in self._gates.sharded]
         # The engine has one view of each.
-        held = self._holders.find_held([self._params[index] for index in whole], views=1)
-        return late.difference(itertools.compress(whole, held))
+        is_shared = self._holders.find_held([self._params[index] for index in whole], views=1)
+        return late.difference(itertools.compress(whole, is_shared))
 
     def _may_be_late(self, index: int, gates: ForwardGates) -> bool:
         """Return whether Python code that uses a parameter waits."""

@@ -270,13 +270,13 @@ def _saved_names(
         )
     for number, (group, own_group) in enumerate(zip(groups, param_groups, strict=True)):
         own, saved_rule = rules.rule_of(own_group).name, group.get("rule")
-        missing = rules.rule_of(own_group).defaults.keys() - group.keys()
-        if missing and RECORD in state_dict:
-            raise EngineError(f"group {number} of the state dict lacks {min(missing)}, which it had: load all of it")
         if saved_rule not in (None, own):
             raise EngineError(
                 f"group {number} of the state dict has the rule {saved_rule}, that of this optimizer {own}"
             )
+        missing = rules.rule_of(own_group).defaults.keys() - group.keys()
+        if missing and RECORD in state_dict:
+            raise EngineError(f"group {number} of the state dict lacks {min(missing)}, which it had: load all of it")
         rules.checked({**own_group, **group})
     saved_names = [name for group in groups for name in group["params"]]
     if others := saved.keys() - set(saved_names):

@@ -73,8 +73,8 @@ def test_state_dict__is_what_its_post_hook_returns() -> None:
     optimizer.register_state_dict_post_hook(lambda own, state: {**state, "count": len(state)})
     train(model, optimizer)
     saved = optimizer.state_dict()
-    assert saved["names"] == ["loss_scale", "param_groups", "state"]
-    assert saved["count"] == 4
+    assert saved["names"] == ["ebbtide", "loss_scale", "param_groups", "state"]
+    assert saved["count"] == 5
     assert "master" in saved["state"][0]
     optimizer.close()
 
@@ -85,5 +85,5 @@ def test_commit__is_complete_when_hooks_see_it(tmp_path: Path) -> None:
     optimizer.register_state_dict_post_hook(lambda own, state: seen.append(sorted(state)))
     train(model, optimizer)
     optimizer.commit()
-    assert seen == [["param_groups", "state", "storage"]]
+    assert seen == [["ebbtide", "param_groups", "state", "storage"]]
     optimizer.close()

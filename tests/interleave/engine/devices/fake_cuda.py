@@ -12,6 +12,7 @@ import threading
 import time
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -289,6 +290,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda._driver", lambda: fake)
+    monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda._take_stream", lambda device: torch.cuda.Stream())
+    monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda._free_streams", defaultdict(list))
     monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda.gpu_node", lambda device: None)
     monkeypatch.setattr(CudaDevice, "close", lambda device: kernel.close())
     return fake

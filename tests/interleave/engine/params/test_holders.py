@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from ebbtide.interleave import InterleavedAdamW
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.params.holders import Holders
+from ebbtide.interleave.engine.params.holders import ReferenceCounts
 
 WIDTH = 16
 INPUTS = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
@@ -209,7 +209,7 @@ def test_step__holds_back_a_view_that_another_thread_takes_in_it(monkeypatch: py
 
 def test_find_held__does_not_count_the_graph_of_the_gradient_nor_own_views() -> None:
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
-    holders, views = Holders(), [param.data for param in params]
+    holders, views = ReferenceCounts(), [param.data for param in params]
     loss = sum(param.sum() for param in params)
     loss.backward()
     assert holders.find_held(params, 1) == [False, False]
@@ -270,7 +270,7 @@ EDITS = [_scale, _scale_part, _scale_view, _scale_array, _replace, _step_by_torc
 @pytest.mark.parametrize("edited", [0, 1], ids=["not updated", "updated"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_step__keeps_edits_that_are_made_beside_late_updates(edit: Callable[[nn.Parameter], None], edited: int) -> None:
-    """Of a parameter that the step before has not updated, and of one that it has."""
+    """Edit a parameter that the step before has not updated, or one that it has."""
 
     def train(**overlap: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
