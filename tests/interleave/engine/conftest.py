@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from tests.conftest import torch_on_one_thread
@@ -19,6 +20,12 @@ def kernel() -> Iterator[CpuKernel]:
     kernel = CpuKernel(2)
     yield kernel
     kernel.close()
+
+
+@pytest.fixture(autouse=True)
+def own_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put torch's `linear` back, which DeepSpeed's stage 3 replaces in a process, whatever ran in it before."""
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
 
 
 @pytest.fixture
