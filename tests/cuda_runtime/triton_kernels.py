@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
+from ebbtide.interleave.engine.numerics.fingerprint import KEYS
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.norm import BLOCK as SUMS_BLOCK
 from ebbtide.interleave.engine.rules.rule import UpdateRule
@@ -105,18 +105,17 @@ class _Launcher:
 
         runtime.launch("block_sums", compute, [Bytes(address, 32 * count)], [Bytes(to, 8 * total)])
 
-    def _block_fingerprints(self, table: torch.Tensor, results: torch.Tensor, count: int, **_: Any) -> None:
-        address, to, total = table.data_ptr(), results.data_ptr(), results.numel()
+    def _block_fingerprints(self, table: torch.Tensor, sums: torch.Tensor, count: int, **_: Any) -> None:
+        address, to, total = table.data_ptr(), sums.data_ptr(), sums.numel()
 
         def compute() -> None:
-            summands = _tensor(to, total, torch.int32)
+            results = _words(to, total).reshape(-1, len(KEYS))
             for place, length, first in self._block_rows(address, count):
-                # The host adds those of all blocks.
-                summands[first : first + -(-length // FINGERPRINT_BLOCK)] = 0
-                value = self._kernel.fingerprint(_tensor(place, length, torch.bfloat16).clone())
-                summands[first] = int(np.uint32(value).view(np.int32))
+                value = self._kernel.fingerprint(_tensor(place, length, torch.bfloat16))
+                own = np.frombuffer(value, np.int64).reshape(-1, len(KEYS))
+                results[first : first + len(own)] = own
 
-        runtime.launch("block_fingerprints", compute, [Bytes(address, 32 * count)], [Bytes(to, 4 * total)])
+        runtime.launch("block_fingerprints", compute, [Bytes(address, 32 * count)], [Bytes(to, 8 * total)])
 
     def _block_rows(self, address: int, count: int) -> list[list[int]]:
         rows: list[list[int]] = _words(address, 4 * count)[count:].reshape(count, 3).tolist()
