@@ -109,7 +109,7 @@ class Executor:
         with self._changed:
             run = self._run
             if run is None:
-                raise EngineError("no plan is running")
+                raise EngineError("the executor was closed" if self._closed else "no plan is running")
 
             def has_ended() -> bool:
                 return self._closed or not run.remaining or (self._error is not None and not self._busy)

@@ -186,6 +186,6 @@ def report(job: Job, verdict: Verdict) -> str:
 
 
 def quiet() -> None:
-    """Let neither logs nor warnings of jobs show."""
+    """Let neither logs nor warnings of jobs show in this process, outside of pytest."""
     logging.getLogger("ebbtide").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

@@ -11,7 +11,7 @@ from tests.interleave.engine.grid.draw import draw_job
 from tests.interleave.engine.grid.edits import EDITS
 from tests.interleave.engine.grid.faults import FAULTS
 from tests.interleave.engine.grid.job import Event, Job
-from tests.interleave.engine.grid.judge import Tally, first_difference, quiet, shrink
+from tests.interleave.engine.grid.judge import Tally, first_difference, shrink
 from tests.interleave.engine.grid.models import LAYERS
 from tests.interleave.engine.grid.training import Results
 
@@ -24,7 +24,6 @@ REFUSED_SHARE = 0.15
 
 
 def run_jobs(seeds: range) -> Tally:
-    quiet()
     tally = Tally()
     for seed in seeds:
         job = draw_job(seed)

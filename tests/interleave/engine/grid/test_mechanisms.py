@@ -15,7 +15,7 @@ from ebbtide.interleave.engine.runtime.store import Store
 from tests.conftest import slow
 from tests.interleave.engine.grid.draw import draw_job
 from tests.interleave.engine.grid.job import Job
-from tests.interleave.engine.grid.judge import judge, quiet
+from tests.interleave.engine.grid.judge import judge
 from tests.interleave.engine.grid.models import WRITERS
 
 Patch = tuple[type, str, Callable[..., Any]]
@@ -78,7 +78,6 @@ MECHANISMS = {
 
 @pytest.mark.parametrize("name", slow(MECHANISMS, but=("writes to streamed weights",)))
 def test_random_jobs__find_each_mechanism_that_is_taken_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet()
     mechanism = MECHANISMS[name]
     for owner, attribute, replacement in mechanism.patches:
         monkeypatch.setattr(owner, attribute, replacement)
