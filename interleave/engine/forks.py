@@ -7,11 +7,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from enum import IntEnum
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from ebbtide.interleave.engine.errors import EngineError
 
@@ -104,6 +103,64 @@ def fork_lock() -> Any:
     return lock
 
 
+class Completion:
+    """An event that is set once, by a thread that never waits for those that wait for it.
+
+    `threading.Event` and `Future` have a lock that a waiting thread may hold when a signal handler interrupts it: a
+    fork in the handler, which waits for the work, would wait for ever."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._pending = threading.Lock()
+        self._pending.acquire()
+
+    def set(self) -> None:
+        self.is_set = True
+        self._pending.release()
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Return whether it is set, at the latest after the time; a negative one is no limit."""
+        if not self.is_set and self._pending.acquire(timeout=timeout_s):
+            self._pending.release()
+        return self.is_set
+
+
+class Task(Generic[T]):
+    """A call on another thread, with its result or its exception."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call: Callable[[], T] | None = call
+        self._completion = Completion()
+        self._result: T
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        assert self._call is not None
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._call = None
+            self._completion.set()
+
+    def exception(self) -> BaseException | None:
+        """Wait for the call, and return what it has raised."""
+        self._completion.wait()
+        return self._error
+
+    def result(self) -> T:
+        """Wait for the call, and return its result. Raises what it has raised."""
+        error = self.exception()
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            # The error has this frame.
+            del error
+
+
 class WorkQueue:
     """Work that threads begin in order. They start with the first work, and end with this object. A fork waits for the
     work, and the child has threads of its own.
@@ -145,13 +202,13 @@ class WorkQueue:
                 if not self._threads:
                     self._start()
 
-    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Let a thread call a function, and return its result in the future."""
+    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Task[T]:
+        """Let a thread call a function."""
         if not self._end.alive:
             raise EngineError(f"the threads {self._name} have ended")
-        future: Future[T] = Future()
-        self.put(functools.partial(_fulfil, future, functools.partial(call, *args, **kwargs)))
-        return future
+        task = Task(functools.partial(call, *args, **kwargs))
+        self.put(task.run)
+        return task
 
     def close(self) -> None:
         """Do all work and end the threads."""
@@ -163,7 +220,7 @@ class WorkQueue:
     def before_fork(self) -> None:
         threads = self._threads
         if threads and threading.current_thread() not in threads:
-            are_idle = threading.Event()
+            are_idle = Completion()
             barrier = threading.Barrier(len(threads), action=are_idle.set)
             for _ in threads:
                 self._queue.put(barrier.wait)
@@ -197,16 +254,6 @@ def _do_all(queue: SimpleQueue[Callable[[], object] | None], initialize: Callabl
 def _end_threads(queue: SimpleQueue[Callable[[], object] | None], count: int) -> None:
     for _ in range(count):
         queue.put(None)
-
-
-def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
-    finally:
-        # The error has this frame, and the future has the error.
-        del future, call
 
 
 def _log_errors(call: Callable[[], None]) -> None:

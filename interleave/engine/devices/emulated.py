@@ -1,7 +1,6 @@
 """Emulated device (host memory with a hard limit, streams with throttled copies) to run the engine without a GPU."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,7 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Direction, Mark, Stream
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from ebbtide.interleave.engine.forks import WorkQueue, fork_generation, fork_lock
+from ebbtide.interleave.engine.forks import Completion, WorkQueue, fork_generation, fork_lock
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -25,7 +24,7 @@ class EmulatedMark:
 
     def __init__(self) -> None:
         self.time_s = math.nan
-        self._passed = threading.Event()
+        self._passed = Completion()
         self._generation = fork_generation()
         self._error: BaseException | None = None
 
@@ -36,7 +35,7 @@ class EmulatedMark:
 
     @property
     def is_passed(self) -> bool:
-        return self._passed.is_set()
+        return self._passed.is_set
 
     def synchronize(self) -> None:
         """Wait until the stream has passed it. Raises EngineError if work failed."""

@@ -4,7 +4,6 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -304,9 +303,9 @@ class CpuKernel:
         count = min(threads, max(1, -(-length // min_slice)))
         running = [self._pool.submit(run_slices) for _ in range(count)]
         # Also after an error nothing is written any more when this returns.
-        wait(running)
-        for each in running:
-            each.result()
+        errors = [error for each in running if (error := each.exception()) is not None]
+        if errors:
+            raise errors[0]
 
 
 def _with_gaps(ranges: _Ranges, length: int) -> Iterator[tuple[int, int, UpdateRange | None]]:

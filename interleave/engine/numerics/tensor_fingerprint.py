@@ -12,14 +12,15 @@ at most 2**-32 over the keys, whatever the difference is. This is no cryptograph
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ebbtide.interleave.engine.forks import WorkQueue
 
 BLOCK = 1024
 FACTOR = 0x9E3779B97F4A7C15
@@ -107,8 +108,8 @@ def _keys_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "ebbtide-fingerprint")
+def _threads(count: int) -> WorkQueue:
+    return WorkQueue("ebbtide-fingerprint", count)
 
 
 def _of_host(words: torch.Tensor) -> torch.Tensor:
@@ -124,6 +125,9 @@ def _of_host(words: torch.Tensor) -> torch.Tensor:
     else:
         blocks = -(-len(array) // BLOCK)
         first = [blocks * number // threads for number in range(threads + 1)]
-        parts = [array[begin * BLOCK : end * BLOCK] for begin, end in pairwise(first)]
-        sums = sum(_threads(threads).map(sum_blocks, parts, repeat(low), repeat(high), repeat(_FACTOR), first[:-1]))
+        tasks = [
+            _threads(threads).submit(sum_blocks, array[begin * BLOCK : end * BLOCK], low, high, _FACTOR, begin)
+            for begin, end in pairwise(first)
+        ]
+        sums = sum(task.result() for task in tasks)
     return torch.from_numpy(sums.view(np.int64))

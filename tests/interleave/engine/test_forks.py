@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -357,6 +358,30 @@ def test_work_queue__ends_work_before_a_fork_and_has_new_threads_in_the_child() 
     begins.wait()
     assert forked(lambda: (len(ended), queue.submit(int, 7).result())).result == "(1, 7)"
     assert queue.submit(int, 7).result() == 7
+    queue.close()
+
+
+@pytest.mark.parametrize("line", range(12))
+def test_work_queue__may_be_forked_in_a_signal_handler_within_a_wait(line: int) -> None:
+    """A wait that holds a lock when it is interrupted, which the work needs to end, would never end."""
+    queue, may_end, lines = WorkQueue("queue"), threading.Event(), itertools.count()
+
+    def fork_at_line(_frame: Any, event: str, _value: Any) -> Any:
+        if event == "line" and next(lines) == line:
+            may_end.set()
+            assert forked(lambda: 1).result == "1"
+        return fork_at_line
+
+    task = queue.submit(may_end.wait)
+    # For lines that the wait does not reach before the work ends.
+    timer = threading.Timer(0.1, may_end.set)
+    timer.start()
+    sys.settrace(fork_at_line)
+    try:
+        assert task.result()
+    finally:
+        sys.settrace(None)
+    timer.join()
     queue.close()
 
 
