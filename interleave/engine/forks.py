@@ -125,7 +125,7 @@ class Completion:
         return self.is_set
 
 
-class Task(Generic[T]):
+class QueuedCall(Generic[T]):
     """A call on another thread, with its result or its exception."""
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -202,11 +202,11 @@ class WorkQueue:
                 if not self._threads:
                     self._start()
 
-    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Task[T]:
+    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> QueuedCall[T]:
         """Let a thread call a function."""
         if not self._end.alive:
             raise EngineError(f"the threads {self._name} have ended")
-        task = Task(functools.partial(call, *args, **kwargs))
+        task = QueuedCall(functools.partial(call, *args, **kwargs))
         self.put(task.run)
         return task
 

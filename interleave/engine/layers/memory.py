@@ -1,7 +1,7 @@
 """Memory of activations and weights: counted on the device until torch frees it, and used again on the host."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,12 @@ class _Counted(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ("key", "nbytes")
     key: int
     nbytes: int
+
+    # In `__new__`, so that no reference is without them when the storage is freed.
+    def __new__(cls, storage: torch.UntypedStorage, callback: Callable[["_Counted"], None]) -> "_Counted":
+        counted: _Counted = super().__new__(cls, storage, callback)
+        counted.key, counted.nbytes = storage._cdata, storage.nbytes()
+        return counted
 
 
 class LayerMemoryCount:
@@ -66,8 +72,7 @@ class LayerMemoryCount:
     def count(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, whose bytes are claimed, until it is freed."""
         with self._lock:
-            counted = self._counted[storage._cdata] = _Counted(storage, self._forget)
-            counted.key, counted.nbytes = storage._cdata, storage.nbytes()
+            self._counted[storage._cdata] = _Counted(storage, self._forget)
 
     def _forget(self, counted: _Counted) -> None:
         with self._lock:

@@ -240,6 +240,7 @@ def test_load_state_dict__takes_no_master_that_another_optimizer_has_left_behind
     policy: str, dtype: torch.dtype, master: Any, order: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch.optim.AdamW keeps the entry `master` of its state, and does not update it."""
+    caplog.set_level("WARNING", "ebbtide")
 
     def trained(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
         for step in range(steps):
