@@ -7,7 +7,7 @@ freed and used again too early gives wrong results.
 
 import atexit
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ class _Replaced:
         self._name = str(op)
         schema = op._schema
         self._positions = {one.name: number for number, one in enumerate(schema.arguments)}
+        self._takes_tensor = [str(one.type) == "Tensor" for one in schema.arguments]
         self._written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
         self._outs = [one.name for one in schema.arguments if one.is_out]
         self._returns = len(schema.returns)
@@ -115,6 +116,11 @@ class _Replaced:
         self.__name__ = self.__qualname__ = self._name.replace(".", "_")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # An integer that torch has wrapped for an operation of two tensors.
+        args = tuple(
+            torch.tensor(value) if is_tensor and type(value) is int else value
+            for value, is_tensor in zip(args, self._takes_tensor, strict=False)
+        )
         with torch.cuda.device(_device_of(args, kwargs)):
             return self._mutate(args, kwargs) if self._op._schema.is_mutable else self._compute(args, kwargs)
 
@@ -151,6 +157,8 @@ class _Replaced:
 
         def work() -> None:
             (host_args, host_kwargs), host_results = tree_map_only(Place, Place.tensor, (places, targets))
+            if self._op is torch.ops.aten.native_layer_norm_backward.default:
+                host_args = _statistics_like_input(host_args)
             values = self._op(*host_args, **host_kwargs)
             for target, value in zip(tree_flatten(host_results)[0], tree_flatten(values)[0], strict=True):
                 if isinstance(target, torch.Tensor) and target.numel():
@@ -178,6 +186,12 @@ class _Replaced:
         for name, shape in zip(self._outs, tree_flatten(shapes)[0], strict=False):
             if kwargs[name].shape != shape.shape:
                 kwargs[name].resize_(shape.shape)
+
+
+def _statistics_like_input(args: Sequence[Any]) -> list[Any]:
+    """Return arguments of a backward whose means and deviations have the type of the input, as on the CPU."""
+    gradient, values, shape, *statistics = args[:5]
+    return [gradient, values, shape, *(one.to(values.dtype) for one in statistics), *args[5:]]
 
 
 def _is_on_device(value: Any) -> bool:

@@ -177,7 +177,7 @@ def evaluate_twin(training: Training, draw: random.Random) -> None:
 @edit("scripted twin")
 def evaluate_script(training: Training, draw: random.Random) -> None:
     """Evaluate scripted code with the same parameters."""
-    inputs = torch.ones(2, training.net.head.in_features, dtype=training.job.dtype)
+    inputs = torch.ones(2, training.net.head.in_features, dtype=training.job.dtype, device=training.job.device)
     with torch.no_grad():
         training.record("scripted twin", training.references["script"](inputs))
 

@@ -47,7 +47,8 @@ def attempt(training: Training, fault: Event) -> None:
             training.optimizer.scale(loss).backward()
         except (Broken, KeyboardInterrupt, torch.OutOfMemoryError, DeviceMemoryError):
             pass
-    training.optimizer.zero_grad()
+    # Those of parameters that are in no group, too.
+    training.net.zero_grad()
 
 
 def _interrupted(fault: Event) -> AbstractContextManager[None]:

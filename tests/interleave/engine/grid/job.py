@@ -45,6 +45,7 @@ class Job:
         rates: Bandwidths of the link to and from the device in bytes/s; None: no limit.
         weights: As for `stream_weights`; None: weights are not moved.
         ranks: The kind of parallel model, one of RANKS; None: there is one rank.
+        device: Type of the device that the model is on: `cpu`, where the GPU is emulated, or `cuda`.
         syncs_last: Whether gradients of the last backward of a step alone are reduced over ranks.
         activations: As for `offload_activations`, or `random` for a random order of each layer; None: not moved.
     """
@@ -89,6 +90,7 @@ class Job:
     jitter: bool = False
     ranks: str | None = None
     syncs_last: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         fields = type(self).__dataclass_fields__

@@ -138,7 +138,7 @@ class OwnGenerator(Residual):
         twin = OwnGenerator()
         twin.load_state_dict(self.state_dict())
         twin.generator.set_state(self.generator.get_state())
-        return twin.train(self.training).to(self.linear.weight.dtype)
+        return twin.train(self.training).to(self.linear.weight)
 
     def factor(self) -> float | torch.Tensor:
         if not self.training:
@@ -237,7 +237,7 @@ class MaxNorm(nn.Module):  # type: ignore[misc]
         self.linear, self.rows = _linear(), nn.Embedding(5, WIDTH, max_norm=0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x) + self.rows(torch.arange(len(x)) % 5))
+        return x + torch.tanh(self.linear(x) + self.rows(torch.arange(len(x), device=x.device) % 5))
 
 
 class Writing(nn.Module):  # type: ignore[misc]
@@ -477,7 +477,7 @@ class Net(nn.Module):  # type: ignore[misc]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = start = self.embedding(tokens)
-        shared = Shared(torch.ones(WIDTH, dtype=x.dtype), [])
+        shared = Shared(torch.ones(WIDTH, dtype=x.dtype, device=x.device), [])
         for layer in self.layers:
             shared.bias.mul_(0.5)
             x = self._call(layer, x, shared)
@@ -496,6 +496,6 @@ class Net(nn.Module):  # type: ignore[misc]
         return layer(x)
 
 
-def precision(autocast: bool) -> Any:
+def precision(autocast: bool, device: str) -> Any:
     """Return the context of a forward."""
-    return torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    return torch.autocast(device, torch.bfloat16) if autocast else nullcontext()

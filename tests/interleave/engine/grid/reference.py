@@ -46,13 +46,17 @@ class ReferenceParam:
         self._write(value)
 
     def _value(self) -> torch.Tensor:
-        """Return the parameter's values, flat: a view where it is not sharded or needs only its shard."""
-        return self.param.detach().full_tensor().flatten() if self.is_whole else flat_view(self.param)
+        """Return the parameter's values, flat, on the host: a view where it is there and needs only its shard."""
+        if self.is_whole:
+            return self.param.detach().full_tensor().flatten()
+        return flat_view(self.param).cpu()
 
     def _write(self, value: torch.Tensor) -> None:
         """Give the parameter its values."""
         if self.is_whole:
             local_shard(self.param.detach()).copy_(self._own(value))
+        elif self.param.is_cuda:
+            flat_view(self.param).copy_(value)
         self.written = value.clone()
 
     def _own(self, row: torch.Tensor) -> torch.Tensor:
@@ -62,17 +66,16 @@ class ReferenceParam:
         whole = row.view(self.param.shape)
         return distribute_tensor(whole, self.param.device_mesh, self.param.placements).to_local()
 
-    @property
     def own_rows(self) -> list[torch.Tensor]:
-        """The elements of the rows that this rank has."""
-        return [self._own(row) for row in self.rows]
+        """Return the elements of the rows of `entry` that this rank has."""
+        return [self._own(row) for row in self.entry()["rows"]]
 
     @property
     def gradient(self) -> torch.Tensor:
         """The gradient, flat, in the order of the parameter's memory."""
         if self.is_whole:
             return self.param.grad.full_tensor().flatten()
-        return flat_like(local_shard(self.param.grad), self.param)
+        return flat_like(local_shard(self.param.grad), self.param).cpu()
 
     def _follow_remainders(self, value: torch.Tensor, master: torch.Tensor) -> None:
         """Masters whose remainder belongs to another parameter start again; nobody knows which elements changed."""
@@ -181,7 +184,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def rows(self) -> list[torch.Tensor]:
         """Return the state of each parameter that was updated, in the order of the groups."""
         states = [self._states[param] for param in self._params() if param in self._states]
-        return [row for state in states if state.step for row in state.own_rows]
+        return [row for state in states if state.step for row in state.own_rows()]
 
     @property
     def updates(self) -> int:

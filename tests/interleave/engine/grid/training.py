@@ -51,7 +51,7 @@ class Training:
         np.random.seed(job.seed)
         self.net = Net(
             job.kinds, tied=job.tied, reads_head=job.reads_head, checkpoints=job.checkpoints, skips=job.skips
-        ).to(job.dtype)
+        ).to(job.device, job.dtype)
         self.spare = list(self.net.layers[-1].parameters()) if job.spare else []
         self.rank = 0 if job.ranks is None else dist.get_rank()
         self.tokens = torch.Generator().manual_seed(job.seed + 1000 * self.rank)
@@ -61,7 +61,7 @@ class Training:
         self.device: GridDevice | None = None
         self.storage: str | None = None
         has_scaler = job.clipping == "scaler"
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if has_scaler else None
+        self.scaler = torch.amp.GradScaler(job.device, init_scale=1024.0, growth_interval=3) if has_scaler else None
         self.call: nn.Module = self.net if job.ranks is None else parallel(self.net, job.ranks)
         self.scheduler: Any = None
 
@@ -70,7 +70,7 @@ class Training:
         return list(self.net.parameters())
 
     def record(self, name: str, value: torch.Tensor | float) -> None:
-        self.results.append((name, local_shard(torch.as_tensor(value)).detach().clone()))
+        self.results.append((name, local_shard(torch.as_tensor(value)).detach().cpu().clone()))
 
     def loss(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss of the next batch, or of these tokens."""
@@ -78,8 +78,8 @@ class Training:
             lengths = self.job.lengths
             length = lengths[int(torch.randint(len(lengths), (), generator=self.tokens))]
             tokens = torch.randint(VOCABULARY, (length,), generator=self.tokens)
-        with precision(self.job.autocast):
-            return self._called(tokens)
+        with precision(self.job.autocast, self.job.device):
+            return self._called(tokens.to(self.job.device))
 
     def _called(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.job.call == "forward":
@@ -127,8 +127,8 @@ class Training:
     def evaluate(self, model: nn.Module, name: str) -> None:
         """Record the loss of a model that is evaluated."""
         model.eval()
-        with torch.no_grad(), precision(self.job.autocast):
-            self.record(name, model(torch.arange(6)))
+        with torch.no_grad(), precision(self.job.autocast, self.job.device):
+            self.record(name, model(torch.arange(6, device=self.job.device)))
         model.train()
 
     def record_state(self) -> None:
@@ -166,7 +166,8 @@ class Training:
             "master": job.master,
             **dict(job.hyperparameters),
         }
-        if self.is_plain:
+        # Streamed weights are on the host, others on the GPU: an optimizer of ebbtide takes one of both.
+        if self.is_plain or (job.device == "cuda" and job.weights is not None):
             return ReferenceOptimizer(groups, job.rule, **options)
         if job.memory_budget is not None:
             options["memory_budget"] = job.memory_budget
@@ -208,7 +209,8 @@ class Training:
         """Move layers and make the optimizer; the end of the stack closes them."""
         job = self.job
         if not self.is_plain:
-            self.device = stack.enter_context(GridDevice.opened(job.seed, job.rates, job.jitter))
+            if job.device == "cpu":
+                self.device = stack.enter_context(GridDevice.opened(job.seed, job.rates, job.jitter))
             self.storage = stack.enter_context(tempfile.TemporaryDirectory()) if job.storage else None
             self._move_layers(stack)
         if any(edit.kind == "scripted twin" for edit in job.edits):

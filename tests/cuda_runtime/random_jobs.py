@@ -1,0 +1,73 @@
+"""Judge random jobs on the stand-in: python -m tests.cuda_runtime -m tests.cuda_runtime.random_jobs SEED [JOBS]"""
+
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from tests.cuda_runtime import runtime
+from tests.interleave.engine.compile_once import compile_once
+from tests.interleave.engine.grid.draw import draw_job
+from tests.interleave.engine.grid.job import Job
+from tests.interleave.engine.grid.judge import Tally, judge, quiet
+
+# Their kernels belong to libraries that are not here.
+NOT_HERE = ("gru", "lstm")
+# Their kernels on the CPU keep statistics in other types than those of CUDA in half precision.
+NOT_HERE_IN_HALF = ("batch norm", "weight norm")
+# Kernels draw random numbers in the order in which streams run.
+RANDOM = ("perceptron",)
+RULES_NOT_HERE = ("adamw-bf16", "adamw-8bit", "muon")
+
+
+def on_device(job: Job) -> Job:
+    """Return a job whose model is on the GPU."""
+    is_half = job.autocast or job.dtype != torch.float32
+    others = (*NOT_HERE, *RANDOM, *(NOT_HERE_IN_HALF if is_half else ()))
+    kinds = tuple("residual" if kind in others else kind for kind in job.kinds)
+    # Generated code is not the stand-in's; a child has no devices.
+    edits = tuple(event for event in job.edits if event.kind != "fork")
+    job = replace(job, device="cuda", kinds=kinds, compiled=None, edits=edits)
+    if job.rule in RULES_NOT_HERE:
+        job = replace(job, rule="adamw", hyperparameters=(("lr", 0.01),))
+    if job.weights is not None:
+        job = _with_weights_on_host(job)
+    return replace(job, second_rule=None) if job.second_rule in RULES_NOT_HERE else job
+
+
+def _with_weights_on_host(job: Job) -> Job:
+    """Return a job that can have weights on the host and others on the GPU.
+
+    The reference updates them: it has no storage, and a step that is interrupted is half done. Gradients that have not
+    come to the host when a backward fails are lost, and a checkpoint within a layer finds its weights on the host.
+    Norms of all gradients are sums in another order, and the stand-in has no operation on tensors of both."""
+    faults = tuple(event for event in job.faults if event.kind != "interrupted step")
+    edits = tuple(event for event in job.edits if event.kind not in ("failed backward", "all"))
+    kinds = tuple("residual" if kind == "custom" else kind for kind in job.kinds)
+    return replace(job, storage=False, faults=faults, edits=edits, kinds=kinds, clipping=None)
+
+
+def main(first: int = 0, jobs: int = 1) -> None:
+    quiet()
+    compile_once()
+    tally, start_s = Tally(), time.perf_counter()
+    for seed in range(first, first + jobs):
+        job = on_device(draw_job(seed))
+        verdict = judge(job)
+        if jobs == 1:
+            print(job, verdict.kind, verdict.detail, sep="\n")
+        tally.add(job, verdict)
+        if not verdict.is_right:
+            print(tally.failures[-1], flush=True)
+        if runtime.race_count():
+            sys.exit(f"seed {seed}: operations touched the same bytes without an order")
+    print(dict(tally.verdicts), f"{time.perf_counter() - start_s:.0f} s")
+    for message, count in tally.refusals.most_common():
+        print(count, message)
+    if tally.failures:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))
