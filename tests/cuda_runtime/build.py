@@ -12,13 +12,15 @@ import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.nvml_mock.cards import MockCard, write_description
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("src")
 # Of a card, which a stand-in does not have.
-STATE = ("utilization", "power_mw", "instant_power_mw", "sm_clock_mhz", "memory_clock_mhz", "temperature_celsius")
+_STATE = ("utilization", "power_mw", "instant_power_mw", "sm_clock_mhz", "memory_clock_mhz", "temperature_celsius")
+NO_STATE: dict[str, Any] = dict.fromkeys(_STATE)
 NVML_MOCK = ROOT / "tests" / "nvml_mock" / "nvml_mock.c"
 RUNTIME = ("device", "counters", "memory", "stream", "graph", "kernel", "order", "refused")
 FLAGS = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread")
@@ -91,7 +93,7 @@ def _describe_cards(folder: Path, variables: Mapping[str, str]) -> Path:
             total=total,
             counters="uint64",
             throughput=False,
-            **dict.fromkeys(STATE),
+            **NO_STATE,
             live=str(folder / "counters"),
         )
         for number in range(int(variables.get("CUDA_RUNTIME_DEVICES", 1)))

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from ebbtide.profiler.trace import open_trace
+from tests.conftest import ebbtide
 from tests.cuda_runtime.conftest import OnStandIn
 
 STEPS = 8
@@ -136,3 +137,39 @@ def test_profile__has_counters_of_the_link_that_agree_with_copies(profiled: Prof
         counted = (link[f"{direction}_bytes_per_s"] * link["window_ns"]).sum() / 1e9
         copied = copies["bytes"][copies["direction"] == direction].sum()
         assert counted == pytest.approx(copied, rel=0.02)
+
+
+OUT_OF_MEMORY = """
+import json
+import ebbtide, torch
+from torch import nn
+model = nn.Linear(256, 1024).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(3):
+    model(torch.ones(8, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+kept = torch.ones(1 << 24, device="cuda")
+print(json.dumps(ebbtide.metrics()))
+print(json.dumps([torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]), flush=True)
+model(torch.ones(1 << 15, 256, device="cuda"))
+"""
+
+
+def test_memory_at_oom__and_metrics_have_the_figures_of_torch(on_stand_in: OnStandIn, tmp_path: Path) -> None:
+    job, path, capacity = tmp_path / "job.py", tmp_path / "run.ebb", 128 << 20
+    job.write_text(OUT_OF_MEMORY)
+    command = ["-m", "ebbtide", "profile", "-o", str(path), "--", sys.executable, str(job)]
+    done = on_stand_in(command, succeeds=False, bytes=capacity)
+    metrics, (allocated, reserved) = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 1
+    assert "torch.OutOfMemoryError" in done.stderr
+    assert metrics["ebbtide/capacity_bytes"] == capacity
+    assert metrics["ebbtide/peak_bytes/reserved"] < reserved
+    answer = json.loads(ebbtide("memory", path, "--at", "oom", "--json").stdout)
+    inputs = 256 * 4 << 15
+    assert answer["requested_bytes"] == 4 * inputs
+    assert answer["allocated_bytes"] == allocated + inputs
+    # Before it raises, torch gives cached memory back.
+    assert allocated + inputs <= answer["reserved_bytes"] <= reserved + inputs
+    assert answer["free_bytes"] == capacity - answer["reserved_bytes"]
