@@ -111,7 +111,7 @@ test-all: $(VENV)/compiled
 $(CUDA)/torch-$(CUDA_TORCH): pyproject.toml
 	$(PYTHON312) -m venv --clear $(CUDA)
 	$(CUDA)/bin/python -m pip install --quiet 'torch===$(CUDA_TORCH)'
-	$(CUDA)/bin/python -m pip install --quiet --editable . pytest pytest-timeout hypothesis
+	$(CUDA)/bin/python -m pip install --quiet --editable . pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 test-cuda: $(CUDA)/torch-$(CUDA_TORCH)

@@ -8,11 +8,21 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from tests.nvml_mock.cards import MockCard, write_description
+
+ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("src")
-RUNTIME = ("device", "memory", "stream", "graph", "kernel", "order", "refused")
+# Of a card, which a stand-in does not have.
+_STATE = ("utilization", "power_mw", "instant_power_mw", "sm_clock_mhz", "memory_clock_mhz", "temperature_celsius")
+NO_STATE: dict[str, Any] = dict.fromkeys(_STATE)
+NVML_MOCK = ROOT / "tests" / "nvml_mock" / "nvml_mock.c"
+RUNTIME = ("device", "counters", "memory", "stream", "graph", "kernel", "order", "refused")
 FLAGS = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread")
 
 
@@ -27,19 +37,22 @@ def missing_requirement() -> str | None:
 
 def compile_if_changed(folder: Path) -> None:
     """Compile the libraries unless they are newer than their sources."""
-    oldest = min((path.stat().st_mtime for path in folder.glob("lib*.so.*[0-9]")), default=0.0)
-    if len(list(folder.glob("lib*.so.*[0-9]"))) < 3 or oldest < max(one.stat().st_mtime for one in SOURCES.iterdir()):
+    libraries = list(folder.glob("lib*.so.*[0-9]"))
+    oldest = min((path.stat().st_mtime for path in libraries), default=0.0)
+    newest = max(path.stat().st_mtime for path in (NVML_MOCK, *SOURCES.iterdir()))
+    if len(libraries) < 4 or oldest < newest:
         compile_libraries(folder)
 
 
 def compile_libraries(folder: Path) -> None:
-    """Compile `libcudart`, `libcuda` and `libcupti` into a folder, for the torch of this environment."""
+    """Compile the four libraries into a folder, for the torch of this environment."""
     folder.mkdir(parents=True, exist_ok=True)
     runtime = "libcudart.so.13"
     _compile(folder, runtime, RUNTIME, ["-Wl,-Bsymbolic-functions", "-ldl"])
     link = [f"-L{folder}", f"-l:{runtime}"]
     _compile(folder, "libcuda.so.1", ("driver", "refused_driver"), link, is_versioned=False)
     _compile(folder, "libcupti.so.13", ("cupti",), link)
+    _compile(folder, "libnvidia-ml.so.1", (str(NVML_MOCK.with_suffix("")),), [], is_versioned=False)
 
 
 def environment(folder: Path, **settings: float | str) -> dict[str, str]:
@@ -49,15 +62,43 @@ def environment(folder: Path, **settings: float | str) -> dict[str, str]:
         folder: Where `compile_libraries` has put them.
         settings: Of the stand-in, without their prefix: `jitter_us=1500` is CUDA_RUNTIME_JITTER_US.
     """
-    preloaded = [str(folder / name) for name in ("libcudart.so.13", "libcupti.so.13")]
     own = {f"CUDA_RUNTIME_{name.upper()}": str(value) for name, value in settings.items()}
+    shared = Path(tempfile.gettempdir()) / f"cuda_runtime.{os.getpid()}"
+    shared.mkdir(exist_ok=True)
+    preloaded = [str(folder / name) for name in ("libcudart.so.13", "libcupti.so.13")]
     return {
         **os.environ,
         "LD_PRELOAD": _joined(preloaded, os.environ, "LD_PRELOAD"),
         "LD_LIBRARY_PATH": _joined([str(folder)], os.environ, "LD_LIBRARY_PATH"),
+        "PYTHONPATH": _joined([str(Path(__file__).with_name("site")), str(ROOT)], os.environ, "PYTHONPATH"),
         "CUDA_MODULE_LOADING": "LAZY",
+        "CUDA_RUNTIME_COUNTERS": str(shared / "counters"),
+        "NVML_MOCK": str(_describe_cards(shared, {**os.environ, **own})),
         **own,
     }
+
+
+def is_on_stand_in() -> bool:
+    """Return whether this process runs on the stand-in."""
+    return "libcudart" in os.environ.get("LD_PRELOAD", "")
+
+
+def _describe_cards(folder: Path, variables: Mapping[str, str]) -> Path:
+    """Describe the devices as cards of the mock of libnvidia-ml.so.1."""
+    total = int(float(variables.get("CUDA_RUNTIME_BYTES", 4 << 30)))
+    cards = [
+        MockCard(
+            uuid=f"GPU-{uuid.UUID(bytes=f'ebbtide-standin{number}'.encode())}",
+            name="Stand-in for a GPU",
+            total=total,
+            counters="uint64",
+            throughput=False,
+            **NO_STATE,
+            live=str(folder / "counters"),
+        )
+        for number in range(int(variables.get("CUDA_RUNTIME_DEVICES", 1)))
+    ]
+    return write_description(folder / "nvml.txt", cards)
 
 
 def _joined(paths: list[str], variables: Mapping[str, str], name: str) -> str:

@@ -37,6 +37,7 @@ class MockCard:
         c2c_status: 1 if these are active.
         mig_devices: Its MIG devices, if `mig_mode` is 1.
         lost_ns: Time after nvmlInit at which it falls off the bus.
+        live: A file of the stand-in for the CUDA runtime, whose bytes in use and counters it has (tests/cuda_runtime).
         errors: Return codes of functions, by their names.
     """
 
@@ -69,6 +70,7 @@ class MockCard:
     mig_mode: int | None = None
     mig_devices: Sequence[MockInstance] = ()
     lost_ns: int | None = None
+    live: str | None = None
     errors: dict[str, int] = field(default_factory=dict)
 
     def bytes_between(self, direction: Literal["h2d", "d2h"], start_ns: int, end_ns: int) -> float:

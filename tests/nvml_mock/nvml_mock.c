@@ -7,11 +7,13 @@
  * of each reading. Structures and numbers follow NVML's public header as pynvml declares it.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum {
     SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7,
@@ -22,7 +24,7 @@ enum { TYPE_DOUBLE = 0, TYPE_UNSIGNED_INT = 1, TYPE_UNSIGNED_LONG_LONG = 3 };
 enum { THROUGHPUT_SENT = 0, THROUGHPUT_RECEIVED = 1 };
 enum { CLOCK_SM = 1, CLOCK_MEMORY = 2 };
 enum { GPM_SENT = 20, GPM_RECEIVED = 21, GPM_METRICS = 333 };
-enum { MAX_LINES = 4096, MAX_CARDS = 32, MAX_INSTANCES = 8, WHOLE_CARD = -1 };
+enum { MAX_LINES = 4096, MAX_CARDS = 32, MAX_INSTANCES = 8, WHOLE_CARD = -1, FIRST_BUS = 0x18 };
 
 #define GPM_MIN_WINDOW_NS 100000000LL
 #define THROUGHPUT_WINDOW_NS 20000000LL
@@ -144,6 +146,18 @@ static unsigned long long bytes_until(const Device *d, const char *rate, int64_t
     return (unsigned long long)((unsigned __int128)number(d, rate) * (unsigned __int128)active / 1000000000u);
 }
 
+/* With `live`, a path, bytes are those that the stand-in for the CUDA runtime counts in that file, by card. */
+static unsigned long long live_bytes(const Device *d, const char *path, unsigned place) {
+    unsigned long long counters[4] = {0};
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    if (pread(file, counters, sizeof counters, d->card * (off_t)sizeof counters) < 0) counters[place] = 0;
+    close(file);
+    return counters[place];
+}
+
+enum { LIVE_USED, LIVE_H2D = 2, LIVE_D2H };
+
 static int copy_text(const char *text, char *out, unsigned length) {
     if (!text) return NOT_SUPPORTED;
     if (strlen(text) + 1 > length) return INSUFFICIENT_SIZE;
@@ -202,6 +216,38 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **out) {
     return SUCCESS;
 }
 
+/* These are what torch calls to name other processes in an OutOfMemoryError. */
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, Device **out) {
+    unsigned domain, bus;
+    if (sscanf(bus_id, "%x:%x:", &domain, &bus) != 2 || domain || bus < FIRST_BUS) return NOT_FOUND;
+    return nvmlDeviceGetHandleByIndex_v2(bus - FIRST_BUS, out);
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    *version = 13000;
+    return SUCCESS;
+}
+
+/* As in a container, no process is shown. */
+int nvmlDeviceGetComputeRunningProcesses(Device *d, unsigned *count, void *processes) {
+    (void)processes;
+    ENTER_CARD(d);
+    *count = 0;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetNvLinkRemoteDeviceType(Device *d, unsigned link, int *type) {
+    (void)d, (void)link, (void)type;
+    return NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(Device *d, unsigned link, PciInfo *out) {
+    (void)d, (void)link, (void)out;
+    return NOT_SUPPORTED;
+}
+
 int nvmlDeviceGetMigMode(Device *d, unsigned *current, unsigned *pending) {
     ENTER_CARD(d);
     *pending = property(d, "mig_devices") != NULL;
@@ -235,7 +281,7 @@ int nvmlDeviceGetUUID(Device *d, char *out, unsigned length) {
 int nvmlDeviceGetPciInfo_v3(Device *d, PciInfo *out) {
     ENTER_CARD(d);
     memset(out, 0, sizeof *out);
-    out->bus = 0x18 + (unsigned)d->card;
+    out->bus = FIRST_BUS + (unsigned)d->card;
     snprintf(out->bus_id, sizeof out->bus_id, "00000000:%02X:00.0", out->bus);
     snprintf(out->bus_id_legacy, sizeof out->bus_id_legacy, "0000:%02X:00.0", out->bus);
     return SUCCESS;
@@ -244,11 +290,14 @@ int nvmlDeviceGetPciInfo_v3(Device *d, PciInfo *out) {
 /* With `wave_ns`, memory in use is `used_high` in the second half of each such period. */
 int nvmlDeviceGetMemoryInfo(Device *d, Memory *out) {
     int64_t period;
+    const char *live;
     ENTER(d);
     if (!property(d, "total")) return NOT_SUPPORTED;
     period = (int64_t)number(d, "wave_ns");
+    live = property(d, "live");
     out->total = number(d, "total");
     out->used = number(d, period && now_ns() % period >= period / 2 ? "used_high" : "used");
+    if (live) out->used = live_bytes(d, live, LIVE_USED);
     out->free = out->total - out->used;
     return SUCCESS;
 }
@@ -264,8 +313,9 @@ LINK_FUNCTION(nvmlDeviceGetMaxPcieLinkGeneration, "max_generation")
 LINK_FUNCTION(nvmlDeviceGetMaxPcieLinkWidth, "max_width")
 
 static void read_counter(const Device *d, FieldValue *out, const char *rate) {
-    const char *counter = property(d, "counters");
-    unsigned long long bytes = bytes_until(d, rate, now_ns());
+    const char *counter = property(d, "counters"), *live = property(d, "live");
+    unsigned live_place = strcmp(rate, "h2d") ? LIVE_D2H : LIVE_H2D;
+    unsigned long long bytes = live ? live_bytes(d, live, live_place) : bytes_until(d, rate, now_ns());
     if (!counter) return;
     out->result = SUCCESS;
     if (!strcmp(counter, "uint32")) {

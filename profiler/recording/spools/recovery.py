@@ -174,6 +174,10 @@ def _check_job_info(job_info: dict[str, Any]) -> None:
     msgspec.convert(job_info.get("notes", []), list[str])
 
 
+# Tables with what the device does, also after the host's last phase.
+_OF_DEVICE = ("link", "transfers", "kernels")
+
+
 def _trim(data: RankData, first: int, end: int | None) -> None:
     """Keep the iterations [first, end): the agent records a little more, to see where they end."""
     phases, ops = data.tables["phases"], data.tables["ops"]
@@ -189,7 +193,9 @@ def _trim(data: RankData, first: int, end: int | None) -> None:
             rows = _with_values_at(rows, begin_ns)
         inside = rows[column] >= begin_ns
         if end_ns is not None:
-            inside &= rows[column] <= (device_end_ns if table in ("transfers", "kernels") else end_ns)
+            # A window of the link's counters that begins before the end has bytes of the last copies.
+            begins_ns = rows["t_ns"] - rows["window_ns"] if table == "link" else rows[column]
+            inside &= begins_ns <= (device_end_ns if table in _OF_DEVICE else end_ns)
         data.tables[table] = rows[inside].reset_index(drop=True)
 
 

@@ -16,6 +16,9 @@ static pthread_mutex_t buffer_lock = PTHREAD_MUTEX_INITIALIZER;
 static CUpti_BuffersCallbackRequestFunc request_buffer;
 static CUpti_BuffersCallbackCompleteFunc complete_buffer;
 static CUpti_TimestampCallbackFunc timestamp;
+/* The subscriber's clock, and when it was this. */
+static uint64_t first_ticks;
+static double first_s;
 static int is_enabled[KINDS];
 static int subscribers;
 static uint8_t *buffer;
@@ -27,10 +30,13 @@ static uint64_t realtime_ns(void) {
     return (uint64_t)time.tv_sec * 1000000000ull + (uint64_t)time.tv_nsec;
 }
 
-/* Convert a time of the stand-in's clock to that of the records. */
-static uint64_t record_ns(double time_s) {
-    uint64_t now_ns = timestamp ? timestamp() : realtime_ns();
-    return now_ns - (uint64_t)(1e9 * (now_s() - time_s));
+/* Convert a time of the stand-in's clock to that of the records. The subscriber's clock may count ticks of a CPU. */
+static uint64_t record_time(double time_s) {
+    double now = now_s();
+    if (!timestamp) return realtime_ns() - (uint64_t)(1e9 * (now - time_s));
+    uint64_t ticks = timestamp();
+    double ticks_per_s = (double)(ticks - first_ticks) / (now - first_s);
+    return ticks - (uint64_t)(ticks_per_s * (now - time_s));
 }
 
 /* Give the buffer to the subscriber, with the lock held. */
@@ -60,8 +66,8 @@ static void append_call(const struct activity *activity) {
                                                          : CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000;
     CUpti_ActivityAPI call = {.kind = CUPTI_ACTIVITY_KIND_RUNTIME,
                               .cbid = function,
-                              .start = record_ns(activity->issued_s) - 2000,
-                              .end = record_ns(activity->issued_s),
+                              .start = record_time(activity->issued_s - 2e-6),
+                              .end = record_time(activity->issued_s),
                               .processId = (uint32_t)getpid(),
                               .threadId = activity->thread,
                               .correlationId = activity->correlation};
@@ -79,8 +85,8 @@ static void append_copy(const struct activity *activity) {
                                   .dstKind = activity->direction == TO_HOST ? host : device,
                                   .flags = CUPTI_ACTIVITY_FLAG_MEMCPY_ASYNC,
                                   .bytes = activity->bytes,
-                                  .start = record_ns(activity->start_s),
-                                  .end = record_ns(activity->end_s),
+                                  .start = record_time(activity->start_s),
+                                  .end = record_time(activity->end_s),
                                   .deviceId = activity->device,
                                   .contextId = 1,
                                   .streamId = activity->stream,
@@ -93,8 +99,8 @@ static void append_fill(const struct activity *activity) {
     CUpti_ActivityMemset4 fill = {.kind = CUPTI_ACTIVITY_KIND_MEMSET,
                                   .value = (uint32_t)activity->value,
                                   .bytes = activity->bytes,
-                                  .start = record_ns(activity->start_s),
-                                  .end = record_ns(activity->end_s),
+                                  .start = record_time(activity->start_s),
+                                  .end = record_time(activity->end_s),
                                   .deviceId = activity->device,
                                   .contextId = 1,
                                   .streamId = activity->stream,
@@ -105,8 +111,8 @@ static void append_fill(const struct activity *activity) {
 
 static void append_kernel(const struct activity *activity) {
     CUpti_ActivityKernel10 kernel = {.kind = CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
-                                     .start = record_ns(activity->start_s),
-                                     .end = record_ns(activity->end_s),
+                                     .start = record_time(activity->start_s),
+                                     .end = record_time(activity->end_s),
                                      .deviceId = activity->device,
                                      .contextId = 1,
                                      .streamId = activity->stream,
@@ -144,6 +150,8 @@ CUptiResult cuptiActivityRegisterCallbacks(CUpti_BuffersCallbackRequestFunc requ
 
 CUptiResult cuptiActivityRegisterTimestampCallback(CUpti_TimestampCallbackFunc callback) {
     timestamp = callback;
+    first_s = now_s();
+    first_ticks = callback ? callback() : 0;
     return CUPTI_SUCCESS;
 }
 

@@ -77,6 +77,7 @@ __attribute__((constructor)) static void open_runtime(void) {
     devices = (int)setting("CUDA_RUNTIME_DEVICES", 1);
     is_verbose = (int)setting("CUDA_RUNTIME_LOG", 0);
     read_failure();
+    open_counters();
     open_memory(devices);
     open_streams(devices);
     /* As with CUDA, a forked child cannot use the devices. */
@@ -158,7 +159,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     properties->asyncEngineCount = 3;
     properties->canMapHostMemory = properties->concurrentKernels = properties->unifiedAddressing = 1;
     properties->streamPrioritiesSupported = properties->memoryPoolsSupported = 1;
-    properties->pciBusID = 1 + device;
+    /* As in the mock of libnvidia-ml.so.1. */
+    properties->pciBusID = 0x18 + device;
     properties->textureAlignment = 512;
     memcpy(&properties->uuid, "ebbtide-standin0", 16);
     ((char *)&properties->uuid)[15] = (char)('0' + device);

@@ -120,6 +120,7 @@ static struct block *take_block(int device, size_t bytes) {
     }
     block->is_free = 0;
     used_bytes[device] += bytes;
+    count_used(device, (int64_t)bytes);
     if (used_bytes[device] > most_used_bytes[device]) most_used_bytes[device] = used_bytes[device];
     /* Whoever reads memory that nobody has written gets NaN. */
     memset(whole[device].alias + block->offset, 0xff, bytes);
@@ -134,6 +135,7 @@ static int give_block(int device, size_t offset) {
     madvise(whole[device].alias + offset, block->bytes, MADV_REMOVE);
     block->is_free = 1;
     used_bytes[device] -= block->bytes;
+    count_used(device, -(int64_t)block->bytes);
     struct block *next = block->next;
     if (next && next->is_free) {
         block->bytes += next->bytes;

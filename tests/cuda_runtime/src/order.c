@@ -76,11 +76,21 @@ static void compare(const struct touch *touch, const uint64_t *after) {
     }
 }
 
+/* Join what a stream comes after without a call: the legacy stream and blocking ones of a device wait for each other. */
+static void join_host_and_legacy(cudaStream_t stream) {
+    uint64_t *after = list_of(&stream->after);
+    join(after, host_after);
+    for (cudaStream_t other = all_streams; other; other = other->next) {
+        int waits = (stream->is_legacy && other->is_blocking) || (stream->is_blocking && other->is_legacy);
+        if (waits && other->device == stream->device && other->after) join(after, other->after);
+    }
+}
+
 /* Take an operation that a stream is about to get, with the lock held, and report races with earlier ones. */
 void order_issue(cudaStream_t stream, const char *name, const struct access *accesses, int count) {
     if (!is_on() || stream->capture || stream->id >= MAX_STREAMS) return;
-    uint64_t *after = list_of(&stream->after);
-    join(after, host_after);
+    join_host_and_legacy(stream);
+    uint64_t *after = stream->after;
     after[stream->id] = ++numbers[stream->id];
     char site[SITE_BYTES] = "";
     if (site_writer) {
@@ -103,17 +113,12 @@ void order_issue(cudaStream_t stream, const char *name, const struct access *acc
 
 void order_record(cudaEvent_t event, cudaStream_t stream) {
     if (!is_on() || stream->id >= MAX_STREAMS) return;
-    uint64_t *after = list_of(&stream->after);
-    join(after, host_after);
-    memcpy(list_of(&event->after), after, MAX_STREAMS * sizeof *after);
+    join_host_and_legacy(stream);
+    memcpy(list_of(&event->after), stream->after, MAX_STREAMS * sizeof *stream->after);
 }
 
 void order_wait_event(cudaStream_t stream, cudaEvent_t event) {
     if (is_on() && event->after) join(list_of(&stream->after), event->after);
-}
-
-void order_wait_stream(cudaStream_t stream, cudaStream_t other) {
-    if (is_on() && other->after) join(list_of(&stream->after), other->after);
 }
 
 void order_host_saw_event(cudaEvent_t event) {

@@ -119,6 +119,11 @@ void touch_device(int device);
 cudaError_t enter(const char *function);
 cudaError_t failed(cudaError_t error, const char *function);
 
+/* counters.c */
+void open_counters(void);
+void count_used(int device, int64_t bytes);
+void count_copied(int device, enum direction direction, size_t bytes);
+
 /* memory.c */
 void open_memory(int devices);
 int device_of(const void *pointer);
@@ -145,7 +150,6 @@ void append_node(struct graph *graph, struct work *work);
 void order_issue(cudaStream_t stream, const char *name, const struct access *accesses, int count);
 void order_record(cudaEvent_t event, cudaStream_t stream);
 void order_wait_event(cudaStream_t stream, cudaEvent_t event);
-void order_wait_stream(cudaStream_t stream, cudaStream_t other);
 void order_host_saw_event(cudaEvent_t event);
 void order_host_saw_stream(cudaStream_t stream);
 

@@ -60,6 +60,7 @@ static void copy(const struct work *work) {
     memmove(target, source, half);
     if (work->direction != WITHIN) sleep_s(copy_seconds(work->bytes));
     memmove(target + half, source + half, work->bytes - half);
+    count_copied(device_of(work->direction == TO_DEVICE ? work->target : work->source), work->direction, work->bytes);
     pthread_mutex_unlock(&link_lock[work->direction]);
 }
 
@@ -173,7 +174,6 @@ static void append(cudaStream_t stream, struct work work) {
 /* Let a stream wait for what another has so far. */
 static void append_wait(cudaStream_t stream, cudaStream_t other) {
     if (other == stream || other->done == other->issued) return;
-    order_wait_stream(stream, other);
     append(stream, (struct work){.kind = WAIT_STREAM, .stream = other, .number = other->issued});
 }
 
