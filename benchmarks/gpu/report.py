@@ -13,14 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from listing import ALL
+from listing import ALL, OFFLOAD
 from runner import read_result, status_text
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from tables import spread, table
 
 Figures = dict[str, Any]
-OFFLOAD = "ZeRO-Offload"
 
 
 def number_text(value: float | None, unit: float = 1.0, digits: int = 1) -> str:
@@ -203,10 +202,14 @@ TABLES: dict[str, Callable[[Figures], None]] = {
     "calibrate": print_calibration,
     "profile": print_recording,
     "cost": print_cost,
+    "costs": print_cost,
     "smoke": print_smoke,
+    "racecheck": print_smoke,
     "table": print_table,
+    "others": print_table,
     "larger": print_table,
     "windows": print_windows,
+    "always-free": print_windows,
     "predictions": print_policies,
     "layers": print_layers,
 }

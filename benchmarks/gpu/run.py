@@ -1,11 +1,11 @@
 """Measures what only a GPU can show, in steps with time limits that can be resumed; results are JSON and Markdown.
 
-    python benchmarks/gpu/run.py OUT [--minutes 9.5] [--step NAME]... [--rehearse] [--pack FILE.tar.gz] [--resume FILE]
+    python benchmarks/gpu/run.py OUT CALL [--minutes M] [--step NAME]... [--rehearse] [--pack FILE] [--resume FILE]
 
-Each step is a process with a time limit; its result is OUT/NAME.json, and OUT/report.md has all, also of a step that
-still runs. A step that has ended is not run again, unless --step names it; one is not started with too little time
-left, and one that fails stops no other. --rehearse runs the same steps with tiny sizes on the CPU and the emulated
-device. README.md describes the steps.
+CALL is one of those of listing.py: first, second, ...; --step alone runs single steps. Each step is a process with a
+time limit; its result is OUT/NAME.json, and OUT/report.md has all, also of a step that still runs. A step that has
+ended is not run again, unless --step names it; one is not started with too little time left, and one that fails stops
+no other. --rehearse runs the same steps with tiny sizes on the CPU and the emulated device. README.md describes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from listing import ALL
+from listing import ALL, CALLS
 from report import print_report
 from runner import DONE, StepRunner, status_text
 
@@ -49,6 +49,11 @@ def gpu_description() -> str | None:
         return None
 
 
+def runtime_text(machine: dict[str, Any]) -> str:
+    """Return in one line where this runs."""
+    return f"kernel {machine['kernel']}, {machine['gpu'] or 'no GPU'}, torch {machine['versions']['torch']}"
+
+
 def machine() -> dict[str, Any]:
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -65,22 +70,26 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("out", type=Path, help="folder of the results")
-    flags.add_argument("--minutes", type=float, default=9.5, help="time limit of all steps together")
+    flags.add_argument("call", choices=list(CALLS), nargs="?", help="the steps to run")
+    flags.add_argument("--minutes", type=float, help="time limit of all steps together (default: that of the call)")
     flags.add_argument(
         "--step",
         action="append",
         choices=[step.name for step in ALL],
-        help="run only this step, also if it has failed before; repeatable",
+        help="run this step instead of those of a call, also if it has failed before; repeatable",
     )
     flags.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
     flags.add_argument("--pack", type=Path, help="archive of the results, updated after each step and during it")
     flags.add_argument("--resume", type=Path, help="archive of an earlier call, unpacked into OUT before")
     args = flags.parse_args()
-    end = time.monotonic() + 60 * args.minutes
+    if (args.call is None) == (args.step is None):
+        flags.error(f"name a call ({', '.join(CALLS)}) or a --step")
+    call = CALLS.get(args.call)
+    end = time.monotonic() + 60 * (args.minutes or (call.minutes if call else 9.5))
     # Ending this process also ends the running step.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # In the order of the options.
-    steps = [next(step for step in ALL if step.name == name) for name in args.step] if args.step else ALL
+    steps = call.steps if call else [next(step for step in ALL if step.name == name) for name in args.step]
     args.out.mkdir(parents=True, exist_ok=True)
     if args.resume:
         with tarfile.open(args.resume) as tar:
@@ -88,6 +97,7 @@ def main() -> None:
     # Written first, so that it exists even if this process is killed.
     summary = {"date": time.strftime("%Y-%m-%d"), "rehearsed": args.rehearse, **machine()}
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
+    print(runtime_text(summary), flush=True)
     runner = StepRunner(args.out, end, args.rehearse, args.pack, print_report)
     results = runner.run_all(steps, again=bool(args.step))
     for result in results:

@@ -12,16 +12,19 @@ import subprocess
 import sys
 import tarfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 from listing import STEPS, BenchmarkStep
 
 sys.path.append(str(STEPS))
 import processes
-from step import EXTENSIONS
+from step import CALL, EXTENSIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DONE, FAILED, TIMED_OUT, SKIPPED, RUNNING, UNFINISHED = (
@@ -55,6 +58,9 @@ class StepRunner:
         rehearse: Whether to use tiny sizes, without a GPU.
         pack: Archive of the results, written after each step and during it; None for none.
         report: Function that prints all results as Markdown, for OUT/report.md.
+        call: Name of this run of steps, which no other has.
+        keeping: Held while results are written.
+        stopped: Set when this process ends before its steps.
     """
 
     out: Path
@@ -62,6 +68,9 @@ class StepRunner:
     rehearse: bool = False
     pack: Path | None = None
     report: Callable[[Path], None] | None = None
+    call: str = field(default_factory=lambda: uuid.uuid4().hex)
+    keeping: Any = field(default_factory=Lock)
+    stopped: Event = field(default_factory=Event)
 
     def run_all(self, steps: Sequence[BenchmarkStep], again: bool = False) -> list[dict[str, Any]]:
         """Run the steps that have not ended yet, those that a call was cut off in last. Returns the results of all.
@@ -73,14 +82,25 @@ class StepRunner:
         self.out.mkdir(parents=True, exist_ok=True)
         before = {step.name: self._earlier(step) for step in steps}
         order = sorted(steps, key=lambda step: before[step.name].get("status") == RUNNING)
-        for step in order:
-            status = before[step.name].get("status")
-            if status == DONE or (status in ENDED and not again):
-                continue
-            print(f"{step.name}: {step.about}", file=sys.stderr, flush=True)
-            result = self._run(step, before[step.name])
-            print(f"  {status_text(result)}", file=sys.stderr, flush=True)
+        with ThreadPoolExecutor() as pool:
+            try:
+                beside = [pool.submit(self._run_shown, step, {}) for step in steps if step.beside]
+                for step in order:
+                    status = before[step.name].get("status")
+                    if not (step.beside or status == DONE or (status in ENDED and not again)):
+                        self._run_shown(step, before[step.name])
+            except BaseException:
+                # The end of this process also ends what runs beside.
+                self.stopped.set()
+                raise
+            for future in beside:
+                future.result()
         return [self._earlier(step) for step in steps]
+
+    def _run_shown(self, step: BenchmarkStep, before: dict[str, Any]) -> None:
+        print(f"{step.name}: {step.about}", file=sys.stderr, flush=True)
+        result = self._run(step, before)
+        print(f"  {step.name}: {status_text(result)}", file=sys.stderr, flush=True)
 
     def _earlier(self, step: BenchmarkStep) -> dict[str, Any]:
         """Return the result of a step so far, which is empty if there is none of this kind."""
@@ -144,8 +164,10 @@ class StepRunner:
                 self._keep(head | result(RUNNING, "the call ended while it ran"))
 
         with log.open("wb") as file:
-            status = run_bounded(command, limit, file, environment(self.rehearse), keep)
-        pack_folders(self.out)
+            status = run_bounded(command, limit, file, environment(self.rehearse, self.call), keep, self.stopped)
+        # Folders of those that run beside them are theirs.
+        if not step.beside:
+            pack_folders(self.out)
         ended = result(*self._outcome(status, limit < own_limit, log, figures))
         figures.unlink(missing_ok=True)
         log.unlink()
@@ -165,23 +187,25 @@ class StepRunner:
 
     def _keep(self, result: dict[str, Any]) -> None:
         """Write the result of a step, the report and the archive."""
-        write_result(self.out, result)
-        if self.report is not None:
-            text = io.StringIO()
-            with contextlib.redirect_stdout(text):
-                self.report(self.out)
-            (self.out / "report.md").write_text(text.getvalue())
-        if self.pack is not None:
-            pack(self.out, self.pack)
+        with self.keeping:
+            write_result(self.out, result)
+            if self.report is not None:
+                text = io.StringIO()
+                with contextlib.redirect_stdout(text):
+                    self.report(self.out)
+                (self.out / "report.md").write_text(text.getvalue())
+            if self.pack is not None:
+                pack(self.out, self.pack)
 
 
-def environment(rehearse: bool) -> dict[str, str]:
+def environment(rehearse: bool, call: str) -> dict[str, str]:
     """Return the environment of a step. The repository is first on PYTHONPATH, so nothing has to be installed."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
+        CALL: call,
         # ninja is there, which compiles DeepSpeed's operations.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         # Otherwise matrix products on a GPU differ from run to run.
@@ -196,7 +220,12 @@ def environment(rehearse: bool) -> dict[str, str]:
 
 
 def run_bounded(
-    command: Sequence[str], limit_s: float, output: Any, env: dict[str, str], keep: Callable[[], None]
+    command: Sequence[str],
+    limit_s: float,
+    output: Any,
+    env: dict[str, str],
+    keep: Callable[[], None],
+    stopped: Event,
 ) -> int | None:
     """Run a command, and end all processes that it has left.
 
@@ -206,6 +235,7 @@ def run_bounded(
         output: File of its output.
         env: Its environment.
         keep: Function that is called at the start, and again every few seconds while it runs.
+        stopped: Whether to stop it before its time.
 
     Returns:
         The exit status; None if the command was stopped at the time limit.
@@ -222,7 +252,7 @@ def run_bounded(
     )
     end_s = time.monotonic() + limit_s
     try:
-        while (left := end_s - time.monotonic()) > 0:
+        while (left := end_s - time.monotonic()) > 0 and not stopped.is_set():
             keep()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(min(left, KEEP_S))

@@ -191,14 +191,49 @@ def test_pack__the_archive_has_a_size_limit(
         assert tar.getnames() == ["big.json"]
 
 
+def test_runner__runs_steps_beside_all_others_and_again_in_each_call(step: Any, run: Any) -> None:
+    wait = "while not (out / 'begun').exists(): time.sleep(0.01)\n"
+    compiler = step("compiler", wait + COUNT, beside=True)
+    other = step("other", "(out / 'begun').touch()\nadd()\n")
+    first = run(compiler, other, seconds=20)
+    assert [first[name]["status"] for name in ("compiler", "other")] == ["done", "done"]
+    assert run(compiler, other)["compiler"]["figures"]["runs"] == 2
+
+
+def test_runner__an_interrupt_ends_what_runs_beside(
+    step: Any, run: Any, module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module("runner"), "KEEP_S", 0.05)
+    pid = tmp_path / "pid"
+    lines = f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\ntime.sleep(99)"
+    compiler = step("compiler", lines, beside=True)
+
+    def interrupt(_: Path) -> None:
+        if pid.exists() and pid.read_text() and (tmp_path / "out" / "other.json").exists():
+            raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(compiler, step("other", "time.sleep(3)\nadd()"), report=interrupt)
+    assert time.monotonic() - begun < 25
+    assert ended(int(pid.read_text()))
+
+
 def test_listing__steps_exist_and_fit_their_calls(module: Any) -> None:
-    steps = module("listing").ALL
+    calls, steps = module("listing").CALLS, module("listing").ALL
     assert all(Path(step.command[0]).is_file() for step in steps)
-    assert len({step.name for step in steps}) == len(steps)
     assert all(step.needs_s < step.limit_s for step in steps)
-    assert all(step.continues or step.limit_s < 9.5 * 60 for step in steps)
-    needs = {step.name: step.needs_s for step in steps}
-    assert list(needs)[:2] == ["imports", "smoke"]
-    # The first call reaches a round of the table.
-    first = sum(step.needs_s for step in steps[: list(needs).index("table")])
-    assert first + 200 < 9.5 * 60
+    names = [step.name for call in calls.values() for step in call.steps if not step.beside]
+    assert len(set(names)) == len(names)
+    for call in calls.values():
+        in_turn = [step for step in call.steps if not step.beside]
+        assert max(step.limit_s for step in call.steps) < 60 * call.minutes
+        assert sum(step.limit_s if step.continues else step.needs_s for step in in_turn) < 60 * call.minutes
+
+
+def test_listing__two_calls_fit_a_lease_with_the_starts_of_the_machine_and_the_packages(module: Any) -> None:
+    """A start of the machine takes 90 s, the installation of packages 25 s; a lease has 15 minutes."""
+    minutes = {name: call.minutes for name, call in module("listing").CALLS.items()}
+    for lease in (("first", "second"), ("third",), ("fourth",), ("fifth",)):
+        assert sum(60 * minutes.pop(name) + 90 + 25 for name in lease) <= 15 * 60
+    assert not minutes

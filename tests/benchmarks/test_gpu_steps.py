@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,84 @@ def test_table__rounds_continue_and_a_failed_contestant_is_left_out(
         "every contestant ran": False,
         "the same losses to the bit with every overlap of ebbtide and in every round": True,
     }
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_smoke__runs_the_kernels_without_a_tool_that_refuses_the_device(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    """A tool that works and fails has found an error in the kernels, and that stays."""
+    smoke, step = module("smoke"), module("step")
+
+    def run_part(words: Any, limit_s: float, under: Any = (), **env: str) -> dict[str, Any]:
+        is_probe = words[0] == "-c"
+        failed = under and not (is_probe and works)
+        return {"why": "Device not supported"} if failed else {"kernels": "the bits of the reference"}
+
+    monkeypatch.setattr(smoke, "run_part", run_part)
+    monkeypatch.setattr("shutil.which", lambda name: f"/{name}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    context = step.StepContext(tmp_path, False, tmp_path / "figures", time.monotonic() + 60)
+    result = smoke.run("kernels-memcheck", context)
+    if works:
+        assert (result["why"], result["under"]) == ("Device not supported", "compute-sanitizer")
+    else:
+        assert "why" not in result
+        assert (result["under"], result["refused"]) == (None, "Device not supported")
+
+
+def test_memory__fills_more_than_seems_available_at_first(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = module("memory")
+    monkeypatch.setattr(memory, "meminfo", lambda: {"MemTotal": 1 << 40, "MemAvailable": 1 << 20})
+    words = ["memory.py", str(tmp_path), "--rehearse", "--figures", str(tmp_path / "figures")]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    memory.main()
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert figures["filled_bytes"] == 4 * memory.TINY_BYTES
+    assert figures["checks"] == {"0.268 GB of host memory": True}
+
+
+def test_memory__keeps_what_was_filled_where_memory_ends(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, step = module("memory"), module("step")
+    script = tmp_path / "limited.py"
+    script.write_text(
+        "import resource, runpy, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))\n"
+        f"sys.path.insert(0, {str(GPU / 'steps')!r})\n"
+        "del sys.argv[0]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    monkeypatch.setattr(memory, "run_part", lambda words, limit_s: step.run_part([script, *words], limit_s))
+    context = step.StepContext(tmp_path, False, tmp_path / "figures", time.monotonic() + 60)
+    assert not memory.fill(context, 64e9, 1 << 28)
+    assert 0 < context.figures["filled_bytes"] < 6 << 30
+    assert "allocate" in context.figures["fill_ended"]
+
+
+def test_build_extensions__compiles_once_in_a_call(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks meanwhile waits and gets the same result, also of a failure."""
+    step = module("step")
+    compiled: list[float] = []
+
+    def run_part(words: Any, limit_s: float) -> dict[str, Any]:
+        time.sleep(0.2)
+        compiled.append(limit_s)
+        return {"why": "no nvcc", "seconds": 0.2}
+
+    monkeypatch.setattr(step, "run_part", run_part)
+    monkeypatch.setattr(step, "EXTENSIONS", tmp_path / "extensions")
+    monkeypatch.setenv(step.CALL, "one")
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(step.build_extensions, [1.0, 2.0]))
+    assert [result["why"] for result in results] == ["no nvcc"] * 2
+    assert len(compiled) == 1
+    monkeypatch.setenv(step.CALL, "two")
+    step.build_extensions(3.0)
+    assert compiled[1:] == [3.0]

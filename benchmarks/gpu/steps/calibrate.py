@@ -22,8 +22,11 @@ def agrees(source: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    step = start(argument_parser(__doc__).parse_args())
-    seconds = str(TINY_SECONDS if step.rehearse else SECONDS)
+    flags = argument_parser(__doc__)
+    flags.add_argument("--calibration-seconds", type=float, default=SECONDS)
+    args = flags.parse_args()
+    step = start(args)
+    seconds = str(TINY_SECONDS if step.rehearse else args.calibration_seconds)
     output = ebbtide("calibrate", "--seconds", seconds, "--force", "--json", "-o", step.out / "machine.json")
     machine = json.loads(output)
     rates = {key: value for key, value in machine.items() if isinstance(value, int | float)}

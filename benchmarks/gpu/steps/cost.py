@@ -30,14 +30,17 @@ def variants(job: list[str], trace: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    step = start(argument_parser(__doc__).parse_args())
+    flags = argument_parser(__doc__)
+    flags.add_argument("--rounds", type=int, default=ROUNDS)
+    args = flags.parse_args()
+    step = start(args)
     # The script that runs torch.profiler does not put the folder of the job on sys.path.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(STEPS)]))
     steps = TINY_STEPS if step.rehearse else STEPS_OF_A_RUN
     trace = step.out / "cost.ebb"
     all_variants = list(variants([*(TINY if step.rehearse else []), "--steps", str(steps)], trace).items())
     rounds: list[dict[str, float]] = []
-    for number in range(TINY_ROUNDS if step.rehearse else ROUNDS):
+    for number in range(TINY_ROUNDS if step.rehearse else args.rounds):
         order = all_variants[number % 3 :] + all_variants[: number % 3]
         rounds.append({name: OVERHEAD.step_ms(command) for name, command in order})
         print(rounds[-1], flush=True)

@@ -5,16 +5,17 @@ Some virtual machines get their memory only when it is first written. Writing it
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
 
 import torch
-from step import argument_parser, start
+from step import STEPS, StepContext, argument_parser, run_part, start
 
-# Memory of the largest step (4 G parameters, 20 bytes each), and memory that is left to other processes.
-FILL_BYTES, LEFT_BYTES = 80e9, 12e9
-BLOCK_BYTES, PIN_BYTES = 1 << 32, 1 << 32
+# Memory of the largest step: 4 G parameters, 20 bytes each.
+FILL_BYTES = 80e9
+BLOCK_BYTES, PIN_BYTES = 1 << 30, 1 << 32
 TINY_BYTES = 1 << 26
 
 
@@ -25,21 +26,29 @@ def meminfo() -> dict[str, int]:
     return {match[1]: int(match[2]) * 1024 for match in matches if match}
 
 
+def fill(step: StepContext, fill_bytes: float, block_bytes: int) -> bool:
+    """Fill host memory in a process of its own; return whether there was enough."""
+    file = step.out / "memory.fill"
+    words = [STEPS / "fill.py", str(fill_bytes), str(block_bytes), file]
+    result = run_part(words, step.left_s() - 5)
+    if file.exists():
+        step.add(**json.loads(file.read_text()))
+        file.unlink()
+    if "why" in result:
+        step.add(fill_ended=result["why"])
+    return "why" not in result
+
+
 def main() -> None:
-    step = start(argument_parser(__doc__).parse_args())
+    flags = argument_parser(__doc__)
+    flags.add_argument("--fill", type=float, default=FILL_BYTES, help="bytes to fill (default: 80e9)")
+    args = flags.parse_args()
+    step = start(args)
     block_bytes = TINY_BYTES if step.rehearse else BLOCK_BYTES
-    fill_bytes, left_bytes = (4 * block_bytes, block_bytes) if step.rehearse else (FILL_BYTES, LEFT_BYTES)
+    fill_bytes = 4 * block_bytes if step.rehearse else args.fill
     before = meminfo()
     step.add(total_bytes=before["MemTotal"], available_bytes=before["MemAvailable"])
-    blocks: list[torch.Tensor] = []
-    begin = time.perf_counter()
-    while len(blocks) * block_bytes < fill_bytes and meminfo()["MemAvailable"] > left_bytes + block_bytes:
-        blocks.append(torch.empty(block_bytes, dtype=torch.uint8).fill_(1))
-        filled = len(blocks) * block_bytes
-        step.add(filled_bytes=filled, fill_bytes_per_s=filled / (time.perf_counter() - begin))
-    step.add(total_bytes_after=meminfo()["MemTotal"])
-    step.check("host memory for the largest step", None if step.rehearse else len(blocks) * block_bytes >= fill_bytes)
-    del blocks
+    step.check(f"{fill_bytes / 1e9:.3g} GB of host memory", fill(step, fill_bytes, block_bytes))
     if not torch.cuda.is_available():
         step.add(pin_bytes_per_s=None)
         return

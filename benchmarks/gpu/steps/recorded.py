@@ -112,9 +112,18 @@ def compare(step: StepContext, trace: Trace, own: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    step = start(argument_parser(__doc__).parse_args())
+    flags = argument_parser(__doc__)
+    flags.add_argument("--steps", type=int, default=20, help="steps of the job")
+    args = flags.parse_args()
+    step = start(args)
     path, results = removed(step.out / "profile.ebb"), step.out / "profile.results.json"
-    job: list[str | Path] = [sys.executable, JOB, *(TINY if step.rehearse else []), "--results", results]
+    job: list[str | Path] = [
+        sys.executable,
+        JOB,
+        *(TINY if step.rehearse else ["--steps", str(args.steps)]),
+        "--results",
+        results,
+    ]
     # With an end of the iterations the slices have no pauses: all known copies are in one.
     ebbtide("profile", "--transfers", "--iterations", "0:1000", "--force", "-o", path, "--", *job)
     trace = open_trace(path)

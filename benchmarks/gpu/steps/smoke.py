@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from smoke_job import MODES, REFERENCE, REMAINDER, budget_bytes
-from step import ROOT, STEPS, StepContext, argument_parser, build_extensions, run_part, start
+from step import ROOT, STEPS, StepContext, argument_parser, run_part, start
 
 PARAMS, TINY_PARAMS = 20_000_000, 200_000
-LIMIT_S, REHEARSAL_LIMIT_S, AT_ONCE = 90.0, 300.0, 4
+LIMIT_S, REHEARSAL_LIMIT_S, PROBE_LIMIT_S, AT_ONCE = 60.0, 300.0, 20.0, 4
 TOOLS = ("memcheck", "racecheck")
+# Whether a tool works with a device at all.
+PROBE = "import torch; torch.ones(1, device='cuda').add_(1).item(); print('{}')"
 # An epoch with late updates may take so much longer than one without.
 EPOCH_RATIO, EPOCH_SLACK_S = 1.2, 0.3
 # For rounding to blocks of torch's allocator, in addition to the budget.
@@ -28,19 +30,31 @@ def run(name: str, step: StepContext) -> dict[str, Any]:
     """Run a part and return its result."""
     params = TINY_PARAMS if step.rehearse else PARAMS
     limit = min(REHEARSAL_LIMIT_S if step.rehearse else LIMIT_S, step.left_s() - 2)
-    if name == "deepspeed-build":
-        return build_extensions(limit)
     tool = name.removeprefix("kernels-")
     if tool == name:
         return run_part([STEPS / "smoke_job.py", name, "--params", str(params)], limit)
     # So that each tensor is an allocation of its own, whose end the tool knows.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    under: list[str] = []
+    return run_kernels(step, tool, limit, environment)
+
+
+def run_kernels(step: StepContext, tool: str, limit: float, environment: dict[str, str]) -> dict[str, Any]:
+    """Compare the kernels under a tool of compute-sanitizer, without it where it is not there or refuses the device."""
+    job = [STEPS / "smoke_job.py", "kernels"]
+    refusal = "it is not installed or there is no GPU"
     if shutil.which("compute-sanitizer") and torch.cuda.is_available():
         log = step.out / f"smoke-{tool}.log"
-        under = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--log-file", str(log)]
-    result = run_part([STEPS / "smoke_job.py", "kernels"], limit, under, **environment)
-    return {**result, "under": under[0] if under else None}
+        under = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--log-file"]
+        result = run_part(job, limit, [*under, str(log)], **environment)
+        if "why" not in result:
+            return {**result, "under": under[0]}
+        # A tool that fails with a program that is right refuses the device.
+        probe = run_part(["-c", PROBE], min(PROBE_LIMIT_S, step.left_s() - 2), [*under, f"{log}.probe"], **environment)
+        if "why" not in probe:
+            return {**result, "under": under[0]}
+        refusal = probe["why"]
+    limit = min(limit, step.left_s() - 2)
+    return {**run_part(job, limit, **environment), "under": None, "refused": refusal}
 
 
 def check(step: StepContext, parts: dict[str, Any]) -> None:
@@ -72,8 +86,8 @@ def check(step: StepContext, parts: dict[str, Any]) -> None:
     peaks = [run["state_peak_bytes"] for run in runs if run["state_peak_bytes"] is not None]
     within = all(peak <= budget_bytes(PARAMS) + SLACK_BYTES for peak in peaks)
     step.check("state on the device within its budget", within if peaks else None)
-    unchecked = [tool for tool in TOOLS if not parts.get(f"kernels-{tool}", {}).get("under")]
-    step.check("kernels ran under compute-sanitizer", None if unchecked else True)
+    kernels = [part for name, part in parts.items() if name.startswith("kernels-")]
+    step.check("kernels ran under compute-sanitizer", all(part.get("under") for part in kernels) or None)
 
 
 def _digests(part: dict[str, Any]) -> set[str]:
@@ -81,11 +95,15 @@ def _digests(part: dict[str, Any]) -> set[str]:
 
 
 def main() -> None:
-    step = start(argument_parser(__doc__).parse_args())
+    flags = argument_parser(__doc__)
+    flags.add_argument("--tool", action="append", choices=TOOLS, help="only this one of compute-sanitizer; repeatable")
+    args = flags.parse_args()
+    step = start(args)
     # So that `tests` can be imported.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # The longest first.
-    names = ["deepspeed-build", *(f"kernels-{tool}" for tool in (TOOLS if torch.cuda.is_available() else TOOLS[:1]))]
+    tools = (args.tool or TOOLS)[: None if torch.cuda.is_available() else 1]
+    names = [f"kernels-{tool}" for tool in tools]
     names += ["graph", "fork", *MODES, "direct-read", "deterministic"]
     parts: dict[str, Any] = {}
     at_once = AT_ONCE if (os.cpu_count() or 1) >= 2 * AT_ONCE else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -32,6 +33,8 @@ for name in ("CPUAdamBuilder", "ShareMemCommBuilder"):
         builder.load(verbose=False)
 print("{}")
 """
+# Variable with the name of the call of run.py that a step belongs to.
+CALL = "EBBTIDE_BENCHMARK_CALL"
 # What DeepSpeed compiles, unless TORCH_EXTENSIONS_DIR is set.
 EXTENSIONS = Path(tempfile.gettempdir()) / f"ebbtide-gpu-extensions-{os.getuid()}"
 
@@ -151,12 +154,24 @@ def ebbtide(*words: str | Path) -> str:
 def build_extensions(limit_s: float) -> dict[str, Any]:
     """Compile what DeepSpeed otherwise compiles at its first use. Returns the result as `run_part` does.
 
+    Once in a call of run.py: who asks while it compiles waits for it, and later ones get the same result.
     Nothing else compiles into the folder of these benchmarks, so that a lock there is that of a killed process.
     """
-    for lock in EXTENSIONS.rglob("lock"):
-        lock.unlink(missing_ok=True)
-    # Without the current folder on sys.path, whatever lies there.
-    return run_part(["-P", "-c", BUILD], limit_s)
+    call = os.environ.get(CALL)
+    EXTENSIONS.mkdir(parents=True, exist_ok=True)
+    with (EXTENSIONS / "built.json").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        built = json.loads(file.read() or "{}")
+        if call is not None and built.get("call") == call:
+            return {**built["result"], "seconds": 0.0}
+        for lock in EXTENSIONS.rglob("lock"):
+            lock.unlink(missing_ok=True)
+        # Without the current folder on sys.path, whatever lies there.
+        result = run_part(["-P", "-c", BUILD], limit_s)
+        file.truncate(0)
+        file.write(json.dumps({"call": call, "result": result}))
+    return result
 
 
 def load(path: Path) -> Any:

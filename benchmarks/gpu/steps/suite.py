@@ -20,10 +20,13 @@ def outcomes(file: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    step = start(argument_parser(__doc__).parse_args())
+    flags = argument_parser(__doc__)
+    flags.add_argument("--file", default="test_*.py", help="pattern of the names of their files (default: test_*.py)")
+    args = flags.parse_args()
+    step = start(args)
     # Only these files: others import packages that a GPU machine may lack.
     files: list[str | Path] = [
-        file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()
+        file for file in sorted((ROOT / "tests").rglob(args.file)) if "mark.gpu" in file.read_text()
     ]
     results = step.out / "suite.xml"
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]

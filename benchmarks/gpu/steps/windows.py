@@ -60,12 +60,15 @@ def run_job(step: StepContext, name: str, options: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    step = start(argument_parser(__doc__).parse_args())
+    flags = argument_parser(__doc__)
+    flags.add_argument("--run", action="append", choices=list(RUNS), help="only this one; repeatable")
+    args = flags.parse_args()
+    step = start(args)
     runs: dict[str, Any] = {}
     failed: dict[str, str] = {}
-    for name, options in RUNS.items():
+    for name in args.run or RUNS:
         try:
-            runs[name] = run_job(step, name, options)
+            runs[name] = run_job(step, name, RUNS[name])
         except SystemExit as error:
             failed[name] = str(error)
         step.add(runs=runs, failed=failed)
