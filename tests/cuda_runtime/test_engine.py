@@ -16,3 +16,15 @@ def test_random_jobs__have_the_bits_of_the_plain_job_without_races(on_stand_in: 
 @pytest.mark.parametrize("mode", ["none", "forward", "both", "layers"])
 def test_failing_calls__leave_the_bits_of_the_plain_job_or_an_error(on_stand_in: OnStandIn, mode: str) -> None:
     on_stand_in(["-m", "tests.cuda_runtime.failing_calls", mode, "30", str(FAILING_RUNS)])
+
+
+@pytest.mark.parametrize("kind", ["streams", "for-job", "host"])
+def test_races__are_reported_where_a_wait_is_left_out(on_stand_in: OnStandIn, kind: str) -> None:
+    done = on_stand_in(["-m", "tests.cuda_runtime.mutations", kind, "both"], jitter_us=1000, seed=1, order=1)
+    assert " 0 races" not in done.stdout
+    assert "cuda_runtime: race" in done.stderr
+
+
+def test_races__are_none_where_nothing_is_left_out(on_stand_in: OnStandIn) -> None:
+    done = on_stand_in(["-m", "tests.cuda_runtime.mutations", "nothing", "both"], jitter_us=1000, seed=1, order=1)
+    assert done.stdout.strip() == "right 0 races, 0 errors"
