@@ -206,9 +206,9 @@ class WorkQueue:
         """Let a thread call a function."""
         if not self._end.alive:
             raise EngineError(f"the threads {self._name} have ended")
-        task = QueuedCall(functools.partial(call, *args, **kwargs))
-        self.put(task.run)
-        return task
+        queued = QueuedCall(functools.partial(call, *args, **kwargs))
+        self.put(queued.run)
+        return queued
 
     def close(self) -> None:
         """Do all work and end the threads."""

@@ -1,7 +1,7 @@
 """Judge random jobs on the stand-in: python -m tests.cuda_runtime -m tests.cuda_runtime.random_jobs SEED [JOBS]"""
 
 import sys
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from tests.cuda_runtime import runtime
 from tests.interleave.engine.compile_once import compile_once
 from tests.interleave.engine.grid.draw import draw_job
 from tests.interleave.engine.grid.job import Job
-from tests.interleave.engine.grid.judge import Tally, judge, quiet
+from tests.interleave.engine.grid.judge import judge_all, quiet
 
 # Their kernels belong to libraries that are not here.
 NOT_HERE = ("gru", "lstm")
@@ -48,23 +48,18 @@ def _with_weights_on_host(job: Job) -> Job:
     return replace(job, storage=False, faults=faults, edits=edits, kinds=kinds, clipping=None)
 
 
+def draw_on_device(seeds: range) -> Iterator[Job]:
+    """Yield the jobs of seeds; end the process where the one before had a race."""
+    for seed in seeds:
+        yield on_device(draw_job(seed))
+        if runtime.race_count():
+            sys.exit(f"seed {seed}: operations touched the same bytes without an order")
+
+
 def main(first: int = 0, jobs: int = 1) -> None:
     quiet()
     compile_once()
-    tally, start_s = Tally(), time.perf_counter()
-    for seed in range(first, first + jobs):
-        job = on_device(draw_job(seed))
-        verdict = judge(job)
-        if jobs == 1:
-            print(job, verdict.kind, verdict.detail, sep="\n")
-        tally.add(job, verdict)
-        if not verdict.is_right:
-            print(tally.failures[-1], flush=True)
-        if runtime.race_count():
-            sys.exit(f"seed {seed}: operations touched the same bytes without an order")
-    print(dict(tally.verdicts), f"{time.perf_counter() - start_s:.0f} s")
-    for message, count in tally.refusals.most_common():
-        print(count, message)
+    tally = judge_all(draw_on_device(range(first, first + jobs)), prints_each=jobs == 1)
     if tally.failures:
         sys.exit(1)
 

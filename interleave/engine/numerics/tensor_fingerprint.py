@@ -125,9 +125,10 @@ def _of_host(words: torch.Tensor) -> torch.Tensor:
     else:
         blocks = -(-len(array) // BLOCK)
         first = [blocks * number // threads for number in range(threads + 1)]
-        tasks = [
-            _threads(threads).submit(sum_blocks, array[begin * BLOCK : end * BLOCK], low, high, _FACTOR, begin)
+        pool = _threads(threads)
+        queued = [
+            pool.submit(sum_blocks, array[begin * BLOCK : end * BLOCK], low, high, _FACTOR, begin)
             for begin, end in pairwise(first)
         ]
-        sums = sum(task.result() for task in tasks)
+        sums = sum(each.result() for each in queued)
     return torch.from_numpy(sums.view(np.int64))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -168,6 +169,23 @@ class Tally:
         return self.verdicts["refused"] / max(1, self.verdicts.total())
 
 
+def judge_all(jobs: Iterable[Job], prints_each: bool = False) -> Tally:
+    """Judge jobs; print failures as they come, then counts of verdicts and refusals, and times."""
+    tally, start_s, cpu_s = Tally(), time.perf_counter(), time.process_time()
+    for job in jobs:
+        verdict = judge(job)
+        if prints_each:
+            print(job, verdict.kind, verdict.detail, sep="\n")
+        tally.add(job, verdict)
+        if not verdict.is_right:
+            print(tally.failures[-1], flush=True)
+    wall_s, own_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+    print(dict(tally.verdicts), f"{wall_s:.0f} s, CPU {own_s:.0f} s")
+    for message, count in tally.refusals.most_common():
+        print(count, message)
+    return tally
+
+
 def values_of(job: Job) -> Iterable[tuple[str, Any]]:
     """Return options and their values; those of events and layers are their kinds."""
     for name in ("rule", "policy", "overlap", "gradients", "master", "storage", "weights", "activations", "autocast"):
@@ -181,7 +199,9 @@ def report(job: Job, verdict: Verdict) -> str:
     """Return what failed, the smallest job that still does, and the command that repeats it."""
     smallest = shrink(job, verdict.kind)
     detail = judge(smallest).detail or verdict.detail
-    command = f"python -m tests.interleave.engine.grid {job.seed}"
+    on_gpu = "tests.cuda_runtime -m tests.cuda_runtime.random_jobs"
+    module = on_gpu if job.device == "cuda" else "tests.interleave.engine.grid"
+    command = f"python -m {module} {job.seed}"
     return f"{verdict.kind}: {detail}\n  {smallest}\n  repeat with: {command}"
 
 

@@ -11,7 +11,7 @@ from tests.interleave.engine.grid.draw import draw_job
 from tests.interleave.engine.grid.edits import EDITS
 from tests.interleave.engine.grid.faults import FAULTS
 from tests.interleave.engine.grid.job import Event, Job
-from tests.interleave.engine.grid.judge import Tally, first_difference, shrink
+from tests.interleave.engine.grid.judge import first_difference, judge_all, shrink
 from tests.interleave.engine.grid.models import LAYERS
 from tests.interleave.engine.grid.training import Results
 
@@ -23,21 +23,12 @@ JOBS_BY_DEFAULT = 24
 REFUSED_SHARE = 0.15
 
 
-def run_jobs(seeds: range) -> Tally:
-    tally = Tally()
-    for seed in seeds:
-        job = draw_job(seed)
-        tally.add(job, judge.judge(job))
-    print(dict(tally.verdicts), dict(tally.refusals))
-    return tally
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_jobs__have_the_bits_of_the_plain_job_or_end_in_an_error(part: int) -> None:
     """Errors are few: not everything is refused."""
     count = examples(JOBS, by_default=JOBS_BY_DEFAULT) // PARTS
-    tally = run_jobs(range(part * count, (part + 1) * count))
+    tally = judge_all(map(draw_job, range(part * count, (part + 1) * count)))
     assert tally.failures == []
     assert tally.refused_share <= max(REFUSED_SHARE, 2.5 / count)
     if FUZZ > 1:
