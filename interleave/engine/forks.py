@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,6 +16,9 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 from ebbtide.interleave.engine.errors import EngineError
 
 log = logging.getLogger("ebbtide")
+
+# Time after which a wait looks at the state again.
+_LOOK_S = 0.1
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,6 +129,30 @@ class Completion:
         return self.is_set
 
 
+class ForkCondition(threading.Condition):
+    """A condition with a `fork_lock`. A signal handler may use it while its thread waits or notifies."""
+
+    def __init__(self) -> None:
+        super().__init__(fork_lock())
+
+    def wait_for(self, predicate: Callable[[], T]) -> T:  # type: ignore[override]
+        """Wait until a function returns a true value, and return it."""
+        # A handler that waits, after this has looked and before it is among those that are notified, lets others
+        # change the state: nobody would notify it.
+        while not (result := predicate()):
+            self.wait(_LOOK_S)
+        return result
+
+    def notify_all(self) -> None:
+        """Wake all that wait. The lock is acquired."""
+        # That of `threading` raises IndexError where a handler notifies in the middle of it.
+        for waiter in tuple(self._waiters):  # type: ignore[attr-defined]
+            with suppress(RuntimeError):
+                waiter.release()
+            with suppress(ValueError):
+                self._waiters.remove(waiter)  # type: ignore[attr-defined]
+
+
 class QueuedCall(Generic[T]):
     """A call on another thread, with its result or its exception."""
 
@@ -225,7 +253,7 @@ class WorkQueue:
             for _ in threads:
                 self._queue.put(barrier.wait)
             # Another thread may close it meanwhile.
-            while all(thread.is_alive() for thread in threads) and not are_idle.wait(0.1):
+            while all(thread.is_alive() for thread in threads) and not are_idle.wait(_LOOK_S):
                 pass
 
     def after_fork(self, in_child: bool) -> None:

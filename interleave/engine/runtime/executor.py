@@ -14,7 +14,7 @@ from typing import Any
 
 from ebbtide.interleave.engine.devices.device import Mark, Stream, Streams
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.forks import fork_lock
+from ebbtide.interleave.engine.forks import ForkCondition
 from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun
 from ebbtide.interleave.model.plan import RESOURCES, STEP, STORAGE_RESOURCES, Op, Plan
 
@@ -45,7 +45,7 @@ class Executor:
         self._fits = fits
         self._end = end
         self._run: PlanRun | None = None
-        self._changed = threading.Condition(fork_lock())
+        self._changed = ForkCondition()
         self._busy = 0
         self._error: BaseException | None = None
         self._closed = False

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -276,16 +277,18 @@ def test_fork__in_a_signal_handler_within_a_step_is_whole(in_flight: str, tmp_pa
     def on_signal(*_: Any) -> None:
         answers.append(forked(job.fingerprint))
 
-    before = signal.signal(signal.SIGALRM, on_signal)
+    # Not that of an alarm, by which pytest ends a test that hangs.
+    before = signal.signal(signal.SIGUSR1, on_signal)
     try:
-        for delay_s in (0.001, 0.004, 0.01):
-            signal.setitimer(signal.ITIMER_REAL, delay_s)
+        for number, delay_s in enumerate((0.001, 0.004, 0.01), 1):
+            timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
             job.iterate()
-        while len(answers) < 3:
-            signal.pause()
+            timer.join()
+            while len(answers) < number:
+                time.sleep(0.001)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGUSR1, before)
     assert all(result for result, _ in answers)
     job.close()
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -386,3 +389,30 @@ def test_finish__completes_the_step_after_an_interrupt(fails: bool) -> None:
         assert ended == ([0] if fails else [0, 1])
         with pytest.raises(EngineError, match="no plan"):
             executor.finish()
+
+
+@pytest.mark.parametrize("line", range(60))
+def test_wait__ends_where_a_signal_handler_forks_at_any_line_of_it(line: int) -> None:
+    """The handler waits for operations in flight: their end must not be missed by a wait that is about to begin."""
+    may_end, lines = threading.Event(), itertools.count()
+
+    def fork_at_line(_frame: Any, event: str, _value: Any) -> Any:
+        if event == "line" and next(lines) == line:
+            may_end.set()
+            with executor.paused():
+                pass
+        return fork_at_line
+
+    # For lines that the wait does not reach before the operation ends.
+    timer = threading.Timer(0.1, may_end.set)
+    with executing(lambda _: may_end.wait() and None) as executor:
+        executor.begin(plan_of(op("cpu")))
+        executor.advance_to(OTHER)
+        timer.start()
+        sys.settrace(fork_at_line)
+        try:
+            assert executor.wait(lambda run: not run.remaining)
+        finally:
+            sys.settrace(None)
+        executor.finish()
+        timer.join()
