@@ -1,74 +1,36 @@
-"""Show what a change alters in the output of the commands that read traces.
+"""Show what a change alters in the outputs of ebbtide.
 
-    python benchmarks/same_output.py -o FOLDER [TRACE...]
-    python benchmarks/same_output.py --compare BEFORE AFTER
+    python benchmarks/same_output.py [--scope quick|whole] [--only TEXT] [--part I/N]
+    python benchmarks/same_output.py --store [--scope quick|whole]
 
-The first runs each command with `--json` on each trace (those of `traces/` unless some are named) and writes a file
-per command and trace: its JSON with sorted keys, or the line of its error. The second prints each path that differs:
-`-` it is gone, `+` it is new, `~` its value is another one. Floats may differ by a relative 1e-9. It ends with status 1
-if a path is gone or has another value.
+The first makes each output (`output_cases.py`: commands as screens and as JSON, plots as drawing commands, plans with
+the times of their operations, and bits of training jobs) and compares its digest with that in `goldens/`. Where
+digests differ and the values of the named commit are in `.goldens/`, it prints each path that differs: `-` it is gone,
+`+` it is new, `~` its value is another one; numbers may differ by a relative 1e-12. It ends with status 1 if anything
+differs. The second stores digests and values of the present code.
+
+Values of the commit that `goldens/` names: check it out, and run the second there. Bits of training jobs depend on
+the kind of CPU and the release of torch: they are compared where both are those of the digests.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
+import hashlib
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ebbtide.cli import run
-
 ROOT = Path(__file__).parents[1]
-MACHINE = "h100-80gb-sxm-published"
-# Name of the output -> words of the command, where T is the trace and NEXT the trace after it.
-COMMANDS = {
-    "summary": "summary T",
-    "windows": "windows T",
-    "windows-4GiB": "windows T --min-bytes 4GiB",
-    "memory": "memory T",
-    "memory-peak": "memory T --at peak",
-    "link": "link T",
-    "steps": "steps T --subgroups",
-    "iterations": "iterations T",
-    "iterations-by-rank": "iterations T --by-rank",
-    "activity": "activity T",
-    "findings": "findings T",
-    "diff": "diff T NEXT",
-    "replay": f"replay T --machine {MACHINE} --explain",
-    "recommend-own-machine": "replay T --recommend",
-    "recommend": f"replay T --machine {MACHINE} --recommend",
-    "plan": "plan T --machine h100-80gb a100-40gb-pcie",
-}
-TOLERANCE = 1e-9
-
-
-def output_of(words: list[str]) -> str:
-    """Return the JSON of a command with sorted keys, or its status and the last line of its error."""
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with redirect_stdout(stdout), redirect_stderr(stderr):
-        status = run([*words, "--json"])
-    if status:
-        return json.dumps({"status": status, "error": stderr.getvalue().strip().rpartition("\n")[2]}, indent=1)
-    return json.dumps(json.loads(stdout.getvalue()), indent=1, sort_keys=True)
-
-
-def write_outputs(traces: list[str], folder: Path) -> None:
-    """Write the output of each command for each trace to a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for trace, after in pairwise([*traces, traces[0]]):
-        start = time.perf_counter()
-        for name, command in COMMANDS.items():
-            words = [{"T": trace, "NEXT": after}.get(word, word) for word in command.split()]
-            (folder / f"{Path(trace).stem}.{name}.json").write_text(output_of(words) + "\n")
-        print(f"{trace}: {time.perf_counter() - start:.1f} s", flush=True)
+GOLDENS, VALUES = ROOT / "benchmarks" / "goldens", ROOT / ".goldens"
+TOLERANCE = 1e-12
 
 
 def differences(before: Any, after: Any, path: str) -> Iterator[str]:
@@ -88,32 +50,79 @@ def differences(before: Any, after: Any, path: str) -> Iterator[str]:
         yield f"~ {path}: {before!r} -> {after!r}"
 
 
-def compare(before: Path, after: Path) -> int:
-    """Print the differences of two folders; return 1 if a path of the first is gone or has another value."""
-    folders = [
-        {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")} for folder in (before, after)
-    ]
-    lines = list(differences(*folders, ""))
-    print("\n".join([*lines, f"{len(lines)} paths differ in {len(folders[0])} outputs"]))
-    return int(any(not line.startswith("+") for line in lines))
+def parsed(text: str) -> Any:
+    """Return the value of an output: JSON, or the lines of a picture."""
+    return text.splitlines() if text.startswith("<") else json.loads(text)
+
+
+def digest(text: str) -> str:
+    """Return the digest of an output."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def machine() -> str:
+    """Return what bits of training jobs depend on."""
+    import torch
+
+    return f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+
+
+def compare(name: str, text: str, golden: str | None, values: Path) -> list[str]:
+    """Return a line for each difference of an output from its golden one."""
+    if golden is None:
+        return [f"+ {name}"]
+    if digest(text) == golden:
+        return []
+    stored = values / name
+    if not stored.exists():
+        return [f"~ {name}: its digest differs, and there are no values to compare with"]
+    return list(differences(parsed(stored.read_text()), parsed(text), name))
+
+
+def commit() -> str:
+    """Return the commit that is checked out."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> int:
-    """Write outputs, or compare two folders of them."""
+    """Compare outputs with the golden ones, or store them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="*")
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
-    arguments = parser.parse_args()
-    if arguments.compare is not None:
-        return compare(*arguments.compare)
-    if arguments.output is None:
-        parser.error("name a folder with -o, or two with --compare")
-    output = arguments.output.absolute()
-    # Outputs name their traces: relative, so that folders of two checkouts can be compared.
+    parser.add_argument("--scope", choices=("quick", "whole"), default="quick")
+    parser.add_argument("--store", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--part", default="1/1")
+    options = parser.parse_args()
+    # Screens have the same width everywhere, and pictures the same names of their elements.
+    os.environ |= {"COLUMNS": "80", "NO_COLOR": "1"}
     os.chdir(ROOT)
-    write_outputs(arguments.traces or sorted(f"traces/{path.name}" for path in Path("traces").glob("*.ebb")), output)
-    return 0
+    from output_cases import SCOPES, cases
+
+    part, parts = map(int, options.part.split("/"))
+    chosen = (case for case in cases(SCOPES[options.scope]) if options.only in case.name)
+    file = GOLDENS / f"{options.scope}.json"
+    golden = json.loads(file.read_text()) if file.exists() else {"commit": commit(), "machine": machine(), "digests": {}}
+    values = VALUES / golden["commit"][:12]
+    if options.store:
+        golden = {"commit": commit(), "machine": machine(), "digests": {}}
+        values = VALUES / golden["commit"][:12]
+        values.mkdir(parents=True, exist_ok=True)
+    is_comparable = golden["machine"] == machine()
+    count, lines, start = 0, [], time.perf_counter()
+    for case in islice(chosen, part - 1, None, parts):
+        if case.name.startswith("job-") and not is_comparable:
+            continue
+        text, count = case.make(), count + 1
+        if options.store:
+            golden["digests"][case.name] = digest(text)
+            (values / case.name).write_text(text)
+            continue
+        for line in compare(case.name, text, golden["digests"].get(case.name), values):
+            print(line, flush=True)
+            lines.append(line)
+    if options.store:
+        file.write_text(json.dumps(golden, indent=0) + "\n")
+    print(f"{count} outputs, {len(lines)} differences, {time.perf_counter() - start:.0f} s")
+    return int(bool(lines))
 
 
 if __name__ == "__main__":
