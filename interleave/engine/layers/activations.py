@@ -159,7 +159,6 @@ class OffloadedActivations(MovedLayers):
             self._pass = LayerPass(
                 transfers,
                 orders,
-                device_type,
                 self._order,
                 kind.end_pass,
                 own,
