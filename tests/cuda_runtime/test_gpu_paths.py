@@ -185,6 +185,31 @@ for options in ({"weights": "streamed"}, {"activations": "offload"}, {"activatio
     assert all(map(torch.equal, expected, gradients(**options))), options
 """
 
+INPUT_ON_THE_HOST = """
+import torch
+from ebbtide.interleave import offload_activations
+
+class Layer(torch.nn.Linear):
+    def forward(self, lengths, x):
+        return torch.nn.functional.gelu(super().forward(x))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(torch.tensor([len(x)]), x)
+        return x
+
+model = Model().cuda()
+moved = offload_activations(model, activations="offload")
+for _ in range(4):
+    model(torch.ones(8, 64, device="cuda")).sum().backward()
+assert moved._transfers.device.torch_device.type == "cuda"
+"""
+
 
 def test_streamed_weights__may_be_written_after_each_pass(on_stand_in: OnStandIn) -> None:
     on_stand_in(WRITE_AFTER_FORWARD, gbps=0.01)
@@ -205,3 +230,7 @@ def test_layers__of_several_devices_are_left_alone_or_refused(on_stand_in: OnSta
 def test_layers__with_branches_on_two_streams_have_the_same_bits_without_races(on_stand_in: OnStandIn) -> None:
     done = on_stand_in(BRANCHES, jitter_us=1000, seed=1, order=1)
     assert "race" not in done.stderr, done.stderr[-2000:]
+
+
+def test_activations__move_where_the_first_input_of_layers_is_on_the_host(on_stand_in: OnStandIn) -> None:
+    on_stand_in(INPUT_ON_THE_HOST)
