@@ -91,8 +91,10 @@ class GpuClock:
             self._free_events[mark.device].append(mark.event)
 
     def finished_spans(self) -> Iterator[DeviceSpan]:
-        """Yield the spans that the device has passed since the last call, in the order in which they were added."""
-        if not self._usable():
+        """Yield the spans that the device has passed since the last call, in the order in which they were added.
+        Nothing on a thread without marks: CUDA would make it a context on device 0, and a capture elsewhere would
+        fail."""
+        if _thread.get_ident() not in self._threads or not self._usable():
             return
         for device, anchor in list(self._new_anchors.items()):
             if anchor.event.query():
@@ -108,8 +110,7 @@ class GpuClock:
             self._free_events[device] += (start.event, end.event)
 
     def drain(self, seconds: float) -> Iterator[DeviceSpan]:
-        """Poll `finished_spans` for at most `seconds`: yields the last phases of a job that ends. Nothing on a thread
-        without marks: CUDA would make it a context on device 0, and a capture elsewhere would fail."""
+        """Poll `finished_spans` for at most `seconds`: yields the last phases of a job that ends."""
         if _thread.get_ident() not in self._threads:
             return
         deadline = time.monotonic() + seconds

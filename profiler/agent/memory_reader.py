@@ -82,7 +82,11 @@ class MemoryReader:
 
     def _read_cuda(self, device: int) -> list[Reading]:
         """Read torch's caching allocator on a device, and pinned memory if torch counts it."""
-        stats = self._bindings._cuda_memoryStats(device)
+        try:
+            stats = self._bindings._cuda_memoryStats(device)
+        except RuntimeError:
+            # A pluggable allocator keeps none.
+            return []
         readings = [
             (ALLOCATED, device, stats["allocated_bytes"]["all"]["current"]),
             (RESERVED, device, stats["reserved_bytes"]["all"]["current"]),

@@ -19,6 +19,10 @@ _SETTLED_ITERATION = 2
 _MAX_ERRORS = 3
 _MAX_FIRST = 3
 _MAX_MESSAGE = 2000
+_NOT_OBSERVED_NOTE = (
+    "out-of-memory errors are recorded from exceptions alone: the job's CUDA allocator is not torch's own, and does "
+    "not report them"
+)
 
 
 def attach_memory_records(recorder: Recorder, torch: Any, options: Options) -> None:
@@ -107,7 +111,11 @@ class OutOfMemoryWatch:
         attach = getattr(self._torch._C, "_cuda_attach_out_of_memory_observer", None)
         if not self._attached and attach is not None and self._torch.cuda.is_initialized():
             self._attached = True
-            attach(self.observe)
+            try:
+                attach(self.observe)
+            except RuntimeError:
+                # Another allocator than torch's own: cudaMallocAsync, or a pluggable one.
+                self._recorder.job_info.note(_NOT_OBSERVED_NOTE)
 
     def observe(self, device: int, requested: int, total: int, free: int) -> None:
         """Record an allocation that failed. Called by torch inside of it, on any thread; never raises."""

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -173,3 +174,52 @@ def test_memory_at_oom__and_metrics_have_the_figures_of_torch(on_stand_in: OnSta
     # Before it raises, torch gives cached memory back.
     assert allocated + inputs <= answer["reserved_bytes"] <= reserved + inputs
     assert answer["free_bytes"] == capacity - answer["reserved_bytes"]
+
+
+PLUGGABLE = """
+#include <stddef.h>
+int cudaMalloc(void **, size_t);
+int cudaFree(void *);
+void *take(size_t bytes, int device, void *stream) {
+    void *memory = NULL;
+    cudaMalloc(&memory, bytes);
+    return memory;
+}
+void give(void *memory, size_t bytes, int device, void *stream) { cudaFree(memory); }
+"""
+SHORT_TRAINING = """
+import sys
+
+import torch
+
+if len(sys.argv) > 1:
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(sys.argv[1], "take", "give")
+    torch.cuda.memory.change_current_allocator(allocator)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("allocator", ["backend:cudaMallocAsync", "pluggable"])
+def test_profile__records_jobs_with_another_allocator(
+    on_stand_in: OnStandIn, allocator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, path, library = tmp_path / "job.py", tmp_path / "run.ebb", tmp_path / "pluggable.so"
+    job.write_text(SHORT_TRAINING)
+    arguments = []
+    if allocator == "pluggable":
+        (tmp_path / "pluggable.c").write_text(PLUGGABLE)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "pluggable.c"], check=True)
+        arguments = [str(library)]
+    else:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    options = ["--iterations", "0:100", "-o", str(path)]
+    on_stand_in(["-m", "ebbtide", "profile", *options, "--", sys.executable, str(job), *arguments])
+    trace = open_trace(path)
+    assert trace.phases(0)["iteration"].nunique() == 4
+    assert any("allocator is not torch's own" in note for note in trace.notes)

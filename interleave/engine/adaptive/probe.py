@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -53,12 +54,15 @@ def probe(
     half = torch.zeros(cpu_params, dtype=torch.bfloat16, device="cpu")
     own = Subgroup(params, torch.bfloat16, (), torch.bfloat16, rule=rule)
     host_states = [device.allocate_host((state_elements(own),), torch.float32) for _ in range(2)]
-    device_states = [device.allocate_state(state_elements(own), 1).view(-1) for _ in range(2)]
-    scratch = device.allocate_state(params, 2)
-    device_grad, device_out = (row.view(torch.bfloat16)[:params] for row in scratch[:2])
+    blocks = ExitStack()
+
+    def allocate(params: int, rows: int) -> torch.Tensor:
+        block = device.allocate_state(params, rows)
+        blocks.callback(device.release, block)
+        return block
+
     nbytes = host_states[0].nbytes
     state, out = _host_state(rule, cpu_params), half.clone()
-    updated = state_rows(device_states[0].view(state_shape(own)), own)
 
     def update_on_cpu() -> None:
         kernel.update(half, state, out, scalars, rule=rule)
@@ -78,7 +82,10 @@ def probe(
         device.update([TensorUpdate(device_grad, updated, device_out, scalars, rule)])
         device.record("gpu").synchronize()
 
-    try:
+    with blocks:
+        device_states = [allocate(state_elements(own), 1).view(-1) for _ in range(2)]
+        device_grad, device_out = (row.view(torch.bfloat16)[:params] for row in allocate(params, 2))
+        updated = state_rows(device_states[0].view(state_shape(own)), own)
         for device_state in device_states:
             copy_now(device, "h2d", [(host_states[0], device_state)])
         copy_now(device, "h2d", [(half[:params], device_grad)])
@@ -91,9 +98,6 @@ def probe(
         # As many copies as take about as long as the update.
         copies = max(1, int(cpu_s / max(h2d_s, d2h_s)))
         together_s = _min_seconds(lambda: _run_at_once(update_on_cpu, copy("h2d", copies), copy("d2h", copies)))
-    finally:
-        for tensor in (*device_states, scratch):
-            device.release(tensor)
     traffic_bytes = one_pass_bytes * cpu_params + 2 * nbytes * copies
     longest_s = max(cpu_s, copies * h2d_s, copies * d2h_s)
     slowed_down = together_s > 1.2 * longest_s

@@ -82,7 +82,8 @@ class CudaMark:
     @property
     def time_s(self) -> float:
         """When the stream passed it, on the clock of time.perf_counter."""
-        return self._anchor.time_s(self.event)
+        with thread_setup(self._device):
+            return self._anchor.time_s(self.event)
 
 
 class CudaStreams:
@@ -202,6 +203,10 @@ class CudaDevice(CudaStreams, Device):
         self._used = 0
         self._job_memory = JobMemory()
         self._lock = threading.RLock()
+        try:
+            self.sample_memory()
+        except RuntimeError as error:
+            raise EngineError(f"the allocator of this process has no statistics: use torch's own ({error})") from error
 
     @property
     def torch_device(self) -> torch.device:
@@ -262,12 +267,17 @@ class CudaDevice(CudaStreams, Device):
                 target.copy_(source, non_blocking=True)
 
     def update(self, updates: Sequence[TensorUpdate]) -> None:
+        self._check_capture()
         with torch.cuda.device(self._device), torch.cuda.stream(self.stream("gpu")):
             try:
                 self._kernel.gpu_update(updates)
             except Exception as error:
                 # It was not compiled, or the launch was refused.
                 raise UpdateNotStarted(f"the update on the GPU could not start: {error}") from error
+
+    def share(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(self.stream("job"))
 
     def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
         return self._started(self._kernel.gpu_sums_of_squares, gradients)
@@ -291,10 +301,17 @@ class CudaDevice(CudaStreams, Device):
     def is_capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
 
+    def _check_capture(self) -> None:
+        if self.is_capturing():
+            raise EngineError(
+                "the optimizer's kernels cannot be captured in a CUDA graph: call optimizer.synchronize() before it"
+            )
+
     def _started(
         self, start: Callable[[Sequence[torch.Tensor]], Callable[[], list[T]]], tensors: Sequence[torch.Tensor]
     ) -> Callable[[], list[T]]:
         """Start a kernel, and return a function that waits for the results in any thread."""
+        self._check_capture()
         with self.thread_setup():
             results = start(tensors)
 

@@ -111,6 +111,11 @@ class Device(Streams, Protocol):
     def is_capturing(self) -> bool:
         """Return whether the calling thread captures its work in a CUDA graph instead of running it."""
 
+    def share(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor for the job's current stream, after the tensor is gone: the job may have
+        allocated it on another one."""
+        return
+
     def begin_iteration(self) -> None:
         """Use the training thread's current stream as `memory`, and set the drifting clock of marks again."""
         return

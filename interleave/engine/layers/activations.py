@@ -4,6 +4,7 @@ import math
 import operator
 import weakref
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,8 +102,10 @@ class OffloadedActivations(MovedLayers):
     def _begin_pass(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_KeptClaim | None":
         """Set the orders of a pass. Return the claim of the memory that it needs without orders."""
         tensors = tensors_in(args, kwargs)
-        # Parameters may be streamed from the host.
-        self._torch_device = next((one.device for one in tensors), self._torch_device)
+        # Parameters may be streamed from the host, and some inputs stay there.
+        devices = [one.device for one in tensors]
+        gpus = (device for device in devices if device.type != "cpu")
+        self._torch_device = next(chain(gpus, devices), self._torch_device)
         # The device is opened at the first pass: until then the model may move to it.
         transfers = self._transfers or self._open(self._given_device, self._torch_device)
         if self._is_left_by(self._weights):
@@ -159,7 +162,6 @@ class OffloadedActivations(MovedLayers):
             self._pass = LayerPass(
                 transfers,
                 orders,
-                device_type,
                 self._order,
                 kind.end_pass,
                 own,

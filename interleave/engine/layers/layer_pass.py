@@ -28,7 +28,6 @@ class LayerPass:
         self,
         transfers: StorageTransfers,
         orders: LayerOrders,
-        device_type: str,
         layers: Sequence[LayerForward],
         end: "Callable[[LayerPass], None]",
         own: Collection[int],
@@ -39,7 +38,7 @@ class LayerPass:
         self.orders = orders
         self._is_trial = is_trial
         self._transfers = transfers
-        self._device_type = device_type
+        self._torch_device = transfers.device.torch_device
         self._layers = layers
         self._end = end
         self._own = own
@@ -104,7 +103,7 @@ class LayerPass:
 
     def _moved_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Return the storage of a tensor on the device; None of parameters, and of what is more than its bytes."""
-        if tensor.device.type != self._device_type or not is_plain(tensor):
+        if tensor.device != self._torch_device or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         return None if self.is_own(storage._cdata) else storage
@@ -121,6 +120,9 @@ class LayerPass:
 
     def record(self) -> Mark:
         return self._transfers.device.record("job")
+
+    def wait(self, marks: Sequence[Mark]) -> None:
+        self._transfers.device.wait("job", marks)
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -173,9 +175,18 @@ class LayerPass:
             saved.check(self._layers[saved.layer].name)
             if saved.layer not in (self._backward_of, self._forward_of):
                 self._begin_backward(saved.layer)
-            if (storage := saved.storage) is not None and storage.hold() is None:
+            storage = saved.storage
+            if storage is not None and storage.hold() is None:
                 self._bring_back([storage], saved.layer)
-            return saved.get()
+            tensor = saved.get()
+            if storage is not None:
+                self._transfers.use(storage, tensor)
+            return tensor
+
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that was computed again, for whatever stream of the job uses it."""
+        self._transfers.device.share(tensor)
+        return tensor
 
     def _begin_backward(self, layer: int) -> None:
         before = self._backward_of

@@ -116,10 +116,11 @@ class HostArena:
 
     def take(self, nbytes: int) -> HostCopy:
         with self._lock:
-            self._free.sort(key=lambda block: block[0].nbytes)
-            for index, (memory, _) in enumerate(self._free):
-                if nbytes <= memory.nbytes <= self._slack * nbytes:
-                    return HostCopy(self, *self._free.pop(index))
+            # A collection may give blocks back at any line: they come to the end.
+            sizes = [memory.nbytes for memory, _ in self._free]
+            fitting = [index for index, size in enumerate(sizes) if nbytes <= size <= self._slack * nbytes]
+            if fitting:
+                return HostCopy(self, *self._free.pop(min(fitting, key=sizes.__getitem__)))
             if self._slack > 1:
                 self.release(nbytes)
             memory = self._device.allocate_host((nbytes,), torch.uint8)
@@ -143,9 +144,11 @@ class HostArena:
     def release(self, below_bytes: float = float("inf")) -> None:
         """Release free blocks that are smaller than a size."""
         with self._lock:
-            small = [block for block in self._free if block[0].nbytes < below_bytes]
-            self._free = [block for block in self._free if block[0].nbytes >= below_bytes]
-            for memory, marks in small:
+            blocks, self._free = self._free, []
+            for memory, marks in blocks:
+                if memory.nbytes >= below_bytes:
+                    self._free.append((memory, marks))
+                    continue
                 for mark in marks:
                     mark.synchronize()
                 self.allocated_bytes -= memory.nbytes

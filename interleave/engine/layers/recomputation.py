@@ -106,6 +106,8 @@ class Recomputation:
         self._buffers = {buffer.untyped_storage()._cdata for buffer in layer.module.buffers()}
         self._expected: list[_Print] = []
         self._again: list[_Print] | None = None
+        # Where the streams of the layer were after each of these.
+        self._ends: list[Mark] = []
         # Those of the storages of this forward, by place; they are held, since others could have the same place.
         self._prints: dict[Any, tuple[torch.Tensor, _Print]] = {}
         self._marks: list[Mark] = []
@@ -192,6 +194,7 @@ class Recomputation:
     def _compared(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self._again is not None
         self._again.append(self._print(tensor))
+        self._ends.append(self._one.record())
         return tensor
 
     def _print(self, tensor: torch.Tensor) -> _Print:
@@ -244,11 +247,12 @@ class Recomputation:
             if self._owner.on_difference == "error":
                 raise difference
             log.warning("ebbtide: layer %s: computing it again gives other values, which are used", self._layer.name)
-        return tensor
+        return self._one.share(tensor)
 
     def _forget(self) -> None:
         """Forget what an earlier backward has computed again."""
         self._again = None
+        self._ends.clear()
 
     def _error(self, difference: str) -> EngineError:
         self._owner.refuse(self._layer, f"computing it again {difference}")
@@ -260,6 +264,9 @@ class Recomputation:
     def _is_same(self) -> bool:
         """Return whether recomputation has saved the same bits; waits for the device."""
         assert self._again is not None
+        # Computing a layer again ends with what it saves last, before it lets its own streams meet.
+        self._one.wait(self._ends)
+        self._ends.clear()
         pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for expected, again in zip(self._expected, self._again, strict=False):
             *meta, one = expected

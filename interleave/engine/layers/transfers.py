@@ -4,8 +4,9 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +20,9 @@ _ALIGNMENT = 64
 NO_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 
 
+T = TypeVar("T")
+
+
 class SavedStorage:
     """A storage that layers have saved for the backward. All tensors in it share this object.
 
@@ -28,6 +32,7 @@ class SavedStorage:
         stays: Whether that layer keeps it on the device.
         keeper: The first layer that keeps what it has saved, of those that have saved this.
         host: Its copy; None before there is one.
+        arrival: The end of the copy that has brought it back; None while it is where the job has put it.
     """
 
     def __init__(self, storage: torch.UntypedStorage, first: tuple[int, int]) -> None:
@@ -38,6 +43,7 @@ class SavedStorage:
         self.keeper: int | None = None
         self.host: torch.Tensor | None = None
         self.host_copy: HostCopy | None = None
+        self.arrival: Mark | None = None
         self.put(storage)
 
     def put(self, storage: torch.UntypedStorage) -> None:
@@ -113,9 +119,13 @@ class StorageTransfers:
 
     def _claim(self, nbytes: int, is_needed: bool = True) -> None:
         """Claim device memory, and wait for copies to the host that free some, where there is too little."""
+        self._take(lambda: self.memory.claim(nbytes), is_needed)
+
+    def _take(self, take: Callable[[], T], is_needed: bool) -> T:
+        """Take device memory, and wait for copies to the host that free some, where there is too little."""
         while True:
             try:
-                return self.memory.claim(nbytes)
+                return take()
             except DeviceMemoryError:
                 # Compute does not wait for what is copied ahead.
                 down = next(
@@ -128,7 +138,7 @@ class StorageTransfers:
                         continue
                     # Cycles of references, as imports and errors leave them, may hold tensors.
                     gc.collect()
-                    return self.memory.claim(nbytes)
+                    return take()
                 self.land(down)
                 # Else it would hold the memory while the next claim is made.
                 del down
@@ -176,20 +186,27 @@ class StorageTransfers:
             pairs = []
             for one in missing:
                 assert one.host is not None
-                target = self.device.allocate_bytes(one.nbytes)
+                target = self._take(partial(self.device.allocate_bytes, one.nbytes), is_needed)
                 self.memory.count(target.untyped_storage())
                 uncounted_bytes -= one.nbytes
                 pairs.append((one.host, target))
             copies = [one.host_copy for one in missing if one.host_copy is not None]
-            self.issue("h2d", pairs, copies, missing)
+            flight = self.issue("h2d", pairs, copies, missing)
             for one, (_, target) in zip(missing, pairs, strict=True):
                 one.put(target.untyped_storage())
+                one.arrival = flight.end
         except BaseException:
             # None of them is there, whichever failed.
             for one in missing:
                 one.forget()
             self.memory.unclaim(uncounted_bytes)
             raise
+
+    def use(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
+        """Let the job's current stream use a tensor in a storage that another one may have waited for."""
+        if saved.arrival is not None:
+            self.device.wait("job", [saved.arrival])
+            self.device.share(tensor)
 
     def issue(
         self,
@@ -241,6 +258,10 @@ class StorageTransfers:
         wanted = {id(one) for one in storages}
         self.wait(direction, lambda one: id(one) in wanted)
 
+    def finish(self, direction: Direction) -> None:
+        """Return when all copies in a direction are done, also those that only the job's stream waits for."""
+        self.device.record(direction).synchronize()
+
     def release_passed(self) -> None:
         """Release what copies that have ended used."""
         for flight in [*self._flights]:
@@ -252,6 +273,8 @@ class StorageTransfers:
         start = self.device.record("job") if self.measures else None
         self.device.wait("job", [flight.end])
         self._flights = [other for other in self._flights if other is not flight]
+        for tensor in flight.memory:
+            self.device.share(tensor)
         if flight.direction == "d2h":
             for one in flight.storages:
                 one.release()

@@ -383,12 +383,23 @@ class StreamedWeights(MovedLayers):
         self.kept: list[str] = []
         self._weights: dict[LayerForward, list[_Weight]] = {layer: [] for layer in self._layers}
         try:
+            self._check_devices()
             self.take_changed()
         except BaseException:
             self.close()
             raise
         if self.kept:
             log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
+
+    def _check_devices(self) -> None:
+        """Raise EngineError if layers have parameters on several devices."""
+        params = chain.from_iterable(layer.module.parameters() for layer in self._layers)
+        devices = {str(param.device) for param in params}
+        if len(devices) > 1:
+            raise EngineError(
+                f"stream_weights takes a model on one device, and its layers are on {', '.join(sorted(devices))}: "
+                "load it without device_map, or with one device"
+            )
 
     def take_changed(self) -> bool:
         """Move the weights of layers to the host, unless they are there. Return whether any were moved."""
@@ -474,6 +485,9 @@ class StreamedWeights(MovedLayers):
         if not (has_grad or in_backward):
             # No backward follows.
             self._release([layer])
+        if number == len(self._order) - 1 and not in_backward:
+            # The job may write the parameters next.
+            self.transfers.finish("h2d")
         return output
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
@@ -583,7 +597,10 @@ class StreamedWeights(MovedLayers):
         # A link that is slower than the backward would let gradients fill the device.
         self._land(lambda layer: layer not in (number, number + 1))
         self._fetch(layer, number, True)
-        return saved.tensor.get()
+        tensor, storage = saved.tensor.get(), saved.tensor.storage
+        assert storage is not None
+        self.transfers.use(storage, tensor)
+        return tensor
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _fetch(self, layer: LayerForward, number: int, is_backward: bool) -> None:
@@ -654,6 +671,8 @@ class StreamedWeights(MovedLayers):
         self._passes += 1
         self._check_writes()
         self._release(self._there)
+        # Of weights without a gradient, for which nothing else waits.
+        self.transfers.finish("h2d")
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _take_writes(self, layer: LayerForward, has_ended: bool = False) -> None:

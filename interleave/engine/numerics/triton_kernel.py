@@ -98,7 +98,6 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
             master = tl.uint16 if is_remainder(item.state[0]) else tl.float32
             groups[item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
     with _on_device_of([item.out for item in updates]):
-        # Nothing is updated before there is memory for all tables.
         loaded = [(key, group, *_load_updates(group)) for key, group in groups.items()]
         for (rule, grad, out, master), group, programs, table in loaded:
             constants = {
@@ -112,6 +111,7 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
                 "scaled": bool(rule.scales),
             }
             _launch(compiled.update, programs, table, len(group), **constants, num_warps=compiled.UPDATE_WARPS)
+        _HOST_MEMORY.keep(*(table for _, _, _, table in loaded))
 
 
 def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
@@ -250,9 +250,12 @@ def _host_table(programs: Sequence[int], rows: npt.NDArray[np.int64]) -> torch.T
 
 
 def _load_table(host_table: torch.Tensor) -> torch.Tensor:
-    """Start to copy a table to the current device, and return the copy."""
+    """Start to copy a table to the current device, and return the copy. Without memory kernels read the host's."""
     length = len(host_table)
-    table = torch.empty(length, dtype=torch.int64, device=_DEVICE)
+    try:
+        table = torch.empty(length, dtype=torch.int64, device=_DEVICE)
+    except torch.OutOfMemoryError:
+        return host_table
     _launch(compiled.load_table, triton.cdiv(length, compiled.TABLE_BLOCK), host_table, table, length)
     _HOST_MEMORY.keep(host_table)
     return table

@@ -270,8 +270,9 @@ class ForwardGates:
         self.sharded = sharded.params
         self.names = dict.fromkeys(sharded.params, "of fully_shard")
         self.names |= {param: name for name, param in model.named_parameters()}
-        # A graph reads all that it has read before, at addresses that are fixed.
-        self._removables.append(MethodGate(torch.cuda.CUDAGraph, "replay", lambda *_: finish()))
+        # A graph reads all that it has read before, at addresses that are fixed. Waiting is no part of a capture.
+        for name in ("capture_begin", "replay"):
+            self._removables.append(MethodGate(torch.cuda.CUDAGraph, name, lambda *_, **__: finish()))
         for owner, name in _READERS:
             self._removables.append(MethodGate(owner, name, lambda *args, **kwargs: wait(_tensors(args, kwargs))))
         hook_ids: set[int] = set()

@@ -261,17 +261,20 @@ class Store:
             with self.states.on_host_now(subgroup):
                 if not is_complete:
                     self._complete_subgroup(subgroup, subgroup in updated)
+        # The next plan has pinned ones again.
+        self._buffers.clear()
 
     def _complete_subgroup(self, subgroup: int, is_updated: bool) -> None:
         """Update a subgroup on the CPU, or only take its parameters from the master, and copy them to the device."""
-        self._buffers.ensure("upload", subgroup)
+        # It is enough for this step that there is host memory.
+        self._buffers.ensure("upload", subgroup, pinned=False)
         if subgroup in self._buffers.outdated_params:
             self._refresh_params(subgroup)
         if is_updated:
             self._cast_master(subgroup)
         else:
             if subgroup not in self._offloaded:
-                self._buffers.ensure("gradient down", subgroup)
+                self._buffers.ensure("gradient down", subgroup, pinned=False)
                 self._copy_gradient_to_host(subgroup)
                 self.device.record("d2h").synchronize()
             self._update_host_state(subgroup, self._buffers.params[subgroup])

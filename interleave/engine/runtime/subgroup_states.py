@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device, copy_now
+from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.runtime.arena import Arena, Block
 from ebbtide.interleave.engine.runtime.layout import (
@@ -158,7 +159,7 @@ class SubgroupStates:
     def move_all_to_host(self) -> None:
         """Move all state to the host. No operation may run meanwhile."""
         self._plan = None
-        self._move(self.on_device.keys(), self.issue_to_host)
+        self._move(self.on_device.keys(), self._issue_to_any_host_memory)
         for subgroup, buffer in enumerate(self._host_buffers or ()):
             if self.on_host[subgroup] is not buffer:
                 self.use_spare(subgroup)
@@ -218,6 +219,15 @@ class SubgroupStates:
         del self.on_device[subgroup]
         self._arena.give(self._blocks.pop(subgroup), self._device.record("d2h"))
 
+    def _issue_to_any_host_memory(self, subgroup: int) -> None:
+        """Issue the move of a state to the host, also where no more host memory can be pinned."""
+        if subgroup not in self.on_host:
+            try:
+                self._allocated_on_host(subgroup)
+            except EngineError:
+                self.on_host[subgroup] = self._allocate(subgroup, pinned=False)
+        self.issue_to_host(subgroup)
+
     def release(self) -> None:
         """Release all memory. No operation may run meanwhile."""
         for block in self._blocks.values():
@@ -257,12 +267,12 @@ class SubgroupStates:
             self.on_host[subgroup] = self._allocate(subgroup)
         return self.on_host[subgroup]
 
-    def _allocate(self, subgroup: int) -> torch.Tensor:
+    def _allocate(self, subgroup: int, pinned: bool = True) -> torch.Tensor:
         shape = state_shape(self.subgroups[subgroup])
         if len(shape) == 1:
-            return self._device.allocate_host(shape, torch.float32)
+            return self._device.allocate_host(shape, torch.float32, pinned)
         rows, params = shape
-        return self._device.allocate_host((rows, row_stride(params)), torch.float32)[:, :params]
+        return self._device.allocate_host((rows, row_stride(params)), torch.float32, pinned)[:, :params]
 
 
 def _row_pairs(source: torch.Tensor, target: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from tests.interleave.engine.jobs import ReferenceAdamW, closing
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.test_faults import CALLS, SEEDS, UPDATES, WHEN, Fault, FaultyDevice
@@ -82,3 +85,39 @@ def test_optimizer__continues_after_a_failure_or_is_closed(
                 reference.step()
                 for param, expected in zip(params, reference.params, strict=True):
                     assert torch.equal(bits(param.detach()), bits(expected))
+
+
+class FullHost(EmulatedDevice):
+    """A device whose next update cannot start, beside a host of which no more memory can be pinned."""
+
+    is_full = False
+
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        if self.is_full and pinned:
+            raise EngineError("host memory cannot be pinned")
+        return super().allocate_host(shape, dtype, pinned)
+
+    def update(self, updates: Sequence[TensorUpdate]) -> None:
+        if self.is_full:
+            raise UpdateNotStarted("refused")
+        super().update(updates)
+
+
+def test_state__is_kept_on_the_host_where_no_more_memory_can_be_pinned() -> None:
+    param = torch.nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)))
+    reference = ReferenceAdamW([param.detach().clone()])
+    device = FullHost()
+    with (
+        contextlib.closing(device),
+        closing(InterleavedAdamW([param], policy="gpu-only", threads=1, device=device)) as optimizer,
+    ):
+        for step in range(3):
+            gradients([param], step)
+            gradients(reference.params, step)
+            reference.step()
+            device.is_full = step == 1
+            with (
+                pytest.raises(EngineError, match="completed on the CPU") if device.is_full else contextlib.nullcontext()
+            ):
+                optimizer.step()
+            assert torch.equal(bits(param.detach()), bits(reference.params[0]))
