@@ -28,18 +28,40 @@ def test_measure_product__counts_the_operations_of_all_products(
 
     monkeypatch.setattr(torch, "mm", mm)
     before = torch.get_float32_matmul_precision()
-    flops_per_s, timing = gpu.measure_product(CPU, precision, 64, SETUP)
-    # One run is not measured.
-    in_a_run = len(products) / (timing.runs + 1)
-    assert flops_per_s * timing.seconds == pytest.approx(in_a_run * 2 * 64**3)
+    flops_per_s, size, timing = gpu.measure_product(CPU, precision, 64, SETUP)
+    assert size == 2
+    # One run shows how long another takes, and one before each is not measured.
+    in_a_run = len(products) / (timing.runs + 3)
+    assert flops_per_s * timing.seconds == pytest.approx(in_a_run * 2 * size**3)
     dtype = torch.float32 if precision in ("float32", "tf32") else getattr(torch, precision)
     assert set(products) == {(dtype, "high" if precision == "tf32" else "highest")}
     assert torch.get_float32_matmul_precision() == before
 
 
 def test_measure_device_memory__counts_bytes_read_and_written() -> None:
-    bytes_per_s, timing = gpu.measure_device_memory(CPU, 1 << 20, SETUP)
-    assert bytes_per_s * timing.seconds == pytest.approx(gpu._LAUNCHED * 2 * (1 << 20))
+    bytes_per_s, size, timing = gpu.measure_device_memory(CPU, 1 << 20, SETUP)
+    assert size == 1 << 14
+    assert bytes_per_s * timing.seconds == pytest.approx(gpu._LAUNCHED * 2 * size)
+
+
+@pytest.mark.parametrize(("window_s", "measured"), [(0.0, 1), (31.0, 1), (32.0, 8), (255.0, 8), (256.0, 64)])
+def test_time_launches__measures_the_largest_size_whose_runs_fit_the_window(
+    window_s: float, measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def prepare(size: int) -> gpu.Launch:
+        """Return a call of which a run takes as many seconds as its size."""
+
+        def launch() -> None:
+            nonlocal now_s
+            now_s += size / gpu._LAUNCHED
+
+        return launch
+
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    size, timing = gpu._time_launches(prepare, [1, 8, 64], CPU, replace(SETUP, window_s=window_s))
+    assert (size, timing.seconds) == (measured, pytest.approx(measured))
 
 
 def test_record__a_gpu_and_how_it_was_measured_become_part_of_the_file() -> None:
