@@ -10,6 +10,7 @@ import torch
 from ebbtide.interleave.calibrate import gpu
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup, Timing
+from ebbtide.machines.machine import GpuCompute
 
 CPU = torch.device("cpu")
 SETUP = Setup(Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.0, device=None)
@@ -71,17 +72,28 @@ def test_record__a_gpu_and_how_it_was_measured_become_part_of_the_file() -> None
     assert record.rates == {}
 
 
-@pytest.mark.gpu
-def test_measure_compute__measures_the_gpu() -> None:
+@pytest.fixture(scope="module")
+def compute() -> GpuCompute:
     record = Record()
     gpu.measure_compute(replace(SETUP, device=0, window_s=0.3), record)
-    compute = record.gpu
-    assert compute is not None
+    assert record.gpu is not None
+    assert set(record.measured) == {
+        "gpu.memory_bytes_per_s",
+        *(f"gpu.flops_per_s.{precision}" for precision in record.gpu.flops_per_s),
+    }
+    return record.gpu
+
+
+@pytest.mark.gpu
+def test_measure_compute__measures_each_precision(compute: GpuCompute) -> None:
     assert compute.name == torch.cuda.get_device_name(0)
+    assert {"float32", "float16"} <= set(compute.flops_per_s) <= {"float32", "tf32", "float16", "bfloat16"}
+    assert min(compute.flops_per_s.values()) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.real_gpu
+def test_measure_compute__has_rates_of_a_gpu(compute: GpuCompute) -> None:
     assert compute.memory_bytes_per_s is not None
     assert 1e10 < compute.memory_bytes_per_s < 2e13
     assert compute.flops_per_s["float16"] > compute.flops_per_s["float32"] > 1e12
-    assert set(record.measured) == {
-        "gpu.memory_bytes_per_s",
-        *(f"gpu.flops_per_s.{precision}" for precision in compute.flops_per_s),
-    }
