@@ -38,6 +38,7 @@ def on_stand_in(tmp_path_factory: pytest.TempPathFactory) -> OnStandIn:
         command = [sys.executable, "-W", "ignore", "-m", "tests.cuda_runtime", *script]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         assert not succeeds or done.returncode == 0, done.stderr[-3000:]
+        assert "this kernel does not run here" not in done.stderr
         return done
 
     return run
