@@ -114,7 +114,8 @@ def batches(engine: Any, count: int, seed: int = 1) -> Iterator[tuple[torch.Tens
     generator = torch.Generator().manual_seed(seed + 100 * rank)
     dtype = next(engine.module.parameters()).dtype
     for _ in range(count):
-        yield torch.randn(4, WIDTH, generator=generator).to(dtype), torch.randint(0, 7, (4,), generator=generator)
+        x, y = torch.randn(4, WIDTH, generator=generator), torch.randint(0, 7, (4,), generator=generator)
+        yield x.to(engine.device, dtype), y.to(engine.device)
 
 
 def loss_of(engine: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -150,7 +151,7 @@ def state(engine: Any) -> list[torch.Tensor]:
 def digest(engine: Any) -> str:
     sha256 = hashlib.sha256()
     for tensor in state(engine):
-        sha256.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        sha256.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return sha256.hexdigest()
 
 
