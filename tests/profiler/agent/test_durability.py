@@ -44,18 +44,20 @@ def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(tmp_path: Path)
     with running_process(command) as process:
         assert process.stdout is not None
         ends: dict[int, float] = {}
-        while not ends or ends[max(ends)] < ends[0] + 2:
+        old_steps: set[int] = set()
+        # However slow the machine is.
+        while len(old_steps) < 20:
             step, end_s = process.stdout.readline().split()
             ends[int(step)] = float(end_s)
+            old_steps = {step for step, end in ends.items() if end < float(end_s) - 1}
         collector = json.loads((path / "spool" / "recording.lock").read_text())["collector"]
         os.kill(collector, signal.SIGKILL)
         os.killpg(process.pid, signal.SIGKILL)
-        killed = time.monotonic()
+        killed_s = time.monotonic()
     trace = open_trace(path)
     assert trace.meta.state == "recording"
     recorded = set(trace.phases(0)["iteration"].dropna())
-    assert {step for step, end in ends.items() if end < killed - 1} <= recorded
-    assert len(recorded) > 20
+    assert old_steps | {step for step, end in ends.items() if end < killed_s - 1} <= recorded
     assert any("its recording has no end" in note for note in trace.notes)
     # Reading it again, and by the commands, gives the same.
     summary = json.loads(ebbtide_in_process("summary", path, "--json").stdout)
