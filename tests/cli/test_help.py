@@ -8,16 +8,19 @@ from collections import defaultdict
 import pytest
 import typer.main
 
+from ebbtide import __version__
 from ebbtide.cli import make_app
 from ebbtide.cli.command import HEADINGS, Command, find_commands
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, ebbtide_in_process
 
 COMMANDS = find_commands(None)
 
 
 def test_help__has_the_commands_to_begin_with_a_line_each_and_the_others_by_name() -> None:
     result = ebbtide("--help", env={"COLUMNS": "80"})
-    assert ebbtide(env={"COLUMNS": "80"}).stdout == result.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ebbtide_in_process().stdout == ebbtide_in_process("--help").stdout
+    assert ebbtide_in_process("--version").stdout == f"ebbtide {__version__}\n"
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     first = [line.split()[0] for line in lines[lines.index("Commands:") + 1 :] if line[:3].strip() and line[:2] == "  "]

@@ -15,7 +15,7 @@ import pytest
 
 from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.metadata import ExitStatus
-from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process, running_process, slow_case
+from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process, running_process
 from tests.profiler.agent.jobs import ADAMW, CASES, PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
@@ -38,8 +38,9 @@ def test_recorder__does_not_change_a_bit_of_the_parameters(name: str, record: Re
     assert len(recorded.phases()) == 4
 
 
-# An isolated Python reads no PYTHONPATH: ebbtide is reached where it is installed.
-@pytest.mark.parametrize("flags", [("-I",), slow_case(("-E",)), slow_case(())])
+# tests/profiler/harm has such jobs in `make test`, one under `python -I`.
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("-E",), ()])
 def test_profile__keeps_the_output_and_exit_status_of_the_job(flags: tuple[str, ...], record: Record) -> None:
     recorded = record(
         PRELUDE + PLAIN + "import sys; print('out', sys.argv[1:]); print('err', file=sys.stderr); sys.exit(7)\n",

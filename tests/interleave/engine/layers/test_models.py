@@ -124,7 +124,10 @@ def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_t
 
 @pytest.mark.parametrize(
     ("what", "whole"),
-    [("weights", True), ("activations", False), slow_case("weights", False), slow_case("activations", True)],
+    [
+        ("weights", True),
+        *(slow_case(*case) for case in (("activations", False), ("weights", False), ("activations", True))),
+    ],
 )
 def test_compiled_layers_and_models__have_their_own_bits(what: str, whole: bool) -> None:
     def compiled(model: Any) -> Any:
