@@ -47,15 +47,15 @@ IMPOSSIBLE = (-1, -1e-9, 1e20, 10**400, "fast", True, [1], {}, math.inf, -math.i
 IN_ANOTHER_UNIT = (0, 50.0, 1e-300)
 
 
-@pytest.mark.parametrize("key", RATES)
-def test_machine_from__refuses_impossible_values_and_wrong_units(key: str) -> None:
-    for value in IMPOSSIBLE:
-        with pytest.raises(MachineError, match=f"^m.json: {key} is .*$"):
-            machine_from(MACHINE | {key: value}, "m.json")
-    if key not in ("step_overhead_s", "operation_s", *SHARES):
-        for value in IN_ANOTHER_UNIT:
-            with pytest.raises(MachineError, match=f"{key} is {value:g}; it must be a number from 1e"):
-                machine_from({key: value}, "m.json")
+def test_machine_from__refuses_impossible_values_and_wrong_units() -> None:
+    for key in RATES:
+        for value in IMPOSSIBLE:
+            with pytest.raises(MachineError, match=f"^m.json: {key} is .*$"):
+                machine_from(MACHINE | {key: value}, "m.json")
+        if key not in ("step_overhead_s", "operation_s", *SHARES):
+            for value in IN_ANOTHER_UNIT:
+                with pytest.raises(MachineError, match=f"{key} is {value:g}; it must be a number from 1e"):
+                    machine_from({key: value}, "m.json")
 
 
 @pytest.mark.parametrize(
@@ -140,24 +140,24 @@ def test_find_machine__takes_the_first_letters_of_one_name() -> None:
     assert find_machine("h100-80gb-s").name == "h100-80gb-sxm-published"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (None, "name one with --machine, a file (`ebbtide calibrate` writes it) or one of a10, a100"),
-        ("", "cannot be read"),
-        ("nosuch", "there is no machine 'nosuch': name a file, or one of a10, a100"),
-        (
-            "a100",
-            "did you mean a100-40gb-pcie, a100-40gb-published, a100-40gb-sxm or a100-80gb-sxm? `ebbtide machines`",
-        ),
-        ("h1000-80gb", "there is no machine 'h1000-80gb': did you mean h100-80gb,"),
-        ("4090", "did you mean rtx4090"),
-        ("h100.json", "machine file h100.json cannot be read: No such file"),
-        ("no/where", "machine file no/where cannot be read"),
-        ("x" * 300, "there is no machine 'xxx"),
-    ],
-)
-def test_find_machine__reports_a_machine_that_does_not_exist(name: str | None, message: str) -> None:
-    with pytest.raises(MachineError) as error:
-        find_machine(name, TraceBuilder().build().meta.machine)
-    assert message in str(error.value)
+MISSING_MACHINES = [
+    (None, "name one with --machine, a file (`ebbtide calibrate` writes it) or one of a10, a100"),
+    ("", "cannot be read"),
+    ("nosuch", "there is no machine 'nosuch': name a file, or one of a10, a100"),
+    (
+        "a100",
+        "did you mean a100-40gb-pcie, a100-40gb-published, a100-40gb-sxm or a100-80gb-sxm? `ebbtide machines`",
+    ),
+    ("h1000-80gb", "there is no machine 'h1000-80gb': did you mean h100-80gb,"),
+    ("4090", "did you mean rtx4090"),
+    ("h100.json", "machine file h100.json cannot be read: No such file"),
+    ("no/where", "machine file no/where cannot be read"),
+    ("x" * 300, "there is no machine 'xxx"),
+]
+
+
+def test_find_machine__reports_a_machine_that_does_not_exist() -> None:
+    for name, message in MISSING_MACHINES:
+        with pytest.raises(MachineError) as error:
+            find_machine(name, TraceBuilder().build().meta.machine)
+        assert message in str(error.value)
