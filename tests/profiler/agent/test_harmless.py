@@ -155,6 +155,7 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_inject__reaches_an_environment_without_ebbtide(other_python: Path, record: Record) -> None:
     probe = "import importlib.util; assert importlib.util.find_spec('ebbtide') is None\n"
     recorded = record(probe + PRELUDE + PLAIN, launcher=(str(other_python),))
