@@ -127,7 +127,7 @@ def job(folder: Path, steps: str) -> dict[str, Any]:
                 running.save_checkpoint(folder, tag="muon")
     with engine("interleaved:2", settings(), make_model=Decoder, subgroup_params=700) as running:
         results["differences"] = differences_from_one_process(running)
-    for policy in ("zero-offload", "interleaved:2"):
+    for policy in others:
         with engine(policy, settings("fp32", 0.5, 2), make_model=Decoder) as running:
             results["clipped"][policy] = train(running, 2), digest(running)
         with engine(policy, settings(), seed=3, make_model=Decoder) as running:
@@ -139,7 +139,7 @@ def job(folder: Path, steps: str) -> dict[str, Any]:
 @pytest.mark.parametrize("steps", [FEW_STEPS, slow_case(100)])
 def test_muon__with_offload_is_that_without_on_two_ranks(steps: int, results_of_ranks: ResultsOfRanks) -> None:
     for results in results_of_ranks(f"muon {steps}"):
-        for name in ("bits", "clipped", "further"):
+        for name in ("bits", *(("clipped", "further") if steps > FEW_STEPS else ())):
             assert len({hashlib.sha256(str(result).encode()).hexdigest() for result in results[name].values()}) == 1
         losses, _ = results["bits"]["gpu-only"]
         assert len(set(losses)) == len(losses) == steps
