@@ -12,6 +12,7 @@ from tests.conftest import shared_folder, torch_on_one_thread
 from tests.interleave.quick_plans import plan_quickly
 
 from .rank_jobs import QUICK, run_ranks
+from .training import import_muon
 
 one_thread = pytest.fixture(scope="package", autouse=True)(torch_on_one_thread)
 quick_plans = pytest.fixture(autouse=True)(plan_quickly)
@@ -41,6 +42,7 @@ def _deepspeed(deepspeed_extensions: None) -> Any:
         for name, value in {**_NAMES, "MASTER_PORT": str(port)}.items():
             patch.setitem(os.environ, name, value)
         module.init_distributed("gloo", verbose=False)
+    import_muon()
     return module
 
 
