@@ -36,7 +36,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a mach
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     path = tmp_path_factory.mktemp("measured") / "host.json"
-    return ebbtide("calibrate", "--seconds", "0.3", "--name", "host", "-o", path, "--json"), path
+    return ebbtide("calibrate", "--seconds", "1", "--name", "host", "-o", path, "--json"), path
 
 
 def test_calibrate__writes_a_machine_file_and_prints_only_that(measured: tuple[Run, Path]) -> None:
