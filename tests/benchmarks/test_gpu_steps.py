@@ -225,6 +225,7 @@ def test_memory__fills_more_than_seems_available_at_first(
     assert figures["checks"] == {"0.268 GB of host memory": True}
 
 
+@pytest.mark.slow
 def test_memory__keeps_what_was_filled_where_memory_ends(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,8 @@ def test_ranks__wait_for_each_other_and_exchange_their_rates(count: int) -> None
 
 @pytest.mark.parametrize("count", [2, slow_case(3)])
 @pytest.mark.parametrize(
-    ("work", "message"), [(fail, "rank 1: the GPU has no room"), slow_case(die, "one of {count} ranks was killed")]
+    ("work", "message"),
+    [slow_case(fail, "rank 1: the GPU has no room"), slow_case(die, "one of {count} ranks was killed")],
 )
 def test_ranks__stop_when_a_rank_fails_or_dies(work: Callable[[Ranks], object], message: str, count: int) -> None:
     with join_ranks(count, work) as ranks:

@@ -13,7 +13,7 @@ from tests.conftest import run_process
 
 ROOT = Path(__file__).parents[3]
 # They run in one start: each the name of a job, and its variant.
-QUICK = ("policies few", "muon 4")
+QUICK = ("policies few",)
 
 
 def run_ranks(folder: Path, *jobs: str) -> None:

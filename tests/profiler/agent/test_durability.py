@@ -77,6 +77,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     assert run_process(["umount", "--lazy", folder]).returncode == 0
 
 
+@pytest.mark.slow
 def test_recorder__stops_at_a_full_disk_and_the_job_goes_on(small_disk: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(ENDLESS.replace("10**6", "700").replace("0.02", "0.002"))

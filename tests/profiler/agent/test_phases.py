@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.trace import Trace, open_trace
-from tests.conftest import Recorded, phases_of, run_process, slow
+from tests.conftest import Recorded, phases_of, run_process
 from tests.profiler.agent.jobs import ADAMW, CASES, PRELUDE, STEPS
 
 Record = Callable[..., Recorded]
@@ -87,7 +87,9 @@ fully_shard(model, mesh=mesh)
 }
 
 
-@pytest.mark.parametrize("kind", slow(WRAPS, ["hooks"]))
+# tests/nvml_mock/test_profile.py has a job of several ranks in `make test`.
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WRAPS)
 def test_profile__records_two_ranks_on_one_clock(kind: str, record: Record) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     optimizer = "PlainSGD" if kind == "hooks" else "torch.optim.AdamW"
