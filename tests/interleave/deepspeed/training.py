@@ -10,10 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
 from ebbtide.interleave.deepspeed import disable, enable
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon, as every engine does, without what compiles its products: that takes as long as all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function: function)
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
 
 # Slices of this size cut DeepSpeed's subgroups of 9,000 elements or more at unaligned positions.
 SLICE = 5_003
