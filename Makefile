@@ -8,18 +8,22 @@ CONSTRAINTS ?= constraints.txt
 # Arguments of pytest.
 TESTS ?=
 
-# Environment of the newest packages, and what is asked of torch: TORCH='torch==2.13.0' keeps a version.
-NEWEST := .venv-newest
+# A version of torch for `make test-newest` and `make test-cuda`: TORCH=2.13.0, or TORCH='torch==2.13.0'.
 TORCH ?= torch
+# Environment of the newest packages.
+NEWEST := .venv-newest
+NEWEST_TORCH := $(if $(filter torch%,$(TORCH)),$(TORCH),torch==$(TORCH))
 NEWEST_TESTS ?= tests/cli tests/analysis tests/machines tests/interleave/model tests/interleave/advise \
 	tests/interleave/simulation tests/profiler/importers tests/profiler/trace
 
 # Environments and files of the programs of training frameworks.
 RECIPES := .recipes
 
-# Environment of the CUDA build of torch, whose tests run on a stand-in for the CUDA runtime.
-CUDA := .venv-cuda
-CUDA_TORCH ?= 2.11.0
+# Environment of a CUDA build of torch, one for each version, whose tests run on a stand-in for the CUDA runtime.
+CUDA_TORCH := $(or $(subst =,,$(patsubst torch%,%,$(TORCH))),2.11.0)
+CUDA := .venv-cuda/$(CUDA_TORCH)
+# Files with tests that need a GPU or the stand-in; others may import what the environment lacks.
+GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) $(shell command -v python3.12) $(PYTHON))
 
 # Multiplies the random cases of `make test-all`.
@@ -107,20 +111,26 @@ test: $(VENV)/compiled
 test-all: $(VENV)/compiled
 	$(call test_and_lint,EBBTIDE_FUZZ=$(FUZZ) $(PYTEST) --timeout 1200 $(TESTS))
 
-# `==` would take a build for the CPU.
-$(CUDA)/torch-$(CUDA_TORCH): pyproject.toml
+# `==` would take a build for the CPU. It is 4.6 GB: only another version is installed again.
+$(CUDA)/torch:
 	$(PYTHON312) -m venv --clear $(CUDA)
 	$(CUDA)/bin/python -m pip install --quiet 'torch===$(CUDA_TORCH)'
-	$(CUDA)/bin/python -m pip install --quiet --editable . pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
-test-cuda: $(CUDA)/torch-$(CUDA_TORCH)
-	$(CUDA)/bin/python -m pytest -q --timeout 600 tests/cuda_runtime
+$(CUDA)/installed: pyproject.toml $(CONSTRAINTS) | $(CUDA)/torch
+	$(CUDA)/bin/python -m pip install --quiet --editable . pytest pytest-timeout pytest-xdist hypothesis \
+		"$$(grep '^deepspeed==' $(CONSTRAINTS))"
+	touch $@
+
+# Files of the second line have recordings that all of their tests read.
+test-cuda: $(CUDA)/installed
+	$(CUDA)/bin/python -m pytest -q -n 2 --dist worksteal --timeout 600 tests/cuda_runtime
+	$(CUDA)/bin/python -m tests.cuda_runtime -m pytest -q -n 2 --dist loadfile --timeout 600 -m 'gpu and not real_gpu' $(GPU_TESTS)
 
 # The tests of the commands with the newest version of every package. Dry runs know the layout of the pinned torch alone.
 test-newest:
 	$(PYTHON) -m venv --clear $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager '$(TORCH)' --editable '.[test]'
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager '$(NEWEST_TORCH)' --editable '.[test]'
 	$(NEWEST)/bin/python -m pip list
 	$(NEWEST)/bin/python -m tests.torch_extensions
 	$(NEWEST)/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" --ignore-glob='*dry*run*' $(NEWEST_TESTS)
@@ -149,4 +159,4 @@ dist: $(VENV)/tested
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(CUDA) $(NEWEST) $(RECIPES) $(DEMO) .editable build site dist *.egg-info
+	rm -rf $(VENV) .venv-cuda $(NEWEST) $(RECIPES) $(DEMO) .editable build site dist *.egg-info

@@ -105,13 +105,16 @@ def slow_case(*values: Any, id: str | None = None) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU on machines without one."""
+    """Skip tests that need a GPU on machines without one, and what the stand-in for one does not have."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
 
-        if not torch.cuda.is_available():
-            for item in marked:
+        from tests.cuda_runtime.build import is_on_stand_in
+
+        has_gpu = torch.cuda.is_available()
+        for item in marked:
+            if not has_gpu or (is_on_stand_in() and item.get_closest_marker("real_gpu")):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 

@@ -72,6 +72,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     return Distributions(sdist, wheel)
 
 
+@pytest.mark.slow
 def test_wheel__has_each_file_of_the_packages_once_and_nothing_else(distributions: Distributions) -> None:
     packages = {
         f"{link.relative_to(ROOT)}/{file.relative_to(link)}"
@@ -84,6 +85,7 @@ def test_wheel__has_each_file_of_the_packages_once_and_nothing_else(distribution
     assert {"ebbtide/py.typed", "ebbtide/analysis/report/templates/page.html.j2"} <= set(files)
 
 
+@pytest.mark.slow
 def test_metadata__has_the_version_of_the_package_and_links_to_the_repository_of_the_build(
     distributions: Distributions,
 ) -> None:
@@ -93,6 +95,7 @@ def test_metadata__has_the_version_of_the_package_and_links_to_the_repository_of
     assert metadata["Requires-Python"] == ">=3.11"
 
 
+@pytest.mark.slow
 def test_sdist__has_the_changelog_and_no_tests(distributions: Distributions) -> None:
     with tarfile.open(distributions.sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}

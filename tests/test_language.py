@@ -53,29 +53,29 @@ def names(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-@pytest.mark.parametrize("folder", [*PACKAGES, "tests", "benchmarks", "examples", "docs", "traces"])
-def test_names__none_is_a_word_that_says_nothing(folder: str) -> None:
-    breaches = [
-        f"{path}:{line}: {name}"
-        for path, tree in trees(folder, pattern=rf"\b_*({'|'.join(FORBIDDEN_NAMES)})_*\b")
-        for name, line in names(tree)
-        if name.strip("_").lower() in FORBIDDEN_NAMES
-    ]
-    assert breaches == []
+def test_names__none_is_a_word_that_says_nothing() -> None:
+    for folder in [*PACKAGES, "tests", "benchmarks", "examples", "docs", "traces"]:
+        breaches = [
+            f"{path}:{line}: {name}"
+            for path, tree in trees(folder, pattern=rf"\b_*({'|'.join(FORBIDDEN_NAMES)})_*\b")
+            for name, line in names(tree)
+            if name.strip("_").lower() in FORBIDDEN_NAMES
+        ]
+        assert breaches == []
 
 
-@pytest.mark.parametrize("folder", [*PACKAGES, "tests", "benchmarks", "examples", "docs", "traces"])
-def test_docstrings__begin_with_what_the_thing_is_or_does(folder: str) -> None:
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    breaches = [
-        f"{path}:{getattr(node, 'lineno', 1)}: {docstring.splitlines()[0]}"
-        for path, tree in trees(folder, pattern=rf"[\"'][\s\\]*({'|'.join(FORBIDDEN_OPENINGS)})")
-        for node in ast.walk(tree)
-        if isinstance(node, documented)
-        and (docstring := ast.get_docstring(node))
-        and docstring.startswith(FORBIDDEN_OPENINGS)
-    ]
-    assert breaches == []
+def test_docstrings__begin_with_what_the_thing_is_or_does() -> None:
+    for folder in [*PACKAGES, "tests", "benchmarks", "examples", "docs", "traces"]:
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        breaches = [
+            f"{path}:{getattr(node, 'lineno', 1)}: {docstring.splitlines()[0]}"
+            for path, tree in trees(folder, pattern=rf"[\"'][\s\\]*({'|'.join(FORBIDDEN_OPENINGS)})")
+            for node in ast.walk(tree)
+            if isinstance(node, documented)
+            and (docstring := ast.get_docstring(node))
+            and docstring.startswith(FORBIDDEN_OPENINGS)
+        ]
+        assert breaches == []
 
 
 def test_public_classes__each_name_means_one_thing() -> None:

@@ -18,6 +18,7 @@ from ebbtide.cli.printing import on_stderr, output_width
 from ebbtide.terminal_lines import print_note, wrapped
 
 NOTE = "the log has no times of day: phases are placed one after another, and gaps are not known"
+END = "end of what was printed"
 PATH = f"trace: /{'long/' * 20}run.ebb"
 
 
@@ -32,7 +33,12 @@ def terminal() -> Iterator[TextIO]:
 
 
 def printed_on(terminal: TextIO) -> list[str]:
-    return os.read(terminal.primary, 65536).decode().split("\r\n")[:-1]  # type: ignore[attr-defined]
+    """Read all lines that were printed: a read returns only what has come through the terminal by then."""
+    print(END, file=terminal, flush=True)
+    printed = ""
+    while END not in printed:
+        printed += os.read(terminal.primary, 65536).decode()  # type: ignore[attr-defined]
+    return printed.split("\r\n")[:-2]
 
 
 @given(st.lists(st.sampled_from(["3,812 ms", "58 GiB", "of", "the", "--recommend", "7 %", "iteration"]), min_size=1))

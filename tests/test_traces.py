@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 
 from ebbtide.cli import run
-from ebbtide.phases import ITERATION_PARTS, PHASES
 from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.schema import TABLES
 
@@ -21,17 +20,14 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "traces"
 TRACES = sorted(FOLDER.glob("*.ebb"))
 PUBLISHED = ROOT.parent / "shared" / "published"
-SHOWN = {"h100-20b-ratio0.5-async", "a100-13b-async", "a100-torch-profiler"}
 
 
 def traces(but: Collection[str]) -> pytest.MarkDecorator:
-    """Parametrize a test by all traces; those that are not in `but` are slow."""
+    """Parametrize a test by all traces; those that are not in `but` are slow, since only their figures differ."""
     paths = [pytest.param(path, marks=[] if path.stem in but else pytest.mark.slow, id=path.stem) for path in TRACES]
     return pytest.mark.parametrize("trace", paths)
 
 
-# The others differ in their figures, not in their content.
-one_of_each_kind = traces(but=SHOWN)
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -75,51 +71,8 @@ def test_traces__are_all_described_in_the_readme(converter: ModuleType) -> None:
     assert names == [path.stem for path in TRACES]
 
 
-@one_of_each_kind
-def test_summary__names_device_and_phases(command: Command, trace: Path) -> None:
-    status, out, _ = command("summary", trace, "--json")
-    phases = {phase["phase"]: phase for phase in json.loads(out)["phases"]}
-    assert status == 0
-    assert all(phases[phase]["median_ms"] > 0 for phase in PHASES)
-    status, out, _ = command("summary", trace)
-    assert status == 0
-    assert "100" in out.split("device: NVIDIA ")[1].splitlines()[0]
-
-
-@one_of_each_kind
-def test_windows__finds_free_memory_where_memory_was_recorded(command: Command, trace: Path) -> None:
-    status, out, _ = command("windows", trace, "--json")
-    assert status == 0
-    answer = json.loads(out)
-    windows = answer["windows"]
-    if trace.stem == "a100-torch-profiler":
-        assert (windows, len(answer["missing"])) == ([], 1)
-    else:
-        assert {window["phase"] for window in windows} == set(ITERATION_PARTS)
-        idle = [window["h2d_idle_share"] is not None for window in windows]
-        assert any(idle) == trace.stem.startswith("h100")
-
-
-@one_of_each_kind
-def test_findings__prints_one_object(command: Command, trace: Path) -> None:
-    status, out, _ = command("findings", trace, "--json")
-    assert status == 0
-    rules = {finding["rule"] for finding in json.loads(out)["findings"]}
-    assert ("cpu-bound-update" in rules) == (trace.stem.startswith("h100"))
-
-
-@traces(but=["a100-13b-async"])
-def test_plot_and_report__write_their_files(command: Command, trace: Path, tmp_path: Path) -> None:
-    picture, page = tmp_path / "memory.png", tmp_path / "report.html"
-    status, _, err = command("plot", trace, "-o", picture)
-    assert status == 0, err
-    assert picture.stat().st_size > 10_000
-    status, _, err = command("report", trace, "-o", page)
-    assert status == 0, err
-    assert trace.stem in page.read_text()
-
-
-@one_of_each_kind
+# Other tests of tests/cli/ run the commands that read traces on each of them.
+@traces(but=["a100-torch-profiler"])
 def test_replay__simulates_every_policy_where_the_job_is_known(command: Command, trace: Path) -> None:
     machine = "a100-40gb-published" if trace.stem.startswith("a100") else "h100-80gb-sxm-published"
     status, out, err = command("replay", trace, "--machine", machine, "--json")
@@ -133,7 +86,7 @@ def test_replay__simulates_every_policy_where_the_job_is_known(command: Command,
         assert fitting["adaptive"] == min(fitting.values())
 
 
-@traces(but=["a100-13b-async", "a100-torch-profiler"])
+@traces(but=["a100-13b-async"])
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published measurements are not here (shared/published)")
 def test_convert__gives_the_same_trace_again(converter: ModuleType, trace: Path, tmp_path: Path) -> None:
     (published_run,) = (r for r in converter.published_runs() if r.name == trace.stem)

@@ -12,7 +12,7 @@ import numpy as np
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.machines.machine import GpuCompute, StoragePath
 
-_MIN_RUNS = 3
+MIN_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def measure_times(runs: Sequence[Callable[[], object]], window_s: float, ranks: 
     ranks.wait()
     durations: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + window_s
-    while len(durations[0]) < _MIN_RUNS or time.perf_counter() < end:
+    while len(durations[0]) < MIN_RUNS or time.perf_counter() < end:
         for run, own in zip(runs, durations, strict=True):
             begin = time.perf_counter()
             run()

@@ -58,9 +58,7 @@ def test_results__refuse_what_is_not_known(count: int, limit: str, message: str)
         fails(trained([5] * count), trained([5] * count), limit)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "iteration", "iteration<5%", "iteration>5", "iteration>-5%", "speed>5%", "peak_>1%"]
-)
-def test_limit__refuses_anything_else(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a"):
-        Limit.parse(text)
+def test_limit__refuses_anything_else() -> None:
+    for text in ["", "iteration", "iteration<5%", "iteration>5", "iteration>-5%", "speed>5%", "peak_>1%"]:
+        with pytest.raises(ValueError, match="is not a"):
+            Limit.parse(text)

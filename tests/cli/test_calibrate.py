@@ -159,6 +159,7 @@ def interleaved(stride: int) -> dict[str, Any]:
     return {"prefetch_optimizer": True, "prefetch_optimizer_gap": stride}
 
 
+@pytest.mark.slow
 def test_calibrate__fits_a_machine_from_traces(tmp_path: Path) -> None:
     traces = [write_trace(tmp_path, "static", ratio=1.0)]
     traces += [write_trace(tmp_path, f"every-{stride}", **interleaved(stride)) for stride in (2, 5)]

@@ -93,6 +93,7 @@ def test_compare__tables_say_that_the_device_is_emulated_and_losses_are_equal(fo
     assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_compare__verbose_has_each_phase(folder: Path, capsys: Printed) -> None:
     assert run(["compare", *TINY.split(), "--policy", "pipelined", "--policy", "zero-offload", "-v"]) == 0
     rows = [row.split() for row in capsys.readouterr().out.splitlines()]

@@ -163,6 +163,7 @@ def test_commands__read_the_trace(
     assert expected in output_of(capsys, words[0], str(trace), *words[1:])
 
 
+@pytest.mark.slow
 def test_plot__draws_the_trace(trace: Path, tmp_path: Path) -> None:
     assert run_command(["plot", str(trace), "-o", str(tmp_path / "run.png")]) == 0
 

@@ -294,13 +294,13 @@ def test_windows__selects_by_length_and_iteration(written: dict[str, Path], caps
         assert (out, len(err.splitlines())) == ("", 1)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands__refuse_other_folders_in_one_line(command: str, tmp_path: Path, capsys: Printed) -> None:
-    (tmp_path / "meta.json").write_text("{}")
-    for path in (tmp_path, tmp_path / "missing.ebb"):
-        assert run([command, str(path), "--json"]) == 2
-        out, err = capsys.readouterr()
-        assert (out, len(err.splitlines())) == ("", 1)
+def test_commands__refuse_other_folders_in_one_line(tmp_path: Path, capsys: Printed) -> None:
+    for command in COMMANDS:
+        (tmp_path / "meta.json").write_text("{}")
+        for path in (tmp_path, tmp_path / "missing.ebb"):
+            assert run([command, str(path), "--json"]) == 2
+            out, err = capsys.readouterr()
+            assert (out, len(err.splitlines())) == ("", 1)
 
 
 @pytest.mark.slow

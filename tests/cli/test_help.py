@@ -8,16 +8,19 @@ from collections import defaultdict
 import pytest
 import typer.main
 
+from ebbtide import __version__
 from ebbtide.cli import make_app
-from ebbtide.cli.command import HEADINGS, Command, find_commands
-from tests.conftest import ebbtide
+from ebbtide.cli.command import HEADINGS, find_commands
+from tests.conftest import ebbtide, ebbtide_in_process
 
 COMMANDS = find_commands(None)
 
 
 def test_help__has_the_commands_to_begin_with_a_line_each_and_the_others_by_name() -> None:
     result = ebbtide("--help", env={"COLUMNS": "80"})
-    assert ebbtide(env={"COLUMNS": "80"}).stdout == result.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ebbtide_in_process().stdout == ebbtide_in_process("--help").stdout
+    assert ebbtide_in_process("--version").stdout == f"ebbtide {__version__}\n"
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     first = [line.split()[0] for line in lines[lines.index("Commands:") + 1 :] if line[:3].strip() and line[:2] == "  "]
@@ -26,16 +29,16 @@ def test_help__has_the_commands_to_begin_with_a_line_each_and_the_others_by_name
     assert {entry.name for entry in COMMANDS} <= named
 
 
-@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
-def test_help__of_a_command_has_two_examples_that_it_takes(entry: Command) -> None:
-    assert entry.heading in HEADINGS
-    assert len(entry.examples) == 2
-    command = typer.main.get_command(make_app(entry.name)).commands[entry.name]  # type: ignore[attr-defined]
-    for example in entry.examples:
-        name, *words = shlex.split(example)
-        assert name == entry.name
-        # Raises if an option does not exist, or a value has another type.
-        command.make_context(name, words, resilient_parsing=True)
+def test_help__of_a_command_has_two_examples_that_it_takes() -> None:
+    for entry in COMMANDS:
+        assert entry.heading in HEADINGS
+        assert len(entry.examples) == 2
+        command = typer.main.get_command(make_app(entry.name)).commands[entry.name]  # type: ignore[attr-defined]
+        for example in entry.examples:
+            name, *words = shlex.split(example)
+            assert name == entry.name
+            # Raises if an option does not exist, or a value has another type.
+            command.make_context(name, words, resilient_parsing=True)
 
 
 def test_help__says_the_same_of_an_option_in_every_command() -> None:

@@ -92,7 +92,9 @@ def test_schemas__fit_what_commands_print_of_a_trace(trace: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    slow(OTHERS, but=[one for one in OTHERS if "--layers" not in one and not re.search("traces.*--explain", one)]),
+    slow(
+        OTHERS, but=[one for one in OTHERS if not re.search("--layers|replay (traces.*pipelined|--params)|^diff", one)]
+    ),
     ids=lambda command: command.split()[0],
 )
 def test_schemas__fit_what_other_commands_print(command: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,7 @@ import pytest
 from tests.cli.test_bad_input import refused
 from tests.conftest import ebbtide_in_process
 
-pytest.importorskip("mcp")
-
-from mcp import Client, StdioServerParameters
-
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="mcp is not installed")
 ROOT = Path(__file__).parents[2]
 TRACE = str(ROOT / "traces" / "h100-20b-async.ebb")
 CALLS: list[tuple[str, dict[str, Any], str]] = [
@@ -31,6 +29,9 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
 
 def ask(folder: Path, calls: list[tuple[str, dict[str, Any]]]) -> tuple[set[str], list[tuple[bool, str]]]:
     """Return the names of the tools, and of each call whether it failed, and its text."""
+
+    # Takes 2 s, also in workers that do not run these tests.
+    from mcp import Client, StdioServerParameters
 
     async def run() -> tuple[set[str], list[tuple[bool, str]]]:
         server = StdioServerParameters(command=sys.executable, args=["-m", "ebbtide", "mcp", "--folder", str(folder)])

@@ -76,7 +76,7 @@ def test_screens__fit_80_columns_and_say_how_to_go_on(
 def test_screens__replays_of_many_traces_are_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(TRACES[0].parents[1])
-    traces = [f"traces/{trace.name}" for trace in TRACES[1::3] if trace.stem != "a100-torch-profiler"]
+    traces = [f"traces/{trace.name}" for trace in TRACES[1::6] if trace.stem != "a100-torch-profiler"]
     machines = ("--machine", "h100-80gb-sxm-published", "--machine", "a100-80gb-sxm")
     result = ebbtide_in_process("replay", *traces, *machines, "--policy", "zero-offload", "--policy", "pipelined")
     lines = result.stdout.splitlines()

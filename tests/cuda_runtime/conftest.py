@@ -33,10 +33,12 @@ def on_stand_in(tmp_path_factory: pytest.TempPathFactory) -> OnStandIn:
             path.write_text(script)
             script = [str(path)]
         own = {f"CUDA_RUNTIME_{name.upper()}": str(value) for name, value in settings.items()}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **own}
         command = [sys.executable, "-W", "ignore", "-m", "tests.cuda_runtime", *script]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         assert not succeeds or done.returncode == 0, done.stderr[-3000:]
+        assert "this kernel does not run here" not in done.stderr
         return done
 
     return run

@@ -79,8 +79,13 @@ def install() -> int:
     _library.impl("fill_.Scalar", _fill_with(fill), "CUDA", with_keyset=True, allow_override=True)
     _library.impl("fill_.Tensor", _Replaced(torch.ops.aten.fill_.Tensor), "CUDA", allow_override=True)
     _library.impl("zero_", lambda tensor: tensor.fill_(0), "CUDA", allow_override=True)
-    # The fused ones are not here; the one by matrix products is.
-    _library.impl("_fused_sdp_choice", lambda *_, **__: 0, "CUDA", allow_override=True)
+    # Fused attention is not here; the one by matrix products is. torch chooses without its dispatcher.
+    for enable in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
+        enable(False)
     runtime.install_order_sites()
     atexit.register(runtime.close)
     return len(operations)

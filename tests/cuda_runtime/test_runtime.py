@@ -45,6 +45,26 @@ assert free == total == 256 << 20, (free, total)
         on_stand_in(script, bytes=256 << 20)
 
 
+def test_allocators__without_a_cache_free_what_they_have_allocated(
+    on_stand_in: OnStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+import torch
+for _ in range(3):
+    nothing = [torch.empty(0, device="cuda") for _ in range(3)]
+    kept = [torch.ones(1 << 20, device="cuda") for _ in range(3)]
+    assert {tensor.data_ptr() for tensor in nothing} == {0}
+    del nothing
+    kept.append(torch.ones(1 << 20, device="cuda"))
+    assert sum(tensor.sum() for tensor in kept) == 4 << 20
+    del kept
+    free, total = torch.cuda.mem_get_info()
+    assert free == total, (free, total)
+"""
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    on_stand_in(script)
+
+
 def test_device_memory__is_no_memory_of_the_host(on_stand_in: OnStandIn) -> None:
     script = """
 import ctypes, torch

@@ -76,20 +76,24 @@ class _Launcher:
     def _update(self, table: torch.Tensor, count: int, **options: Any) -> None:
         rule, address, moments, factors = self.rule, table.data_ptr(), options["moments"], options["factors"]
         assert rule is not None
-        if options["rounds"] or options["scaled"]:
-            raise NotImplementedError("the stand-in has no rules with rounded or scaled moments")
         grad_type, out_type = _type(options["grad_dtype"]), _type(options["out_dtype"])
-        master_type = torch.int16 if str(options["master_dtype"]) == _REMAINDER else torch.float32
-        columns = 4 + moments + (factors + 1) // 2
+        dtypes = rule.dtypes(str(options["master_dtype"]) == _REMAINDER)
+        # After the factors: a position with rounded moments; with scaled ones the numbers of codes, and the scales.
+        first_other = 4 + moments + (factors + 1) // 2
+        columns = first_other + options["rounds"] + options["scaled"] * (1 + moments)
 
         def update() -> None:
             rows = _words(address, count * (1 + columns))[count:].reshape(count, columns).copy()
-            for length, grad, out, *others in rows.tolist():
-                state = [_tensor(others[0], length, master_type)]
-                state += [_tensor(place, length, torch.float32) for place in others[1 : 1 + moments]]
-                scalars = np.array(others[1 + moments :], np.int64).view(np.float32)[:factors]
+            for row in rows:
+                length, grad, out = row[:3].tolist()
+                others = row[first_other:].tolist()
+                addresses = [*row[3 : 4 + moments].tolist(), *others[1:]]
+                lengths = (part.stop for part in rule.row_slices(0, length, 0))
+                state = list(map(_tensor, addresses, lengths, dtypes))
+                scalars = row[4 + moments : first_other].view(np.float32)[:factors]
                 grads, outs = _tensor(grad, length, grad_type), _tensor(out, length, out_type)
-                self._kernel.update(grads, state, outs, tuple(scalars), rule=rule)
+                position = others[0] if rule.rounds else 0
+                self._kernel.update(grads, state, outs, tuple(scalars), rule=rule, position=position)
 
         runtime.launch("update", update, [Bytes(address, 8 * count * (1 + columns))], [])
 

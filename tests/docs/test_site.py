@@ -105,21 +105,21 @@ def test_table_pipes__are_shown_without_their_escapes(hooks: dict[str, ModuleTyp
     assert hooks["table_pipes"].on_page_content(html) == r"<p>a\|b</p><td><code>c|d</code></td>"
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_lists__read_alike_on_code_hosts_and_on_the_site(page: Path) -> None:
-    # Python-Markdown wants a blank line before a list, and lists in lists four spaces further right.
-    problems = []
-    previous, in_code = "", False
-    for number, line in enumerate(page.read_text().splitlines(), 1):
-        in_code ^= line.lstrip().startswith("```")
-        item = LIST_ITEM.match(line)
-        if item and not in_code:
-            if len(item[1]) % 4:
-                problems.append(f"line {number}: {len(item[1])} spaces before an item")
-            if previous.strip() and not LIST_ITEM.match(previous) and not previous.startswith(" "):
-                problems.append(f"line {number}: no blank line before the list")
-        previous = line
-    assert problems == []
+def test_lists__read_alike_on_code_hosts_and_on_the_site() -> None:
+    for page in MARKDOWN:
+        # Python-Markdown wants a blank line before a list, and lists in lists four spaces further right.
+        problems = []
+        previous, in_code = "", False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            in_code ^= line.lstrip().startswith("```")
+            item = LIST_ITEM.match(line)
+            if item and not in_code:
+                if len(item[1]) % 4:
+                    problems.append(f"line {number}: {len(item[1])} spaces before an item")
+                if previous.strip() and not LIST_ITEM.match(previous) and not previous.startswith(" "):
+                    problems.append(f"line {number}: no blank line before the list")
+            previous = line
+        assert problems == [], page
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.ipynb")), ids=lambda path: path.name)

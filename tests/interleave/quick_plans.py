@@ -9,6 +9,8 @@ from ebbtide.interleave.policies import layer_choice
 from ebbtide.interleave.policies.search import best_plan
 
 _OPS = 1000
+# Plans are remembered from test to test, and only by tests that plan quickly.
+_search_quickly = lru_cache(maxsize=1000)(best_plan.search_plan.__wrapped__)
 
 
 def plan_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,8 +18,7 @@ def plan_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_choice, "_SEARCHED_OPS", 3 * _OPS)
     for name in ("_PLACEMENT_OPS", "_ASSIGNMENT_OPS", "_SLOWER_OPS", "_OPS_BESIDE_LAYERS"):
         monkeypatch.setattr(best_plan, name, _OPS)
-    # Other tests find none of these plans.
-    monkeypatch.setattr(best_plan, "search_plan", lru_cache(best_plan.search_plan.__wrapped__))
+    monkeypatch.setattr(best_plan, "search_plan", _search_quickly)
     # In place of 32 MiB, of which a measurement moves 16.
     monkeypatch.setattr(speed, "PIECE_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "_PROBED_BYTES", 2 << 20)

@@ -54,9 +54,8 @@ def test_accuracy_of__numbers_of_ranks_that_no_run_had_are_not_validated(ranks: 
     assert (f"which had 1 and 2 ranks on a host: not validated with {ranks}" in text) != validated
 
 
-@pytest.mark.parametrize(
-    ("extra", "basis", "text"),
-    [
+def test_accuracy_of__other_machines_are_not_validated() -> None:
+    for extra, basis, text in [
         ({}, "unknown", "does not say where its rates are from"),
         ({"measured": {"h2d_bytes_per_s": {"how": "copies"}}}, "measured", "not validated against a run"),
         ({"source": {"kind": "data sheets"}}, "data sheets", "rates from data sheets"),
@@ -65,12 +64,10 @@ def test_accuracy_of__numbers_of_ranks_that_no_run_had_are_not_validated(ranks: 
         # Files of users may have anything under these keys.
         ({"fit": [0.1], "source": "me", "measured": 7}, "unknown", "not validated"),
         ({"fit": {"residuals": {"a": "small"}, "ranks": [1]}}, "fitted", "not validated"),
-    ],
-)
-def test_accuracy_of__other_machines_are_not_validated(extra: dict[str, Any], basis: str, text: str) -> None:
-    accuracy = accuracy_of(Machine(extra=extra))
-    assert (accuracy.basis, accuracy.largest_error, accuracy.as_json()["basis"]) == (basis, None, basis)
-    assert text in accuracy.text()
+    ]:
+        accuracy = accuracy_of(Machine(extra=extra))
+        assert (accuracy.basis, accuracy.largest_error, accuracy.as_json()["basis"]) == (basis, None, basis)
+        assert text in accuracy.text()
 
 
 def test_accuracy_of__presets_state_their_basis() -> None:

@@ -26,6 +26,7 @@ from tests.machines.quantiles import at_quantile
 
 SHEETS = sorted(GPU_SHEETS)
 FITTED = ("a100-40gb-published", "h100-80gb-sxm-published")
+PRESETS = [*SHEETS, *FITTED]
 RATES = [key for key, value in vars(Machine()).items() if value is None and key not in ("box", "gpu")]
 # GPUs that have the memory of their CPU.
 UNIFIED = ("gb10", "mi300a")
@@ -40,64 +41,64 @@ def test_presets__are_those_that_are_promised() -> None:
     assert set(presets()) == {*promised.split(), *FITTED}
 
 
-@pytest.mark.parametrize("name", SHEETS)
-def test_data_sheet_machine__has_every_rate_with_its_uncertainty_and_its_source(name: str) -> None:
-    machine = preset(name)
-    # All of the rank's part of host memory may be pinned.
-    # Neither is on a data sheet; both have a default.
-    unknown = {key for key in RATES if getattr(machine, key) is None}
-    assert unknown == {"pinned_memory_bytes", "cpu_out_of_place_share", "cpu_remainder_ratio"}
-    rates = {key for key in RATES if key.endswith("_per_s") or key in ("step_overhead_s", "operation_s")}
-    assert set(uncertainty_of(machine)) == rates
-    assert all(1 < factor <= 3 for factor in uncertainty_of(machine).values())
-    assert accuracy_of(machine).basis == "data sheets"
-    assert machine.extra["host"]["cpu"] in machine.extra["source"]["data"]
-    assert machine_from(json.loads(json.dumps(machine.as_json())), "file") == machine
+def test_data_sheet_machine__has_every_rate_with_its_uncertainty_and_its_source() -> None:
+    for name in SHEETS:
+        machine = preset(name)
+        # All of the rank's part of host memory may be pinned.
+        # Neither is on a data sheet; both have a default.
+        unknown = {key for key in RATES if getattr(machine, key) is None}
+        assert unknown == {"pinned_memory_bytes", "cpu_out_of_place_share", "cpu_remainder_ratio"}
+        rates = {key for key in RATES if key.endswith("_per_s") or key in ("step_overhead_s", "operation_s")}
+        assert set(uncertainty_of(machine)) == rates
+        assert all(1 < factor <= 3 for factor in uncertainty_of(machine).values())
+        assert accuracy_of(machine).basis == "data sheets"
+        assert machine.extra["host"]["cpu"] in machine.extra["source"]["data"]
+        assert machine_from(json.loads(json.dumps(machine.as_json())), "file") == machine
 
 
-@pytest.mark.parametrize("name", SHEETS)
-def test_data_sheet_machine__rates_of_a_rank_and_of_its_box_agree(name: str) -> None:
-    machine = preset(name)
-    box, ranks = machine.box, machine.box.ranks if machine.box else 0
-    assert box is not None
-    assert machine.for_ranks(ranks) == machine
-    assert ranks * (machine.cpu_update_params_per_s or 0) == pytest.approx(box.cpu_update_params_per_s)
-    assert ranks * (machine.host_memory_bytes_per_s or 0) == pytest.approx(box.host_memory_bytes_per_s)
-    alone = machine.for_ranks(1)
-    assert (alone.cpu_update_params_per_s or 0) >= (machine.cpu_update_params_per_s or 0)
-    assert (alone.host_memory_bytes_per_s or 0) <= (box.host_memory_bytes_per_s or 0)
+def test_data_sheet_machine__rates_of_a_rank_and_of_its_box_agree() -> None:
+    for name in SHEETS:
+        machine = preset(name)
+        box, ranks = machine.box, machine.box.ranks if machine.box else 0
+        assert box is not None
+        assert machine.for_ranks(ranks) == machine
+        assert ranks * (machine.cpu_update_params_per_s or 0) == pytest.approx(box.cpu_update_params_per_s)
+        assert ranks * (machine.host_memory_bytes_per_s or 0) == pytest.approx(box.host_memory_bytes_per_s)
+        alone = machine.for_ranks(1)
+        assert (alone.cpu_update_params_per_s or 0) >= (machine.cpu_update_params_per_s or 0)
+        assert (alone.host_memory_bytes_per_s or 0) <= (box.host_memory_bytes_per_s or 0)
 
 
-@pytest.mark.parametrize("name", [*SHEETS, *FITTED])
-def test_preset__states_consistent_peaks_of_its_gpu(name: str) -> None:
-    gpu = preset(name).gpu
-    assert gpu is not None
-    flops = gpu.flops_per_s
-    assert flops["float32"] <= flops["tf32"] < flops["float16"] == flops["bfloat16"]
-    # Without sparsity the next smaller type is at most twice as fast.
-    assert flops["float16"] <= 2.05 * flops["tf32"]
-    assert flops.get("float8", 0.0) <= 2.05 * flops["float16"]
-    assert (gpu.compute_capability is None) == name.startswith("mi300")
-    # Traffic with the GPU's own memory is faster than with other GPUs, and that is faster than with the host.
-    assert (gpu.peer_bytes_per_s is None) == (name in UNIFIED)
-    if gpu.peer_bytes_per_s is not None:
-        assert (gpu.memory_bytes_per_s or 0) > gpu.peer_bytes_per_s > (preset(name).h2d_bytes_per_s or 0)
+def test_preset__states_consistent_peaks_of_its_gpu() -> None:
+    for name in PRESETS:
+        gpu = preset(name).gpu
+        assert gpu is not None
+        flops = gpu.flops_per_s
+        assert flops["float32"] <= flops["tf32"] < flops["float16"] == flops["bfloat16"]
+        # Without sparsity the next smaller type is at most twice as fast.
+        assert flops["float16"] <= 2.05 * flops["tf32"]
+        assert flops.get("float8", 0.0) <= 2.05 * flops["float16"]
+        assert (gpu.compute_capability is None) == name.startswith("mi300")
+        # Traffic with the GPU's own memory is faster than with other GPUs, and that is faster than with the host.
+        assert (gpu.peer_bytes_per_s is None) == (name in UNIFIED)
+        if gpu.peer_bytes_per_s is not None:
+            assert (gpu.memory_bytes_per_s or 0) > gpu.peer_bytes_per_s > (preset(name).h2d_bytes_per_s or 0)
 
 
-@pytest.mark.parametrize("name", [*SHEETS, *FITTED])
-def test_preset__names_the_source_and_the_date_of_every_figure(name: str) -> None:
-    machine = preset(name)
-    assert machine.gpu is not None
-    figures = {key for key, value in vars(machine).items() if isinstance(value, float)}
-    figures |= {f"gpu.{key}" for key, value in vars(machine.gpu).items() if isinstance(value, float)}
-    figures |= {f"gpu.flops_per_s.{key}" for key in machine.gpu.flops_per_s}
-    sources = machine.extra["source"]["figures"]
-    assert set(sources) == figures
-    for source in sources.values():
-        assert len(source["source"]) > 8
-        assert dt.date(2026, 11, 1) < dt.date.fromisoformat(source["date"]) < dt.date(2027, 12, 31)
-    # The parts of the host have one source, which its memory names.
-    assert machine.extra["host"]["cpu"]
+def test_preset__names_the_source_and_the_date_of_every_figure() -> None:
+    for name in PRESETS:
+        machine = preset(name)
+        assert machine.gpu is not None
+        figures = {key for key, value in vars(machine).items() if isinstance(value, float)}
+        figures |= {f"gpu.{key}" for key, value in vars(machine.gpu).items() if isinstance(value, float)}
+        figures |= {f"gpu.flops_per_s.{key}" for key in machine.gpu.flops_per_s}
+        sources = machine.extra["source"]["figures"]
+        assert set(sources) == figures
+        for source in sources.values():
+            assert len(source["source"]) > 8
+            assert dt.date(2026, 11, 1) < dt.date.fromisoformat(source["date"]) < dt.date(2027, 12, 31)
+        # The parts of the host have one source, which its memory names.
+        assert machine.extra["host"]["cpu"]
 
 
 def test_preset__rates_of_nvlink_c2c_are_measured_ones() -> None:
@@ -159,7 +160,7 @@ def test_with_host__the_rule_gives_rates_like_those_that_were_fitted(name: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SHEETS, *FITTED])
+@pytest.mark.parametrize("name", PRESETS)
 def test_replay__runs_every_policy_on_every_preset(name: str) -> None:
     workload = Workload("1 G", 10**9, 10**8, forward_s=0.1, backward_s=0.2, gpu_free=((0.0, 14e9),))
     replayed = replay(workload, preset(name))
@@ -170,16 +171,16 @@ def test_replay__runs_every_policy_on_every_preset(name: str) -> None:
         assert not result.fits or result.iteration_ms >= 0.999 * bound_ms, result.policy
 
 
-@pytest.mark.parametrize("name", [*SHEETS, *FITTED])
-def test_simulate__runs_the_plan_of_a_simple_policy_on_every_preset(name: str) -> None:
-    machine, seconds = preset(name), {}
-    workload = Workload("1 G", 10**9, 10**8, forward_s=0.1, backward_s=0.2)
-    for policy in ("zero-offload", "pipelined", "interleaved:2", "gpu-only"):
-        seconds[policy] = simulate(make_plan(policy, workload, machine), workload, machine).iteration_s
-    fastest = min(seconds["pipelined"], seconds["interleaved:2"])
-    assert 0.3 < fastest < seconds["zero-offload"] < 30
-    # With unified memory the CPU may be the faster one.
-    assert 0.3 < seconds["gpu-only"] < (fastest if name not in UNIFIED else seconds["zero-offload"])
+def test_simulate__runs_the_plan_of_a_simple_policy_on_every_preset() -> None:
+    for name in PRESETS:
+        machine, seconds = preset(name), {}
+        workload = Workload("1 G", 10**9, 10**8, forward_s=0.1, backward_s=0.2)
+        for policy in ("zero-offload", "pipelined", "interleaved:2", "gpu-only"):
+            seconds[policy] = simulate(make_plan(policy, workload, machine), workload, machine).iteration_s
+        fastest = min(seconds["pipelined"], seconds["interleaved:2"])
+        assert 0.3 < fastest < seconds["zero-offload"] < 30
+        # With unified memory the CPU may be the faster one.
+        assert 0.3 < seconds["gpu-only"] < (fastest if name not in UNIFIED else seconds["zero-offload"])
 
 
 def test_with_host__replaces_the_rates_of_the_host_and_keeps_those_of_the_gpu() -> None:
@@ -248,11 +249,13 @@ def test_with_host__machines_without_a_stated_host_need_all_parts() -> None:
     assert with_host(unusual, HOST).h2d_bytes_per_s == machine.h2d_bytes_per_s
 
 
-@pytest.mark.parametrize("name", ["rtx4090", "a100-40gb-published"])
-def test_with_host__nvlink_c2c_needs_a_gpu_that_has_it(name: str) -> None:
-    with pytest.raises(MachineError, match="no NVLink-C2C"):
-        with_host(preset(name), "nvlink-c2c")
-    assert (with_host(preset("gh200"), "pcie5x16").h2d_bytes_per_s or 0) < (preset("gh200").h2d_bytes_per_s or 0) / 5
+def test_with_host__nvlink_c2c_needs_a_gpu_that_has_it() -> None:
+    for name in ["rtx4090", "a100-40gb-published"]:
+        with pytest.raises(MachineError, match="no NVLink-C2C"):
+            with_host(preset(name), "nvlink-c2c")
+        assert (with_host(preset("gh200"), "pcie5x16").h2d_bytes_per_s or 0) < (
+            preset("gh200").h2d_bytes_per_s or 0
+        ) / 5
 
 
 def test_find_machine__accepts_a_host_behind_a_name_or_a_file(tmp_path: Path) -> None:

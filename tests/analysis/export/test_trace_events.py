@@ -16,36 +16,35 @@ from ebbtide.analysis.export.trace_events import microseconds
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.export.trace_event_file import check, export_and_read, rows, slices, values_of
 
+BROKEN = [
+    '{"ph":"X","pid":1,"tid":2,"ts":0,"dur":-1,"cat":"c","name":"n","args":{}}',
+    '{"ph":"X","pid":1,"tid":2,"ts":"0","dur":1,"cat":"c","name":"n","args":{}}',
+    '{"ph":"X","pid":"1","tid":2,"ts":0,"dur":1,"cat":"c","name":"n","args":{}}',
+    '{"ph":"X","pid":1,"tid":3,"ts":0,"dur":1,"cat":"c","name":"n","args":{}}',
+    '{"ph":"X","pid":1,"tid":2,"ts":5,"dur":9,"cat":"c","name":"n","args":{}}',
+    '{"ph":"C","pid":1,"ts":0,"name":"n","args":{}}',
+    '{"ph":"C","pid":1,"ts":0,"name":"n","args":{"v":null}}',
+    '{"ph":"C","pid":1,"ts":0,"name":"n","args":{"v":NaN}}',
+    '{"ph":"M","pid":1,"name":"thread_name","args":{"name":"n"}}',
+    '{"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"again"}}',
+    '{"ph":"s","pid":1,"tid":2,"ts":0,"id":1,"cat":"c","name":"n"}',
+    '{"ph":"s","pid":1,"tid":2,"ts":3,"id":1,"cat":"c","name":"n"},'
+    '{"ph":"f","bp":"e","pid":1,"tid":2,"ts":0,"id":1,"cat":"c","name":"n"}',
+    '{"ph":"B","pid":1,"tid":2,"ts":0,"name":"n"}',
+]
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        '{"ph":"X","pid":1,"tid":2,"ts":0,"dur":-1,"cat":"c","name":"n","args":{}}',
-        '{"ph":"X","pid":1,"tid":2,"ts":"0","dur":1,"cat":"c","name":"n","args":{}}',
-        '{"ph":"X","pid":"1","tid":2,"ts":0,"dur":1,"cat":"c","name":"n","args":{}}',
-        '{"ph":"X","pid":1,"tid":3,"ts":0,"dur":1,"cat":"c","name":"n","args":{}}',
-        '{"ph":"X","pid":1,"tid":2,"ts":5,"dur":9,"cat":"c","name":"n","args":{}}',
-        '{"ph":"C","pid":1,"ts":0,"name":"n","args":{}}',
-        '{"ph":"C","pid":1,"ts":0,"name":"n","args":{"v":null}}',
-        '{"ph":"C","pid":1,"ts":0,"name":"n","args":{"v":NaN}}',
-        '{"ph":"M","pid":1,"name":"thread_name","args":{"name":"n"}}',
-        '{"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"again"}}',
-        '{"ph":"s","pid":1,"tid":2,"ts":0,"id":1,"cat":"c","name":"n"}',
-        '{"ph":"s","pid":1,"tid":2,"ts":3,"id":1,"cat":"c","name":"n"},'
-        '{"ph":"f","bp":"e","pid":1,"tid":2,"ts":0,"id":1,"cat":"c","name":"n"}',
-        '{"ph":"B","pid":1,"tid":2,"ts":0,"name":"n"}',
-    ],
-)
-def test_check__finds_broken_events(broken: str) -> None:
-    valid = [
-        '{"ph":"M","pid":1,"name":"process_name","args":{"name":"p"}}',
-        '{"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"t"}}',
-        '{"ph":"X","pid":1,"tid":2,"ts":0,"dur":10.5,"cat":"c","name":"n","args":{}}',
-    ]
-    head = '{"displayTimeUnit":"ns","baseTimeNanoseconds":0,"otherData":{},"traceEvents":['
-    check(f"{head}{','.join(valid)}]}}")
-    with pytest.raises((AssertionError, KeyError)):
-        check(f"{head}{','.join([*valid, broken])}]}}")
+
+def test_check__finds_broken_events() -> None:
+    for broken in BROKEN:
+        valid = [
+            '{"ph":"M","pid":1,"name":"process_name","args":{"name":"p"}}',
+            '{"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"t"}}',
+            '{"ph":"X","pid":1,"tid":2,"ts":0,"dur":10.5,"cat":"c","name":"n","args":{}}',
+        ]
+        head = '{"displayTimeUnit":"ns","baseTimeNanoseconds":0,"otherData":{},"traceEvents":['
+        check(f"{head}{','.join(valid)}]}}")
+        with pytest.raises((AssertionError, KeyError)):
+            check(f"{head}{','.join([*valid, broken])}]}}")
 
 
 @example(1118)  # 1 + 0.118 is a little less than 1.118

@@ -138,29 +138,29 @@ def test_gpu_state__takes_all_ranks_or_some() -> None:
         analysis.gpu([3])
 
 
-@pytest.mark.parametrize(
-    ("reasons", "share"),
-    [
-        (0x000, 0.0),  # none
-        (0x001, 0.0),  # idle
-        (0x002, 0.0),  # clocks that the user has set
-        (0x004, 100.0),  # power cap
-        (0x008, 100.0),  # hardware slowdown
-        (0x010, 0.0),  # sync boost
-        (0x020, 100.0),  # thermal slowdown by software
-        (0x040, 100.0),  # thermal slowdown by hardware
-        (0x080, 100.0),  # power brake
-        (0x100, 0.0),  # display clocks
-        (0x021, 100.0),
-    ],
-)
-def test_gpu_state__throttled_is_the_time_with_a_power_or_thermal_limit(reasons: int, share: float) -> None:
-    builder, rank = trained()
-    rank.gpu(0, throttle_reasons=reasons).gpu(400 * MS, throttle_reasons=0)
-    figures = figures_of(builder.build(), "throttled")
-    assert figures["forward"] == (share, share, share)
-    assert figures["backward"] == (0.0, pytest.approx(share / 4), share)
-    assert figures["update"] == (0.0, 0.0, 0.0)
+REASONS = [
+    (0x000, 0.0),  # none
+    (0x001, 0.0),  # idle
+    (0x002, 0.0),  # clocks that the user has set
+    (0x004, 100.0),  # power cap
+    (0x008, 100.0),  # hardware slowdown
+    (0x010, 0.0),  # sync boost
+    (0x020, 100.0),  # thermal slowdown by software
+    (0x040, 100.0),  # thermal slowdown by hardware
+    (0x080, 100.0),  # power brake
+    (0x100, 0.0),  # display clocks
+    (0x021, 100.0),
+]
+
+
+def test_gpu_state__throttled_is_the_time_with_a_power_or_thermal_limit() -> None:
+    for reasons, share in REASONS:
+        builder, rank = trained()
+        rank.gpu(0, throttle_reasons=reasons).gpu(400 * MS, throttle_reasons=0)
+        figures = figures_of(builder.build(), "throttled")
+        assert figures["forward"] == (share, share, share)
+        assert figures["backward"] == (0.0, pytest.approx(share / 4), share)
+        assert figures["update"] == (0.0, 0.0, 0.0)
 
 
 def test_gpu_state__leaves_out_missing_and_impossible_values() -> None:

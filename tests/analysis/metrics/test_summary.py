@@ -207,32 +207,30 @@ def test_summarize__bytes_come_from_counters_without_copies() -> None:
     assert summary.transfers["h2d"] == TransferSummary(None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("recorded", "chosen", "of_free"),
-    [
-        ("heap allocated device", "device", "device"),
-        ("allocated reserved device", "device", "device"),
-        ("rss heap allocated", "allocated", "allocated"),
-        ("heap requested allocated reserved", "allocated", "reserved"),
-        ("tensors requested", "requested", "requested"),
-        ("tensors heap", "tensors", "tensors"),
-        ("rss heap", "heap", "heap"),
-        ("reserved", None, "reserved"),
-        ("rss", None, None),
-    ],
-)
-def test_summarize__chooses_pools_of_peak_and_free_memory(
-    recorded: str, chosen: str | None, of_free: str | None
-) -> None:
-    builder, rank = with_iterations()
-    sizes = {pool: size for size, pool in enumerate(recorded.split(), start=10)}
-    for pool, size in sizes.items():
-        rank.memory(0, size, pool).memory(1, size - 1, pool)
-    summary = summarize(builder.build())
-    assert summary.free_pool == summary.as_json()["free_pool"] == of_free
-    memory = summary.memory
-    assert (memory.pool, memory.peak_bytes) == (chosen, sizes.get(chosen or ""))
-    assert memory.pools == sizes
+POOLS = [
+    ("heap allocated device", "device", "device"),
+    ("allocated reserved device", "device", "device"),
+    ("rss heap allocated", "allocated", "allocated"),
+    ("heap requested allocated reserved", "allocated", "reserved"),
+    ("tensors requested", "requested", "requested"),
+    ("tensors heap", "tensors", "tensors"),
+    ("rss heap", "heap", "heap"),
+    ("reserved", None, "reserved"),
+    ("rss", None, None),
+]
+
+
+def test_summarize__chooses_pools_of_peak_and_free_memory() -> None:
+    for recorded, chosen, of_free in POOLS:
+        builder, rank = with_iterations()
+        sizes = {pool: size for size, pool in enumerate(recorded.split(), start=10)}
+        for pool, size in sizes.items():
+            rank.memory(0, size, pool).memory(1, size - 1, pool)
+        summary = summarize(builder.build())
+        assert summary.free_pool == summary.as_json()["free_pool"] == of_free
+        memory = summary.memory
+        assert (memory.pool, memory.peak_bytes) == (chosen, sizes.get(chosen or ""))
+        assert memory.pools == sizes
 
 
 def test_summarize__uses_device_times_if_every_phase_has_them() -> None:

@@ -153,8 +153,10 @@ static int give_block(int device, size_t offset) {
 void release_block(int device, void *pointer) { give_block(device, (size_t)((char *)pointer - whole[device].begin)); }
 
 static cudaError_t allocate(void **pointer, size_t bytes, int device, const char *function) {
+    /* As with CUDA, nothing has no address. */
     *pointer = NULL;
     touch_device(device);
+    if (!bytes) return cudaSuccess;
     pthread_mutex_lock(&runtime_lock);
     struct block *block = take_block(device, in_pages(bytes));
     if (block) *pointer = whole[device].begin + block->offset;

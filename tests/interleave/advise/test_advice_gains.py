@@ -11,7 +11,7 @@ from ebbtide.interleave.advise.present import Present
 from ebbtide.interleave.advise.recommendation import recommend
 from ebbtide.machines.catalog import preset
 from ebbtide.profiler.trace import open_trace
-from tests.conftest import examples, seeded
+from tests.conftest import examples, seeded, slow_case
 from tests.interleave.advise import advice_checks as checks
 from tests.interleave.experiments.sweep.sweeps import machine, workload
 from tests.interleave.published import TRACES
@@ -28,12 +28,12 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "machine_name"),
     [
-        ("a100-13b-async", "h200"),
-        ("h100-20b-ratio0.5-blocking", A100),
+        slow_case("a100-13b-async", "h200"),
+        slow_case("h100-20b-ratio0.5-blocking", A100),
         # Its memory is 1.5 % less than the trace has recorded of the same GPU.
         ("a100-13b-interleaved-2", "a100-40gb-pcie"),
         # Another GPU with the same memory, whose times differ.
-        ("h100-20b-async", "h100-80gb-pcie"),
+        slow_case("h100-20b-async", "h100-80gb-pcie"),
     ],
 )
 def test_advice__gains_and_is_the_same_in_replay_and_plan(name: str, machine_name: str) -> None:
@@ -41,7 +41,7 @@ def test_advice__gains_and_is_the_same_in_replay_and_plan(name: str, machine_nam
     assert checks.check_findings(trace) + checks.check_trace(trace, preset(machine_name)) >= 2
 
 
-@pytest.mark.parametrize("seed", range(examples(20, by_default=6)))
+@pytest.mark.parametrize("seed", range(examples(20, by_default=2)))
 def test_advice__gains_on_random_workloads(seed: int) -> None:
     with seeded(seed) as random:
         checks.check_workload(random)
@@ -51,7 +51,7 @@ def without_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Present, "is_slower_than", lambda self, steps: True)
 
 
-@pytest.mark.parametrize("factor", [None, 0.96])
+@pytest.mark.parametrize("factor", [None, slow_case(0.96)])
 def test_checks__find_a_loss_where_the_rule_is_taken_out(factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has the best policy, or whose recorded iteration is shorter than the simulated one of any other."""
     best = recommend(workload(), machine()).setups[0]

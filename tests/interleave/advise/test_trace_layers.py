@@ -226,7 +226,7 @@ def test_activation_offload__is_reported_where_it_is_faster_than_recomputation_a
     assert (finding.potential_gain_ms or 0.0) < 1e3 * _workload(trace).forward_s
 
 
-@pytest.mark.parametrize("gib", [pytest.param(128, id="fits"), pytest.param(72, id="too short for offload")])
+@pytest.mark.parametrize("gib", [slow_case(128, id="fits"), pytest.param(72, id="too short for offload")])
 def test_activation_offload__is_silent_where_activations_fit_or_recomputation_is_needed(gib: int) -> None:
     trace = _dry_run(False, gib=gib, **WIDE)
     assert (JobMetrics(trace).always_free_bytes or 0) * (gib - 100) > 0

@@ -283,35 +283,35 @@ def test_workload_of__clips_under_deepspeed_with_any_configuration(clipping: flo
     assert workload_of(job.trace).clipping
 
 
-@pytest.mark.parametrize(
-    ("offload", "version", "policy"),
-    [
-        ({"device": "cpu"}, "0.19.5", "zero-offload,grads=async"),
-        ({"device": "cpu"}, "0.19.4+cu12", "zero-offload,grads=blocking"),
-        ({"device": "cpu"}, "0.20", "zero-offload,grads=async"),
-        ({"device": "cpu", "ratio": 0.3}, "0.19.5", "twin-flow:0.3,grads=async"),
-        ({"device": "cpu", "part_grads_async": False}, "1.0", "zero-offload,grads=blocking"),
-        (
-            {"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": 3},
-            "1.0",
-            "interleaved:3@1,grads=async",
-        ),
-        (
-            {"device": "cpu", "prefetch_optimizer": False, "prefetch_optimizer_gap": 3},
-            "1.0",
-            "zero-offload,grads=async",
-        ),
-        ({"device": "nvme"}, "1.0", None),
-        ({"device": "cpu", "ratio": "auto"}, "1.0", None),
-        ({"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": "auto"}, "1.0", None),
-        ("cpu", "1.0", None),
-    ],
-)
-def test_recorded_policy__follows_from_the_configuration(offload: Any, version: str, policy: str | None) -> None:
-    trace = configured(offloaded(1), offload, version).trace
-    assert recorded_policy(trace) == policy
-    if policy is not None:
-        assert replay(workload_of(trace), machine(), [policy]).results[0].policy == policy
+CONFIGURATIONS = [
+    ({"device": "cpu"}, "0.19.5", "zero-offload,grads=async"),
+    ({"device": "cpu"}, "0.19.4+cu12", "zero-offload,grads=blocking"),
+    ({"device": "cpu"}, "0.20", "zero-offload,grads=async"),
+    ({"device": "cpu", "ratio": 0.3}, "0.19.5", "twin-flow:0.3,grads=async"),
+    ({"device": "cpu", "part_grads_async": False}, "1.0", "zero-offload,grads=blocking"),
+    (
+        {"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": 3},
+        "1.0",
+        "interleaved:3@1,grads=async",
+    ),
+    (
+        {"device": "cpu", "prefetch_optimizer": False, "prefetch_optimizer_gap": 3},
+        "1.0",
+        "zero-offload,grads=async",
+    ),
+    ({"device": "nvme"}, "1.0", None),
+    ({"device": "cpu", "ratio": "auto"}, "1.0", None),
+    ({"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": "auto"}, "1.0", None),
+    ("cpu", "1.0", None),
+]
+
+
+def test_recorded_policy__follows_from_the_configuration() -> None:
+    for offload, version, policy in CONFIGURATIONS:
+        trace = configured(offloaded(1), offload, version).trace
+        assert recorded_policy(trace) == policy
+        if policy is not None:
+            assert replay(workload_of(trace), machine(), [policy]).results[0].policy == policy
 
 
 @pytest.mark.parametrize("config", [None, "ds.json", [], {"zero_optimization": []}, {"zero_optimization": {}}])

@@ -49,6 +49,7 @@ def fitted() -> Machine:
     return fit([*samples(2e9, 1), *samples(1e9, 2), *samples(3e9, 2)]).machine
 
 
+@pytest.mark.slow
 def test_fit__one_and_two_ranks_predict_four_on_the_same_host(fitted: Machine) -> None:
     assert fitted.box is not None
     assert fitted.box.ranks == 2
@@ -60,6 +61,7 @@ def test_fit__one_and_two_ranks_predict_four_on_the_same_host(fitted: Machine) -
         assert alone.update_s < 0.75 * four.update_s
 
 
+@pytest.mark.slow
 def test_fit__finds_the_total_and_the_rates_of_a_rank_alone(fitted: Machine) -> None:
     box = fitted.box
     assert box is not None

@@ -59,7 +59,7 @@ class DiesAtStart:
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, slow_case(3)])
 def test_ranks__wait_for_each_other_and_exchange_their_rates(count: int) -> None:
     with join_ranks(count, wait_and_gather) as ranks:
         for _ in range(3):
@@ -69,9 +69,10 @@ def test_ranks__wait_for_each_other_and_exchange_their_rates(count: int) -> None
     assert not any(helper.is_alive() for helper in helpers)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, slow_case(3)])
 @pytest.mark.parametrize(
-    ("work", "message"), [slow_case(fail, "rank 1: the GPU has no room"), (die, "one of {count} ranks was killed")]
+    ("work", "message"),
+    [slow_case(fail, "rank 1: the GPU has no room"), slow_case(die, "one of {count} ranks was killed")],
 )
 def test_ranks__stop_when_a_rank_fails_or_dies(work: Callable[[Ranks], object], message: str, count: int) -> None:
     with join_ranks(count, work) as ranks:
@@ -120,6 +121,7 @@ def join_launched(rank: int, port: int, folder: str) -> None:
         Path(folder, str(rank)).write_text(f"{ranks.count} {ranks.local_rank} {ranks.local_count}")
 
 
+@pytest.mark.slow
 def test_ranks__of_the_launcher_of_deepspeed_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # This process is one of the ranks.
     monkeypatch.setattr(os, "environ", os.environ.copy())

@@ -2,7 +2,7 @@ import gc
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,20 @@ from tests.conftest import shared_folder, torch_on_one_thread
 from tests.interleave.quick_plans import plan_quickly
 
 from .rank_jobs import QUICK, run_ranks
+from .training import import_muon
 
 one_thread = pytest.fixture(scope="package", autouse=True)(torch_on_one_thread)
 quick_plans = pytest.fixture(autouse=True)(plan_quickly)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def no_collections() -> Iterator[None]:
+    """Let DeepSpeed collect no garbage: it does so twice for each engine, for half a second each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: 0)
+        yield
+
+
 ResultsOfRanks = Callable[[str], list[dict[str, Any]]]
 _NAMES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -31,9 +42,7 @@ def _deepspeed(deepspeed_extensions: None) -> Any:
         for name, value in {**_NAMES, "MASTER_PORT": str(port)}.items():
             patch.setitem(os.environ, name, value)
         module.init_distributed("gloo", verbose=False)
-    # DeepSpeed runs the garbage collector for every engine, which takes half a second if its own modules are included.
-    gc.collect()
-    gc.freeze()
+    import_muon()
     return module
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
+from tests.conftest import slow_case
 
 from .training import config, digest, engine, train
 
@@ -13,9 +14,9 @@ from .training import config, digest, engine, train
 @pytest.mark.parametrize(
     ("saves", "loads"),
     [
-        ("twin-flow:0.5", None),
+        slow_case("twin-flow:0.5", None),
         ("interleaved:2,overlap=forward", "adaptive"),
-        pytest.param("adaptive", "pipelined,overlap=forward", marks=pytest.mark.slow),
+        slow_case("adaptive", "pipelined,overlap=forward"),
     ],
 )
 def test_load_checkpoint__loads_across_policies_and_plain_deepspeed(
@@ -38,6 +39,7 @@ def test_load_checkpoint__loads_across_policies_and_plain_deepspeed(
             assert (losses, digest(running)) == (after, end)
 
 
+@pytest.mark.slow
 def test_save_checkpoint__changes_nothing(deepspeed: Any, tmp_path: Any) -> None:
     results = []
     for saves in (False, True):

@@ -13,6 +13,7 @@ from ebbtide.errors import UserError
 from ebbtide.interleave.deepspeed import disable, enable, supported
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
+from tests.conftest import slow_case
 
 from .training import Model, batches, config, digest, engine, loss_of, train
 
@@ -117,7 +118,7 @@ class Breaking(EmulatedDevice):
         super().copy(*args)
 
 
-@pytest.mark.parametrize("after", [1, 4, 9])
+@pytest.mark.parametrize("after", [slow_case(1), 4, slow_case(9)])
 def test_step__is_completed_after_a_failed_copy(deepspeed: Any, after: int) -> None:
     digests = []
     for breaks in (False, True):

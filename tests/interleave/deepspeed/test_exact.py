@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import slow_case
+
 from .training import config, digest, engine, step_beside_deepspeed, train
 
 SOME = ("zero-offload", "interleaved:2", "adaptive")
@@ -16,13 +18,10 @@ STEPS = 4
     ("policies", "dtype", "accumulate", "changes"),
     [
         (ALL, "bf16", 2, {}),
-        pytest.param(SOME, "bf16", 1, {"data_types": {"grad_accum_dtype": "fp32"}}, marks=pytest.mark.slow),
-        pytest.param(SOME, "bf16", 2, {"data_types": {"grad_accum_dtype": "fp32"}}, marks=pytest.mark.slow),
-        pytest.param(
-            *(SOME, "fp32", 1, {"gradient_clipping": 0.0, "zero": {"sub_group_size": 1_000_000_000}}),
-            marks=pytest.mark.slow,
-        ),
-        (SOME, "fp32", 2, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        slow_case(SOME, "bf16", 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        slow_case(SOME, "bf16", 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        slow_case(SOME, "fp32", 1, {"gradient_clipping": 0.0, "zero": {"sub_group_size": 1_000_000_000}}),
+        slow_case(SOME, "fp32", 2, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     ],
 )
 def test_policies__give_the_same_bits(
@@ -39,7 +38,7 @@ def test_policies__give_the_same_bits(
 
 @pytest.mark.parametrize(
     ("dtype", "accumulate", "steps"),
-    [("bf16", 2, 4), pytest.param("fp32", 1, 25, marks=pytest.mark.slow), ("bf16", 1, 12)],
+    [("bf16", 2, 4), slow_case("fp32", 1, 25), slow_case("bf16", 1, 12)],
 )
 def test_step__is_that_of_deepspeed_within_four_ulp(
     deepspeed: Any, dtype: str, accumulate: int, steps: int, tmp_path: Any
@@ -50,6 +49,7 @@ def test_step__is_that_of_deepspeed_within_four_ulp(
     assert not torch.equal(step.ours, step.theirs)
 
 
+@pytest.mark.slow
 def test_losses__are_close_to_those_of_deepspeed(deepspeed: Any) -> None:
     """Two implementations of AdamW diverge slowly."""
     losses = []

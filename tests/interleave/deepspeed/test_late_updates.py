@@ -11,6 +11,7 @@ import torch
 from ebbtide.interleave.deepspeed import enable
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
+from tests.conftest import slow_case
 
 from .training import batches, config, digest, engine, loss_of, replace_update, train
 
@@ -41,9 +42,7 @@ def read_at_steps(running: Any, steps: int) -> list[Any]:
     return readings
 
 
-@pytest.mark.parametrize(
-    ("policy", "accumulate"), [("interleaved:2", 2), pytest.param("adaptive", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("policy", "accumulate"), [("interleaved:2", 2), slow_case("adaptive", 1)])
 def test_step__gives_the_bits_of_steps_without_overlap(deepspeed: Any, policy: str, accumulate: int) -> None:
     results = []
     for overlap in ("none", "forward"):
@@ -62,7 +61,7 @@ def test_step__gives_the_same_bits_in_a_compiled_model(deepspeed: Any) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("has_gates", [True, False])
+@pytest.mark.parametrize("has_gates", [True, slow_case(False)])
 def test_forward__waits_for_what_it_gathers(deepspeed: Any, has_gates: bool) -> None:
     """Small parameters too, which DeepSpeed gathers at the end of each step; without gates it reads old values."""
     losses = []

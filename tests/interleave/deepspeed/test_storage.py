@@ -14,6 +14,7 @@ import torch
 from ebbtide.interleave.deepspeed import enable
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.machines.machine import StoragePath
+from tests.conftest import slow_case
 from tests.interleave.engine.training import MACHINE
 
 from .training import batches, config, digest, engine, loss_of, train
@@ -38,10 +39,10 @@ def storing(folders: list[Path], policy: str, settings: dict[str, Any], **option
 @pytest.mark.parametrize(
     ("policy", "overlap", "accumulate", "dtype"),
     [
-        ("pipelined", "none", 2, "bf16"),
-        pytest.param("pipelined", "forward", 1, "bf16", marks=pytest.mark.slow),
+        slow_case("pipelined", "none", 2, "bf16"),
+        slow_case("pipelined", "forward", 1, "bf16"),
         ("adaptive", "forward", 1, "fp32"),
-        pytest.param("adaptive", "none", 1, "bf16", marks=pytest.mark.slow),
+        slow_case("adaptive", "none", 1, "bf16"),
     ],
 )
 def test_step__gives_the_bits_of_steps_without_storage(

@@ -10,10 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
 from ebbtide.interleave.deepspeed import disable, enable
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon, as every engine does, without what compiles its products: that takes as long as all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function: function)
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
 
 # Slices of this size cut DeepSpeed's subgroups of 9,000 elements or more at unaligned positions.
 SLICE = 5_003
@@ -114,7 +123,8 @@ def batches(engine: Any, count: int, seed: int = 1) -> Iterator[tuple[torch.Tens
     generator = torch.Generator().manual_seed(seed + 100 * rank)
     dtype = next(engine.module.parameters()).dtype
     for _ in range(count):
-        yield torch.randn(4, WIDTH, generator=generator).to(dtype), torch.randint(0, 7, (4,), generator=generator)
+        x, y = torch.randn(4, WIDTH, generator=generator), torch.randint(0, 7, (4,), generator=generator)
+        yield x.to(engine.device, dtype), y.to(engine.device)
 
 
 def loss_of(engine: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -150,7 +160,7 @@ def state(engine: Any) -> list[torch.Tensor]:
 def digest(engine: Any) -> str:
     sha256 = hashlib.sha256()
     for tensor in state(engine):
-        sha256.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        sha256.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return sha256.hexdigest()
 
 

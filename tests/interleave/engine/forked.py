@@ -35,14 +35,12 @@ def forked(call: Callable[[], object]) -> ForkedCall:
             os.write(writer, kind + text.encode())
             os._exit(0)
     os.close(writer)
-    try:
-        is_ready, _, _ = select.select([reader], [], [], TIMEOUT_S)
+    with os.fdopen(reader) as answers:
+        is_ready, _, _ = select.select([answers], [], [], TIMEOUT_S)
         if not is_ready:
             os.kill(child, signal.SIGKILL)
-        answer = os.read(reader, 1 << 16).decode() if is_ready else ""
+        answer = answers.read()
         os.waitpid(child, 0)
-    finally:
-        os.close(reader)
     assert is_ready, f"the child has not ended within {TIMEOUT_S} s"
     kind, text = answer[:1], answer[1:]
     assert kind in ("r", "e"), answer

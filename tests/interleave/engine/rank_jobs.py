@@ -30,9 +30,8 @@ STEPS = 8
 CASES = (
     ("zero-offload", "kept"),
     ("interleaved:2", "streamed"),
-    ("gpu-only", "streamed"),
     ("adaptive", "streamed"),
-    *((("zero-offload", "streamed"), ("gpu-only", "kept")) if FUZZ > 1 else ()),
+    *((("zero-offload", "streamed"), ("gpu-only", "kept"), ("gpu-only", "streamed")) if FUZZ > 1 else ()),
 )
 Result = dict[str, Any]
 

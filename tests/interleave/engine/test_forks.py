@@ -26,7 +26,7 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forks import WorkQueue, fork_lock
 from ebbtide.machines.machine import Machine, StoragePath
-from tests.conftest import run_process
+from tests.conftest import run_process, slow, slow_case
 from tests.interleave.engine.forked import forked
 from tests.interleave.engine.training import MACHINE
 
@@ -151,7 +151,7 @@ CALLS: dict[str, Callable[[ForkingJob], object]] = {
 HAS_STATE = ("step", "backward", "state_dict", "load_state_dict")
 
 
-@pytest.fixture(params=STREAMED)
+@pytest.fixture(params=slow(STREAMED, but=("late updates", "speculative updates", "storage")))
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ForkingJob]:
     job = ForkingJob(request.param, tmp_path)
     yield job
@@ -179,7 +179,7 @@ def test_fork__lets_a_child_call_the_optimizer_as_the_parent_does(job: ForkingJo
         assert error or result == in_child()
 
 
-@pytest.mark.parametrize("in_flight", STREAMED)
+@pytest.mark.parametrize("in_flight", slow(STREAMED, but=("gradients", "weights")))
 def test_fork__leaves_the_parents_bits(in_flight: str, tmp_path: Path) -> None:
     results = []
     for calls in ((), CALLS.values()):
@@ -221,7 +221,7 @@ def test_fork__leaves_files_of_the_parent_alone_and_their_locks_to_it(tmp_path: 
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize("in_flight", ["late updates", "gradients", "storage"])
+@pytest.mark.parametrize("in_flight", slow(["late updates", "gradients", "storage"], but=["gradients"]))
 def test_fork__on_another_thread_ends_with_a_result_or_an_error(in_flight: str, tmp_path: Path) -> None:
     """The thread that trains goes on meanwhile."""
     job = ForkingJob(in_flight, tmp_path)
@@ -269,7 +269,7 @@ def test_fork__while_another_thread_commits_is_refused_in_the_child(tmp_path: Pa
     job.close()
 
 
-@pytest.mark.parametrize("in_flight", ["late updates", "gradients", "speculative updates"])
+@pytest.mark.parametrize("in_flight", slow(["late updates", "gradients", "speculative updates"], but=["late updates"]))
 def test_fork__in_a_signal_handler_within_a_step_is_whole(in_flight: str, tmp_path: Path) -> None:
     job = ForkingJob(in_flight, tmp_path)
     answers = []
@@ -364,9 +364,14 @@ def test_work_queue__ends_work_before_a_fork_and_has_new_threads_in_the_child() 
     queue.close()
 
 
-@pytest.mark.parametrize("line", range(12))
-def test_work_queue__may_be_forked_in_a_signal_handler_within_a_wait(line: int) -> None:
+@pytest.mark.parametrize("lines_at_once", [2, slow_case(1)])
+def test_work_queue__may_be_forked_in_a_signal_handler_within_a_wait(lines_at_once: int) -> None:
     """A wait that holds a lock when it is interrupted, which the work needs to end, would never end."""
+    for line in range(0, 12, lines_at_once):
+        fork_within_a_wait(line)
+
+
+def fork_within_a_wait(line: int) -> None:
     queue, may_end, lines = WorkQueue("queue"), threading.Event(), itertools.count()
 
     def fork_at_line(_frame: Any, event: str, _value: Any) -> Any:

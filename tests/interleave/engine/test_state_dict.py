@@ -13,6 +13,7 @@ import torch
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
+from tests.conftest import slow
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import Job, ReferenceOptimizer, finish, maker, run, two_groups
@@ -235,7 +236,7 @@ def test_state_dict__holds_one_subgroup_at_a_time_besides_the_result(monkeypatch
     ("dtype", "master"),
     [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.float16, "fp32"), (torch.bfloat16, "remainder")],
 )
-@pytest.mark.parametrize("policy", ["zero-offload", "interleaved:2", "gpu-only"])
+@pytest.mark.parametrize("policy", slow(["zero-offload", "interleaved:2", "gpu-only"], but=["interleaved:2"]))
 def test_load_state_dict__takes_no_master_that_another_optimizer_has_left_behind(
     policy: str, dtype: torch.dtype, master: Any, order: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,6 +22,7 @@ from ebbtide.interleave.engine.runtime.storage import direct_file
 from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from ebbtide.machines.machine import StoragePath
+from tests.conftest import FUZZ
 from tests.interleave.engine.test_interrupts import LineFault
 from tests.interleave.engine.test_state_dict import assert_equal
 from tests.interleave.engine.training import MACHINE
@@ -133,7 +134,7 @@ def test_load_state_dict__has_the_whole_state_or_changes_nothing(
     expected = job.contents()
     values = [param.detach().clone() for param in job.params]
     refused = 0
-    for path in list(paths_in(saved)):
+    for path in list(paths_in(saved))[:: 1 if FUZZ > 1 else 4]:
         with torch.no_grad():
             for param, value in zip(other.params, values, strict=True):
                 param.copy_(value)
@@ -144,7 +145,7 @@ def test_load_state_dict__has_the_whole_state_or_changes_nothing(
         assert "\n" not in str(error)
         assert_equal(other.contents(), before if error else expected)
     # A commit has no tensors.
-    assert refused > 3 or change is retype
+    assert refused or change is retype
 
 
 def error_of(job: SavingJob, state_dict: dict[str, Any]) -> EngineError | None:

@@ -36,12 +36,12 @@ def test_make_plan__is_valid_for_every_policy(policy: str, workload: Workload, m
     )
 
 
-@pytest.mark.parametrize("policy", ["zero-offload", "twin-flow:0.37", "pipelined", "interleaved:3@0.9", "gpu-only"])
-@pytest.mark.parametrize("count", [1, 2, 5000])
-def test_make_plan__works_for_one_subgroup_and_for_thousands(policy: str, count: int) -> None:
-    plan = make_plan(policy, even(count), TEST_MACHINE)
-    updates = plan.counts()
-    assert updates.get("update on cpu", 0) + updates.get("update on gpu", 0) == count
+def test_make_plan__works_for_one_subgroup_and_for_thousands() -> None:
+    for policy in ["zero-offload", "twin-flow:0.37", "pipelined", "interleaved:3@0.9", "gpu-only"]:
+        for count in [1, 2, 5000]:
+            plan = make_plan(policy, even(count), TEST_MACHINE)
+            updates = plan.counts()
+            assert updates.get("update on cpu", 0) + updates.get("update on gpu", 0) == count
 
 
 def windows(clipping: bool = True) -> Workload:

@@ -19,46 +19,45 @@ from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
+BAD_STRINGS = [
+    ("", "there is no policy ''; there are adaptive, deepcompile, fsdp2-offload, gpu-only, interleaved:2, mega"),
+    ("magic", "there is no policy 'magic'"),
+    ("Adaptive", "there is no policy 'Adaptive'"),
+    ("twin-flow", "'twin-flow' lacks the share on the CPU: write it after a colon, as in twin-flow:0.5"),
+    ("twin-flow:", "lacks the share on the CPU"),
+    ("twin-flow:3", "the share on the CPU is '3'; it must be a number from 0 to 1"),
+    ("twin-flow:-0.1", "must be a number from 0 to 1"),
+    ("twin-flow:nan", "must be a number from 0 to 1"),
+    ("twin-flow:inf", "must be a number from 0 to 1"),
+    ("twin-flow:half", "the share on the CPU is 'half'"),
+    ("twin-flow:0.5@2", "the share on the CPU is '0.5@2'"),
+    ("interleaved", "lacks the stride: write it after a colon"),
+    ("interleaved:0", "the stride is '0'; it must be a number from 1"),
+    ("interleaved:1.5", "the stride is '1.5'; it must be a whole number"),
+    ("interleaved:-2", "the stride is '-2'"),
+    ("interleaved:1e99", "the stride is '1e99'"),
+    ("interleaved:2@3", "the offloaded share is '3'; it must be a number from 0 to 1"),
+    ("interleaved:2@x", "the offloaded share is 'x'"),
+    ("interleaved:@0.5", "lacks the stride"),
+    ("zero-offload:1", "zero-offload takes nothing after a colon"),
+    ("pipelined:2", "pipelined takes nothing after a colon"),
+    ("gpu-only:", "gpu-only takes nothing after a colon"),
+    ("adaptive:fast", "adaptive takes nothing after a colon"),
+    ("pipelined,grads=sync", "grads is one of async, blocking"),
+    ("pipelined,grads", "pipelined has no option 'grads'; it has grads=async|blocking, params=pipelined|blocking"),
+    ("pipelined,stride=2", "pipelined has no option 'stride=2'"),
+    ("pipelined,", "pipelined has no option ''"),
+    ("gpu-only,grads=async", "gpu-only has no option 'grads=async'; it has weights=resident|streamed|auto"),
+    ("adaptive,params=blocking", "adaptive has no option"),
+]
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "there is no policy ''; there are adaptive, deepcompile, fsdp2-offload, gpu-only, interleaved:2, mega"),
-        ("magic", "there is no policy 'magic'"),
-        ("Adaptive", "there is no policy 'Adaptive'"),
-        ("twin-flow", "'twin-flow' lacks the share on the CPU: write it after a colon, as in twin-flow:0.5"),
-        ("twin-flow:", "lacks the share on the CPU"),
-        ("twin-flow:3", "the share on the CPU is '3'; it must be a number from 0 to 1"),
-        ("twin-flow:-0.1", "must be a number from 0 to 1"),
-        ("twin-flow:nan", "must be a number from 0 to 1"),
-        ("twin-flow:inf", "must be a number from 0 to 1"),
-        ("twin-flow:half", "the share on the CPU is 'half'"),
-        ("twin-flow:0.5@2", "the share on the CPU is '0.5@2'"),
-        ("interleaved", "lacks the stride: write it after a colon"),
-        ("interleaved:0", "the stride is '0'; it must be a number from 1"),
-        ("interleaved:1.5", "the stride is '1.5'; it must be a whole number"),
-        ("interleaved:-2", "the stride is '-2'"),
-        ("interleaved:1e99", "the stride is '1e99'"),
-        ("interleaved:2@3", "the offloaded share is '3'; it must be a number from 0 to 1"),
-        ("interleaved:2@x", "the offloaded share is 'x'"),
-        ("interleaved:@0.5", "lacks the stride"),
-        ("zero-offload:1", "zero-offload takes nothing after a colon"),
-        ("pipelined:2", "pipelined takes nothing after a colon"),
-        ("gpu-only:", "gpu-only takes nothing after a colon"),
-        ("adaptive:fast", "adaptive takes nothing after a colon"),
-        ("pipelined,grads=sync", "grads is one of async, blocking"),
-        ("pipelined,grads", "pipelined has no option 'grads'; it has grads=async|blocking, params=pipelined|blocking"),
-        ("pipelined,stride=2", "pipelined has no option 'stride=2'"),
-        ("pipelined,", "pipelined has no option ''"),
-        ("gpu-only,grads=async", "gpu-only has no option 'grads=async'; it has weights=resident|streamed|auto"),
-        ("adaptive,params=blocking", "adaptive has no option"),
-    ],
-)
-def test_make_plan__refuses_bad_strings(text: str, message: str) -> None:
-    with pytest.raises(PolicyError) as error:
-        make_plan(text, even(4, gpu_free=((0.0, 1e9),)), TEST_MACHINE)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+
+def test_make_plan__refuses_bad_strings() -> None:
+    for text, message in BAD_STRINGS:
+        with pytest.raises(PolicyError) as error:
+            make_plan(text, even(4, gpu_free=((0.0, 1e9),)), TEST_MACHINE)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def test_parse__reads_values_and_options() -> None:

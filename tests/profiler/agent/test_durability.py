@@ -44,18 +44,20 @@ def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(tmp_path: Path)
     with running_process(command) as process:
         assert process.stdout is not None
         ends: dict[int, float] = {}
-        while not ends or ends[max(ends)] < ends[0] + 2:
+        old_steps: set[int] = set()
+        # However slow the machine is.
+        while len(old_steps) < 20:
             step, end_s = process.stdout.readline().split()
             ends[int(step)] = float(end_s)
+            old_steps = {step for step, end in ends.items() if end < float(end_s) - 1}
         collector = json.loads((path / "spool" / "recording.lock").read_text())["collector"]
         os.kill(collector, signal.SIGKILL)
         os.killpg(process.pid, signal.SIGKILL)
-        killed = time.monotonic()
+        killed_s = time.monotonic()
     trace = open_trace(path)
     assert trace.meta.state == "recording"
     recorded = set(trace.phases(0)["iteration"].dropna())
-    assert {step for step, end in ends.items() if end < killed - 1} <= recorded
-    assert len(recorded) > 20
+    assert old_steps | {step for step, end in ends.items() if end < killed_s - 1} <= recorded
     assert any("its recording has no end" in note for note in trace.notes)
     # Reading it again, and by the commands, gives the same.
     summary = json.loads(ebbtide_in_process("summary", path, "--json").stdout)
@@ -65,29 +67,30 @@ def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(tmp_path: Path)
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 256 KiB."""
+    """Mount a file system of 128 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = run_process(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder])
+    mount = run_process(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder])
     if mount.returncode:
         pytest.skip("only root can mount a small tmpfs to fill")
     yield folder
     assert run_process(["umount", "--lazy", folder]).returncode == 0
 
 
+@pytest.mark.slow
 def test_recorder__stops_at_a_full_disk_and_the_job_goes_on(small_disk: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
-    job.write_text(ENDLESS.replace("10**6", "1500").replace("0.02", "0.002"))
+    job.write_text(ENDLESS.replace("10**6", "700").replace("0.02", "0.002"))
     path = small_disk / "run.ebb"
     run = ebbtide("profile", "--poll", "1", "-o", path, "--", sys.executable, job)
     assert run.returncode == 0, run.stderr
-    assert len(run.stdout.splitlines()) == 1500
+    assert len(run.stdout.splitlines()) == 700
     closing = ("ebbtide: trace:", "ebbtide: recorded:", "ebbtide: next:")
     warnings = [text for text in run.stderr.splitlines() if not text.startswith(closing)]
     assert len(warnings) == 1, run.stderr
     assert "no space left" in warnings[0].lower()
     iterations = open_trace(path).phases(0)["iteration"].dropna()
-    assert 20 < iterations.nunique() < 1500
+    assert 20 < iterations.nunique() < 700
     assert json.loads(ebbtide_in_process("summary", path, "--json").stdout)["iterations"] == iterations.nunique()
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import slow
 from tests.profiler.agent.timed_jobs import STEPS, TIMED_JOBS, Record, record_in_agreement
 
-FEW = ("SAM, 4",)
 
-
-@pytest.mark.parametrize("name", slow(TIMED_JOBS, FEW))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIMED_JOBS)
 def test_profile__agrees_with_timers_inside_the_job(name: str, record: Record) -> None:
     job, expected = TIMED_JOBS[name]
     assert record_in_agreement(record, job).phases() == [expected.split()] * STEPS

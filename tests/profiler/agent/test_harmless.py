@@ -15,50 +15,10 @@ import pytest
 
 from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.metadata import ExitStatus
-from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process, running_process, slow_case
-from tests.profiler.agent.jobs import ADAMW, CASES, PLAIN, PRELUDE
+from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process
+from tests.profiler.agent.jobs import ADAMW, PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["a plain loop", "a GradScaler", "a compiled model", "LBFGS with a closure"],
-)
-def test_recorder__does_not_change_a_bit_of_the_parameters(name: str, record: Record, tmp_path: Path) -> None:
-    job = PRELUDE + (ADAMW if name != "a plain loop" else "") + textwrap.dedent(CASES[name][0])
-    job += "\nprint(b''.join(p.detach().numpy().tobytes() for p in model.parameters()).hex())\n"
-    recorded = record(job)
-    bare = _bare(tmp_path / "job.py")
-    assert len(bare.stdout) > 1000
-    assert recorded.run.stdout == bare.stdout
-    assert _job_lines(recorded.run.stderr) == bare.stderr
-    assert recorded.trace.meta.exit == ExitStatus(code=0)
-    assert len(recorded.phases()) == 4
-
-
-# An isolated Python reads no PYTHONPATH: ebbtide is reached where it is installed.
-@pytest.mark.parametrize("flags", [("-I",), slow_case(("-E",)), slow_case(())])
-def test_profile__keeps_the_output_and_exit_status_of_the_job(flags: tuple[str, ...], record: Record) -> None:
-    recorded = record(
-        PRELUDE + PLAIN + "import sys; print('out', sys.argv[1:]); print('err', file=sys.stderr); sys.exit(7)\n",
-        arguments=("--help", "-o", "x"),
-        launcher=(sys.executable, *flags),
-    )
-    assert recorded.run.returncode == 7
-    assert recorded.run.stdout == "out ['--help', '-o', 'x']\n"
-    assert _job_lines(recorded.run.stderr) == "err\n"
-    assert recorded.trace.meta.exit == ExitStatus(code=7)
-    assert len(recorded.phases()) == 4
-
-
-@pytest.mark.slow
-def test_profile__keeps_the_traceback_and_the_trace_of_a_job_that_raises(record: Record) -> None:
-    recorded = record(PRELUDE + PLAIN + "raise RuntimeError('the tide is out')\n")
-    assert recorded.run.returncode == 1
-    assert "RuntimeError: the tide is out" in recorded.run.stderr
-    assert len(recorded.phases()) == 4
 
 
 @pytest.mark.slow
@@ -95,25 +55,6 @@ for _ in range(3):
     )
     assert (recorded.run.returncode, recorded.run.stdout) == (0, "alarm\n"), recorded.run.stderr
     assert len(recorded.phases()) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_profile__forwards_signals_to_the_job(number: signal.Signals, tmp_path: Path) -> None:
-    job = tmp_path / "job.py"
-    job.write_text(
-        PRELUDE
-        + PLAIN
-        + "import signal, sys, time\n"
-        + f"signal.signal(signal.{number.name}, lambda *_: sys.exit(21))\n"
-        + "print('ready', flush=True)\ntime.sleep(60)\n"
-    )
-    command = [sys.executable, "-m", "ebbtide", "profile", "-o", str(tmp_path / "run.ebb"), "--"]
-    with running_process([*command, sys.executable, job]) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(number)
-        assert process.wait(60) == 21
 
 
 def test_inject__does_not_hide_modules_of_the_job(tmp_path: Path, record: Record) -> None:
@@ -214,6 +155,7 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_inject__reaches_an_environment_without_ebbtide(other_python: Path, record: Record) -> None:
     probe = "import importlib.util; assert importlib.util.find_spec('ebbtide') is None\n"
     recorded = record(probe + PRELUDE + PLAIN, launcher=(str(other_python),))

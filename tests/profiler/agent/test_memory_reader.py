@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from ebbtide.profiler.agent.memory_reader import ALLOCATED, RESERVED, MemoryReader, PhaseReadings
@@ -68,6 +69,7 @@ def test_memory_reader__reads_the_device_of_the_last_phase_on_every_thread() -> 
         assert [reading[1] for reading in pool.submit(memory.read, 1).result()] == [1, 1]
 
 
+@pytest.mark.slow
 def test_profile__records_phases_alone(record: Callable[..., Recorded]) -> None:
     recorded = record(PRELUDE + PLAIN, options=("--record", "phases"))
     assert recorded.run.returncode == 0, recorded.run.stderr

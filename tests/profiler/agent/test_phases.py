@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.trace import Trace, open_trace
-from tests.conftest import Recorded, phases_of, run_process, slow
+from tests.conftest import Recorded, phases_of, run_process
 from tests.profiler.agent.jobs import ADAMW, CASES, PRELUDE, STEPS
 
 Record = Callable[..., Recorded]
@@ -48,8 +48,8 @@ def test_tracer__records_the_phases_of_every_loop(name: str, traced: dict[str, T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_profile__records_the_phases_of_every_loop(name: str, record: Record) -> None:
+@pytest.mark.parametrize("name", COMPILED)
+def test_profile__records_the_phases_of_compiled_loops(name: str, record: Record) -> None:
     job, expected = CASES[name]
     recorded = record(PRELUDE + ADAMW + textwrap.dedent(job))
     assert recorded.run.returncode == 0, recorded.run.stderr
@@ -87,7 +87,9 @@ fully_shard(model, mesh=mesh)
 }
 
 
-@pytest.mark.parametrize("kind", slow(WRAPS, ["hooks"]))
+# tests/nvml_mock/test_profile.py has a job of several ranks in `make test`.
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WRAPS)
 def test_profile__records_two_ranks_on_one_clock(kind: str, record: Record) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     optimizer = "PlainSGD" if kind == "hooks" else "torch.optim.AdamW"

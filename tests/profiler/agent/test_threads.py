@@ -186,6 +186,7 @@ ONE_TRAINS = {
 }
 
 
+@pytest.mark.slow
 def test_profile__warns_of_two_threads_that_train(record: Record) -> None:
     recorded = record(PRELUDE + TWO_TRAININGS)
     assert recorded.run.returncode == 0, recorded.run.stderr

@@ -157,26 +157,26 @@ def one(event: str) -> Event:
     return events[0]
 
 
-@pytest.mark.parametrize(
-    ("ts", "ns"),
-    [
-        ("0", 0),
-        ("12", 12_000),
-        ("68.0", 68_000),
-        ("4407761783790.419", 4_407_761_783_790_419),
-        ("8796093022207.999", 8_796_093_022_207_999),
-        ("8796093022208.001", 8_796_093_022_208_001),
-        ("1712195495519689.047", 1_712_195_495_519_689_047),
-        ("1661203462598738", 1_661_203_462_598_738_000),
-        ("1.5e3", 1_500_000),
-        ('"1712195495519689.047"', 1_712_195_495_519_689_047),
-        ("-5.25", -5_250),
-    ],
-)
-def test_spans__keep_every_nanosecond(ts: str, ns: int) -> None:
-    event = one(f'{{"ph": "X", "ts": {ts}, "dur": 63.813}}')
-    (start,), (end,) = spans([event])
-    assert (start, end) == (ns, ns + 63_813)
+TIMES = [
+    ("0", 0),
+    ("12", 12_000),
+    ("68.0", 68_000),
+    ("4407761783790.419", 4_407_761_783_790_419),
+    ("8796093022207.999", 8_796_093_022_207_999),
+    ("8796093022208.001", 8_796_093_022_208_001),
+    ("1712195495519689.047", 1_712_195_495_519_689_047),
+    ("1661203462598738", 1_661_203_462_598_738_000),
+    ("1.5e3", 1_500_000),
+    ('"1712195495519689.047"', 1_712_195_495_519_689_047),
+    ("-5.25", -5_250),
+]
+
+
+def test_spans__keep_every_nanosecond() -> None:
+    for ts, ns in TIMES:
+        event = one(f'{{"ph": "X", "ts": {ts}, "dur": 63.813}}')
+        (start,), (end,) = spans([event])
+        assert (start, end) == (ns, ns + 63_813)
 
 
 def test_spans__mix_float_and_decimal_times() -> None:
@@ -185,37 +185,37 @@ def test_spans__mix_float_and_decimal_times() -> None:
     assert spans(events)[1].tolist()[2] == 3_500
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        '{"ts": 1e300}',
-        '{"ts": -1e300}',
-        '{"ts": 1e999, "dur": 1}',
-        '{"ts": 99999999999999999999999999}',
-        '{"ts": 4, "dur": -1}',
-        '{"ts": 4, "dur": 1e30}',
-        '{"ts": "soon"}',
-        '{"ts": "NaN"}',
-        '{"ts": "1e9999999"}',
-        '{"ts": null}',
-        '{"ts": NaN}',
-        '{"ts": -Infinity, "dur": 1}',
-        '{"ts": [1]}',
-        '{"ts": 1, "dur": {}}',
-        '{"ts": true}',
-        "3",
-        "null",
-        '"event"',
-        "[[]]",
-        '{"ts" 4}',
-        '{"ts": 4, "deep": ' + "[" * 50_000 + "]" * 50_000 + "}",
-        '{"ts": ' + "9" * 10_000 + "}",
-    ],
-)
-def test_batches__skip_and_count_events_without_a_valid_time(event: str) -> None:
-    trace, events = read('{"traceEvents": [{"ts": 1}, ' + event + ', {"ts": 2}], "host_name": "box"}')
-    assert [event_read.ts for event_read in events] == [1, 2]
-    assert (trace.skipped, trace.stop_reason, trace.meta) == (1, None, {"host_name": "box"})
+WITHOUT_TIME = [
+    '{"ts": 1e300}',
+    '{"ts": -1e300}',
+    '{"ts": 1e999, "dur": 1}',
+    '{"ts": 99999999999999999999999999}',
+    '{"ts": 4, "dur": -1}',
+    '{"ts": 4, "dur": 1e30}',
+    '{"ts": "soon"}',
+    '{"ts": "NaN"}',
+    '{"ts": "1e9999999"}',
+    '{"ts": null}',
+    '{"ts": NaN}',
+    '{"ts": -Infinity, "dur": 1}',
+    '{"ts": [1]}',
+    '{"ts": 1, "dur": {}}',
+    '{"ts": true}',
+    "3",
+    "null",
+    '"event"',
+    "[[]]",
+    '{"ts" 4}',
+    '{"ts": 4, "deep": ' + "[" * 50_000 + "]" * 50_000 + "}",
+    '{"ts": ' + "9" * 10_000 + "}",
+]
+
+
+def test_batches__skip_and_count_events_without_a_valid_time() -> None:
+    for event in WITHOUT_TIME:
+        trace, events = read('{"traceEvents": [{"ts": 1}, ' + event + ', {"ts": 2}], "host_name": "box"}')
+        assert [event_read.ts for event_read in events] == [1, 2]
+        assert (trace.skipped, trace.stop_reason, trace.meta) == (1, None, {"host_name": "box"})
 
 
 def test_read_event__reads_the_valid_fields_of_an_event() -> None:
@@ -242,33 +242,33 @@ def test_repair_json__removes_bytes_and_backslashes_that_are_not_json() -> None:
         event.name.encode()
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b" ",
-        b"{}",
-        b"{",
-        b"[",
-        b"3",
-        b"null",
-        b"not json",
-        b"\x00\x01\x02",
-        b'{"traceEvents"',
-        b'{"traceEvents": 3}',
-        b'{"traceEvents": [',
-        b'{"traceEvents": [{"ts": 1, "name": "cut',
-        b'{"traceEvents": {"ts": 1}}',
-        b"{[1]: 2}",
-        b'{"a": }',
-        b"[:]",
-        b"PK\x03\x04" * 100,
-    ],
-)
-def test_batches__raise_one_error_for_other_files(raw: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^it ") as error:
-        read(raw, 4)
-    assert "\n" not in str(error.value)
+OTHER_FILES = [
+    b"",
+    b" ",
+    b"{}",
+    b"{",
+    b"[",
+    b"3",
+    b"null",
+    b"not json",
+    b"\x00\x01\x02",
+    b'{"traceEvents"',
+    b'{"traceEvents": 3}',
+    b'{"traceEvents": [',
+    b'{"traceEvents": [{"ts": 1, "name": "cut',
+    b'{"traceEvents": {"ts": 1}}',
+    b"{[1]: 2}",
+    b'{"a": }',
+    b"[:]",
+    b"PK\x03\x04" * 100,
+]
+
+
+def test_batches__raise_one_error_for_other_files() -> None:
+    for raw in OTHER_FILES:
+        with pytest.raises(ValueError, match=r"^it ") as error:
+            read(raw, 4)
+        assert "\n" not in str(error.value)
 
 
 def test_batches__accept_a_trace_without_events() -> None:

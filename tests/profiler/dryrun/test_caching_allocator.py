@@ -16,26 +16,26 @@ PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "snapshots"
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("size", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB, 12 * MIB, 12 * MIB),
-    ],
-)
-def test_caching_allocator__rounds_blocks_and_segments(size: int, allocated: int, reserved: int) -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(size)
-    assert (allocator.allocated_bytes, allocator.reserved_bytes, allocator.segments_allocated) == (
-        allocated,
-        reserved,
-        1,
-    )
+SIZES = [
+    (1, 512, 2 * MIB),
+    (513, 1024, 2 * MIB),
+    (MIB, MIB, 2 * MIB),
+    (MIB + 1, MIB + 512, 20 * MIB),
+    (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+    (10 * MIB, 10 * MIB, 10 * MIB),
+    (11 * MIB, 12 * MIB, 12 * MIB),
+]
+
+
+def test_caching_allocator__rounds_blocks_and_segments() -> None:
+    for size, allocated, reserved in SIZES:
+        allocator = CachingAllocator()
+        allocator.allocate(size)
+        assert (allocator.allocated_bytes, allocator.reserved_bytes, allocator.segments_allocated) == (
+            allocated,
+            reserved,
+            1,
+        )
 
 
 def test_caching_allocator__merges_neighbours_and_reuses_the_smallest_block_that_fits() -> None:

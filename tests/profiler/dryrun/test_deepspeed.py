@@ -51,6 +51,7 @@ def test_zero__holds_what_real_ranks_hold(
     assert predicted == run_for_real(cases, ranks)
 
 
+@pytest.mark.slow
 def test_dry_run__of_a_deepspeed_job_gives_the_trace_of_a_recorded_one(tmp_path: Path) -> None:
     settings = config(3, {"offload_optimizer": {**CPU, "pin_memory": True}}, accumulate=2)
 

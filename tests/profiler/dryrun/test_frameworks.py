@@ -11,6 +11,7 @@ import pytest
 
 from ebbtide.profiler.dryrun import child, session, shadow_values
 from ebbtide.profiler.trace import open_trace
+from tests.conftest import slow_case
 from tests.profiler.dryrun.forked import run_forked
 
 assert session  # imported here, so that forked processes have it
@@ -173,9 +174,9 @@ def dry_run(folder: Path, script: str, *arguments: str, status: int = 0, capacit
 @pytest.mark.parametrize(
     ("script", "forwards", "backwards", "note"),
     [
-        pytest.param(TRAINER, 1, 1, "flash (4)", marks=pytest.mark.slow),
-        pytest.param(LIGHTNING, 1, 1, "", marks=pytest.mark.slow),
-        pytest.param(ACCELERATE, 2, 2, "", marks=pytest.mark.slow),
+        slow_case(TRAINER, 1, 1, "flash (4)"),
+        slow_case(LIGHTNING, 1, 1, ""),
+        slow_case(ACCELERATE, 2, 2, ""),
         (CONVOLUTIONS, 2, 1, "torch.compile was left out"),
     ],
 )
@@ -227,7 +228,10 @@ def test_dry_run__ends_a_loop_that_waits_for_a_value(tmp_path: Path, monkeypatch
     assert lines[0].endswith("no trace is written (job.py:5)")
 
 
-@pytest.mark.parametrize(("script", "batch"), [(BATCH_SEARCH, 19), (BATCH_TRIALS, 16)], ids=["accelerate", "Lightning"])
+@pytest.mark.parametrize(
+    ("script", "batch"),
+    [pytest.param(BATCH_SEARCH, 19, id="accelerate"), slow_case(BATCH_TRIALS, 16, id="Lightning")],
+)
 def test_dry_run__lets_a_search_for_the_batch_size_run_out_of_memory(script: str, batch: int, tmp_path: Path) -> None:
     trace = open_trace(dry_run(tmp_path, script, capacity_bytes=600 << 20))
     # 4 MiB for each unit of the batch and for its result, beside weights and workspaces: 21 and 32 do not fit.

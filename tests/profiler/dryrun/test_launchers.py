@@ -75,36 +75,33 @@ for step in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "job", "line"),
     [
         ("torchrun --nproc-per-node 2 --nnodes 1:2", TORCH_JOB, "ranks 4 DistributedDataParallel ['--lr', '1']"),
-        pytest.param(
+        (
             "torchrun --nproc-per-node 2 --nnodes 1:2",
             JOB,
             "ranks 4 DistributedDataParallel ['--lr', '1']",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "torchrun --nproc-per-node gpu --standalone",
             JOB,
             "ranks 1 Sequential ['--lr', '1']",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "accelerate launch --num_processes 4",
             JOB,
             "ranks 4 DistributedDataParallel ['--lr', '1']",
-            marks=pytest.mark.slow,
         ),
-        pytest.param("accelerate launch", JOB, "ranks 1 Sequential ['--lr', '1']", marks=pytest.mark.slow),
-        pytest.param(
+        ("accelerate launch", JOB, "ranks 1 Sequential ['--lr', '1']"),
+        (
             "accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp --fsdp_version 2",
             JOB,
             "ranks 2 FSDPSequential ['--lr', '1']",
-            marks=pytest.mark.slow,
         ),
-        pytest.param("deepspeed --num_gpus 2", DEEPSPEED_JOB, "ranks 2 DeepSpeedEngine []", marks=pytest.mark.slow),
+        ("deepspeed --num_gpus 2", DEEPSPEED_JOB, "ranks 2 DeepSpeedEngine []"),
     ],
 )
 def test_dry_run__follows_launchers_to_their_job(launcher: str, job: str, line: str, tmp_path: Path) -> None:

@@ -39,7 +39,13 @@ print(b''.join(p.detach().numpy().tobytes() for p in model.parameters()).hex())
 """
 LOOPS = (
     *("a plain loop", "gradient accumulation", "a GradScaler", "a GradScaler that skips every step", "a GAN"),
-    *("LBFGS with a closure", "a compiled model, without a compiler", "evaluation in between", "a gradient penalty"),
+    *(
+        "LBFGS with a closure",
+        "a compiled model",
+        "a compiled model, without a compiler",
+        "evaluation in between",
+        "a gradient penalty",
+    ),
     *("the optimizer in the backward", "checkpointing inside the model", "an optimizer for each step"),
     *("two optimizers in a row", "a step that raises and is tried again"),
 )

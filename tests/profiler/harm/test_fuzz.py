@@ -17,7 +17,6 @@ from tests.profiler.harm.programs import job_lines, profile_command, run_bare
 
 # `make test-all` multiplies the number of random cases by four.
 CASES = examples(15)
-DEFAULT_CASES = (10,)
 # The time and the process id in lines of torch's log, as in `W1122 11:43:10.441000 18912 torch/...`.
 LOG_PREFIX = re.compile(rb"^([A-Z])\d{4} [\d:.]+ \d+ ", re.MULTILINE)
 
@@ -55,10 +54,8 @@ def _timeless(text: bytes) -> bytes:
     return LOG_PREFIX.sub(rb"\1 ", text)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(n, marks=[] if n in DEFAULT_CASES else [pytest.mark.slow]) for n in range(max(CASES, 4))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(max(CASES, 4)))
 def test_profile__changes_nothing_of_a_random_job(number: int, tmp_path: Path) -> None:
     _compare_runs(number, tmp_path, on_demand=False)
 

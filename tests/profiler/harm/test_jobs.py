@@ -13,7 +13,7 @@ from tests.conftest import Run, phases_of, slow
 from tests.profiler.harm.jobs import JOBS
 from tests.profiler.harm.programs import job_lines, profile_command, run_bare
 
-QUICK = ("a plain loop", "keyword arguments with names of the recorder", "python -I", "an exception in the forward")
+QUICK = ("keyword arguments with names of the recorder",)
 # What differs from run to run: times, dates, addresses, numbers of processes and ports.
 VARIABLE = re.compile(
     r"\d+\.\d+s\b|\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d[.,\d]*|0x[0-9a-f]{8,}|(?<=[DIWE])\d{4} [\d:.]+ \d+|pid[ =:]+\d+"

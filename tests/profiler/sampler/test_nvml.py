@@ -17,17 +17,17 @@ def gpu_of(card: FakeCard, without: tuple[str, ...] = ()) -> Gpu:
     return open_gpus(Nvml(FakeNvml(card, without=without))).gpus[0]
 
 
-@pytest.mark.parametrize(
-    ("generation", "width", "gigabytes"),
-    [(1, 1, 0.25), (2, 16, 8.0), (3, 16, 15.75), (4, 16, 31.5), (4, 8, 15.75), (5, 16, 63.0), (6, 16, 121.0)],
-)
-def test_link_peak_bytes_per_s__matches_the_specification(generation: int, width: int, gigabytes: float) -> None:
-    assert link_peak_bytes_per_s(generation, width) == pytest.approx(gigabytes * 1e9, rel=1e-3)
+PEAKS = [(1, 1, 0.25), (2, 16, 8.0), (3, 16, 15.75), (4, 16, 31.5), (4, 8, 15.75), (5, 16, 63.0), (6, 16, 121.0)]
 
 
-@pytest.mark.parametrize(("generation", "width"), [(None, 16), (5, None), (None, None), (0, 16), (5, 0), (99, 16)])
-def test_link_peak_bytes_per_s__is_none_for_an_unknown_link(generation: int | None, width: int | None) -> None:
-    assert link_peak_bytes_per_s(generation, width) is None
+def test_link_peak_bytes_per_s__matches_the_specification() -> None:
+    for generation, width, gigabytes in PEAKS:
+        assert link_peak_bytes_per_s(generation, width) == pytest.approx(gigabytes * 1e9, rel=1e-3)
+
+
+def test_link_peak_bytes_per_s__is_none_for_an_unknown_link() -> None:
+    for generation, width in [(None, 16), (5, None), (None, None), (0, 16), (5, 0), (99, 16)]:
+        assert link_peak_bytes_per_s(generation, width) is None
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
@@ -36,23 +36,23 @@ def test_nvml__raises_a_readable_error_without_a_driver(code: int) -> None:
         Nvml(FakeNvml(init_error=code))
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (pynvml.NVML_ERROR_GPU_IS_LOST, GpuLost),
-        (pynvml.NVML_ERROR_NOT_SUPPORTED, Unsupported),
-        (pynvml.NVML_ERROR_NO_PERMISSION, Unsupported),
-        (pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, Unsupported),
-        (pynvml.NVML_ERROR_TIMEOUT, NvmlError),
-        (pynvml.NVML_ERROR_UNKNOWN, NvmlError),
-        (12345, NvmlError),
-    ],
-)
-def test_nvml_error__has_a_class_for_each_kind_of_failure(code: int, kind: type[NvmlError]) -> None:
-    gpu = gpu_of(FakeCard().fail("nvmlDeviceGetMemoryInfo", code))
-    with pytest.raises(NvmlError, match=r"\w+") as caught:
-        gpu.read_used_bytes()
-    assert type(caught.value) is kind
+CLASSES = [
+    (pynvml.NVML_ERROR_GPU_IS_LOST, GpuLost),
+    (pynvml.NVML_ERROR_NOT_SUPPORTED, Unsupported),
+    (pynvml.NVML_ERROR_NO_PERMISSION, Unsupported),
+    (pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, Unsupported),
+    (pynvml.NVML_ERROR_TIMEOUT, NvmlError),
+    (pynvml.NVML_ERROR_UNKNOWN, NvmlError),
+    (12345, NvmlError),
+]
+
+
+def test_nvml_error__has_a_class_for_each_kind_of_failure() -> None:
+    for code, kind in CLASSES:
+        gpu = gpu_of(FakeCard().fail("nvmlDeviceGetMemoryInfo", code))
+        with pytest.raises(NvmlError, match=r"\w+") as caught:
+            gpu.read_used_bytes()
+        assert type(caught.value) is kind
 
 
 def test_describe__returns_the_facts_of_a_card() -> None:

@@ -142,10 +142,10 @@ def test_parse_address__takes_a_port_or_a_host_with_one(text: str, address: tupl
     assert parse_address(text) == address
 
 
-@pytest.mark.parametrize("text", ["", "web", "70000", "-1", ":80", "::1:80", "host:", "1.5", "[]:80"])
-def test_parse_address__refuses_others(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a port"):
-        parse_address(text)
+def test_parse_address__refuses_others() -> None:
+    for text in ["", "web", "70000", "-1", ":80", "::1:80", "host:", "1.5", "[]:80"]:
+        with pytest.raises(ValueError, match="is not a port"):
+            parse_address(text)
 
 
 def test_metrics_server__listens_on_ipv6() -> None:

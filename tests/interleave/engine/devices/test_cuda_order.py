@@ -33,7 +33,7 @@ from tests.interleave.engine.devices.happens_before import HOST, Clock
 from tests.interleave.engine.plans import PLACEMENTS, make, plans, workload_of
 from tests.interleave.engine.twins import Jitter, Twin, hasty_switches, no_thread_left, twins
 
-EXAMPLES = examples(40, by_default=12)
+EXAMPLES = examples(40, by_default=6)
 
 
 @dataclass

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from tests.conftest import slow_case
 from tests.interleave.engine.layers.stacks import LAYER_BYTES, WEIGHT_BYTES, WIDTH, same, stack, train
 
 
@@ -122,10 +121,10 @@ def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_t
             assert owner.used_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("what", "whole"),
-    [("weights", True), ("activations", False), slow_case("weights", False), slow_case("activations", True)],
-)
+# Some of the random jobs of tests/interleave/engine/grid are compiled.
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("what", ["weights", "activations"])
 def test_compiled_layers_and_models__have_their_own_bits(what: str, whole: bool) -> None:
     def compiled(model: Any) -> Any:
         if whole:

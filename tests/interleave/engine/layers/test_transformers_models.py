@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from ebbtide.errors import UserError
-from tests.interleave.engine.grid.judge import first_difference, quiet
+from tests.interleave.engine.grid.judge import first_difference
 from tests.interleave.engine.layers.random_transformers import random_model_job
 
 pytest.importorskip("transformers")
@@ -14,12 +14,11 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param(range(5, 7), id="quick"),
+        pytest.param(range(5, 6), id="quick"),
         pytest.param(range(40), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"),
     ],
 )
 def test_random_models__have_the_bits_of_the_plain_job_or_end_in_an_error(seeds: range) -> None:
-    quiet()
     verdicts: Counter[str] = Counter()
     wrong = []
     for seed in seeds:

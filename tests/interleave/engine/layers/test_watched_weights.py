@@ -17,7 +17,7 @@ from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.layers import weights as weights_module
-from tests.conftest import slow_case
+from tests.conftest import slow, slow_case
 from tests.interleave.engine.layers.live_memory import CountingDevice
 from tests.interleave.engine.states import bits
 
@@ -168,7 +168,7 @@ def returning(share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False
 
 
 @pytest.mark.parametrize("weights", ["streamed", "resident"])
-@pytest.mark.parametrize("autocast", [bf16, nullcontext])
+@pytest.mark.parametrize("autocast", [bf16, slow_case(nullcontext)])
 @pytest.mark.parametrize("share", SHARES)
 def test_stream_weights__layers_return_their_weights(share: str, autocast: Callable[[], Any], weights: str) -> None:
     expected, model = train_returning(returning(SHARES[share]), autocast), returning(SHARES[share])
@@ -177,7 +177,7 @@ def test_stream_weights__layers_return_their_weights(share: str, autocast: Calla
 
 
 @pytest.mark.parametrize("weights", ["streamed", "resident"])
-@pytest.mark.parametrize("autocast", [bf16, nullcontext])
+@pytest.mark.parametrize("autocast", [bf16, slow_case(nullcontext)])
 @pytest.mark.parametrize("share", SHARES)
 def test_stream_weights__old_values_that_a_layer_has_kept_are_an_error(
     share: str, autocast: Callable[[], Any], weights: str
@@ -378,7 +378,7 @@ AUTOCASTS: list[Callable[[], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("weights", ["streamed", "resident"])
+@pytest.mark.parametrize("weights", ["streamed", slow_case("resident")])
 @pytest.mark.parametrize("call", [twice, recur])
 @pytest.mark.parametrize("autocast", AUTOCASTS)
 def test_stream_weights__adds_gradients_of_casts_as_autocast_does(
@@ -494,7 +494,7 @@ def with_failure(model: Any, fail: Callable[[Callable[[], None]], None], autocas
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError, *(slow_case(one) for one in (DeviceMemoryError, KeyboardInterrupt))]
 )
-@pytest.mark.parametrize("method", ["allocate_bytes", "copy", "wait", "record"])
+@pytest.mark.parametrize("method", slow(["allocate_bytes", "copy", "wait", "record"], but=["allocate_bytes", "copy"]))
 def test_stream_weights__failed_call_of_the_device_leaves_no_weight_there(
     method: str, error: type[BaseException], autocast: Callable[[], Any]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,12 +22,12 @@ def values(length: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return any_bits(length, dtype, torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_fingerprint__equals_the_definition(dtype: torch.dtype, length: int) -> None:
-    tensor = values(length + 1, dtype)
-    for part in (tensor[:length], tensor[1:]):
-        assert KERNEL.fingerprint(part) == fingerprint(part)
+def test_kernel_fingerprint__equals_the_definition() -> None:
+    for length in LENGTHS:
+        for dtype in DTYPES:
+            tensor = values(length + 1, dtype)
+            for part in (tensor[:length], tensor[1:]):
+                assert KERNEL.fingerprint(part) == fingerprint(part)
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(LENGTHS[1:]), st.data())
@@ -41,26 +40,26 @@ def test_fingerprint__shows_the_change_of_any_bit(dtype: torch.dtype, length: in
     assert KERNEL.fingerprint(tensor) != before
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tensor: tensor.neg_(),
-        lambda tensor: tensor.copy_(tensor.flip(0)),
-        lambda tensor: tensor.copy_(tensor.roll(1)),
-        lambda tensor: tensor.copy_(tensor.roll(4 * BLOCK + 1)),
-        lambda tensor: tensor.copy_(tensor.view(-1, 8).t().reshape(-1)),
-        lambda tensor: tensor.mul_(0.5),
-        lambda tensor: tensor.zero_(),
-        lambda tensor: tensor.fill_(1.0),
-    ],
-)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fingerprint__shows_changes_of_all_elements(dtype: torch.dtype, change: Callable[[torch.Tensor], None]) -> None:
-    for length in (16, BLOCK, 8 * BLOCK):
-        tensor = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
-        before = KERNEL.fingerprint(tensor)
-        change(tensor)
-        assert KERNEL.fingerprint(tensor) != before
+CHANGES = [
+    lambda tensor: tensor.neg_(),
+    lambda tensor: tensor.copy_(tensor.flip(0)),
+    lambda tensor: tensor.copy_(tensor.roll(1)),
+    lambda tensor: tensor.copy_(tensor.roll(4 * BLOCK + 1)),
+    lambda tensor: tensor.copy_(tensor.view(-1, 8).t().reshape(-1)),
+    lambda tensor: tensor.mul_(0.5),
+    lambda tensor: tensor.zero_(),
+    lambda tensor: tensor.fill_(1.0),
+]
+
+
+def test_fingerprint__shows_changes_of_all_elements() -> None:
+    for change in CHANGES:
+        for dtype in DTYPES:
+            for length in (16, BLOCK, 8 * BLOCK):
+                tensor = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
+                before = KERNEL.fingerprint(tensor)
+                change(tensor)
+                assert KERNEL.fingerprint(tensor) != before
 
 
 @pytest.mark.parametrize("flipped", [2, 4, 8, 16, 64])

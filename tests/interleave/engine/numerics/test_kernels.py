@@ -122,9 +122,8 @@ def test_compiled_update__fuses_no_operations(stored: type) -> None:
     check_code(compiled.loops_of(ADAMW).update, halves[0], tuple(state), halves[1], Hyper().scalars(1), 0)
 
 
-@pytest.mark.parametrize(
-    "stored", [np.int16, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (np.uint16, np.float32))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [np.int16, np.uint16, np.float32])
 def test_compiled_update_beside__fuses_no_operations_and_writes_past_the_caches(stored: type) -> None:
     halves, old, new = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32), np.zeros((3, 10), np.float32)
     loop = compiled_beside.update_of(ADAMW)

@@ -147,7 +147,7 @@ def without_offload() -> tuple[list[float], list[torch.Tensor]]:
     return train(policy="gpu-only")
 
 
-@pytest.mark.parametrize("options", [slow_case(OFFLOADED[0]), *OFFLOADED[1:]], ids=str)
+@pytest.mark.parametrize("options", [*map(slow_case, OFFLOADED[:2]), OFFLOADED[2]], ids=str)
 def test_muon__with_offload_is_that_without(
     options: dict[str, Any], without_offload: tuple[list[float], list[torch.Tensor]]
 ) -> None:

@@ -23,6 +23,7 @@ from ebbtide.profiler import Tracer, open_trace
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import OptimizerInfo, RankInfo
+from tests.conftest import slow_case
 from tests.interleave.advise.jobs import gpu_machine
 from tests.interleave.engine.training import MACHINE
 from tests.profiler.dryrun.forked import run_forked
@@ -62,7 +63,11 @@ def new_model() -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("name", "master"),
-    [*((name, "fp32") for name in sorted(RULES)), ("lion", "remainder"), ("adamw-bf16", "remainder")],
+    [
+        *(("adamw-8bit", "fp32"), ("muon", "fp32"), ("lion", "remainder")),
+        *(slow_case(name, "fp32") for name in sorted(RULES.keys() - {"adamw-8bit", "muon"})),
+        slow_case("adamw-bf16", "remainder"),
+    ],
 )
 def test_replay_plan_and_dry_run__have_the_state_of_a_rule(
     name: str, master: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

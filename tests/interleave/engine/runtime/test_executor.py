@@ -391,9 +391,13 @@ def test_finish__completes_the_step_after_an_interrupt(fails: bool) -> None:
             executor.finish()
 
 
-@pytest.mark.parametrize("line", range(60))
-def test_wait__ends_where_a_signal_handler_forks_at_any_line_of_it(line: int) -> None:
+def test_wait__ends_where_a_signal_handler_forks_at_any_line_of_it() -> None:
     """The handler waits for operations in flight: their end must not be missed by a wait that is about to begin."""
+    for line in range(60):
+        fork_within_a_wait(line)
+
+
+def fork_within_a_wait(line: int) -> None:
     may_end, lines = threading.Event(), itertools.count()
 
     def fork_at_line(_frame: Any, event: str, _value: Any) -> Any:

@@ -12,6 +12,7 @@ from tests.interleave.experiments.compare.conftest import LINK, TINY
 from tests.interleave.experiments.compare.test_compare import MACHINE
 
 
+@pytest.mark.slow
 def test_torch__starts_from_the_same_loss_and_follows_it(comparison: Comparison) -> None:
     (baseline,) = comparison.baselines
     ours = comparison.results[0].losses

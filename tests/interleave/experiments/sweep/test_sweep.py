@@ -75,6 +75,7 @@ def test_combinations__without_policies_are_those_of_a_replay() -> None:
     assert [task.policy for task in tasks([])] == [*[result.policy for result in results], *replayed.skipped]
 
 
+@pytest.mark.slow
 def test_compute_rows__any_number_of_processes_gives_the_same_rows() -> None:
     scenarios = [Scenario(scale_params=scale, free_bytes=free) for scale in (2.0, 0.5) for free in (4e9, None)]
     sweep_tasks = tasks([*FAST, "twin-flow"], scenarios)

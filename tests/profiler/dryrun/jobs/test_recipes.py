@@ -183,22 +183,22 @@ def test_recipe__with_a_tokenizer_keeps_data_at_hand(tmp_path: Path) -> None:
     assert prepare(text)[1]["dataset_name"] != "own.jsonl"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lr: 1\n", r"none of the keys _component_ \(torchtune\), stage \(LLaMA-Factory\), base_model"),
-        ("- a\n", "it has no keys"),
-        ("a: [", "is not YAML"),
-        (FACTORY.replace("sft", "kto"), "the data of stage kto is not replaced"),
-        (AXOLOTL + "rl: dpo\n", "rl: dpo is not replaced"),
-        ("base_model: nowhere/\n", "there is no nowhere/"),
-        ("model_name_or_path: [1]\n", "no recipe of TRL that ebbtide can read"),
-        (TUNE.replace("checkpoint_dir:", "folder:"), "no recipe of torchtune that ebbtide can read: KeyError"),
-    ],
-)
-def test_recipe__is_refused_in_a_line(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        prepare(text)
+REFUSED = [
+    ("lr: 1\n", r"none of the keys _component_ \(torchtune\), stage \(LLaMA-Factory\), base_model"),
+    ("- a\n", "it has no keys"),
+    ("a: [", "is not YAML"),
+    (FACTORY.replace("sft", "kto"), "the data of stage kto is not replaced"),
+    (AXOLOTL + "rl: dpo\n", "rl: dpo is not replaced"),
+    ("base_model: nowhere/\n", "there is no nowhere/"),
+    ("model_name_or_path: [1]\n", "no recipe of TRL that ebbtide can read"),
+    (TUNE.replace("checkpoint_dir:", "folder:"), "no recipe of torchtune that ebbtide can read: KeyError"),
+]
+
+
+def test_recipe__is_refused_in_a_line() -> None:
+    for text, message in REFUSED:
+        with pytest.raises(UserError, match=message):
+            prepare(text)
 
 
 def test_recipe__of_a_framework_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -295,6 +295,7 @@ def test_read_trace__keeps_phases_of_another_file(tmp_path: Path) -> None:
 # -- published traces --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_import_trace__in_processes_is_that_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.profiler.importers.kineto.importer._MIN_FILES_FOR_PROCESSES", 3)
     files = []

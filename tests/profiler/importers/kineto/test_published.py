@@ -85,6 +85,7 @@ def test_device_times__match_the_launches_of_published_traces(published: Path) -
         assert (row.gpu_start_ns, row.gpu_end_ns) == (min(e["start"] for e in work), end)
 
 
+@pytest.mark.slow
 def test_find_phases__finds_the_same_without_annotations(tmp_path: Path) -> None:
     path = PUBLISHED / "control.json.gz"
     if not path.exists():

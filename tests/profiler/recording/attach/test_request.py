@@ -41,28 +41,28 @@ def test_parse_request__takes_any_text(text: str) -> None:
     assert request is None or (request.text() == text and 0 < request.end - request.first <= MAX_ITERATIONS)
 
 
-@pytest.mark.parametrize(
-    ("part", "wrong"),
-    [
-        ("120:140", "140:140"),
-        ("120:140", "140:120"),
-        ("120:140", "-1:140"),
-        ("120:140", f"0:{MAX_ITERATIONS + 1}"),
-        ("120:140", "4294967290:4294967296"),
-        ("123456789", "0"),
-        ("123456789", "9223372036854775808"),
-        ("poll 25000", "poll 60000001"),
-        ("poll 25000", "poll 2.5"),
-        ("allocator 3", "allocator 21"),
-        ("transfers 1", "transfers 2"),
-        ("transfers 1", "transfers 1\n"),
-        ("slice-1", "slice-2"),
-        ("120", "١٢٠"),
-    ],
-)
-def test_parse_request__rejects_what_is_out_of_bounds(part: str, wrong: str) -> None:
-    assert parse_request(VALID) is not None
-    assert parse_request(VALID.replace(part, wrong, 1)) is None
+OUT_OF_BOUNDS = [
+    ("120:140", "140:140"),
+    ("120:140", "140:120"),
+    ("120:140", "-1:140"),
+    ("120:140", f"0:{MAX_ITERATIONS + 1}"),
+    ("120:140", "4294967290:4294967296"),
+    ("123456789", "0"),
+    ("123456789", "9223372036854775808"),
+    ("poll 25000", "poll 60000001"),
+    ("poll 25000", "poll 2.5"),
+    ("allocator 3", "allocator 21"),
+    ("transfers 1", "transfers 2"),
+    ("transfers 1", "transfers 1\n"),
+    ("slice-1", "slice-2"),
+    ("120", "١٢٠"),
+]
+
+
+def test_parse_request__rejects_what_is_out_of_bounds() -> None:
+    for part, wrong in OUT_OF_BOUNDS:
+        assert parse_request(VALID) is not None
+        assert parse_request(VALID.replace(part, wrong, 1)) is None
 
 
 def test_read_request__takes_only_a_link_of_its_own_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
