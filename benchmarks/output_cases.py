@@ -49,13 +49,23 @@ MACHINE_COMMANDS = {
     "recommend": "replay T --machine M --recommend",
     "plan": "plan T --machine M",
 }
-PLOTS = {"plot": "plot T -o FILE", "plot-windows": "plot T --kind windows -o FILE", "plot-all": "plot T --kind all -o FILE"}
+PLOTS = {
+    "plot": "plot T -o FILE",
+    "plot-windows": "plot T --kind windows -o FILE",
+    "plot-all": "plot T --kind all -o FILE",
+}
 POLICIES = (
-    *("zero-offload", "zero-offload,grads=blocking", "twin-flow:0.4", "pipelined", "interleaved:2", "interleaved:3@0.6"),
+    *(
+        "zero-offload",
+        "zero-offload,grads=blocking",
+        "twin-flow:0.4",
+        "pipelined",
+        "interleaved:2",
+        "interleaved:3@0.6",
+    ),
     *("pipelined,overlap=forward", "interleaved:2,overlap=backward", "interleaved:2,overlap=both", "gpu-only"),
     *("adaptive", "adaptive,overlap=both"),
 )
-WIDTH = "80"
 # What differs between two runs of the same code: identifiers of elements of a picture.
 _SVG_IDS = re.compile(r'(id="|#)[a-z]+[0-9a-f]{10}')
 
@@ -70,10 +80,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is kept."""
+    """The traces, machines, workloads and jobs whose outputs are kept.
+
+    `of_machines`: the commands of MACHINE_COMMANDS that run for each trace and machine."""
 
     traces: tuple[str, ...]
     machines: tuple[str, ...]
+    of_machines: tuple[str, ...]
     workloads: int
     jobs: int
 
@@ -90,10 +103,11 @@ SCOPES = {
             *("traces/h100-20b-async.ebb", "traces/h100-20b-blocking.ebb", "traces/h100-20b-ratio0.5-async.ebb"),
         ),
         machines=("a100-40gb-published", "rtx4090"),
+        of_machines=("recommend", "plan"),
         workloads=30,
         jobs=30,
     ),
-    "whole": Scope(all_traces(), MACHINES, workloads=300, jobs=300),
+    "whole": Scope(all_traces(), MACHINES, of_machines=tuple(MACHINE_COMMANDS), workloads=300, jobs=300),
 }
 
 
@@ -106,7 +120,8 @@ def cases(scope: Scope) -> Iterator[Case]:
         for name, command in PLOTS.items():
             yield Case(f"{stem}.{name}", partial(plot_output, command, trace))
         for machine in scope.machines:
-            for name, command in MACHINE_COMMANDS.items():
+            for name in scope.of_machines:
+                command = MACHINE_COMMANDS[name]
                 yield Case(f"{stem}.{machine}.{name}", partial(command_output, command, T=trace, M=machine))
     for seed in range(scope.workloads):
         yield Case(f"workload-{seed}", partial(schedules_output, seed))

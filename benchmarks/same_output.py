@@ -1,6 +1,6 @@
 """Show what a change alters in the outputs of ebbtide.
 
-    python benchmarks/same_output.py [--scope quick|whole] [--only TEXT] [--part I/N]
+    python benchmarks/same_output.py [--scope quick|whole] [--only TEXT]
     python benchmarks/same_output.py --store [--scope quick|whole]
 
 The first makes each output (`output_cases.py`: commands as screens and as JSON, plots as drawing commands, plans with
@@ -23,8 +23,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
@@ -84,45 +85,53 @@ def commit() -> str:
     return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
+def make(case: Any) -> tuple[str, str]:
+    """Return the name and the text of an output."""
+    return case.name, case.make()
+
+
 def main() -> int:
     """Compare outputs with the golden ones, or store them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scope", choices=("quick", "whole"), default="quick")
     parser.add_argument("--store", action="store_true")
     parser.add_argument("--only", default="")
-    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    # Screens have the same width everywhere, and pictures the same names of their elements.
-    os.environ |= {"COLUMNS": "80", "NO_COLOR": "1"}
+    # Screens have the same width everywhere.
+    os.environ |= {"COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     os.chdir(ROOT)
     from output_cases import SCOPES, cases
 
-    part, parts = map(int, options.part.split("/"))
-    chosen = (case for case in cases(SCOPES[options.scope]) if options.only in case.name)
-    file = GOLDENS / f"{options.scope}.json"
-    golden = json.loads(file.read_text()) if file.exists() else {"commit": commit(), "machine": machine(), "digests": {}}
+    file, start = GOLDENS / f"{options.scope}.json", time.perf_counter()
+    golden = {"commit": commit(), "machine": machine(), "digests": {}}
+    if not options.store:
+        golden = json.loads(file.read_text())
     values = VALUES / golden["commit"][:12]
-    if options.store:
-        golden = {"commit": commit(), "machine": machine(), "digests": {}}
-        values = VALUES / golden["commit"][:12]
-        values.mkdir(parents=True, exist_ok=True)
-    is_comparable = golden["machine"] == machine()
-    count, lines, start = 0, [], time.perf_counter()
-    for case in islice(chosen, part - 1, None, parts):
-        if case.name.startswith("job-") and not is_comparable:
-            continue
-        text, count = case.make(), count + 1
+    chosen = [case for case in cases(SCOPES[options.scope]) if options.only in case.name]
+    if golden["machine"] != machine():
+        print(f"bits of jobs are those of {golden['machine']}: they are left out here, on {machine()}")
+        chosen = [case for case in chosen if not case.name.startswith("job-")]
+    with Pool(options.processes) as pool:
+        outputs = pool.imap_unordered(make, chosen)
         if options.store:
-            golden["digests"][case.name] = digest(text)
-            (values / case.name).write_text(text)
-            continue
-        for line in compare(case.name, text, golden["digests"].get(case.name), values):
-            print(line, flush=True)
-            lines.append(line)
-    if options.store:
-        file.write_text(json.dumps(golden, indent=0) + "\n")
-    print(f"{count} outputs, {len(lines)} differences, {time.perf_counter() - start:.0f} s")
+            digests = store(outputs, values)
+            file.write_text(json.dumps(golden | {"digests": digests}, indent=0, sort_keys=True) + "\n")
+            return 0
+        differing = [compare(name, text, golden["digests"].get(name), values) for name, text in outputs]
+    lines = sorted(chain.from_iterable(differing))
+    print("\n".join([*lines, f"{len(chosen)} outputs, {len(lines)} differences, {time.perf_counter() - start:.0f} s"]))
     return int(bool(lines))
+
+
+def store(outputs: Iterable[tuple[str, str]], values: Path) -> dict[str, str]:
+    """Write outputs to a folder, and return their digests."""
+    values.mkdir(parents=True, exist_ok=True)
+    digests = {}
+    for name, text in outputs:
+        (values / name).write_text(text)
+        digests[name] = digest(text)
+    return digests
 
 
 if __name__ == "__main__":

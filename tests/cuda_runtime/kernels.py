@@ -79,7 +79,9 @@ def install() -> int:
     _library.impl("fill_.Scalar", _fill_with(fill), "CUDA", with_keyset=True, allow_override=True)
     _library.impl("fill_.Tensor", _Replaced(torch.ops.aten.fill_.Tensor), "CUDA", allow_override=True)
     _library.impl("zero_", lambda tensor: tensor.fill_(0), "CUDA", allow_override=True)
-    # Fused attention is not here; the one by matrix products is. torch chooses without its dispatcher.
+    # Fused attention is not here; the one by matrix products is. Convolutions are torch's own. torch chooses both
+    # without its dispatcher.
+    torch.backends.cudnn.enabled = False
     for enable in (
         torch.backends.cuda.enable_flash_sdp,
         torch.backends.cuda.enable_mem_efficient_sdp,

@@ -55,8 +55,11 @@ class ReferenceParam:
         """Give the parameter its values."""
         if self.is_whole:
             local_shard(self.param.detach()).copy_(self._own(value))
-        elif self.param.is_cuda:
-            flat_view(self.param).copy_(value)
+        else:
+            if self.param.is_cuda:
+                flat_view(self.param).copy_(value)
+            # Optimizers of torch do.
+            torch.autograd.graph.increment_version([self.param])
         self.written = value.clone()
 
     def _own(self, row: torch.Tensor) -> torch.Tensor:
