@@ -55,16 +55,9 @@ PLOTS = {
     "plot-all": "plot T --kind all -o FILE",
 }
 POLICIES = (
-    *(
-        "zero-offload",
-        "zero-offload,grads=blocking",
-        "twin-flow:0.4",
-        "pipelined",
-        "interleaved:2",
-        "interleaved:3@0.6",
-    ),
-    *("pipelined,overlap=forward", "interleaved:2,overlap=backward", "interleaved:2,overlap=both", "gpu-only"),
-    *("adaptive", "adaptive,overlap=both"),
+    *("zero-offload", "zero-offload,grads=blocking", "twin-flow:0.4", "pipelined", "interleaved:2"),
+    *("interleaved:3@0.6", "pipelined,overlap=forward", "interleaved:2,overlap=backward"),
+    *("interleaved:2,overlap=both", "gpu-only", "adaptive", "adaptive,overlap=both"),
 )
 # What differs between two runs of the same code: identifiers of elements of a picture.
 _SVG_IDS = re.compile(r'(id="|#)[a-z]+[0-9a-f]{10}')

@@ -103,9 +103,13 @@ def main() -> int:
     os.chdir(ROOT)
     from output_cases import SCOPES, cases
 
+    if options.store and options.only:
+        parser.error("--store stores all outputs of a scope: leave out --only")
     file, start = GOLDENS / f"{options.scope}.json", time.perf_counter()
     golden = {"commit": commit(), "machine": machine(), "digests": {}}
     if not options.store:
+        if not file.exists():
+            parser.error(f"no golden outputs of this scope are stored: run with --store --scope {options.scope} first")
         golden = json.loads(file.read_text())
     values = VALUES / golden["commit"][:12]
     chosen = [case for case in cases(SCOPES[options.scope]) if options.only in case.name]

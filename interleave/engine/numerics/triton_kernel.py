@@ -48,7 +48,7 @@ class SharedHostMemory:
 
     def keep(self, *memory: torch.Tensor) -> Callable[[], None]:
         """Keep memory until the work on the current stream so far is done; return a function that waits for that."""
-        if not self._pinned:
+        if not self._pinned or not memory:
             return lambda: None
         done = torch.cuda.Event(blocking=True)
         done.record()
@@ -111,7 +111,8 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
                 "scaled": bool(rule.scales),
             }
             _launch(compiled.update, programs, table, len(group), **constants, num_warps=compiled.UPDATE_WARPS)
-        _HOST_MEMORY.keep(*(table for _, _, _, table in loaded))
+        # Those that found no memory on the device.
+        _HOST_MEMORY.keep(*(table for *_, table in loaded if not table.is_cuda))
 
 
 def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:

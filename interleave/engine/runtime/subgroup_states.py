@@ -221,11 +221,10 @@ class SubgroupStates:
 
     def _issue_to_any_host_memory(self, subgroup: int) -> None:
         """Issue the move of a state to the host, also where no more host memory can be pinned."""
-        if subgroup not in self.on_host:
-            try:
-                self._allocated_on_host(subgroup)
-            except EngineError:
-                self.on_host[subgroup] = self._allocate(subgroup, pinned=False)
+        try:
+            self._allocated_on_host(subgroup)
+        except EngineError:
+            self.on_host[subgroup] = self._allocate(subgroup, pinned=False)
         self.issue_to_host(subgroup)
 
     def release(self) -> None:
