@@ -119,6 +119,8 @@ class _Replaced:
         self._written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
         self._outs = [one.name for one in schema.arguments if one.is_out]
         self._returns = len(schema.returns)
+        self._draws = torch.Tag.nondeterministic_seeded in op.tags
+        self._on_host = _dropout if op is torch.ops.aten.native_dropout.default else op
         # torch looks at the name of what it is given.
         self.__name__ = self.__qualname__ = self._name.replace(".", "_")
 
@@ -144,12 +146,12 @@ class _Replaced:
         return kwargs[name] if name in kwargs else args[self._positions[name]]
 
     def _launch(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> None:
-        places = tree_map_only(torch.Tensor, _placed, (args, _on_host_options(kwargs)))
+        places = tree_map_only(torch.Tensor, _placed, (args, self._on_host_options(kwargs)))
         written = [Place(one).bytes() for one in tree_flatten(targets)[0] if _is_on_device(one)]
 
         def work() -> None:
             host_args, host_kwargs = tree_map_only(Place, Place.tensor, places)
-            self._op(*host_args, **host_kwargs)
+            self._on_host(*host_args, **host_kwargs)
 
         runtime.launch(self._name, work, _ranges(places), written)
 
@@ -160,13 +162,13 @@ class _Replaced:
             # The size of the result depends on values: the host waits, as it does on a GPU.
             return self._compute_now(args, kwargs)
         results = tree_map_only(torch.Tensor, _allocated, shapes)
-        places, targets = tree_map_only(torch.Tensor, _placed, ((args, _on_host_options(kwargs)), results))
+        places, targets = tree_map_only(torch.Tensor, _placed, ((args, self._on_host_options(kwargs)), results))
 
         def work() -> None:
             (host_args, host_kwargs), host_results = tree_map_only(Place, Place.tensor, (places, targets))
             if self._op is torch.ops.aten.native_layer_norm_backward.default:
                 host_args = _statistics_like_input(host_args)
-            values = self._op(*host_args, **host_kwargs)
+            values = self._on_host(*host_args, **host_kwargs)
             for target, value in zip(tree_flatten(host_results)[0], tree_flatten(values)[0], strict=True):
                 if isinstance(target, torch.Tensor) and target.numel():
                     target.copy_(value)
@@ -176,9 +178,15 @@ class _Replaced:
 
     def _compute_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch.cuda.current_stream().synchronize()
-        places = tree_map_only(torch.Tensor, _placed, (args, _on_host_options(kwargs)))
+        places = tree_map_only(torch.Tensor, _placed, (args, self._on_host_options(kwargs)))
         host_args, host_kwargs = tree_map_only(Place, Place.tensor, places)
-        return tree_map_only(torch.Tensor, _uploaded, self._op(*host_args, **host_kwargs))
+        return tree_map_only(torch.Tensor, _uploaded, self._on_host(*host_args, **host_kwargs))
+
+    def _on_host_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        options = _replace_options(kwargs, "cpu")
+        if self._draws:
+            options["generator"] = _generator_of_launch(kwargs.get("generator"))
+        return options
 
     def _resize_outs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give `out` arguments the shape of the result."""
@@ -199,6 +207,25 @@ def _statistics_like_input(args: Sequence[Any]) -> list[Any]:
     """Return arguments of a backward whose means and deviations have the type of the input, as on the CPU."""
     gradient, values, shape, *statistics = args[:5]
     return [gradient, values, shape, *(one.to(values.dtype) for one in statistics), *args[5:]]
+
+
+def _generator_of_launch(generator: torch.Generator | None) -> torch.Generator:
+    """Return a generator of the host for a kernel, by the state of the device's at the launch, and advance that."""
+    own = generator or torch.cuda.default_generators[torch.cuda.current_device()]
+    offset = own.get_offset()
+    own.set_offset(offset + 4)
+    return torch.Generator().manual_seed(hash((own.initial_seed(), offset)))
+
+
+def _dropout(
+    values: torch.Tensor, rate: float, is_training: bool | None, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do `native_dropout`, which takes no generator."""
+    mask = torch.ones(values.shape, dtype=torch.bool)
+    if is_training is False:
+        return values, mask
+    mask.bernoulli_(1 - rate, generator=generator)
+    return values * mask / (1 - rate), mask
 
 
 def _is_on_device(value: Any) -> bool:
@@ -227,12 +254,7 @@ def _ranges(places: Any) -> list[Bytes]:
 def _replace_options(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
     own = torch.device(device)
     options = {name: own if isinstance(value, torch.device) else value for name, value in kwargs.items()}
-    # The CPU has no generators of a GPU: kernels draw from its default one.
     return {name: None if isinstance(value, torch.Generator) else value for name, value in options.items()}
-
-
-def _on_host_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return _replace_options(kwargs, "cpu")
 
 
 def _shape_options(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,26 @@ def test_kernels__compute_the_bits_of_the_cpu_on_their_stream(on_stand_in: OnSta
     on_stand_in(TRAINING, jitter_us=500, seed=seed)
 
 
+def test_random_numbers__are_those_of_the_device_when_a_kernel_is_launched(on_stand_in: OnStandIn) -> None:
+    script = """
+import torch
+def draw():
+    torch.manual_seed(0)
+    device = torch.randn(1000, device="cuda")
+    torch.manual_seed(0)
+    return device, torch.randn(5)
+device, host = draw()
+for _ in range(5):
+    assert all(map(torch.equal, draw(), (device, host)))
+state = torch.cuda.get_rng_state()
+masked = torch.nn.functional.dropout(device, 0.3)
+assert not torch.nn.functional.dropout(device, 0.3).equal(masked)
+torch.cuda.set_rng_state(state)
+assert torch.nn.functional.dropout(device, 0.3).equal(masked)
+"""
+    on_stand_in(script, jitter_us=5000)
+
+
 def test_allocators__end_with_an_error_at_the_limit_of_memory(
     on_stand_in: OnStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
