@@ -13,8 +13,8 @@ TORCH ?= torch
 # Environment of the newest packages.
 NEWEST := .venv-newest
 NEWEST_TORCH := $(if $(filter torch%,$(TORCH)),$(TORCH),torch==$(TORCH))
-NEWEST_TESTS ?= tests/cli tests/analysis tests/machines tests/interleave/model tests/interleave/advise \
-	tests/interleave/simulation tests/profiler/importers tests/profiler/trace
+NEWEST_TESTS ?= tests/cli tests/analysis tests/machines tests/interleave/model tests/features/advise \
+	tests/interleave/simulation tests/features/importers tests/profiler/trace
 
 # Environments and files of the programs of training frameworks.
 RECIPES := .recipes
@@ -34,7 +34,7 @@ FUZZ ?= 4
 $(VENV)/installed: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("ebbtide needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable .
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[all]'
 	touch $@
 
 $(VENV)/tested: $(VENV)/installed
@@ -118,7 +118,7 @@ $(CUDA)/torch:
 	touch $@
 
 $(CUDA)/installed: pyproject.toml $(CONSTRAINTS) | $(CUDA)/torch
-	$(CUDA)/bin/python -m pip install --quiet --editable . pytest pytest-timeout pytest-xdist hypothesis \
+	$(CUDA)/bin/python -m pip install --quiet --editable '.[calibrate,live]' pytest pytest-timeout pytest-xdist hypothesis \
 		"$$(grep '^deepspeed==' $(CONSTRAINTS))"
 	touch $@
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ebbtide.interleave.advise.job.decoder import Implementation, TransformerShape, compute_span, shape_of
-from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size
-from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
+from ebbtide.features.advise.job.decoder import Implementation, TransformerShape, compute_span, shape_of
+from ebbtide.features.advise.job.sources import BatchSettings, job_of_size
+from ebbtide.features.advise.machine_plan import PlanRequest, plan_for_machine
 from ebbtide.machines.catalog import find_machine
+from ebbtide.machines.kernels.efficiency import DEVIATIONS_OF_RANGE, FLASH_2
+from ebbtide.machines.kernels.rates import AttentionSize, GpuRates, KernelWork
+from ebbtide.machines.kernels.time_priors import WorkClass
 from ebbtide.machines.machine import Machine
-from ebbtide.profiler.dryrun.time.efficiency import DEVIATIONS_OF_RANGE, FLASH_2
-from ebbtide.profiler.dryrun.time.rates import AttentionSize, GpuRates, KernelWork
-from ebbtide.profiler.dryrun.time.time_priors import WorkClass
 
 FOLDER = Path(__file__).parent / "accuracy"
 # Sizes of heads that FlashAttention has kernels for. Before Hopper a forward runs those of all sizes from the model's

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ebbtide.features.layers.engine import effects, recomputation
+from ebbtide.features.layers.engine.memory import LayerMemoryCount
+from ebbtide.features.layers.engine.model_layers import storages_of
 from ebbtide.interleave import offload_activations
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.layers import effects, recomputation
-from ebbtide.interleave.engine.layers.memory import LayerMemoryCount
-from ebbtide.interleave.engine.layers.model_layers import storages_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_gpt import GPT

@@ -3,7 +3,7 @@
     python benchmarks/advice.py [--workloads 300] [--part I/N] [--without-rule]
 
 All replayable traces in traces/ on 12 machines, and random workloads, with short searches; see
-tests/interleave/advise/advice_checks.py. The report prints the findings. `--without-rule` takes the comparison with
+tests/features/advise/advice_checks.py. The report prints the findings. `--without-rule` takes the comparison with
 the job out, so that the checks have to fail. `--part 2/8` runs every eighth case from the second one on. Prints
 counts, and each failure in a line.
 """
@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ebbtide.errors import MachineError, PolicyError, WorkloadError  # noqa: E402
-from ebbtide.interleave.advise.present import Present  # noqa: E402
+from ebbtide.features.advise.present import Present  # noqa: E402
 from ebbtide.machines.catalog import preset  # noqa: E402
 from ebbtide.profiler.trace import open_trace  # noqa: E402
-from tests.interleave.advise import advice_checks as checks  # noqa: E402
+from tests.features.advise import advice_checks as checks  # noqa: E402
 from tests.interleave.quick_plans import plan_quickly  # noqa: E402
 
 # Counts go to stderr after so many cases.

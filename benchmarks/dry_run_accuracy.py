@@ -2,7 +2,7 @@
 
     python benchmarks/dry_run_accuracy.py [--published FOLDER] [--picture docs/pictures/dry-run-accuracy.png] [JOB ...]
 
-The jobs are rebuilt in tests/profiler/dryrun/published_jobs.py, which names the repositories with the recordings. Those
+The jobs are rebuilt in tests/features/dryrun/published_jobs.py, which names the repositories with the recordings. Those
 that FOLDER does not have are left out. Prints Markdown.
 """
 
@@ -20,9 +20,9 @@ from tables import machine_line, table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.profiler.dryrun.forked import run_forked
-from tests.profiler.dryrun.memory_lines import MemoryLine, PhaseDifference, compare_lines, predicted_line
-from tests.profiler.dryrun.published_jobs import JOBS, PublishedJob
+from tests.features.dryrun.forked import run_forked
+from tests.features.dryrun.memory_lines import MemoryLine, PhaseDifference, compare_lines, predicted_line
+from tests.features.dryrun.published_jobs import JOBS, PublishedJob
 
 # Jobs in the picture -> their titles.
 DRAWN = {

@@ -26,11 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.analysis.metrics.iterations import median_ms
 from ebbtide.analysis.metrics.prediction import predicted_range
+from ebbtide.features.dryrun.session import DryRun, DryRunOptions
+from ebbtide.features.dryrun.trace_of_run import trace_of_run
 from ebbtide.machines.catalog import preset
+from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.machine import Machine
-from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
-from ebbtide.profiler.dryrun.time import time_priors as priors
-from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
 from ebbtide.profiler.trace import open_trace
 
 CONTEXT, VOCABULARY, LAYERS, WIDTH, KEY_HEADS = 2048, 50_304, 40, 5120, 4

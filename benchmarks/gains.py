@@ -7,8 +7,8 @@ from dataclasses import replace
 from published import PublishedJob, simulated
 from tables import table
 
-from ebbtide.interleave.advise.replay import explain
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.replay.replay import explain
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.machines.machine import Machine
 

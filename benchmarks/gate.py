@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from tables import machine_line, table
 
-from ebbtide.analysis.diff import compare
-from ebbtide.analysis.diff.gate import Limit, results
+from ebbtide.features.diff.comparison import compare
+from ebbtide.features.diff.gate import Limit, results
 from ebbtide.profiler import Trace, TraceBuilder, Tracer
 
 MS = 10**6

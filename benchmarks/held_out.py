@@ -22,12 +22,12 @@ from published import TRACES
 from tables import percent, table
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.calibrate.fitting.from_traces import fit
-from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
+from ebbtide.features.calibrate.fitting.from_traces import fit
+from ebbtide.features.calibrate.fitting.samples import FitSample, sample_of
+from ebbtide.features.importers.importer import Hardware
+from ebbtide.features.importers.load import import_trace
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine
-from ebbtide.profiler.importers.importer import Hardware
-from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.trace import open_trace
 
 NAME = re.compile(

@@ -31,7 +31,7 @@ BYTES = 28
 
 
 def ebbtide_step(params: int, threads: int) -> Callable[[], object]:
-    from ebbtide.interleave.calibrate.cpu import OnePassAdamW
+    from ebbtide.features.calibrate.cpu import OnePassAdamW
 
     return OnePassAdamW(params, threads)
 
@@ -39,7 +39,7 @@ def ebbtide_step(params: int, threads: int) -> Callable[[], object]:
 def torch_step(params: int, threads: int) -> Callable[[], object]:
     import torch
 
-    from ebbtide.interleave.calibrate.cpu import TorchAdamW
+    from ebbtide.features.calibrate.cpu import TorchAdamW
 
     return TorchAdamW(params, torch.device("cpu"), threads)
 
@@ -123,7 +123,7 @@ def first_call_s() -> tuple[float, float]:
     """Return the seconds that the first update of a new process takes, without and with a compiled kernel on disk."""
     code = (
         "import time, torch; begun = time.perf_counter()\n"
-        "from ebbtide.interleave.calibrate.cpu import OnePassAdamW\n"
+        "from ebbtide.features.calibrate.cpu import OnePassAdamW\n"
         "OnePassAdamW(1000, 1)(); print(time.perf_counter() - begun)"
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -15,11 +15,12 @@ import argparse
 import time
 from dataclasses import replace
 
+from ebbtide.features.layers import layer_choice
 from ebbtide.interleave.model.workload import Workload, workload_from
-from ebbtide.interleave.policies import layer_choice, make_plan
+from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.catalog import preset
-from tests.interleave.policies.test_layers import compare_with_all_choices
+from tests.features.layers.test_policy import compare_with_all_choices
 
 JOBS = {3: 140, 4: 50, 5: 10}
 CLOSE = 0.05

@@ -21,8 +21,8 @@ import memory_published_jobs
 import torch
 from tables import machine_line, table
 
+from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.machines.catalog import find_machine
-from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 
 GIB, GB, MIB = 2**30, 10**9, 2**20
 AO = "pytorch/ao, torchao/optim/README.md"

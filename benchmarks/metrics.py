@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tables import machine_line, table
 
-from ebbtide.analysis.export.prometheus.server import LiveTraceCollector
+from ebbtide.features.live.prometheus.server import LiveTraceCollector
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.iteration_figures import IterationFigures, PhaseRecord
 from ebbtide.profiler.agent.spool import HOST, Spool

@@ -26,7 +26,7 @@ from ebbtide.interleave.model.schedule import Schedule  # noqa: E402
 from ebbtide.interleave.policies import make_plan  # noqa: E402
 from ebbtide.interleave.simulation.simulator import simulate  # noqa: E402
 from ebbtide.machines.catalog import preset  # noqa: E402
-from tests.interleave.advise.advice_checks import MACHINES, random_workload  # noqa: E402
+from tests.features.advise.advice_checks import MACHINES, random_workload  # noqa: E402
 
 # Name of the output -> words of the command, where T is the trace and NEXT the trace after it.
 COMMANDS = {

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from tables import table
 
-from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.model.operations import OVERLAPS
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.search.best_plan import search_plan
+from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.catalog import preset

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ebbtide.interleave import InterleavedAdamW
-from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
+from ebbtide.interleave.compare.testbed import Testbed, find_testbed
 from ebbtide.interleave.simulation.simulator import simulate_steps
 
 LAYERS = 8

@@ -18,10 +18,10 @@ from published import BLOCKING, TRACES
 from tables import machine_line, percent, table
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_trace
-from ebbtide.interleave.advise.machine_plan import MachinePlan, PlanRequest, plan_for_machine
-from ebbtide.interleave.calibrate.fitting.from_traces import MachineFit, fit
-from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
+from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace
+from ebbtide.features.advise.machine_plan import MachinePlan, PlanRequest, plan_for_machine
+from ebbtide.features.calibrate.fitting.from_traces import MachineFit, fit
+from ebbtide.features.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace, open_trace

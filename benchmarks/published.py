@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.calibrate.fitting.from_traces import MachineFit, fit
-from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
+from ebbtide.features.calibrate.fitting.from_traces import MachineFit, fit
+from ebbtide.features.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from tables import machine_line
 
-from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.workload import Workload, load_workload
 from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.replay.replay import replay
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import preset
 

@@ -65,7 +65,7 @@ def deepspeed_engine(name: str, model: Any, args: argparse.Namespace) -> Any:
 
         enable(subgroup_params=args.subgroup * 1_000_000, **policy_options(name, args))
     else:
-        from tests.profiler.agent.deepspeed.cpu_accelerator import lift_device_checks
+        from tests.features.deepspeed.agent.cpu_accelerator import lift_device_checks
 
         if args.lift_checks:
             lift_device_checks()

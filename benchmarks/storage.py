@@ -65,7 +65,7 @@ class States:
     """A state file of ebbtide's that is read or written subgroup by subgroup, through buffers of its own."""
 
     def __init__(self, path: Path, size: int, subgroups: int) -> None:
-        from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
+        from ebbtide.features.storage.engine.state_file import StateFile
 
         self.path = path
         self._sizes = [size // subgroups] * subgroups

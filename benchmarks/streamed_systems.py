@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from benchmarks.published import simulated
 from benchmarks.published_figures import Figure, fitted_rate
-from ebbtide.interleave.advise.job.decoder import Implementation, shape_of
-from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size
-from ebbtide.interleave.advise.whole_job import layered_workload
+from ebbtide.features.advise.job.decoder import Implementation, shape_of
+from ebbtide.features.advise.job.sources import BatchSettings, job_of_size
+from ebbtide.features.advise.whole_job import layered_workload
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine

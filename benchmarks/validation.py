@@ -16,8 +16,8 @@ from gains import gains, speed_up
 from published import BLOCKING, TRACES, PublishedJob, jobs, simulated_sample
 from tables import machine_line, percent, table
 
-from ebbtide.interleave.calibrate.fitting.from_traces import fit
-from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
+from ebbtide.features.calibrate.fitting.from_traces import fit
+from ebbtide.features.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.profiler.trace import open_trace
 
 GB = 1e9

@@ -92,21 +92,21 @@ COMMANDS: dict[str, list[str | Path]] = {
     ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
     "sweep.png": [
-        *("replay", "--workload", SWEEP_JOB, "-o", TABLE),
+        *("sweep", "--workload", SWEEP_JOB, "-o", TABLE),
         *(part for machine in SWEEP_MACHINES for part in ("--machine", machine)),
         *("--policy", "pipelined", "--policy", "adaptive", "--policy", "mlp-offload", "--policy", "superoffload"),
         *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
         *("--jobs", "1", "--plot"),
     ],
     "sweep-lines.png": [
-        *("replay", "--workload", SWEEP_JOB, "--scale-params", "0.5,0.75,1", "-o", TABLE),
+        *("sweep", "--workload", SWEEP_JOB, "--scale-params", "0.5,0.75,1", "-o", TABLE),
         *("--machine", SWEEP_MACHINES[0]),
         *("--policy", "pipelined", "--policy", "mlp-offload", "--policy", "superoffload"),
         *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
         *("--jobs", "1", "--plot"),
     ],
     "sweep-host-memory.png": [
-        *("replay", "--workload", SWEEP_JOB, "--host-free-bytes", "24GB,48GB,72GB,96GB,120GB", "-o", TABLE),
+        *("sweep", "--workload", SWEEP_JOB, "--host-free-bytes", "24GB,48GB,72GB,96GB,120GB", "-o", TABLE),
         *("--machine", SWEEP_MACHINES[0]),
         *("--policy", "pipelined", "--policy", "adaptive", "--policy", "mlp-offload"),
         *("--jobs", "1", "--plot"),
@@ -232,9 +232,9 @@ def draw_report(browser: str, path: Path, scratch: Path) -> None:
 
 def draw_view(browser: str, path: Path, scratch: Path) -> None:
     """Draw the terminal view of the interleaved H100 run, by textual's own picture of the screen."""
-    from ebbtide.analysis.live import LiveTrace
-    from ebbtide.cli.live_view.app import LiveView
-    from ebbtide.cli.live_view.snapshot import RecordingSnapshot, SnapshotReader
+    from ebbtide.features.live.trace import LiveTrace
+    from ebbtide.features.live.view.app import LiveView
+    from ebbtide.features.live.view.snapshot import RecordingSnapshot, SnapshotReader
 
     reader = SnapshotReader(LiveTrace(INTERLEAVED))
     view = LiveView(reader, reader.read(0) or RecordingSnapshot(INTERLEAVED))

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.profiler.recording.live.job_metrics import metrics
+    from ebbtide.features.live.recording.job_metrics import metrics
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
     from ebbtide.trace_analysis import TraceAnalysis
 
@@ -20,15 +20,18 @@ __all__ = ["Trace", "TraceAnalysis", "TraceError", "__version__", "metrics", "op
 # Modules that the names are loaded from when they are first used.
 _MODULES = {
     "TraceAnalysis": "ebbtide.trace_analysis",
-    "metrics": "ebbtide.profiler.recording.live.job_metrics",
     **dict.fromkeys(("Trace", "TraceError", "open_trace"), "ebbtide.profiler.trace"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    from ebbtide.seams import public_name
+
+    return public_name(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -104,7 +104,14 @@ def stated_local_ranks(environment: Mapping[str, str]) -> int | None:
 
 def cores(root: Path = Path("/")) -> int:
     """Return how many logical cores affinity and quotas of control groups leave to this process, at least 1."""
-    return within_quotas(len(os.sched_getaffinity(0)), root)
+    return within_quotas(len(own_cores()), root)
+
+
+def own_cores() -> set[int]:
+    """Return the logical cores that this process may run on; those of the host where the system has no affinity."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0)
 
 
 def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
@@ -127,7 +134,7 @@ def within_quotas(count: int, root: Path) -> int:
 
 def threads_per_core(root: Path = Path("/")) -> int | None:
     """Return how many logical cores a core of this process has; None where the host does not report it."""
-    cpu = min(os.sched_getaffinity(0))
+    cpu = min(own_cores())
     text = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings")
     return (int(text.replace(",", ""), 16).bit_count() or None) if text else None
 
@@ -141,7 +148,7 @@ def too_few_threads(threads: int, possible: int, threads_per_core: int | None = 
 def cache_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of all last-level caches of this process's cores; None where the host does not report them."""
     sizes: dict[tuple[int, str], int] = {}
-    folders = (f"sys/devices/system/cpu/cpu{cpu}/cache/index*" for cpu in os.sched_getaffinity(0))
+    folders = (f"sys/devices/system/cpu/cpu{cpu}/cache/index*" for cpu in own_cores())
     for cache in (cache for folder in folders for cache in root.glob(folder)):
         level, size, shared = (_text(cache / name) for name in ("level", "size", "shared_cpu_list"))
         if level and shared and size and size.endswith("K"):

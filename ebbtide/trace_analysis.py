@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ebbtide import seams
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.errors import UserError
 from ebbtide.profiler.trace import Trace, open_trace
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from ebbtide.analysis.findings import Findings
     from ebbtide.analysis.metrics.advice import Adviser
-    from ebbtide.interleave.advise.replay import Replay
+    from ebbtide.interleave.replay.replay import Replay
     from ebbtide.machines.machine import Machine
 
 
@@ -53,9 +54,8 @@ class TraceAnalysis(JobMetrics):
 
         Settings that they advise are simulated, as `ebbtide replay --recommend` does."""
         from ebbtide.analysis.findings import find
-        from ebbtide.interleave.advise.trace_advice import TraceAdviser
 
-        return find(self.trace, self.adviser or TraceAdviser(self.trace))
+        return find(self.trace, self.adviser or seams.service("adviser")(self.trace))
 
     def replay(
         self, policies: Sequence[str] | str | None = None, machine: str | Path | Machine | None = None
@@ -69,7 +69,7 @@ class TraceAnalysis(JobMetrics):
         Raises:
             UserError: The trace lacks what a replay needs, or there is no such policy or machine.
         """
-        from ebbtide.interleave.advise.trace_advice import replay_trace
+        from ebbtide.interleave.replay.replay_trace import replay_trace
 
         return replay_trace(self.trace, machine, policies)
 

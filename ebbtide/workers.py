@@ -12,6 +12,7 @@ from concurrent import futures
 from typing import TypeVar
 
 from ebbtide.errors import UserError
+from ebbtide.extras import missing_text
 
 # The default of Dask.
 _MAX_DEATHS = 4
@@ -53,7 +54,7 @@ def run_on_cluster(
     try:
         from distributed import Client, KilledWorker
     except ImportError:
-        raise UserError("--scheduler needs dask.distributed: pip install 'ebbtide[dask]'") from None
+        raise UserError(f"--scheduler: {missing_text('distributed')}") from None
     # Its log messages would repeat the one-line errors below.
     for name in ("distributed", "distributed.client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -4,17 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ebbtide.features.layers.engine.activations import offload_activations
+    from ebbtide.features.layers.engine.weights import stream_weights
     from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
-    from ebbtide.interleave.engine.layers.activations import offload_activations
-    from ebbtide.interleave.engine.layers.weights import stream_weights
     from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 
 __all__ = ["InterleavedAdamW", "InterleavedOptimizer", "offload_activations", "stream_weights"]
 _MODULES = {
     "InterleavedAdamW": "interleaved_adamw",
     "InterleavedOptimizer": "optimizer",
-    "offload_activations": "layers.activations",
-    "stream_weights": "layers.weights",
 }
 
 
@@ -22,4 +20,8 @@ def __getattr__(name: str) -> Any:
     # Imported on first use: only training needs torch and numba.
     if name in _MODULES:
         return getattr(import_module(f"ebbtide.interleave.engine.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ebbtide.seams import public_name
+
+    return public_name(__name__, name)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
-    from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
-    from ebbtide.profiler.memory_limits.limit import MemoryLimitExceeded, memory_limit
-    from ebbtide.profiler.recording.spools.recovery import unfinished_trace as unfinished_trace
+    from ebbtide.features.dryrun.session import DryRun, DryRunOptions
+    from ebbtide.features.dryrun.trace_of_run import trace_of_run
+    from ebbtide.features.memory.limit import MemoryLimitExceeded, memory_limit
     from ebbtide.profiler.recording.tracer import Tracer
     from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
 
@@ -28,20 +27,18 @@ __all__ = [
     "trace_of_run",
 ]
 _MODULES = {
-    # Not for users: the reader of traces asks for it here, since the format does not know its recorder.
-    "unfinished_trace": "recording.spools.recovery",
-    "DryRun": "dryrun.session",
-    "DryRunOptions": "dryrun.session",
     "Tracer": "recording.tracer",
-    "MemoryLimitExceeded": "memory_limits.limit",
-    "memory_limit": "memory_limits.limit",
-    "trace_of_run": "dryrun.trace_of_run",
+    **dict.fromkeys(("Trace", "TraceBuilder", "TraceError", "open_trace"), "trace"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__ and name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'trace')}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ebbtide.seams import public_name
+
+    return public_name(__name__, name)

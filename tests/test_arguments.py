@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from ebbtide.errors import UserError
+from ebbtide.features.deepspeed.engine import patching
 from ebbtide.interleave import InterleavedAdamW, InterleavedOptimizer, offload_activations, stream_weights
-from ebbtide.interleave.deepspeed import patching
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler import memory_limit
 from ebbtide.trace_analysis import TraceAnalysis
-from tests.interleave.engine.layers.stacks import stack
+from tests.features.layers.stacks import stack
 
 TRACE = Path(__file__).parent.parent / "traces" / "a100-13b-async.ebb"
 Call = Callable[..., Any]

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from ebbtide.cli.command import find_commands
+from ebbtide.cli.command import ALIASES, find_commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -40,7 +40,7 @@ def test_links__lead_to_files_of_the_project() -> None:
 def test_commands__in_pages_exist() -> None:
     for page in PAGES:
         # An example on a page may be a command of its own.
-        commands = {entry.name for entry in find_commands(None)}
+        commands = {*(entry.name for entry in find_commands(None)), *ALIASES}
         commands |= set(re.findall(r"file: ebbtide/cli/commands/(\w+)\.py", page.read_text()))
         named = re.findall(r"(?:^\$ |`)ebbtide ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)
         assert set(named) <= commands, page

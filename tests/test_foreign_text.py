@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ebbtide.foreign_text import masked, printable, printable_line
 from tests.conftest import ebbtide_in_process
-from tests.profiler.importers.kineto.made_kineto import iteration, launched, span, write_trace
+from tests.features.importers.kineto.made_kineto import iteration, launched, span, write_trace
 
 # All control characters but line breaks, and those that separate lines or reorder text.
 UNSAFE = re.compile("[^\n -~\xa0-\u2027\u202f-\uffff]")

@@ -46,7 +46,8 @@ def test_ci__tests_the_versions_that_the_project_states() -> None:
     versions = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert jobs["test"]["strategy"]["matrix"]["python"] == versions
     assert PROJECT["requires-python"] == f">={versions[0]}"
-    (torch,) = (text.removeprefix("torch>=") for text in PROJECT["dependencies"] if text.startswith("torch>"))
+    run = PROJECT["optional-dependencies"]["run"]
+    (torch,) = (text.removeprefix("torch>=") for text in run if text.startswith("torch>"))
     assert jobs["torch"]["strategy"]["matrix"]["torch"] == [f"{torch}.0", "newest"]
 
 

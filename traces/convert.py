@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbtide.profiler.importers.importer import Hardware
+from ebbtide.features.importers.importer import Hardware
 from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.trace.files import write_meta
 

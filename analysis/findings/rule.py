@@ -8,9 +8,11 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from ebbtide import seams
 from ebbtide.analysis.findings.finding import Finding, NotApplicable, Unknown
 from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.errors import MissingPackageError
 
 # Returns a Finding, an Unknown where the trace cannot answer the rule's question, or None where it finds nothing.
 Check = Callable[[JobMetrics], Finding | Unknown | None]
@@ -36,7 +38,12 @@ class Rule:
 
     def __call__(self, metrics: JobMetrics) -> Finding | Unknown | None:
         """Return what the rule finds; None where it does not apply, too."""
-        return self.check(metrics) if self.unmet(metrics) is None else None
+        if self.unmet(metrics) is not None:
+            return None
+        try:
+            return self.check(metrics)
+        except MissingPackageError as error:
+            return self.unknown("its advice needs a search", str(error))
 
     def unmet(self, metrics: JobMetrics) -> NotApplicable | None:
         """Return the conditions that a trace does not fulfil; None where the rule applies."""
@@ -76,7 +83,8 @@ def rule(name: str, *needs: Need) -> Callable[[Check], Rule]:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return the rules of all modules in the folder `rules`, in the order of modules and lines."""
+    """Return the rules of all modules in the folder `rules`, in the order of modules and lines, and of features."""
     for path in sorted((Path(__file__).parent / "rules").glob("*.py")):
         import_module(f"ebbtide.analysis.findings.rules.{path.stem}")
+    seams.load_all("findings")
     return tuple(_RULES.values())

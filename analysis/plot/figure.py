@@ -15,7 +15,6 @@ from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iterations import on_device_clock
 from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.plot.kinds import Layout, find_kind
-from ebbtide.analysis.plot.kinds.ranks import RanksPanel
 from ebbtide.analysis.plot.kinds.windows import IdlePanel, WindowsPanel
 from ebbtide.analysis.plot.panels import NOTE_COLOR, IterationRange, PlotPanel, draw_phases, make_views, shared_scale
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
@@ -89,8 +88,7 @@ def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
 def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_last: bool) -> None:
     axis = panel.view.axis
     handles = panel.draw(axes, scale)
-    has_phases = not isinstance(panel, (IdlePanel, RanksPanel))
-    bands = draw_phases(axes, panel.view, panel.on_gpu) if has_phases else []
+    bands = draw_phases(axes, panel.view, panel.on_gpu) if panel.shows_phases else []
     if is_first:
         handles += bands
     axes.set_xlim(0, axis.length_ns / axis.unit_ns)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -147,6 +147,7 @@ class PlotPanel(ABC):
     # Capacity in bytes or peak in bytes/s, a line across; None where unknown.
     level: float | None = field(kw_only=True, default=None)
     on_gpu: bool = field(kw_only=True, default=False)  # Whether its times are those of the GPU.
+    shows_phases: ClassVar[bool] = True  # Whether phases are drawn behind it.
 
     @abstractmethod
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:

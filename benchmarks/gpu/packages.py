@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
+_EXTRAS = ("calibrate", "live", "plan", "report", "run")
 # In addition to the dependencies of ebbtide: contestants, and what the tests marked `gpu` import.
 STEPS_NEED = ("deepspeed", "torchao", "triton", "pytest", "pytest-timeout", "hypothesis")
 # Published as source: their wheels have Python code only, and DeepSpeed compiles the rest at its first use.
@@ -48,8 +49,9 @@ ENVIRONMENT = {
 
 
 def _dependencies() -> list[str]:
-    dependencies: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return dependencies
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [text for name in _EXTRAS for text in project["optional-dependencies"][name]]
+    return [text for text in (*project["dependencies"], *extras) if not text.startswith("ebbtide[")]
 
 
 def names(requirements: list[str]) -> set[str]:

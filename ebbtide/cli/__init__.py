@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 import ebbtide
-from ebbtide.cli.command import HEADINGS, Command, find_commands, with_current_name
+from ebbtide.cli.command import HEADINGS, Command, extra_of, find_commands, without_alias
 from ebbtide.cli.printing import echo, echo_error, output_width, own_stdout, prints_to_terminal
 
 # Least width of a help whose options have frames around them.
@@ -83,8 +83,9 @@ def _options(
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command line. Returns its exit status."""
+    command = None
     try:
-        words = with_current_name(arguments)
+        words = without_alias(arguments)
         command = next((word for word in words if not word.startswith("-")), None)
         status = make_app(command)(words, prog_name="ebbtide", standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -99,9 +100,12 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except Exception as error:
         from ebbtide.errors import UserError
+        from ebbtide.extras import EXTRAS, missing_text
 
         if isinstance(error, UserError):
             return _fail(str(error))
+        if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+            return _fail(missing_text(error.name, extra_of(command)))
         raise
 
 

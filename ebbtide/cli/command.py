@@ -1,24 +1,17 @@
-"""Registers commands: the files in the folder `commands`."""
+"""Registers commands: the files in the folder `commands`, and those of features."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ebbtide import seams
+
 # Headings of the help, in its order. The commands below the first one are those to begin with.
 HEADINGS = ("Start", "Record", "Explain", "Predict", "Run", "Files")
-# Commands that others have taken in, and the words for them now. They work as before; no help lists them.
-FORMER_NAMES = {
-    "activity": ("summary", "--by", "activity"),
-    "iterations": ("summary", "--by", "iteration"),
-    "link": ("summary", "--by", "link"),
-    "merge": ("import",),
-    "steps": ("summary", "--by", "substep"),
-    "sweep": ("replay",),
-    "tables": ("export", "--format", "csv"),
-}
+# Short names of tables of `summary`. No help lists them.
+ALIASES = {"activity": ("summary", "--by", "activity")}
 _COMMANDS: dict[str, Command] = {}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -34,6 +27,7 @@ class Command(NamedTuple):
     runs_a_job: bool  # Whether all words after the first one that is not an option belong to a job.
     shares_stdout: bool  # Whether standard output is a job's, or the terminal of a view.
     examples: tuple[str, ...]  # Command lines for its help, without `ebbtide`.
+    extra: str | None  # The extra that has all of its packages; None: the base install, or that of the package.
 
 
 def command(
@@ -43,36 +37,50 @@ def command(
     runs_a_job: bool = False,
     shares_stdout: bool = False,
     examples: tuple[str, ...] = (),
+    extra: str | None = None,
 ) -> Callable[[Function], Function]:
     """Decorate the function of a command, in a file of the same name in `commands`: see `Command`."""
     assert heading in HEADINGS, heading
 
     def register(function: Function) -> Function:
         name = function.__name__.strip("_").replace("_", "-")
-        _COMMANDS[name] = Command(name, function, heading, position, runs_a_job, runs_a_job or shares_stdout, examples)
+        _COMMANDS[name] = Command(
+            name=name,
+            run=function,
+            heading=heading,
+            position=position,
+            runs_a_job=runs_a_job,
+            shares_stdout=runs_a_job or shares_stdout,
+            examples=examples,
+            extra=extra,
+        )
         return function
 
     return register
 
 
-def with_current_name(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with the words for a command that has another name now."""
+def without_alias(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with the words that an alias stands for."""
     words = list(arguments)
     place = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     name = words[place : place + 1]
-    return [*words[:place], *FORMER_NAMES.get("".join(name), name), *words[place + 1 :]]
+    return [*words[:place], *ALIASES.get("".join(name), name), *words[place + 1 :]]
+
+
+def extra_of(name: str | None) -> str | None:
+    """Return the extra of a command that was imported; None where it has none."""
+    return _COMMANDS[name].extra if name in _COMMANDS else None
 
 
 def find_commands(name: str | None) -> list[Command]:
     """Return the command of a name, or all commands in the order of the help where there is none of that name."""
     if name in _COMMANDS:
         return [_COMMANDS[name]]
-    files = {
-        path.stem: path.stem.strip("_").replace("_", "-")
-        for path in sorted((Path(__file__).parent / "commands").glob("[a-z]*.py"))
-    }
-    stems = [stem for stem, file_name in files.items() if file_name == name] or list(files)
-    for stem in stems:
-        import_module(f"ebbtide.cli.commands.{stem}")
-    commands = [_COMMANDS[files[stem]] for stem in stems]
-    return sorted(commands, key=lambda entry: (HEADINGS.index(entry.heading), entry.position, entry.name))
+    files = sorted((Path(__file__).parent / "commands").glob("[a-z]*.py"))
+    commands = {path.stem.replace("_", "-"): seams.Plug(__package__, f"commands.{path.stem}") for path in files}
+    commands.update(seams.plugs("commands"))
+    names = [name] if name in commands else [*commands]
+    for one in names:
+        commands[one].load()
+    listed = [_COMMANDS[one] for one in names]
+    return sorted(listed, key=lambda entry: (HEADINGS.index(entry.heading), entry.position, entry.name))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ebbtide import seams
 from ebbtide.machines.machine import MAX_RANKS
 from ebbtide.units import parse_bytes
-
-if TYPE_CHECKING:
-    from ebbtide.analysis.export.prometheus.server import MetricsServer
 
 
 def size(text: str) -> int:
@@ -63,12 +61,12 @@ def machine_in_host(machine: str | None, host: str | None) -> str | None:
     return machine if host is None else f"{machine}@{host}"
 
 
-def metrics_server(text: str) -> MetricsServer:
+def metrics_server(text: str) -> Any:
     """Listen on `9400` or `HOST:9400` for scrapes. Raises BadParameter for anything else, UserError if it cannot."""
-    from ebbtide.analysis.export.prometheus.server import MetricsServer, parse_address
-
+    serve = seams.service("metrics-server")
     try:
-        return MetricsServer(parse_address(text))
+        server: Any = serve(text)
+        return server
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

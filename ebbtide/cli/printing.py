@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -114,10 +113,18 @@ def _kept_stdout() -> TextIO:
     """Return a stream to where descriptor 1 pointed, which is stderr from now on."""
     stdout = sys.stdout
     stdout.flush()
-    # A number above those of the standard streams, of which one may be closed.
-    descriptor = fcntl.fcntl(stdout.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+    descriptor = _duplicate(stdout.fileno())
     os.dup2(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY), stdout.fileno())
     return open(descriptor, "w", encoding=stdout.encoding, errors=stdout.errors)
+
+
+def _duplicate(descriptor: int) -> int:
+    """Return another descriptor of a file, above those of the standard streams, of which one may be closed."""
+    try:
+        import fcntl
+    except ImportError:
+        return os.dup(descriptor)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 @contextmanager

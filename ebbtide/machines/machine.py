@@ -287,3 +287,10 @@ def load_machine(path: str | Path) -> Machine:
     """Read a machine file. Raises MachineError where it is not a valid one."""
     path = Path(path)
     return machine_from(read_object(path, "machine", MachineError), path.name)
+
+
+def unified_memory_text(machine: Machine) -> str | None:
+    """Return why a machine with unified memory should not offload; None for any other machine."""
+    if not machine.unified_memory:
+        return None
+    return f"GPU and CPU of {machine.name} share one memory: offload frees none of it, and its copies take time"

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from ebbtide.features.fsdp.local_shards import own_rank
+from ebbtide.features.overlap.pending_params import locked, weak_call
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.opening import DeviceArgument
 from ebbtide.interleave.engine.errors import EngineError
@@ -19,9 +21,7 @@ from ebbtide.interleave.engine.options import (
     MachineArgument,
     with_overlap_option,
 )
-from ebbtide.interleave.engine.params.local_shards import own_rank
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
-from ebbtide.interleave.engine.params.pending_params import locked, weak_call
 from ebbtide.interleave.engine.params.state_dict import RECORD, make_entry, make_record, read_state_dict
 from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts

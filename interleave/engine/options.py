@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ebbtide.features.overlap.policy import OVERLAP
+from ebbtide.features.storage.engine.stored_states import StorageOptions
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, Overlap
 from ebbtide.interleave.policies import parse
-from ebbtide.interleave.policies.overlap import OVERLAP
 from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import PHASES

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.layer_checks import check_layers
-from ebbtide.interleave.model.layers import LayerPlan
+from ebbtide.features.layers.layer_checks import check_layers
+from ebbtide.features.layers.model import LayerPlan
+from ebbtide.features.storage.storage_checks import check_storage
 from ebbtide.interleave.model.operations import (
     BACKWARD,
     CLIPPING_FIRST,
@@ -37,7 +38,6 @@ from ebbtide.interleave.model.operations import (
     point_at,
     uses_state_on_host,
 )
-from ebbtide.interleave.model.storage_checks import check_storage
 from ebbtide.interleave.model.workload import Workload
 
 # Modules that work with plans import their operations and points from here, too.

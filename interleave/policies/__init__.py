@@ -5,6 +5,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TypeVar
 
+from ebbtide import seams
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import (
     POLICIES,
@@ -25,6 +26,7 @@ RunKind = TypeVar("RunKind", DefaultRun, SystemRun)
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
+seams.load_all("policies")
 
 
 def _runs(kind: type[RunKind]) -> list[RunKind]:

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from ebbtide.features.overlap.policy import OVERLAP, overlaps_of
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import OVERLAP, overlaps_of
 from ebbtide.interleave.policies.registry import DefaultRun, PolicySpec, free_memory_steps, policy, reject_value
 from ebbtide.interleave.policies.search.best_plan import find_best_plan
 from ebbtide.machines.machine import Machine

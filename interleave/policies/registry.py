@@ -6,10 +6,10 @@ from functools import partial
 from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
+from ebbtide.features.layers.layer_choice import LAYER_OPTIONS, plan_with_layers
+from ebbtide.features.storage.policy import with_storage
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
-from ebbtide.interleave.policies.layer_choice import LAYER_OPTIONS, plan_with_layers
-from ebbtide.interleave.policies.storage import with_storage
 from ebbtide.machines.machine import Machine
 
 

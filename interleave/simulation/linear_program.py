@@ -8,12 +8,13 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
-from highspy import Highs, HighsLp, HighsModelStatus, MatrixFormat
 
+from ebbtide.extras import require
 from ebbtide.interleave.model.durations import link_shares, norm_s
 from ebbtide.interleave.model.plan import BACKWARD as BACKWARD_POINT
 from ebbtide.interleave.model.plan import FORWARD as FORWARD_POINT
@@ -55,13 +56,17 @@ class _Relaxation(NamedTuple):
     upper: Vector
 
 
-class _SilentHighs(Highs):  # type: ignore[misc]
-    """HiGHS that prints nothing, not even the line with its version, which its constructor prints since 1.16."""
+@cache
+def _solver_class() -> Any:
+    """Return HiGHS that prints nothing, not even the line with its version, which its constructor prints since 1.16."""
+    highs: Any = require("highspy").Highs
 
-    def enableCallbacks(self) -> None:
+    def enable_callbacks(self: Any) -> None:
         """Enable callbacks, as the constructor does before anything else that could print."""
         self.setOptionValue("output_flag", False)
-        super().enableCallbacks()
+        highs.enableCallbacks(self)
+
+    return type("SilentHighs", (highs,), {"enableCallbacks": enable_callbacks})
 
 
 class LinearProgram:
@@ -98,6 +103,7 @@ class LinearProgram:
         """Return the values of all variables where this one is smallest, None if no values satisfy the rows. The
         smallest open relaxation is branched next, so the first one whose integers are whole is optimal."""
         solver = self._solver(variable)
+        solved_status = require("highspy").HighsModelStatus.kOptimal
         variables = np.arange(len(self._upper), dtype=np.int32)
         open_relaxations: list[_Relaxation] = []
         solved = 0
@@ -107,7 +113,7 @@ class LinearProgram:
             solved += 1
             solver.changeColsBounds(len(variables), variables, lower, upper)
             solver.run()
-            if solver.getModelStatus() == HighsModelStatus.kOptimal:
+            if solver.getModelStatus() == solved_status:
                 values = np.array(solver.getSolution().col_value)
                 heappush(open_relaxations, _Relaxation(float(values[variable]), solved, values, lower, upper))
 
@@ -124,9 +130,10 @@ class LinearProgram:
             relax(above, upper)
         return None
 
-    def _solver(self, variable: int) -> Highs:
-        """Return HiGHS with this program, set to minimise a variable."""
-        program = HighsLp()
+    def _solver(self, variable: int) -> Any:
+        """Return HiGHS with this program, set to minimise a variable. Raises MissingPackageError without it."""
+        highspy = require("highspy")
+        program = highspy.HighsLp()
         program.num_col_, program.num_row_ = len(self._upper), len(self._rows)
         cost = np.zeros(len(self._upper))
         cost[variable] = 1.0
@@ -135,11 +142,11 @@ class LinearProgram:
         program.row_lower_ = np.array([row.lower for row in self._rows])
         program.row_upper_ = np.array([row.upper for row in self._rows])
         matrix = program.a_matrix_
-        matrix.format_ = MatrixFormat.kRowwise
+        matrix.format_ = highspy.MatrixFormat.kRowwise
         matrix.start_ = np.cumsum([0, *(len(row.terms) for row in self._rows)], dtype=np.int32)
         matrix.index_ = np.array([column for row in self._rows for column in row.terms], dtype=np.int32)
         matrix.value_ = np.array([factor for row in self._rows for factor in row.terms.values()])
-        solver = _SilentHighs()
+        solver = _solver_class()()
         solver.setOptionValue("threads", 1)
         solver.passModel(program)
         return solver

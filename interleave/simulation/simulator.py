@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from ebbtide.features.layers.model import place
+from ebbtide.features.overlap.speculation import redone
 from ebbtide.interleave.model.durations import Durations, host_traffic, link_shares
-from ebbtide.interleave.model.layers import place
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, OpKind, Plan, Resource
 from ebbtide.interleave.model.schedule import Schedule, exceeds_host
-from ebbtide.interleave.model.speculation import redone
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.event_loop import COMPUTE, CPU, D2H, GPU, H2D, INFINITE, STORAGE
 from ebbtide.interleave.simulation.iterations import IterationWork, is_exact, run_cycle, run_iterations, run_once

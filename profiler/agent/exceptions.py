@@ -10,8 +10,8 @@ from typing import Any, Callable
 
 from .frames import without_hidden
 
-_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PROFILER_FOLDER = os.path.dirname(os.path.dirname(_FOLDER)) + os.sep
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OWN_FOLDERS = tuple(os.path.join(_ROOT, name, "") for name in ("profiler", "features"))
 _MAX_CHAIN = 100
 
 
@@ -63,4 +63,4 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def propagates(error: BaseException) -> bool:
     """Return whether an exception passes through a hook now; else the job handles it, and calls a hook meanwhile."""
     entry = error.__traceback__
-    return entry is not None and entry.tb_frame.f_code.co_filename.startswith(_PROFILER_FOLDER)
+    return entry is not None and entry.tb_frame.f_code.co_filename.startswith(_OWN_FOLDERS)

@@ -6,9 +6,7 @@ A file that is cut off can be read up to its last full record. `docs/trace-forma
 from __future__ import annotations
 
 import _thread
-import fcntl
 import os
-import resource
 import struct
 import time
 from collections import deque
@@ -74,6 +72,8 @@ class CheckedFile:
 
 def _raise_number(fd: int) -> int:
     """Move a descriptor to a high number, if the process may have so many."""
+    import fcntl  # Readers of traces import this module, on systems without it, too.
+
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LOWEST_DESCRIPTOR)
     except (OSError, ValueError):
@@ -84,6 +84,8 @@ def _raise_number(fd: int) -> int:
 
 def within_limit(size: int) -> bool:
     """Return whether a file of this size is allowed: to write beyond the limit would raise SIGXFSZ in the job."""
+    import resource  # As above.
+
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return limit == resource.RLIM_INFINITY or size <= limit
 

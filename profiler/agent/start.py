@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -22,6 +24,7 @@ def from_environment() -> None:
     if not (directory or errors) or _recorder is not None or any(isinstance(f, ImportFinder) for f in sys.meta_path):
         return
     with contextlib.suppress(Exception):
+        load_feature_agents()
         if not directory:
             when_imported("torch", lambda torch: start_for_errors(torch, str(errors)))
             return
@@ -30,6 +33,26 @@ def from_environment() -> None:
         # The collector waits for a process that imports torch, however long that takes.
         begins = functools.partial(_write_marker, directory, "torch")
         when_imported("torch", lambda torch: start(torch, directory, options), begins)
+
+
+def load_feature_agents() -> list[str]:
+    """Load the folders `agent` of features by their path, as this one, and return the names of their packages.
+
+    Each has a module `hooks` with a function `attach(recorder, torch)`, which calls no function of the job."""
+    root = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "features")
+    names = []
+    for feature in sorted(os.listdir(root)) if os.path.isdir(root) else []:
+        folder, name = os.path.join(root, feature, "agent"), f"ebbtide.features.{feature}.agent"
+        path = os.path.join(folder, "__init__.py")
+        if not os.path.exists(path):
+            continue
+        names.append(name)
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=[folder])
+            module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+            sys.modules[name] = module
+            spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return names
 
 
 def start(torch: Any, directory: str, options: Options) -> Any:
@@ -42,7 +65,6 @@ def start(torch: Any, directory: str, options: Options) -> Any:
     _write_marker(directory, "torch")
     try:
         # Imported here, so that a process without torch loads none of it.
-        from .deepspeed.phase_hooks import DeepSpeedHooks
         from .detailed_capture import attach_captures
         from .on_demand import attach_on_demand
         from .out_of_memory import attach_memory_records
@@ -52,7 +74,8 @@ def start(torch: Any, directory: str, options: Options) -> Any:
         recorder = Recorder(torch, directory, options)
         hooks = TorchHooks(recorder, torch)
         recorder.on_close.append(hooks.remove)
-        recorder.on_close.append(DeepSpeedHooks(recorder, torch).remove)
+        for name in load_feature_agents():
+            importlib.import_module(f"{name}.hooks").attach(recorder, torch)
         attach_captures(recorder, torch, options)
         attach_memory_records(recorder, torch, options)
         attach_on_demand(recorder, torch, options)

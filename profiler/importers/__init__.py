@@ -1,1 +1,1 @@
-"""Imports files of other tools into traces: one sub-package per source, behind one `Importer` protocol."""
+"""The path of `load.import_trace`, whose code is the feature `importers`."""

@@ -15,6 +15,4 @@ if _AGENT not in sys.modules:
     module = importlib.util.module_from_spec(spec)
     sys.modules[_AGENT] = module
     spec.loader.exec_module(module)
-    # An import statement for one of its modules would import this by `__import__`, which looks for `ebbtide`, too.
-    importlib.import_module(_AGENT + ".deepspeed")
 importlib.import_module(_AGENT + ".start").from_environment()

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import re
-import resource
 import sys
 from array import array
 from typing import Any
@@ -196,6 +195,8 @@ def main(seconds: int) -> None:
     """Read a snapshot from stdin and answer on stdout.
 
     `seconds`: CPU time allowed in addition to the time that the size of the input allows."""
+    import resource
+
     gc.disable()
     available, used = _available_bytes(), _used_bytes()
     _limit(resource.RLIMIT_CORE, 0)
@@ -259,13 +260,15 @@ def _printable(text: str, max_chars: int) -> str:
 
 
 def _limit(kind: int, limit: int) -> None:
+    import resource
+
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _used_bytes() -> int:
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
 
 
 def _available_bytes() -> int:

@@ -14,8 +14,8 @@ from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.options import MAX_ITERATIONS, REQUEST, SliceRequest, parse_request
 from ebbtide.profiler.agent.spool import process_id
 from ebbtide.profiler.recording.lifecycle import require_linux, spool_folder
-from ebbtide.profiler.recording.live.process_tail import SpoolTail
 from ebbtide.profiler.recording.lock import job_runs
+from ebbtide.profiler.recording.spools.process_tail import SpoolTail
 from ebbtide.profiler.recording.spools.records import RECORD
 from ebbtide.profiler.sampler.processes import process_runs
 from ebbtide.profiler.trace.files import is_locked, read_meta

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -13,12 +12,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbtide import profiler
+from ebbtide import seams
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.columns import Columns, distinct_texts
 from ebbtide.profiler.trace.metadata import parse_meta
@@ -120,6 +119,9 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
+        # Only Linux records, and other systems may lack it.
+        import fcntl
+
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -221,7 +223,8 @@ def open_trace(path: str | Path) -> Trace:
     raw_meta = read_meta(path)
     meta = parse_meta(raw_meta, path)
     if meta.state == "recording":
-        return profiler.unfinished_trace(path)
+        (recover,) = seams.load_all("recover")
+        return cast(Trace, recover(path))
     for entry in meta.ranks:
         for table in [table for table in TABLES if table not in OPTIONAL_TABLES]:
             if not os.path.lexists(_parquet(path, entry.rank, table)):

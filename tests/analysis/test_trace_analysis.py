@@ -25,11 +25,11 @@ METHODS = {
     "summary": ("summary", "phases"),
     "windows": ("windows", "windows"),
     "memory": ("memory", "pools"),
-    "link": ("link", "phases"),
+    "link": ("summary --by link", "phases"),
     "findings": ("findings", "findings"),
-    "iterations": ("iterations", "rows"),
-    "ranks": ("iterations --by-rank", "ranks"),
-    "substeps": ("steps", "steps"),
+    "iterations": ("summary --by iteration", "rows"),
+    "ranks": ("summary --by rank", "ranks"),
+    "substeps": ("summary --by substep", "steps"),
 }
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.interleave.advise.changes import SYSTEM_SHARE
-from ebbtide.interleave.advise.job.inputs import NETWORK_NOTE
+from ebbtide.features.advise.changes import SYSTEM_SHARE
+from ebbtide.interleave.replay.inputs import NETWORK_NOTE
 from ebbtide.profiler.trace import TraceBuilder
 from tests.conftest import ebbtide_in_process
 

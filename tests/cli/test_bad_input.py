@@ -92,11 +92,11 @@ BAD: list[Any] = [
     ("plot a.ebb -o x.png --rank first", "--rank"),
     ("plot a.ebb -o x.png --iterations=", ""),
     (f"plot a.ebb -o {LONG}.png", LONG),
-    ("merge a.ebb b.ebb", "-o"),
-    ("merge -o m.ebb", "SOURCE"),
-    ("merge a.ebb b.ebb -o b.ebb", "--force"),
-    ("merge a.ebb b.ebb -o file/m.ebb", "cannot write"),
-    ("merge a.ebb torn.ebb -o m.ebb", "damaged"),
+    ("import a.ebb b.ebb", "-o"),
+    ("import -o m.ebb", "SOURCE"),
+    ("import a.ebb b.ebb -o b.ebb", "--force"),
+    ("import a.ebb b.ebb -o file/m.ebb", "cannot write"),
+    ("import a.ebb torn.ebb -o m.ebb", "damaged"),
     ("profile", "CMD"),
     ("profile -o p.ebb -- nosuchcommand", "cannot run nosuchcommand"),
     ("profile -o a.ebb -- true", "--force"),
@@ -151,7 +151,7 @@ def test_good_input__the_same_commands_work(folder: Path) -> None:
     assert json.loads(ebbtide_in_process("summary", "a.ebb", "--json", cwd=folder).stdout)["iterations"] == 3
     assert ebbtide_in_process("plot", "a.ebb", "b.ebb", "-o", "taken.png", "--force", cwd=folder).returncode == 0
     assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
-    assert ebbtide_in_process("merge", "a.ebb", "b.ebb", "-o", "m.ebb", cwd=folder).returncode == 0
+    assert ebbtide_in_process("import", "a.ebb", "b.ebb", "-o", "m.ebb", cwd=folder).returncode == 0
     assert open_trace(folder / "m.ebb").ranks == [0, 1]
 
 
@@ -167,7 +167,7 @@ IMPORTS = {
     "--help": {"torch", "pandas", "matplotlib", "numpy", "pyarrow"},
     "summary a.ebb --json": {"torch", "matplotlib", "scipy", "bokeh"},
     "replay --params 1e9 --free-bytes 4GB --machine h100-80gb-sxm-published": {"torch", "matplotlib", "scipy", "bokeh"},
-    "merge a.ebb b.ebb -o m.ebb": {"torch", "matplotlib"},
+    "import a.ebb b.ebb -o m.ebb": {"torch", "matplotlib"},
     "plot a.ebb -o x.png": {"torch"},
 }
 

@@ -19,7 +19,8 @@ from tests.analysis.findings.test_find import troubled
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
 from tests.conftest import ebbtide, ebbtide_in_process, slow
 
-COMMANDS = ("findings", "link", "memory", "iterations", "windows", "steps", "activity")
+BY = ("summary --by link", "summary --by iteration", "summary --by substep")
+COMMANDS = ("findings", "memory", "windows", "activity", *BY)
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": CAPACITY, "link": {"peak_bytes_per_s": PEAK}}
 
 
@@ -90,9 +91,9 @@ SIMILAR = ("well", "no-link", "no-memory", "bare-rank", "extreme-figures")
 LACKING = {
     "windows": (WITHOUT_MEMORY, "windows"),
     "memory": (WITHOUT_MEMORY, "pools"),
-    "link": (WITHOUT_LINK, "copies"),
-    "iterations": (WITHOUT_ITERATIONS, "rows"),
-    "steps": (set(TRACES) - WITH_STEPS, "steps"),
+    "summary --by link": (WITHOUT_LINK, "copies"),
+    "summary --by iteration": (WITHOUT_ITERATIONS, "rows"),
+    "summary --by substep": (set(TRACES) - WITH_STEPS, "steps"),
     "findings": (set[str](), "findings"),
     "activity": (set(TRACES) - {"troubled"}, "kernels"),
 }
@@ -118,9 +119,9 @@ Printed = pytest.CaptureFixture[str]
 def test_commands__explain_every_trace_or_say_in_one_line_what_it_lacks(
     name: str, command: str, written: dict[str, Path], capsys: Printed
 ) -> None:
-    status = run([command, str(written[name]), "--json"])
+    status = run([*command.split(), str(written[name]), "--json"])
     out, err = capsys.readouterr()
-    text_status = run([command, str(written[name])])
+    text_status = run([*command.split(), str(written[name])])
     printed, errors = capsys.readouterr()
     assert (status, text_status, err, errors) == (0, 0, "", "")
     figures = json.loads(out, parse_constant=refuse)
@@ -135,13 +136,13 @@ def test_commands__explain_every_trace_or_say_in_one_line_what_it_lacks(
     assert not any(word in printed for word in ("nan", "inf ", "None", "Traceback"))
 
 
-def answer(capsys: Printed, *arguments: object) -> Any:
-    assert run([*map(str, arguments), "--json"]) == 0
+def answer(capsys: Printed, command: str, *arguments: object) -> Any:
+    assert run([*command.split(), *map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out, parse_constant=refuse)
 
 
-def text(capsys: Printed, *arguments: object) -> str:
-    assert run([*map(str, arguments)]) == 0
+def text(capsys: Printed, command: str, *arguments: object) -> str:
+    assert run([*command.split(), *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -163,20 +164,20 @@ def test_findings__are_in_order_with_their_gains(written: dict[str, Path], capsy
 
 
 def test_link__has_a_row_per_phase_and_direction(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "link", written["troubled"])
+    result = answer(capsys, "summary --by link", written["troubled"])
     assert [entry["source"] for entry in result["ranks"]] == ["copies", "copies"]
     assert len(result["phases"]) == 2 * 4 * 2
     (use,) = [p for p in result["phases"] if (p["rank"], p["phase"], p["direction"]) == (0, "backward", "d2h")]
     assert use["busy_ms"] == pytest.approx(400)
     assert use["share_of_peak"] == pytest.approx(2e9 / 0.9 / PEAK)
-    output = text(capsys, "link", written["troubled"])
+    output = text(capsys, "summary --by link", written["troubled"])
     assert "rank 0 of 2 ranks" in output
     assert "pageable" in output
     assert re.search(r"backward +d2h .* 400\.0 ", output)
 
 
 def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "steps", written["deepspeed"])
+    result = answer(capsys, "summary --by substep", written["deepspeed"])
     assert set(result) == {"pool", "tiles", "steps", "subgroups", "resources", "storage"}
     assert len(result["steps"]) == 11
     assert len(result["subgroups"]) == 5 * 5
@@ -188,15 +189,15 @@ def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict
         "busy_bytes_per_s",
         "share_of_peak",
     }
-    output = text(capsys, "steps", written["deepspeed"])
+    output = text(capsys, "summary --by substep", written["deepspeed"])
     assert "They follow each other" in output
     assert "update: cpu 240.0 ms (67 %)" in output
     (row,) = [table_row.split() for table_row in output.splitlines() if table_row.startswith("parameters ")]
     assert row[:4] == ["parameters", "update", "host", "100.0"]
     assert row[-2:] == ["h2d", "20.00"]
     assert "By subgroup" not in output
-    assert "By subgroup" in text(capsys, "steps", written["deepspeed"], "--subgroups")
-    assert "do not add their times" in text(capsys, "steps", written["simulated"])
+    assert "By subgroup" in text(capsys, "summary --by substep", written["deepspeed"], "-v")
+    assert "do not add their times" in text(capsys, "summary --by substep", written["simulated"])
 
 
 def test_memory__has_a_row_per_pool_and_gap(written: dict[str, Path], capsys: Printed) -> None:
@@ -216,11 +217,11 @@ def test_commands__show_whole_traces_without_iterations(written: dict[str, Path]
     (free,) = memory["gaps"]
     assert (free["gap"], free["phase"], free["low_bytes"]) == ("free", None, CAPACITY - (9 << 30))
     assert "figures of the whole trace: no phases were recorded" in text(capsys, "memory", path)
-    down, up = answer(capsys, "link", path)["phases"]
+    down, up = answer(capsys, "summary --by link", path)["phases"]
     assert (down["phase"], down["direction"], down["mean_bytes_per_s"]) == (None, "h2d", pytest.approx(1e9))
     assert down["bytes"] == pytest.approx(1e7)
     assert up["bytes"] is None
-    printed = text(capsys, "link", path)
+    printed = text(capsys, "summary --by link", path)
     assert "figures are of the whole trace: no phases were recorded" in printed
     assert re.search(r"h2d +9\.54 ", printed)
 
@@ -230,7 +231,7 @@ def test_commands__show_copies_without_iterations(written: dict[str, Path], caps
     builder.rank(0, devices=[GPU]).transfer("h2d", 0, MS, 10**6).transfer("d2h", 3 * MS, 4 * MS, 5 * 10**5)
     path = tmp_path / "copies.ebb"
     builder.write(path)
-    down, up = answer(capsys, "link", path)["phases"]
+    down, up = answer(capsys, "summary --by link", path)["phases"]
     assert (down["bytes"], down["busy_ms"], down["mean_bytes_per_s"]) == (1e6, 1.0, pytest.approx(1e6 / 4e-3))
     assert (up["bytes"], up["busy_ms"]) == (5e5, 1.0)
     printed = text(capsys, "summary", path, "-v")
@@ -250,24 +251,24 @@ def test_summary__of_one_rank_has_its_times(written: dict[str, Path], capsys: Pr
 
 
 def test_iterations__names_the_slowest_rank(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "iterations", written["troubled"])
+    result = answer(capsys, "summary --by iteration", written["troubled"])
     assert (result["counted"], result["warmup"], result["slowest_rank"]) == (6, [0, 1], {"0": 0, "1": 6})
     assert len(result["rows"]) == 2 * 8
-    output = text(capsys, "iterations", written["troubled"])
+    output = text(capsys, "summary --by iteration", written["troubled"])
     assert "most often the slowest: rank 1, in 6 of 6 iterations" in output
-    assert "no training iteration was seen" in text(capsys, "iterations", written["unfinished"])
+    assert "no training iteration was seen" in text(capsys, "summary --by iteration", written["unfinished"])
 
 
 def test_rank_option__selects_a_rank(written: dict[str, Path], capsys: Printed) -> None:
     path = written["troubled"]
-    assert {p["rank"] for p in answer(capsys, "link", path, "--rank", 1)["phases"]} == {1}
+    assert {p["rank"] for p in answer(capsys, "summary --by link", path, "--rank", 1)["phases"]} == {1}
     assert {p["rank"] for p in answer(capsys, "memory", path, "--rank", 1)["pools"]} == {1}
-    assert {s["rank"] for s in answer(capsys, "iterations", path, "--rank", "1e0")["spreads"]} == {1}
+    assert {s["rank"] for s in answer(capsys, "summary --by iteration", path, "--rank", "1e0")["spreads"]} == {1}
     assert {w["rank"] for w in answer(capsys, "windows", path, "--rank", 1)["windows"]} == {1}
-    assert "of 2 ranks" not in text(capsys, "link", path, "--rank", 1)
-    for command in ("link", "memory", "iterations", "windows"):
+    assert "of 2 ranks" not in text(capsys, "summary --by link", path, "--rank", 1)
+    for command in (*BY[:2], "memory", "windows"):
         for wrong in ("7", "-1", "one", "0.5"):
-            assert run([command, str(path), "--rank", wrong]) == 2
+            assert run([*command.split(), str(path), "--rank", wrong]) == 2
             out, err = capsys.readouterr()
             assert (out, len(err.splitlines())) == ("", 1)
 
@@ -298,7 +299,7 @@ def test_commands__refuse_other_folders_in_one_line(tmp_path: Path, capsys: Prin
     for command in COMMANDS:
         (tmp_path / "meta.json").write_text("{}")
         for path in (tmp_path, tmp_path / "missing.ebb"):
-            assert run([command, str(path), "--json"]) == 2
+            assert run([*command.split(), str(path), "--json"]) == 2
             out, err = capsys.readouterr()
             assert (out, len(err.splitlines())) == ("", 1)
 

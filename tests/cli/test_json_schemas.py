@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from ebbtide.cli.command import find_commands
 from tests.conftest import ebbtide_in_process, slow
-from tests.interleave.experiments.sweep import sweeps
+from tests.features.sweep import sweeps
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "docs" / "schemas"
@@ -43,9 +43,7 @@ OTHERS = {
     "replay traces/a100-13b-async.ebb --policy pipelined": "replay",
     "replay --workload {folder}/w.json --machine {folder}/box.json --policy pipelined --recommend --explain": "replay",
     "replay --params 1e9 --machine h100-80gb --policy pipelined": "replay",
-    "replay traces/a100-13b-async.ebb --machine a100-40gb-published --policy pipelined -o {folder}/replays.parquet": (
-        "replay-of-several"
-    ),
+    "sweep traces/a100-13b-async.ebb --machine a100-40gb-published --policy pipelined -o {folder}/s.parquet": "sweep",
     "plan --params 1e9 --machine rtx4090": "plan",
     "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json": "calibrate",
     "compare --params 2e5 --steps 3 --emulate-link 500MB --machine {folder}/m.json --policy pipelined": "compare",

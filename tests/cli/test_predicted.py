@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.analysis.export.chrome_trace import write_chrome_trace
 from ebbtide.analysis.plot import draw
 from ebbtide.cli import run
-from ebbtide.interleave.advise.job.workload_from_trace import workload_of
+from ebbtide.features.export.chrome_trace import write_chrome_trace
+from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 Printed = pytest.CaptureFixture[str]
 LINE = "predicted by a dry run, not measured (machine h200)"
-COMMANDS = ("summary", "memory", "windows", "link", "iterations", "activity", "findings", "steps")
+BY = ("link", "iteration", "activity", "substep")
+COMMANDS = ("summary", "memory", "windows", "findings", *(f"summary --by {key}" for key in BY))
 
 
 @pytest.fixture
@@ -40,9 +41,9 @@ def predicted(tmp_path: Path) -> Trace:
 
 def test_commands__say_that_a_trace_is_predicted(predicted: Trace, capsys: Printed) -> None:
     for command in COMMANDS:
-        assert run([command, str(predicted.path)]) == 0
+        assert run([*command.split(), str(predicted.path)]) == 0
         assert LINE in capsys.readouterr().out
-        assert run([command, str(predicted.path), "--json"]) == 0
+        assert run([*command.split(), str(predicted.path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["predicted"] is True
 
 

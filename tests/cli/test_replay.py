@@ -12,14 +12,14 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.cli import run
-from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.policies import BUILT_IN, POLICIES
+from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
 from tests.conftest import ebbtide, ebbtide_in_process, slow_case
-from tests.interleave.advise.test_replay import BOUND, RESULT
-from tests.interleave.experiments.sweep.sweeps import MACHINE, WORKLOAD, write_files
+from tests.features.sweep.sweeps import MACHINE, WORKLOAD, write_files
+from tests.interleave.replay.test_replay import BOUND, RESULT
 
 Printed = pytest.CaptureFixture[str]
 FIXED = ("zero-offload", "twin-flow:0.5", "interleaved:2")

@@ -23,19 +23,19 @@ SCREENS = {
     "plan": (),
     "replay": (),
     "replay recommend": ("--recommend",),
-    "replay on two machines": ("--machine", "h100-80gb", "--machine", "a100-80gb-sxm"),
+    "sweep on two machines": ("--machine", "h100-80gb", "--machine", "a100-80gb-sxm"),
     "summary": (),
     **{f"summary by {key}": ("--by", key) for key in ("activity", "iteration", "link", "rank", "substep")},
     "windows": (),
 }
-QUICK_SCREENS = SCREENS.keys() - {"plan", "replay", "replay on two machines"}
+QUICK_SCREENS = SCREENS.keys() - {"plan", "replay", "sweep on two machines"}
 SHORT = (
     "diff",
     "findings",
     "memory",
     "memory at the peak",
     "memory out",
-    "replay on two machines",
+    "sweep on two machines",
     "replay recommend",
     "summary",
 )
@@ -62,7 +62,7 @@ def test_screens__fit_80_columns_and_say_how_to_go_on(
         if result.returncode:
             # A trace of a job without an update cannot be replayed.
             assert result.returncode == 2
-            assert name.startswith(("replay", "plan"))
+            assert name.startswith(("replay", "sweep", "plan"))
             continue
         lines = result.stdout.splitlines()
         assert [line for line in lines if len(line) > 80] == [], name
@@ -73,12 +73,12 @@ def test_screens__fit_80_columns_and_say_how_to_go_on(
         assert any(mark in result.stdout for mark in ("next: ", "--all", "record")), name
 
 
-def test_screens__replays_of_many_traces_are_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screens__sweeps_of_many_traces_are_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(TRACES[0].parents[1])
     traces = [f"traces/{trace.name}" for trace in TRACES[1::6] if trace.stem != "a100-torch-profiler"]
     machines = ("--machine", "h100-80gb-sxm-published", "--machine", "a100-80gb-sxm")
-    result = ebbtide_in_process("replay", *traces, *machines, "--policy", "zero-offload", "--policy", "pipelined")
+    result = ebbtide_in_process("sweep", *traces, *machines, "--policy", "zero-offload", "--policy", "pipelined")
     lines = result.stdout.splitlines()
     assert "is the best of" in lines[0]
     assert any(line.startswith("next: ") for line in lines[-2:])

@@ -13,7 +13,7 @@ from typing import Any
 
 import deepspeed
 
-from tests.interleave.deepspeed import training
+from tests.features.deepspeed.engine import training
 
 STEPS = 4
 

@@ -11,7 +11,7 @@ POLICIES = ("zero-offload", "interleaved:2")
 
 
 def test_compare__trains_on_the_device_with_equal_losses(on_stand_in: OnStandIn) -> None:
-    # Without --machine it calibrates, as tests/interleave/calibrate/test_gpu.py does.
+    # Without --machine it calibrates, as tests/features/calibrate/test_gpu.py does.
     options = ["--params", "1e5", "--steps", "3", "--machine", "rtx4090", "--json"]
     policies = [text for policy in POLICIES for text in ("--policy", policy)]
     done = on_stand_in(["-m", "ebbtide", "compare", *options, *policies])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.cli import run
-from ebbtide.interleave.experiments.sweep.best import SCHEMA
+from ebbtide.features.sweep.best import SCHEMA
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload
 from ebbtide.machines.machine import Machine
 from tests.docs.run_page import ROOT

@@ -4,8 +4,8 @@ from functools import lru_cache
 
 import pytest
 
-from ebbtide.interleave.engine.runtime.storage import speed
-from ebbtide.interleave.policies import layer_choice
+from ebbtide.features.layers import layer_choice
+from ebbtide.features.storage.engine import speed
 from ebbtide.interleave.policies.search import best_plan
 
 _OPS = 1000

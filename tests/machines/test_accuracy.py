@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.interleave.advise.ranges import residual_factor
+from ebbtide.features.advise.ranges import residual_factor
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
 from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.machine import Box, Machine

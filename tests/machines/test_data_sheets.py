@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.advise.replay import replay
-from ebbtide.interleave.calibrate.fitting.samples import sample_of
+from ebbtide.features.calibrate.fitting.samples import sample_of
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.replay.replay import replay
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
 from ebbtide.machines.catalog import find_machine, preset, presets

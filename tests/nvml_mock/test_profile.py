@@ -111,7 +111,7 @@ def device_memory(trace: Trace, rank: int = 0) -> pd.DataFrame:
 
 
 def read_json(command: str, path: Path) -> Any:
-    run = ebbtide_in_process(command, path, "--json")
+    run = ebbtide_in_process(*command.split(), path, "--json")
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
@@ -232,7 +232,7 @@ def test_profile__has_one_line_for_memory_without_permission(box: RecordedBox) -
 
 
 def test_link__gives_rates_or_the_reason_for_none(box: RecordedBox) -> None:
-    printed = read_json("link", box.path)
+    printed = read_json("summary --by link", box.path)
     ranks = {CARDS[entry["rank"]]: entry for entry in printed["ranks"]}
     assert {card: ranks[card]["source"] for card in SOURCES} == SOURCES
     assert {card: (ranks[card]["source"], ranks[card]["missing"]) for card in WITHOUT_LINK} == {
@@ -243,7 +243,7 @@ def test_link__gives_rates_or_the_reason_for_none(box: RecordedBox) -> None:
         rates = {use["direction"]: use["mean_bytes_per_s"] for use in uses}
         assert rates == {name: pytest.approx(getattr(card, name), rel=0.05) for name in ("h2d", "d2h")}
     for card, reason in WITHOUT_LINK.items():
-        shown = ebbtide_in_process("link", box.path, "--rank", box.rank(card)).stdout
+        shown = ebbtide_in_process("summary", "--by", "link", box.path, "--rank", box.rank(card)).stdout
         assert f"no GPU link was recorded: {reason}; " in " ".join(shown.split())
     silent = {box.rank(card) for card in WITHOUT_LINK}
     assert [use for use in printed["phases"] if use["rank"] in silent and use["bytes"] is not None] == []
@@ -292,7 +292,7 @@ def record_alone(drivers: Drivers, tmp_path: Path) -> Alone:
         **settings: Any,
     ) -> tuple[Trace, list[str]]:
         recorded = record(tmp_path, library, [card], devices, env or {}, **settings)
-        for command in ("summary", "link", "windows"):
+        for command in ("summary", "summary --by link", "windows"):
             read_json(command, tmp_path / "run.ebb")
         lines = read_lines(recorded.stderr)
         summary = [line.partition(":")[0] for line in lines[-3:]]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ebbtide.errors import UserError
+from ebbtide.seams import Plug, plugs
 
 if TYPE_CHECKING:
     from ebbtide.analysis.plot.panels import PlotPanel, View
@@ -38,12 +39,25 @@ class PlotKind(Protocol):
 
 def kind_texts() -> dict[str, str]:
     """Return the docstring of each kind by its name, without importing any."""
-    files = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
-    return {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in files}
+    texts = {}
+    for name, plug in _kinds().items():
+        spec = find_spec(f"{plug.package}.{plug.target}")
+        assert spec is not None
+        assert spec.origin is not None
+        texts[name] = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return texts
+
+
+def _kinds() -> dict[str, Plug]:
+    own = [path.stem for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py"]
+    kinds = {name: Plug(__name__, name) for name in own}
+    kinds.update(plugs("plots"))
+    return dict(sorted(kinds.items()))
 
 
 def find_kind(name: str) -> PlotKind:
     """Return the kind of a name. Raises UserError for any other."""
-    if name not in kind_texts():
-        raise UserError(f"{name!r} is no kind of picture: choose {', '.join(kind_texts())}")
-    return cast(PlotKind, import_module(f"{__name__}.{name}"))
+    kinds = _kinds()
+    if name not in kinds:
+        raise UserError(f"{name!r} is no kind of picture: choose {', '.join(kinds)}")
+    return cast(PlotKind, kinds[name].load())

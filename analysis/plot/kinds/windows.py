@@ -91,6 +91,7 @@ class IdlePanel(PlotPanel):
 
     windows: pd.DataFrame
     directions: Sequence[str]
+    shows_phases = False
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         for direction, shares, edges in self._rows():

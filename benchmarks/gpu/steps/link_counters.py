@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ebbtide.interleave.calibrate.link import COPY_BYTES, DIRECTIONS, LinkProbe
+from ebbtide.features.calibrate.link import COPY_BYTES, DIRECTIONS, LinkProbe
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus, same_gpu
 from ebbtide.profiler.sampler.links import CounterSource, GpmSource, LinkSample, LinkSource, ThroughputSource
 from ebbtide.profiler.sampler.nvml import Nvml, NvmlError

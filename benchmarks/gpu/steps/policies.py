@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from step import StepContext, argument_parser, ebbtide, removed, start
 
-from ebbtide.interleave.experiments.compare.compare import POLICIES
-from ebbtide.interleave.experiments.compare.runs import find_shape
-from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
+from ebbtide.interleave.compare.compare import POLICIES
+from ebbtide.interleave.compare.runs import find_shape
+from ebbtide.interleave.compare.testbed import Testbed, find_testbed
 from ebbtide.machines.catalog import find_machine
 from ebbtide.state_bytes import STATE_BYTES
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ebbtide.analysis.tables.table import View
-    from ebbtide.interleave.experiments.compare.runs import PhaseWaits
+    from ebbtide.interleave.compare.runs import PhaseWaits
 
 
 @command("Run", 1, examples=("compare", "compare --policy zero-offload --policy adaptive --params 5e8"))
@@ -121,12 +121,12 @@ def compare(
         raise typer.BadParameter("--layers goes with the options of job, link and memory alone")
 
     from ebbtide.cli.printing import progress_bar
-    from ebbtide.interleave.advise.job.inputs import own_policies
-    from ebbtide.interleave.experiments.compare import compare as policies
-    from ebbtide.interleave.experiments.compare.layers import compare_layers
-    from ebbtide.interleave.experiments.compare.picture import draw_comparison, draw_layer_comparison
-    from ebbtide.interleave.experiments.compare.results import save_traces
-    from ebbtide.interleave.experiments.compare.tables import comparison_view, layer_comparison_view
+    from ebbtide.features.layers.compare import compare_layers
+    from ebbtide.interleave.compare import compare as policies
+    from ebbtide.interleave.compare.picture import draw_comparison, draw_layer_comparison
+    from ebbtide.interleave.compare.results import save_traces
+    from ebbtide.interleave.compare.tables import comparison_view, layer_comparison_view
+    from ebbtide.interleave.replay.inputs import own_policies
     from ebbtide.machines.catalog import find_machine
 
     run: Callable[..., Any] = compare_layers if layers else policies.compare
@@ -171,7 +171,7 @@ def compare(
 
 def _phase_waits(forward_ms: float | None, backward_ms: float | None) -> PhaseWaits | None:
     """Return the waits that the options give, None for the default."""
-    from ebbtide.interleave.experiments.compare.runs import PhaseWaits
+    from ebbtide.interleave.compare.runs import PhaseWaits
 
     if forward_ms is None and backward_ms is None:
         return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ebbtide import seams
 from ebbtide.cli.command import command
 from ebbtide.cli.options import STEPS, Force, Iterations, Metrics, count, metrics_server, output_option, size, valued
 from ebbtide.cli.options import iterations as parse_iterations
@@ -125,9 +126,8 @@ def profile(
     service = metrics_server(metrics) if metrics is not None else None
     job = RecordedCommand(command, path, options, force, service)
     if watch:
-        from ebbtide.cli.live_view.profiled import profile_and_show
-
-        return profile_and_show(job)
+        status: int = seams.service("profile-view")(job)
+        return status
     return profile_job(job)
 
 

@@ -26,10 +26,10 @@ _ALWAYS = frozenset({"trace", "by", "verbose", "as_json"})
 _TABLES = {
     "phase": ({"rank", "jobs", "scheduler"}, "findings {}"),
     "link": ({"rank"}, "plot {} --kind link -o link.png"),
-    "substep": ({"rank", "subgroups"}, "findings {}"),
+    "substep": ({"rank"}, "findings {}"),
     "activity": ({"rank", "critical_path"}, "plot {} --kind activity -o activity.png"),
-    "iteration": ({"rank", "jobs", "scheduler", "by_rank"}, "findings {}"),
-    "rank": ({"jobs", "scheduler", "by_rank"}, "plot {} --kind ranks -o ranks.png"),
+    "iteration": ({"rank", "jobs", "scheduler"}, "findings {}"),
+    "rank": ({"jobs", "scheduler"}, "plot {} --kind ranks -o ranks.png"),
 }
 
 
@@ -57,8 +57,6 @@ def summary(
             "time from.",
         ),
     ] = False,
-    by_rank: Annotated[bool, typer.Option("--by-rank", hidden=True)] = False,
-    subgroups: Annotated[bool, typer.Option("--subgroups", hidden=True)] = False,
     jobs: Jobs = None,
     scheduler: Scheduler = None,
     verbose: Verbose = False,
@@ -68,9 +66,6 @@ def summary(
 
     --by prints another table of the same trace."""
     refuse_options(context, _ALWAYS | _TABLES[by][0], f"does not go with --by {by}")
-    if by_rank:
-        by = "rank"
-        refuse_options(context, _ALWAYS | _TABLES[by][0], "does not go with --by-rank")
     check_options(jobs, scheduler)
 
     from ebbtide.analysis.metrics.job import JobMetrics
@@ -80,7 +75,7 @@ def summary(
     if by == "phase" and rank is not None:
         opened = opened.of_ranks([rank])
     metrics, follow_up = JobMetrics(opened), _TABLES[by][1]
-    all_details = verbose or subgroups or as_json
+    all_details = verbose or as_json
     # Large traces are read in processes.
     read = partial(read_ranks, opened, jobs=jobs, scheduler=scheduler)
     if by in ("phase", "rank"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.features.storage.engine.commits import check_digest, commit_place, with_digest
 from ebbtide.interleave.engine.adaptive.planner import Planner, max_budget, min_budget
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
@@ -23,7 +24,6 @@ from ebbtide.interleave.engine.runtime.arena import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
-from ebbtide.interleave.engine.runtime.storage.commits import check_digest, commit_place, with_digest
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.policies import depends_on_rates, parse

@@ -23,6 +23,7 @@ from numba import njit, types
 from numba.core.errors import TypingError
 from numba.extending import overload, register_jitable
 
+import ebbtide
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import FLOAT16_NAN, NAN
@@ -30,7 +31,9 @@ from ebbtide.interleave.engine.numerics.rounding import FACTOR, MIX_FACTORS
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 # Digest of all code that the loops may call.
-_FILES = sorted(file for name in ("numerics", "rules") for file in (Path(__file__).parents[1] / name).glob("*.py"))
+_ROOT = Path(ebbtide.__file__).parent
+_PATTERNS = ("interleave/engine/numerics/*.py", "interleave/engine/rules/*.py", "features/*/*.py")
+_FILES = sorted(file for pattern in _PATTERNS for file in _ROOT.glob(pattern))
 _SOURCES = sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()[:8]
 
 F = np.float32

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ebbtide import host_limits
+from ebbtide.features.matrices.matrices import orthogonalize, update_matrix
 from ebbtide.interleave.engine.forks import WorkQueue
 from ebbtide.interleave.engine.numerics import host_arrays
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.fingerprint import KEYS, Words, memory_words
-from ebbtide.interleave.engine.numerics.matrices import orthogonalize, update_matrix
 from ebbtide.interleave.engine.numerics.norm import BLOCK as SUM_BLOCK
 from ebbtide.interleave.engine.numerics.norm import total
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -53,7 +53,10 @@ class CpuKernel:
 
     def __init__(self, threads: int | None = None) -> None:
         # numba takes long to import, and code that only describes updates does not need it.
-        from ebbtide.interleave.engine.numerics import compiled, compiled_beside, compiled_blocks, compiled_matrices
+        from ebbtide.features.matrices import compiled_matrices
+        from ebbtide.features.overlap import compiled_beside
+        from ebbtide.features.rules import compiled_blocks
+        from ebbtide.interleave.engine.numerics import compiled
 
         self._compiled, self._beside, self._matrices = compiled, compiled_beside, compiled_matrices
         self._blocks = compiled_blocks

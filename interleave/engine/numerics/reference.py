@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ebbtide.features.matrices.matrices import multiply, orthogonalize, update_matrix
+from ebbtide.features.rules.blocks import quantize_moment, widen_moment
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.blocks import quantize_moment, widen_moment
-from ebbtide.interleave.engine.numerics.matrices import multiply, orthogonalize, update_matrix
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares
 from ebbtide.interleave.engine.numerics.rounding import random_bits
 from ebbtide.interleave.engine.rules.adamw import ADAMW

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ebbtide.features.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.numerics import triton_compiled as compiled
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.fingerprint import KEYS
@@ -28,7 +29,6 @@ from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 

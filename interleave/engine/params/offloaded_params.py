@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
-from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.params import state_dict
-from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
-from ebbtide.interleave.engine.params.local_shards import (
+from ebbtide.features.fsdp.local_shards import (
     check_apart,
     check_params,
     device_of,
@@ -19,8 +15,12 @@ from ebbtide.interleave.engine.params.local_shards import (
     local_shard,
     own_rank,
 )
-from ebbtide.interleave.engine.params.pending_params import PendingParams
-from ebbtide.interleave.engine.params.sharded_matrices import ShardedMatrices, sharded_matrices
+from ebbtide.features.matrices.sharded_matrices import ShardedMatrices, sharded_matrices
+from ebbtide.features.overlap.pending_params import PendingParams
+from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.params import state_dict
+from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
 from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.blocks import quantize_moment
-from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
-from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
-from ebbtide.interleave.engine.params.local_shards import (
+from ebbtide.features.fsdp.local_shards import (
     flat_like,
     local_shard,
     own_rank,
@@ -22,6 +18,11 @@ from ebbtide.interleave.engine.params.local_shards import (
     wrap_blocks,
     wrap_shard,
 )
+from ebbtide.features.rules.blocks import quantize_moment
+from ebbtide.features.storage.engine.commits import check_digest
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
+from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
 from ebbtide.interleave.engine.rules.rule import MASTER_NAME, GroupRules, UpdateRule
 from ebbtide.interleave.engine.runtime.layout import (
     MASTER,
@@ -31,7 +32,6 @@ from ebbtide.interleave.engine.runtime.layout import (
     state_rows,
     state_shape,
 )
-from ebbtide.interleave.engine.runtime.storage.commits import check_digest
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 log = logging.getLogger("ebbtide")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ebbtide.features.storage.engine.stored_states import StoredStates
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
@@ -14,7 +15,6 @@ from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, segment_rows, state_rows
 from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates, StepInputs
-from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from ebbtide.interleave.model.plan import Op, Plan
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ebbtide.features.storage.engine.stored_states import StoredStates
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
@@ -18,7 +19,6 @@ from ebbtide.interleave.engine.runtime.layout import (
     state_rows,
     state_shape,
 )
-from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.model.plan import Plan
 
 

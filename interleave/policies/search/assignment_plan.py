@@ -3,11 +3,11 @@
 from collections import deque
 from dataclasses import replace
 
+from ebbtide.features.overlap.policy import late
+from ebbtide.features.overlap.speculation import speculate
 from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
-from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.search.assignment import Assignment, FreeMemory, FreePoints
 

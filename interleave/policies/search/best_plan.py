@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
+from ebbtide.features.storage.policy import with_default_storage
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -17,7 +18,6 @@ from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.placement_search import START_SHARE, Placement, PlacementSearch
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
-from ebbtide.interleave.policies.storage import with_default_storage
 from ebbtide.interleave.simulation.bound import OptimalShares, min_iteration_s, optimal_shares
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine

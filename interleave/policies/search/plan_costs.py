@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ebbtide.features.overlap.speculation import redone
+from ebbtide.features.storage.policy import with_default_storage
 from ebbtide.interleave.model.durations import Durations, host_traffic, link_rates, norm_s
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.schedule import exceeds_host
-from ebbtide.interleave.model.speculation import redone
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import Assignment, FreeMemory
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
-from ebbtide.interleave.policies.storage import with_default_storage
 from ebbtide.interleave.simulation.simulator import Simulator
 from ebbtide.machines.machine import Machine
 

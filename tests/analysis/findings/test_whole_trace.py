@@ -13,16 +13,16 @@ import pytest
 from ebbtide.analysis.findings import Findings, all_rules, find
 from ebbtide.analysis.findings.rules.memory import fragmentation, needless_growth
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.profiler.importers.importer import Hardware
-from ebbtide.profiler.importers.load import import_trace
+from ebbtide.features.importers.importer import Hardware
+from ebbtide.features.importers.load import import_trace
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.findings.jobs import GIB, MS, Job, devices
 from tests.conftest import ebbtide_in_process
-from tests.profiler.importers.kineto.made_kineto import launched, memory_event, write_trace
-from tests.profiler.importers.torch_memory.made_snapshots import event, segment
+from tests.features.importers.kineto.made_kineto import launched, memory_event, write_trace
+from tests.features.importers.torch_memory.made_snapshots import event, segment
 
 NAMES = {rule.name for rule in all_rules()}
-DEEPSPEED_LOG = Path(__file__).parents[2] / "profiler" / "importers" / "data" / "deepspeed-0.19.8-zero3-torchrun.log"
+DEEPSPEED_LOG = Path(__file__).parents[2] / "features" / "importers" / "data" / "deepspeed-0.19.8-zero3-torchrun.log"
 
 
 def kineto(folder: Path) -> Path:

@@ -151,6 +151,9 @@ def test_iterations_command__says_if_rank_has_no_iterations(tmp_path: Path) -> N
     train(builder.rank(0), [[1, 5, 5, 5]] * 3)
     builder.rank(1)
     builder.write(tmp_path / "t.ebb")
-    shown = ebbtide_in_process("iterations", tmp_path / "t.ebb", "--rank", "1").stdout
+    shown = ebbtide_in_process("summary", "--by", "iteration", tmp_path / "t.ebb", "--rank", "1").stdout
     assert "no finished iteration of this rank was recorded" in shown
-    assert "no finished" not in ebbtide_in_process("iterations", tmp_path / "t.ebb", "--rank", "0").stdout
+    assert (
+        "no finished"
+        not in ebbtide_in_process("summary", "--by", "iteration", tmp_path / "t.ebb", "--rank", "0").stdout
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.metrics.out_of_memory import out_of_memory, shortfall_bytes
-from ebbtide.interleave.advise.trace_advice import with_replayed_offload
+from ebbtide.features.advise.trace_advice import with_replayed_offload
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from tests.conftest import ebbtide_in_process
 

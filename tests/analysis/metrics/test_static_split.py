@@ -14,8 +14,8 @@ from ebbtide.analysis.metrics.static_split import largest_split
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.tables.summary import summary_view
-from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler.trace import open_trace

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.substeps.breakdown import SubStep, SubSteps, sub_steps
 from ebbtide.analysis.metrics.substeps.operations import split_by_phase
-from ebbtide.interleave.advise.schedule_to_trace import trace_of
 from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.replay.schedule_to_trace import trace_of
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import GIB, MS, PEAK, SIZE, SUBGROUP, deepspeed_job, update_ms
 from tests.conftest import examples
-from tests.interleave.experiments.sweep.sweeps import machine, workload
+from tests.features.sweep.sweeps import machine, workload
 
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 * GIB, "link": {"peak_bytes_per_s": PEAK}}
 

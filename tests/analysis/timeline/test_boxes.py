@@ -15,13 +15,13 @@ from ebbtide.analysis.timeline.boxes import (
     substep_lanes,
     window_boxes,
 )
-from ebbtide.interleave.advise.schedule_to_trace import trace_of
 from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.replay.schedule_to_trace import trace_of
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
 from tests.analysis.report.report_traces import GIB, MS, train, trained
-from tests.interleave.experiments.sweep.sweeps import machine, workload
+from tests.features.sweep.sweeps import machine, workload
 
 
 def simulated() -> Trace:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ebbtide.features.overlap.policy import late
+from ebbtide.features.overlap.speculation import speculate
 from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import POLICIES, PolicySpec, policy
-from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.registry import plan_in_memory
 from ebbtide.machines.machine import Machine
 

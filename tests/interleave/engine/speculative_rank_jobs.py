@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ebbtide.features.overlap.policy import late
+from ebbtide.features.overlap.speculation import speculate
 from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PolicySpec, make_plan, policy
-from ebbtide.interleave.policies.overlap import late
 from ebbtide.machines.machine import Machine
 from tests.interleave.engine.late_rank_jobs import late_optimizer, on_all_ranks, train
 from tests.interleave.engine.rank_jobs import Result, sharded

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from ebbtide.features.matrices.sharded_matrices import ShardedMatrices
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.params.gradients import GradientNorm
-from ebbtide.interleave.engine.params.sharded_matrices import ShardedMatrices
 
 
 class CountingDevice(EmulatedDevice):

@@ -15,14 +15,8 @@ import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.conftest import PROCESS_TIMEOUT_S, run_process, shared_folder
-from tests.interleave.engine import (
-    compiled_rank_jobs,
-    grid_rank_jobs,
-    late_rank_jobs,
-    matrix_rank_jobs,
-    rank_jobs,
-    speculative_rank_jobs,
-)
+from tests.features.matrices import matrix_rank_jobs
+from tests.interleave.engine import compiled_rank_jobs, grid_rank_jobs, late_rank_jobs, rank_jobs, speculative_rank_jobs
 from tests.interleave.engine.grid.job import RANKS
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net

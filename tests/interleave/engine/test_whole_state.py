@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from ebbtide.features.storage.engine import direct_file
+from ebbtide.features.storage.engine.state_file import StateFile
 from ebbtide.interleave import InterleavedAdamW, InterleavedOptimizer
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.params.state_dict import RECORD
-from ebbtide.interleave.engine.runtime.storage import direct_file
-from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from ebbtide.machines.machine import StoragePath
 from tests.conftest import FUZZ

@@ -21,6 +21,9 @@ import torch
 from torch import nn
 
 from ebbtide.errors import PlanError
+from ebbtide.features.overlap.policy import late
+from ebbtide.features.overlap.speculation import speculate
+from ebbtide.features.storage.policy import with_storage
 from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.devices.emulated import EmulatedMark, EmulatedStreams
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
@@ -31,11 +34,8 @@ from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.operations import OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, STEP, Op, Plan, gradient_ready_points
 from ebbtide.interleave.model.schedule import exceeds_host
-from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import POLICIES, PolicySpec, policy
-from ebbtide.interleave.policies.overlap import late
-from ebbtide.interleave.policies.storage import with_storage
 from ebbtide.machines.machine import Machine, StoragePath
 from tests.interleave.engine import plans
 from tests.interleave.engine.rank_jobs import Result, sharded, train

@@ -10,13 +10,13 @@ import torch
 
 from ebbtide.errors import MachineError, WorkloadError
 from ebbtide.interleave import InterleavedAdamW
-from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.model.durations import norm_s, phase_before
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.replay.replay import replay
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine

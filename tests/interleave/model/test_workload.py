@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import WorkloadError
-from ebbtide.interleave.advise.job.inputs import JobSize, resolve_workload, workload_of_size
 from ebbtide.interleave.model.workload import Workload, load_workload, workload_from
-from tests.interleave.experiments.sweep.sweeps import WORKLOAD, workload
+from ebbtide.interleave.replay.inputs import JobSize, resolve_workload, workload_of_size
+from tests.features.sweep.sweeps import WORKLOAD, workload
 from tests.interleave.strategies import workloads
 
 

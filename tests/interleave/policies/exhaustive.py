@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbtide.features.overlap.policy import late
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import OTHER, STEP, UPDATE, Plan, gradient_ready_points, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder
-from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 

@@ -8,14 +8,14 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError
+from ebbtide.features.overlap.policy import late
+from ebbtide.features.overlap.speculation import redone, speculate
+from ebbtide.features.storage.policy import StorageLayout, stored_in
 from ebbtide.interleave.model.operations import OVERLAPS
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, STEP, UPDATE, Plan, forward_points
-from ebbtide.interleave.model.speculation import redone, speculate
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, FreeMemory
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
-from ebbtide.interleave.policies.storage import StorageLayout, stored_in
 from ebbtide.machines.machine import Machine, StoragePath
 from tests.interleave.engine import plans as engine_plans
 from tests.interleave.strategies import machines, spread, workloads

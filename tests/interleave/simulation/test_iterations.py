@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError
+from ebbtide.features.overlap.policy import late
+from ebbtide.features.overlap.speculation import speculate
+from ebbtide.features.storage.policy import StorageLayout, stored_in
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Plan
-from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
-from ebbtide.interleave.policies.overlap import late
-from ebbtide.interleave.policies.storage import StorageLayout, stored_in
 from ebbtide.interleave.simulation import iterations
 from ebbtide.interleave.simulation.event_loop import COMPUTE, GPU, H2D, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.iterations import run_iterations

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.profiler.importers.source import Source
-from ebbtide.profiler.importers.torch_memory.snapshot import import_snapshot
+from ebbtide.features.importers.source import Source
+from ebbtide.features.importers.torch_memory.snapshot import import_snapshot
 from ebbtide.profiler.memory_snapshot.allocations import allocation_rows, pool_timeline
 from ebbtide.profiler.memory_snapshot.reader import Events, Snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS, ROWS, TABLES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples
-from tests.profiler.importers.torch_memory.made_snapshots import START_US, event, job, segment
+from tests.features.importers.torch_memory.made_snapshots import START_US, event, job, segment
 
 ACTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 1 << 32), st.booleans(), st.booleans()), min_size=1, max_size=60

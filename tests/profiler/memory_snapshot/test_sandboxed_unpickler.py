@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS
 from tests.conftest import run_process, slow, slow_case
@@ -111,7 +111,7 @@ def test_read_snapshot__harmful_pickles_cost_little_memory(names: Sequence[str],
     script = """if True:
         import resource, sys
         from pathlib import Path
-        from ebbtide.profiler.importers.source import Source, SourceError
+        from ebbtide.features.importers.source import Source, SourceError
         from ebbtide.profiler.memory_snapshot.reader import SnapshotError, read_snapshot
         from tests.process_sizes import process_bytes
         for path in Path(sys.argv[1]).iterdir():

@@ -15,6 +15,7 @@ from tests.conftest import ebbtide_in_process, slow_case
 
 TRACES = sorted((Path(__file__).parent / "old_traces").glob("*.ebb"))
 MAX_BYTES = 100_000
+KEYS = ("activity", "iteration", "link", "rank", "substep")
 # Sentences for people: their wording may change.
 TEXTS = {"remarks", "notes"}
 
@@ -37,11 +38,11 @@ def test_old_trace__has_the_figures_that_its_own_version_printed(trace: Path, tm
     assert lost(json.loads(trace.with_suffix(".json").read_text()), json.loads(run.stdout)) == []
 
 
-@pytest.mark.parametrize("command", ["iterations", "windows", "link", "memory", "findings", "steps", "activity"])
+@pytest.mark.parametrize("command", ["windows", "memory", "findings", *(f"summary --by {key}" for key in KEYS)])
 @pytest.mark.parametrize("trace", [TRACES[0], slow_case(TRACES[-1])], ids=lambda path: path.stem)
 def test_old_trace__is_read_by_every_command_that_explains_it(command: str, trace: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(trace, tmp_path / trace.name)
-    run = ebbtide_in_process(command, copy, "--json")
+    run = ebbtide_in_process(*command.split(), copy, "--json")
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ebbtide import host_limits
+from ebbtide.features.storage.engine.stored_states import StorageOptions
 from ebbtide.interleave.engine.adaptive import probe as probe_module
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.machines.machine import Machine
 
 

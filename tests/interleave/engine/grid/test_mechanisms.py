@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from ebbtide.features.layers.engine.recomputation import Recomputation
+from ebbtide.features.layers.engine.transfers import StorageTransfers
+from ebbtide.features.overlap.gates import ForwardGates
+from ebbtide.features.overlap.pending_params import LateParams, PendingParams
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.layers.recomputation import Recomputation
-from ebbtide.interleave.engine.layers.transfers import StorageTransfers
-from ebbtide.interleave.engine.params.gates import ForwardGates
-from ebbtide.interleave.engine.params.pending_params import LateParams, PendingParams
 from ebbtide.interleave.engine.runtime.store import Store
 from tests.conftest import slow
 from tests.interleave.engine.grid.draw import draw_job

@@ -16,15 +16,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from ebbtide.features.fsdp.local_shards import local_shard
+from ebbtide.features.layers.engine import model_layers
 from ebbtide.interleave import InterleavedOptimizer, offload_activations, stream_weights
-from ebbtide.interleave.engine.layers import model_layers
-from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules import find_rule
+from tests.features.layers.random_planner import RandomPlanner
 from tests.interleave.engine.grid.devices import GridDevice
 from tests.interleave.engine.grid.job import Job
 from tests.interleave.engine.grid.models import VOCABULARY, Net, precision
 from tests.interleave.engine.grid.reference import ReferenceOptimizer
-from tests.interleave.engine.layers.random_planner import RandomPlanner
 from tests.interleave.engine.training import MACHINE
 
 Results = list[tuple[str, torch.Tensor]]

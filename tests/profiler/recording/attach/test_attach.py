@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ebbtide.analysis.findings import find
-from ebbtide.analysis.metrics.holders.holders import holders_at
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot.figure import draw
 from ebbtide.analysis.timeline.axis import PICTURE, TimeAxis
 from ebbtide.analysis.timeline.memory import device_memory_panel
 from ebbtide.errors import TraceError
+from ebbtide.features.memory.holders.holders import holders_at
 from ebbtide.profiler import Trace, Tracer, open_trace
 from ebbtide.profiler.agent.options import REQUEST, SliceRequest
 from ebbtide.profiler.recording.attach import AttachedSlice, attach
@@ -201,7 +201,7 @@ def test_analysis__does_not_take_iterations_without_details_for_free_memory(slic
     assert summary.free_pool == summary.memory.pool == "heap"
     assert all(phase.peak_bytes for phase in summary.phases)
     (remark,) = [remark for remark in summary.remarks if remark.startswith("recorded on demand")]
-    assert f"details in {len(numbers)} of {summary.iterations - 2:,} iterations" in remark
+    assert f"details in {len(numbers):,} of {summary.iterations - 2:,} iterations" in remark
     assert remark in windows.remarks
     # A busy machine adds findings on times.
     of_memory = {"does-not-fit", "free-memory", "memory-outside-torch", "fragmentation", "memory-growth"}

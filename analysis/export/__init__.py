@@ -1,1 +1,0 @@
-"""Writes traces as files for Perfetto and as tables."""

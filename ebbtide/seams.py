@@ -1,0 +1,129 @@
+"""The seams of the core: every registry that features plug into, and how they are found.
+
+A feature is a package in `ebbtide.features`, or one of another distribution, which names it in the entry-point group
+`ebbtide.features`. Its `__init__` has a `FEATURE` and imports nothing else. Objects are imported when they are used,
+so that a command loads what it needs alone.
+
+| seam | object | used by |
+| --- | --- | --- |
+| commands | a module with the function of a command, decorated with `cli.command.command` | the command line |
+| findings | a module of rules, decorated with `analysis.findings.rule.rule` | `all_rules` |
+| importers | a list of `Importer` | `import_trace` |
+| names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
+| plots | a `PlotKind` | `ebbtide plot` |
+| policies | a module of policies, decorated with `policies.registry.policy` | `interleave.policies` |
+| recover | `recover(path) -> Trace`, for a trace that is not complete | `open_trace` |
+| rules | a module of update rules, registered by `rules.rule.register` | `engine.rules` |
+| services | a function that the core calls by name, below | `service` |
+
+| service | signature |
+| --- | --- |
+| adviser | `TraceAdviser(trace)`: advice that was simulated, for findings and reports |
+| calibrate | `calibrate_alone(seconds, name) -> Machine` |
+| measure-cpu | `measure_cpu(params, threads) -> Machine` |
+| metrics-server | `serve_metrics(text) -> MetricsServer`: listens on `[HOST:]PORT` |
+| profile-view | `profile_and_show(job) -> int`, for `profile --watch` |
+| recommendation | the module `replay_advice`, for `replay --recommend` |
+| trace-layers | `with_trace_layers(workload, trace) -> Workload` |
+
+Hooks of the agent run in jobs that have no ebbtide. They are no objects: a folder `agent` in a feature, which the agent
+loads by its path.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, NamedTuple
+
+from ebbtide.errors import UserError
+
+SEAMS = ("commands", "findings", "importers", "names", "plots", "policies", "recover", "rules", "services")
+_GROUP = "ebbtide.features"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A package that plugs into the core.
+
+    Attributes:
+        name: The name of its folder.
+        seams: By seam and key, the object: `module` or `module:name`, relative to the package.
+    """
+
+    name: str
+    seams: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted({*self.seams}.difference(SEAMS)):
+            raise UserError(f"feature {self.name}: {unknown[0]!r} is no seam: {', '.join(SEAMS)}")
+
+
+class Plug(NamedTuple):
+    """An object of a feature in a seam, which is imported by `load`."""
+
+    package: str
+    target: str
+
+    def load(self) -> Any:
+        """Import the object and return it."""
+        module, _, name = self.target.partition(":")
+        loaded = import_module(f"{self.package}.{module}")
+        return getattr(loaded, name) if name else loaded
+
+
+# The core's own objects that its lower layers need.
+_CORE = Feature("core", {"recover": {"spools": "profiler.recording.spools.recovery:unfinished_trace"}})
+
+
+@cache
+def features() -> dict[str, Feature]:
+    """Return the features by the name of their package."""
+    # It takes a tenth of the time of a short command to import.
+    from importlib.metadata import entry_points
+
+    packages = [f"{_GROUP}.{module.name}" for module in iter_modules(_own_folders())]
+    packages += [entry.value for entry in entry_points(group=_GROUP)]
+    return {package: import_module(package).FEATURE for package in packages}
+
+
+def _own_folders() -> list[str]:
+    try:
+        return [*import_module(_GROUP).__path__]
+    except ModuleNotFoundError:
+        return []
+
+
+def plugs(seam: str) -> dict[str, Plug]:
+    """Return what features plug into a seam, by its key, in the order of features and lines. Raises UserError where
+    two have the same key."""
+    plugged: dict[str, Plug] = {}
+    for package, feature in (("ebbtide", _CORE), *features().items()):
+        for key, target in feature.seams.get(seam, {}).items():
+            if key in plugged:
+                raise UserError(f"features {plugged[key].package} and {package} both have {key!r} in the seam {seam}")
+            plugged[key] = Plug(package, target)
+    return plugged
+
+
+def load_all(seam: str) -> list[Any]:
+    """Import all objects of a seam and return them."""
+    return [plug.load() for plug in plugs(seam).values()]
+
+
+def service(name: str) -> Any:
+    """Import a function that a feature offers to the core. Raises UserError where that feature is not there."""
+    plug = plugs("services").get(name)
+    if plug is None:
+        raise UserError(f"this needs the feature that offers {name!r}, which is not installed")
+    return plug.load()
+
+
+def public_name(module: str, name: str) -> Any:
+    """Return an object of a feature that a module of the core offers as its own. Raises AttributeError."""
+    key = f"{module}.{name}".removeprefix("ebbtide.")
+    plug = plugs("names").get(key)
+    if plug is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return plug.load()

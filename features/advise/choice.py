@@ -1,0 +1,267 @@
+"""The choice of a policy: the best one that a machine has memory for, with updates beside the step, and the others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from ebbtide.analysis.metrics.advice import Setting
+from ebbtide.errors import MachineError, PolicyError
+from ebbtide.features.advise.present import MIN_GAIN, Present
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import POLICIES, make_plan, parse
+from ebbtide.interleave.replay.recorded_job import RecordedJob, own_job
+from ebbtide.interleave.replay.replay import memory_excess
+from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
+from ebbtide.machines.machine import Machine
+
+# The widest overlap that InterleavedAdamW takes, and `enable` for DeepSpeed.
+OPTIMIZER_OVERLAP = "auto"
+DEEPSPEED_OVERLAP = "forward"
+_MAX_STRIDE = 10
+
+
+@dataclass(frozen=True)
+class OverlapChoice:
+    """A policy (its string without overlap) with updates beside the step, compared with the same policy without."""
+
+    policy: str
+    option: str
+    steps: Steps
+    without_s: float
+
+    @property
+    def most_clipped(self) -> float | None:
+        """The share of clipped steps up to which the plan is no slower than without overlap; None: whatever it is.
+
+        A plan that is made for another share speculates as much as pays there."""
+        valid_s = self.steps.valid.iteration_s
+        redone_s = self.steps.redone.iteration_s if self.steps.redone is not None else valid_s
+        return None if redone_s <= self.without_s else max(0.0, (self.without_s - valid_s) / (redone_s - valid_s))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures of the choice, for `ebbtide replay --json`."""
+        return {
+            "policy": self.policy,
+            "overlap": self.option,
+            "iteration_ms": self.steps.iteration_s * 1e3,
+            "without_overlap_ms": self.without_s * 1e3,
+            "speculated_subgroups": len(self.steps.plan.speculated),
+            "most_clipped_share": self.most_clipped,
+        }
+
+    def text(self) -> str:
+        """Return the gain in a sentence without an end."""
+        gain_s = self.without_s - self.steps.iteration_s
+        plan = self.steps.plan
+        kinds = {"under the next forward": plan.has_late_updates, "inside the backward": bool(plan.speculated)}
+        where = " and ".join(kind for kind, is_used in kinds.items() if is_used)
+        percent = 100 * gain_s / self.without_s
+        text = f"updates {where} win {gain_s * 1e3:,.0f} ms ({percent:.0f} %) over {self.policy} alone"
+        if not plan.speculated:
+            return text
+        share = self.steps.valid.workload.clip_active_share
+        text += f" if {100 * share:.0f} % of the steps are clipped"
+        if self.most_clipped is not None:
+            text += f", and something up to {100 * self.most_clipped:.0f} %"
+        return text
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """The policies of a workload on a machine, of which all advice is made."""
+
+    best: Steps  # The chosen policy, without overlap.
+    excess: str | None = None  # What memory is too small for it, in words; None if it suffices or is not known.
+    # The best static split, which DeepSpeed has by itself; None if none fits, or nothing is offloaded.
+    split: Steps | None = None
+    others: tuple[Steps, ...] = ()  # The best variant of each other policy that fits, or may fit, fastest first.
+    left_out: dict[str, str] = field(default_factory=dict)  # Policies that there is too little memory for, and why.
+    overlap: OverlapChoice | None = None  # The widest overlap that the job can run; None if that gains little.
+    # Searches for the widest overlap that `enable` takes, which only lines for DeepSpeed need.
+    find_deepspeed_overlap: Callable[[], OverlapChoice | None] = lambda: None
+    present: Present = field(default_factory=Present)
+
+    @cached_property
+    def deepspeed_overlap(self) -> OverlapChoice | None:
+        """The widest overlap that `enable` takes; None if that gains little."""
+        return self.find_deepspeed_overlap()
+
+    @property
+    def steps(self) -> Steps:
+        """The chosen policy with its overlap."""
+        return self.best if self.overlap is None else self.overlap.steps
+
+    @property
+    def gains(self) -> bool:
+        """Whether the chosen policy fits and is worth a change of what the job has."""
+        return self.excess is None and self.present.is_slower_than(self.steps)
+
+    @property
+    def advice(self) -> Setting | None:
+        """The setting to change, as findings and plans state it; None where nothing is gained, or nothing fits."""
+        if self.excess is not None:
+            return None
+        policy = self.best.plan.policy
+        if policy == "gpu-only":
+            offload = {"offload_optimizer": {"device": "none"}}
+            return self.present.setting("deepspeed", offload, "do not offload at all", self.steps)
+        overlap = "none" if self.overlap is None else self.overlap.option
+        settings = {"policy": policy, "overlap": overlap}
+        return self.present.setting("policy", settings, f"use {self.steps.plan.policy}", self.steps)
+
+
+def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
+    """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`, or
+    `interleaved:2` where the free memory is unknown; `job`: what DeepSpeed runs takes less overlap. Its own policy
+    stays where it fits and no other one is worth a change."""
+    present = present_of(workload, machine, job or RecordedJob())
+    choice = replace(_choose_freely(workload, machine, job), present=present)
+    if present.steps is None or choice.excess is not None or choice.gains:
+        return choice
+    others = tuple(steps for steps in (choice.best, *choice.others) if not present.has(steps.plan.policy))
+    return replace(choice, best=present.steps, others=others, overlap=None, find_deepspeed_overlap=lambda: None)
+
+
+def present_of(workload: Workload, machine: Machine, job: RecordedJob) -> Present:
+    """Return a job as it is on a machine."""
+    recorded_s = job.recorded_s(machine)
+    policy = job.policy if job.state_bytes is None else "gpu-only"
+    if policy is None:
+        return Present(recorded_s=recorded_s)
+    steps = steps_of(policy, own_job(workload, job) if policy == "gpu-only" else workload, machine)
+    # What was recorded there did fit.
+    is_known = steps is not None and (recorded_s is not None or fits_memory(steps, machine))
+    return Present(steps if is_known else None, recorded_s)
+
+
+def _choose_freely(workload: Workload, machine: Machine, job: RecordedJob | None) -> PolicyChoice:
+    """Choose a policy, whatever the job has."""
+    on_gpu = all_on_device(own_job(workload, job), machine)
+    if on_gpu is not None:
+        return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))
+    policy = "adaptive" if workload.gpu_free is not None else "interleaved:2"
+    # A rate that is missing is an error here.
+    best = simulate_steps(make_plan(policy, workload, machine), workload, machine)
+    split = best_static_split(workload, machine)
+    if best.plan.stored and split is not None and not fits_memory(split, machine):
+        # There are policies with storage in its place.
+        split = None
+    others, left_out = [], {}
+    for steps in _other_policies(best, split, workload, machine):
+        excess = memory_excess(steps.valid, machine)
+        if excess is None:
+            others.append(steps)
+        else:
+            left_out[steps.plan.policy] = excess
+    excess = memory_excess(best.valid, machine)
+    if excess is not None and others:
+        left_out[best.plan.policy], excess = excess, None
+        best = others.pop(0)
+    elif others and others[0].settles and not best.settles:
+        others.append(best)
+        best = others.pop(0)
+    if split is not None and not fits_memory(split, machine):
+        split = None
+    option = OPTIMIZER_OVERLAP if job is None or job.stage is None else DEEPSPEED_OVERLAP
+    overlap = choose_overlap(best, option, workload, machine)
+    find_deepspeed_overlap = partial(choose_overlap, best, DEEPSPEED_OVERLAP, workload, machine)
+    return PolicyChoice(best, excess, split, tuple(others), left_out, overlap, find_deepspeed_overlap)
+
+
+def choose_among(
+    policies: Sequence[str], workload: Workload, machine: Machine, job: RecordedJob | None = None
+) -> PolicyChoice:
+    """Choose the fastest of some policies: of those that the device and the host have memory for, if there are any."""
+    candidates = [simulate_steps(make_plan(policy, workload, machine), workload, machine) for policy in policies]
+    excess = {steps.plan.policy: memory_excess(steps.valid, machine) for steps in candidates}
+    best, *others = sorted(candidates, key=lambda steps: (bool(excess[steps.plan.policy]), steps.rating_s))
+    left_out = {policy: text for policy, text in excess.items() if text is not None}
+    present = present_of(workload, machine, job or RecordedJob())
+    return PolicyChoice(best, excess[best.plan.policy], None, tuple(others), left_out, present=present)
+
+
+def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machine) -> OverlapChoice | None:
+    """Return the overlap of a policy; None if the policy has no such option, does not fit with it, or gains little."""
+    policy = best.plan.policy
+    if option not in POLICIES[parse(policy).name].options.get("overlap", ()) or option == "none":
+        return None
+    # No iteration is shorter than its compute, beside which updates would run: a search could gain too little.
+    if not workload.compute_s or workload.compute_s * (1 + MIN_GAIN) >= best.rating_s:
+        return None
+    steps = steps_of(f"{policy},overlap={option}", workload, machine)
+    if steps is None:
+        return None
+    exceeds_device, exceeds_host, rating_s = steps.cost(machine)
+    fits = not (exceeds_device or exceeds_host)
+    if fits and rating_s * (1 + MIN_GAIN) < best.rating_s:
+        return OverlapChoice(policy, option, steps, best.iteration_s)
+    return None
+
+
+def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps | None:
+    """Return a policy's schedules; None if the machine lacks a rate or the policy cannot plan the workload."""
+    try:
+        return simulate_steps(make_plan(policy, workload, machine), workload, machine)
+    except (MachineError, PolicyError):
+        return None
+
+
+def without_offload(workload: Workload, machine: Machine) -> Steps | None:
+    """Return the schedule with all state on the device; None if it is not known to fit, or a rate is missing."""
+    if workload.gpu_free is None:
+        return None
+    on_gpu = steps_of("gpu-only", workload, machine)
+    return on_gpu if on_gpu is not None and on_gpu.valid.fits_device(machine.gpu_memory_bytes) else None
+
+
+def all_on_device(workload: Workload, machine: Machine) -> Steps | None:
+    """Return the schedule with all state on the device if it is known to fit there, or if offload frees no memory."""
+    if machine.unified_memory and workload.gpu_free is not None:
+        return steps_of("gpu-only", workload, machine)
+    return without_offload(workload, machine)
+
+
+def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
+    """Return the fastest static split without storage that fits the device, the largest of equals; None without."""
+    # If the free memory is not known, only a plan that needs no device memory is sure to fit.
+    fitting = [
+        steps for steps in _static_splits(workload, machine) if steps.valid.fits_device(machine.gpu_memory_bytes)
+    ]
+    return min(fitting, key=lambda steps: steps.rating_s, default=None)
+
+
+def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
+    """Return static splits without storage, the one that keeps most state on the host first."""
+    machine = replace(machine, storage=())
+    policies = ("zero-offload", *(f"twin-flow:{share / 20:g}" for share in range(19, -1, -1)))
+    return [steps for policy in policies if (steps := steps_of(policy, workload, machine)) is not None]
+
+
+def _other_policies(best: Steps, split: Steps | None, workload: Workload, machine: Machine) -> list[Steps]:
+    """Return the best variant of each other policy that fits the device, or may fit it, fastest first."""
+
+    def may_fit(steps: Steps) -> bool:
+        return steps.valid.fits_device(machine.gpu_memory_bytes) is not False
+
+    strides = range(1, _MAX_STRIDE + 1) if workload.gpu_free is not None else (2,)
+    interleaved = [steps_of(f"interleaved:{stride}", workload, machine) for stride in strides]
+    fitting = [steps for steps in interleaved if steps is not None and may_fit(steps)]
+    candidates = [
+        *(steps_of(policy, workload, machine) for policy in ("zero-offload", "pipelined")),
+        min(fitting, key=lambda steps: steps.rating_s, default=None),
+        split,
+    ]
+    if workload.gpu_free is None and not fits_memory(best, machine):
+        # Where the host is too small for the best policy, a split may fit: what the device has free is not known.
+        splits = [steps for steps in _static_splits(workload, machine) if fits_memory(steps, machine)]
+        candidates.append(min(splits, key=lambda steps: steps.rating_s, default=None))
+    # A split may be zero-offload, and the best policy one of these.
+    by_policy = {steps.plan.policy: steps for steps in candidates if steps is not None}
+    others = [steps for policy, steps in by_policy.items() if policy != best.plan.policy and may_fit(steps)]
+    return sorted(others, key=lambda steps: steps.rating_s)
+
+
+def fits_memory(steps: Steps, machine: Machine) -> bool:
+    """Return whether device and host have memory for a policy, as far as that is known."""
+    return memory_excess(steps.valid, machine) is None

@@ -1,0 +1,365 @@
+"""The plan of a job for one machine: what fits, under which policy, how fast (as a range), and at which cost."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from ebbtide.features.advise.changes import changed, least_settings, ranks_on_a_host, share_host
+from ebbtide.features.advise.choice import PolicyChoice, choose_among, choose_policy, fits_memory
+from ebbtide.features.advise.job.memory import PlacedWorkload, place
+from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace
+from ebbtide.features.advise.job.training_job import ComputeTimes, TrainingJob, TunableSettings
+from ebbtide.features.advise.levers.effects import Variant
+from ebbtide.features.advise.levers.search import JobChange, cheapest_change, needed_bytes, single_changes
+from ebbtide.features.advise.lines.setups import LinesToPaste, PasteContext, lines_to_paste
+from ebbtide.features.advise.ranges import PolicyTime, policy_time
+from ebbtide.interleave.model.operations import BOTH
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.policies import parse
+from ebbtide.interleave.replay.inputs import NETWORK_NOTE, with_recorded_memory
+from ebbtide.interleave.replay.recorded_job import RecordedJob
+from ebbtide.interleave.replay.replay import limiting_resource
+from ebbtide.interleave.replay.schedule_to_trace import device_memory
+from ebbtide.interleave.simulation.bound import min_iteration_s
+from ebbtide.machines.accuracy import accuracy_of
+from ebbtide.machines.machine import Machine, unified_memory_text
+from ebbtide.profiler.trace import Trace
+
+_MS_PER_HOUR = 3.6e6
+_BILLION = 1e9
+# Shorter intervals, as a share of the iteration, are rounding errors.
+_SHORTEST_SHARE = 1e-9
+# If the optimizer adds less than this share of the iteration, forward and backward limit it.
+_SMALL_SHARE = 0.1
+_CHANGES = {
+    "policy": "offload",
+    "activation_checkpointing": "checkpointing",
+    "micro_batch": "micro-batch {}",
+    "ranks": "{} ranks",
+}
+_RESOURCE_NAMES = {"cpu": "cpu update", "gpu": "gpu update"}
+# What the table of plans is sorted by.
+SortKey = Literal["iteration", "cost"]
+# Properties of a plan that are in its JSON.
+_PROPERTIES = ("advice", "code", "lines", "policies", "needed_bytes", "cheapest", "alone")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The request for a plan, beside the job and the machine."""
+
+    machine_source: str | None = None
+    policies: Sequence[str] = ()  # Policies to choose from; empty: all.
+    ranks_per_host: int | None = None  # Ranks on a host; None: as many as the box of the machine has.
+    price_per_hour: float | None = None
+
+
+@dataclass(frozen=True)
+class PlacedJob:
+    """A job on a machine, with the least change that makes it fit, before a policy is chosen."""
+
+    job: TrainingJob
+    machine: Machine
+    request: PlanRequest
+    has_memory: bool  # Whether any change makes it fit; else the settings are those of the job.
+    settings: TunableSettings
+    placed: PlacedWorkload
+    shared: Machine  # The machine with the rates of a rank.
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks on a host."""
+        return ranks_on_a_host(self.machine, self.settings.ranks, self.request.ranks_per_host)
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of the job."""
+        return -(-self.settings.ranks // self.ranks_per_host)
+
+    @property
+    def recorded(self) -> RecordedJob:
+        """The recorded job with the micro-steps and the update of the settings; a job that has to be changed has no
+        policy and iteration of its own there."""
+        own_s = self.placed.times.own_update_s
+        job = replace(self.job.recorded, micro_steps=self.job.micro_steps_of(self.settings), own_update_s=own_s)
+        return job if self.settings == self.job.settings else replace(job, policy=None, iteration_s=None)
+
+    @property
+    def needs_search(self) -> bool:
+        """Whether the best policy is searched for, which takes long."""
+        is_searched = self.placed.workload.gpu_free is not None and not self.request.policies
+        return self.has_memory and is_searched and self.settings.offload and not self.shared.unified_memory
+
+    def least(self, by: SortKey) -> float:
+        """Return a lower bound of the iteration, ms, or of its cost, of a policy that is searched for."""
+        least_ms = min_iteration_s(self.placed.workload, self.shared, BOTH) * 1e3
+        return least_ms if by == "iteration" else self.cost(least_ms) or 0.0
+
+    def cost(self, iteration_ms: float) -> float | None:
+        """Return the price of a billion tokens; None where price or tokens are not known."""
+        price, tokens = self.request.price_per_hour, self.job.tokens_of(self.settings)
+        if price is None or tokens is None:
+            return None
+        return price * self.hosts / _MS_PER_HOUR * iteration_ms / tokens * _BILLION
+
+
+@dataclass(frozen=True)
+class MachinePlan:
+    """The plan of a job for one machine. Bytes are per rank; figures are with the change, None where nothing fits.
+    Properties, which few readers need, are computed when they are first used."""
+
+    placed: PlacedJob
+    choice: PolicyChoice | None  # None where nothing fits, or the plan has no times.
+    machine: str
+    fits: bool  # Whether the job fits as it is.
+    # The least change that makes it fit, by setting; None where it fits, or no change helps.
+    change: dict[str, Any] | None
+    policy: str | None = None
+    device_bytes: float | None = None  # Largest device memory at any time, of the job and its optimizer state.
+    device_capacity_bytes: float | None = None
+    host_bytes: float | None = None
+    host_capacity_bytes: float | None = None
+    iteration_ms: float | None = None
+    iteration_low_ms: float | None = None  # Low end of the range that has it with a probability of 80 %.
+    iteration_high_ms: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_low: float | None = None
+    tokens_per_s_high: float | None = None
+    cost_per_billion_tokens: float | None = None
+    cost_low: float | None = None
+    cost_high: float | None = None
+    limited_by: str | None = None
+    settings: TunableSettings | None = None
+    ranks_per_host: int | None = None
+    hosts: int | None = None
+    accuracy: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def advice(self) -> dict[str, Any] | None:
+        """The setting to change on the machine; None where the job is as good as it is, or nothing fits."""
+        setting = None if self.choice is None else self.choice.advice
+        return None if setting is None else setting.as_json()
+
+    @cached_property
+    def lines(self) -> LinesToPaste | None:
+        """The lines to paste; None where nothing fits."""
+        if self.choice is None:
+            return None
+        own, recorded = self.placed, self.placed.recorded
+        # A job with a configuration of its own has the lines for what it checkpoints.
+        has_lines = bool(recorded.section("zero_optimization")) and own.job.settings.checkpointing
+        pasted = replace(own.settings, checkpointing=own.settings.checkpointing and not has_lines)
+        return lines_to_paste(self.choice, PasteContext(recorded, own.shared, own.request.machine_source), pasted)
+
+    @property
+    def code(self) -> str | None:
+        """Lines of Python for the script; None where nothing fits."""
+        return None if self.lines is None else self.lines.python
+
+    @cached_property
+    def policies(self) -> tuple[PolicyTime, ...]:
+        """The best variant of each policy that fits, fastest first."""
+        if self.choice is None:
+            return ()
+        own, choice = self.placed, self.choice
+        candidates = [choice.steps, choice.best, *(steps for steps in choice.others if fits_memory(steps, own.shared))]
+        by_policy = {steps.plan.policy: steps for steps in candidates}
+        ordered = sorted(by_policy.values(), key=lambda steps: steps.rating_s)
+        return tuple(policy_time(steps, own.shared, own.placed.times.factor) for steps in ordered)
+
+    @property
+    def needed_bytes(self) -> float | None:
+        """Largest device memory of the job as it is, all state on the device; None where it fits."""
+        own = self.placed
+        if not self._needs_changes:
+            return None
+        return needed_bytes(Variant(own.job, own.job.settings), own.machine, own.request.ranks_per_host)[0]
+
+    @cached_property
+    def cheapest(self) -> JobChange | None:
+        """The cheapest changes in the framework's own settings that make it fit; None where it fits or none do."""
+        own = self.placed
+        return cheapest_change(own.job, own.machine, own.request.ranks_per_host) if self._needs_changes else None
+
+    @cached_property
+    def alone(self) -> tuple[JobChange, ...]:
+        """The effect of each of these changes alone, the cheapest first; none where it fits."""
+        own = self.placed
+        return single_changes(own.job, own.machine, own.request.ranks_per_host) if self._needs_changes else ()
+
+    @property
+    def _needs_changes(self) -> bool:
+        has_sizes = self.placed.job.memory is not None and self.placed.machine.gpu_memory_bytes is not None
+        return has_sizes and not self.fits
+
+    def changes_text(self) -> list[str]:
+        """Return the changes that make it fit, in few words; the offload of state is the first."""
+        return [_CHANGES[key].format(value) for key, value in (self.change or {}).items()]
+
+    def sort_key(self, by: SortKey) -> tuple[bool, float]:
+        """Return the middle of a range, after whether it is not known."""
+        ranges = {"iteration": (self.iteration_low_ms, self.iteration_high_ms), "cost": (self.cost_low, self.cost_high)}
+        low, high = ranges[by]
+        return low is None or high is None, ((low or 0.0) + (high or 0.0)) / 2
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of `plans` of `ebbtide plan --json`."""
+        names = [one.name for one in fields(self) if one.name not in ("placed", "choice")]
+        values = {name: getattr(self, name) for name in (*names, *_PROPERTIES)}
+        values["action"] = self.cheapest.action if self.cheapest is not None else None
+        plain: dict[str, Any] = msgspec.to_builtins(values)
+        return plain
+
+
+def place_job(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> PlacedJob:
+    """Find the least change with which a job fits a machine, with the rates of its file. Raises MachineError for a
+    missing rate, and PolicyError for a requested policy that does not exist."""
+    asked = request or PlanRequest()
+    if job.memory is not None:
+        machine = with_recorded_memory(machine, job.memory.capacity_bytes)
+    for policy in asked.policies:
+        # Policies that cannot plan a job are skipped below; those that do not exist are an error.
+        parse(policy)
+    solution = least_settings(job, machine, asked.ranks_per_host, asked.policies)
+    if solution is not None:
+        return PlacedJob(job, machine, asked, True, *solution)
+    shared = share_host(machine, job.settings.ranks, asked.ranks_per_host)
+    return PlacedJob(job, machine, asked, False, job.settings, place(job, job.settings, shared), shared)
+
+
+def place_as_it_is(trace: Trace, machine: Machine, ranks_per_host: int | None = None) -> PlacedJob:
+    """Place the job of a trace on another machine for advice on its policy alone: with the least change of `place_job`
+    where that is offload, else as it is. Raises as `place_job`, and WorkloadError as `job_of_trace`."""
+    job, request = job_of_trace(trace, BatchSettings()), PlanRequest(ranks_per_host=ranks_per_host)
+    own = place_job(job, machine, request)
+    offloaded = replace(job.settings, offload=True)
+    if own.settings in (job.settings, offloaded):
+        return own
+    shared = share_host(own.machine, offloaded.ranks, ranks_per_host)
+    return PlacedJob(job, own.machine, request, False, offloaded, place(job, offloaded, shared), shared)
+
+
+def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> MachinePlan:
+    """Return the plan of a job for a machine. Raises as `place_job`."""
+    return plan_placed(place_job(job, machine, request))
+
+
+def plan_placed(own: PlacedJob) -> MachinePlan:
+    """Return the plan of a job that has been placed on its machine."""
+    untimed = _without_times(own)
+    if not own.has_memory:
+        return untimed
+    if own.request.policies:
+        choice = choose_among(own.request.policies, own.placed.workload, own.shared, own.recorded)
+    else:
+        choice = choose_policy(own.placed.workload, own.shared, own.recorded)
+    schedule, policy = choice.steps.valid, choice.steps.plan.policy
+    time = policy_time(choice.steps, own.shared, own.placed.times.factor)
+    tokens = own.job.tokens_of(own.settings)
+    return replace(
+        untimed,
+        choice=choice,
+        change=changed(own.job.settings, own.settings, policy),
+        **vars(time),
+        device_bytes=_device_bytes(schedule, own.shared),
+        host_bytes=schedule.host_bytes(),
+        tokens_per_s=_rate(tokens, time.iteration_ms),
+        tokens_per_s_low=_rate(tokens, time.iteration_high_ms),
+        tokens_per_s_high=_rate(tokens, time.iteration_low_ms),
+        cost_per_billion_tokens=own.cost(time.iteration_ms),
+        cost_low=own.cost(time.iteration_low_ms),
+        cost_high=own.cost(time.iteration_high_ms),
+        limited_by=_limiting_part(schedule, own.shared, own.placed.times),
+    )
+
+
+def _without_times(own: PlacedJob) -> MachinePlan:
+    """Return the plan without a policy, or that of a job that nothing makes fit."""
+    change = changed(own.job.settings, own.settings, "")
+    plan = MachinePlan(
+        own,
+        None,
+        machine=own.machine.name,
+        fits=own.has_memory and change is None,
+        change=change,
+        device_capacity_bytes=own.shared.gpu_memory_bytes,
+        host_capacity_bytes=own.machine.for_ranks(own.ranks_per_host).host_memory_bytes,
+        accuracy=accuracy_of(own.machine).text(),
+    )
+    if own.has_memory:
+        notes = _notes(own.placed, own.machine, own.ranks_per_host, own.hosts)
+        return replace(plan, settings=own.settings, ranks_per_host=own.ranks_per_host, hosts=own.hosts, notes=notes)
+    missing = own.placed.workload.missing_bytes
+    what = f"{missing / 1e9:.1f} GB of device memory are missing" if missing else "the host has too little memory"
+    return replace(plan, notes=(f"{what}, and none of the changes helps: policy, checkpointing, micro-batch, ranks",))
+
+
+def fastest_plans(placed: Sequence[PlacedJob], by: SortKey, count: int) -> Iterator[tuple[int, MachinePlan]]:
+    """Yield the number of each machine, and its plan. Plans that need a search, and are surely not among the first
+    `count` in the order of `by`, have no policy and no times."""
+    # The middle of a range is no shorter than the likely iteration: what slows it down counts for more.
+    least = {number: own.least(by) if own.needs_search else 0.0 for number, own in enumerate(placed)}
+    keys: list[tuple[bool, float]] = []
+    for number in sorted(least, key=least.__getitem__):
+        is_later = len(keys) >= count and (False, least[number]) > keys[count - 1]
+        plan = _without_times(placed[number]) if is_later else plan_placed(placed[number])
+        keys = sorted([*keys, plan.sort_key(by)])
+        yield number, plan
+
+
+@dataclass(frozen=True)
+class JobPlans:
+    """The plans of a job for some machines, in their order."""
+
+    job: TrainingJob
+    plans: Sequence[MachinePlan]
+    by: SortKey = "iteration"
+    is_named: bool = True  # Whether machines were named: then the first one is what the answer is about.
+    smallest: Machine | None = None  # The smallest preset that the job fits as it is; None without one.
+    remarks: Sequence[str] = ()  # On the first machine.
+
+    @property
+    def here(self) -> MachinePlan | None:
+        """The plan that the answer is about; None where it is about all machines."""
+        return self.plans[0] if self.is_named else None
+
+    def ordered(self) -> list[MachinePlan]:
+        """Return the plans in the order of the table, without times at the end."""
+        return sorted(self.plans, key=lambda plan: plan.sort_key(self.by))
+
+
+def _notes(placed: PlacedWorkload, machine: Machine, per_host: int, hosts: int) -> tuple[str, ...]:
+    notes = [placed.times.note]
+    if machine.box is not None and per_host < machine.box.ranks:
+        notes.append(f"uses {per_host} of {machine.box.ranks} GPUs of a host, whose price counts in full")
+    if hosts > 1:
+        notes.append(NETWORK_NOTE)
+    return tuple(filter(None, (*notes, unified_memory_text(machine))))
+
+
+def _limiting_part(schedule: Schedule, machine: Machine, times: ComputeTimes) -> str:
+    """Return what limits an iteration: what limits the update, or `compute` or `collectives`, the longer one, if
+    nothing is offloaded or the optimizer adds less than a tenth."""
+    if schedule.plan.policy == "gpu-only" or schedule.exposed_s < _SMALL_SHARE * schedule.iteration_s:
+        compute_s = times.forward_s + times.backward_s + times.other_s - times.collectives_s
+        return "collectives" if times.collectives_s > max(compute_s, 0.0) else "compute"
+    resource = limiting_resource(schedule, machine)
+    return _RESOURCE_NAMES.get(resource, resource)
+
+
+def _device_bytes(schedule: Schedule, machine: Machine) -> float | None:
+    """Return the largest device memory of the job and the plan together; intervals of rounding errors do not count."""
+    if schedule.workload.gpu_free is None or machine.gpu_memory_bytes is None:
+        return None
+    times, sizes = device_memory(schedule, machine)
+    lasting = np.diff(np.append(times, schedule.iteration_s)) > _SHORTEST_SHARE * schedule.iteration_s
+    return float(sizes[lasting].max())
+
+
+def _rate(tokens: float | None, iteration_ms: float) -> float | None:
+    return tokens / iteration_ms * 1e3 if tokens is not None and iteration_ms > 0 else None

@@ -1,0 +1,111 @@
+"""A picture of plans: memory, and ranges of the iteration, tokens per second and cost, of each machine."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from ebbtide.features.advise.job.training_job import TrainingJob
+from ebbtide.features.advise.machine_plan import MachinePlan
+from ebbtide.interleave.replay.pictures.policy_bars import FONT_SIZE, write_figure
+
+matplotlib.use("Agg")
+
+# Colours of Okabe and Ito, which differ for colour-blind readers and in grey print.
+_DEVICE_COLOR, _HOST_COLOR, _TIME_COLOR, _RATE_COLOR, _COST_COLOR = (
+    "#0072b2", "#e69f00", "#222222", "#009e73", "#cc79a7",
+)  # fmt: skip
+_CAPACITY_COLOR = "#e4e4e4"
+
+
+class _Panel(NamedTuple):
+    """A panel of ranges: its heading, the attributes of low, likely and high values, and the scale of its unit."""
+
+    title: str
+    low: str
+    likely: str
+    high: str
+    color: str
+    scale: float = 1.0
+
+
+def draw_plans(job: TrainingJob, plans: Sequence[MachinePlan]) -> Figure:
+    """Draw plans, fastest machine first; machines that nothing helps come last."""
+    ordered = sorted(plans, key=lambda plan: (plan.iteration_ms is None, plan.iteration_ms or 0.0))
+    panels = [_Panel("iteration (s)", "iteration_low_ms", "iteration_ms", "iteration_high_ms", _TIME_COLOR, 1e3)]
+    if any(plan.tokens_per_s is not None for plan in plans):
+        panels.append(_Panel("tokens/s", "tokens_per_s_low", "tokens_per_s", "tokens_per_s_high", _RATE_COLOR))
+    if any(plan.cost_per_billion_tokens is not None for plan in plans):
+        panels.append(_Panel("cost of 1e9 tokens", "cost_low", "cost_per_billion_tokens", "cost_high", _COST_COLOR))
+    widths = [1.25, 1.25, *[1.35] * len(panels)]
+    figure = Figure(figsize=(2.6 + 2.1 * len(widths), 1.5 + 0.5 * len(plans)), layout="constrained", dpi=130)
+    axes: Any = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
+    rows = np.arange(len(ordered))
+    _draw_memory(axes[0], rows, ordered, "device", _DEVICE_COLOR)
+    _draw_memory(axes[1], rows, ordered, "host", _HOST_COLOR)
+    for panel, target in zip(panels, axes[2:], strict=True):
+        _draw_ranges(target, rows, ordered, panel)
+    axes[0].set_yticks(rows, [_label(plan) for plan in ordered], fontsize=FONT_SIZE)
+    axes[0].set_ylim(len(ordered) - 0.45, -0.55)
+    for target in axes:
+        target.spines[["top", "right", "left"]].set_visible(False)
+        target.tick_params(axis="y", length=0)
+        target.tick_params(axis="x", labelsize=7.5)
+    figure.suptitle(f"{job.workload.name}: predicted", x=0.01, ha="left", fontsize=11)
+    figure.supxlabel(
+        "Memory of a rank; grey: what it has. Lines: ranges that hold with a probability of 80 %.", x=0.01, ha="left",
+        fontsize=8, color="#555555",
+    )  # fmt: skip
+    return figure
+
+
+def _label(plan: MachinePlan) -> str:
+    """Return the machine, the policy, and what else makes a job fit."""
+    if plan.policy is None:
+        return f"{plan.machine}\ndoes not fit"
+    return f"{plan.machine}\n{', '.join([plan.policy, *(word for word in plan.changes_text() if word != 'offload')])}"
+
+
+def _draw_memory(axes: Axes, rows: Any, plans: Sequence[MachinePlan], place: str, color: str) -> None:
+    capacities = [getattr(plan, f"{place}_capacity_bytes") or 0.0 for plan in plans]
+    sizes = [getattr(plan, f"{place}_bytes") for plan in plans]
+    most = max([*capacities, *(size or 0.0 for size in sizes), 2**30]) / 2**30
+    axes.barh(rows, np.array(capacities) / 2**30, height=0.6, color=_CAPACITY_COLOR)
+    axes.barh(rows, [(size or 0.0) / 2**30 for size in sizes], height=0.32, color=color)
+    for row, size, capacity in zip(rows, sizes, capacities, strict=True):
+        text = "-" if size is None else f"{size / 2**30:,.0f}"
+        if size is not None and capacity:
+            text = f"{text} of {capacity / 2**30:,.0f}"
+        write_figure(axes, row, max(capacity, size or 0.0) / 2**30, text)
+    axes.set_xlim(0, most * 1.6)
+    axes.set_title(f"{place} memory (GiB)", fontsize=9, loc="left")
+
+
+def _draw_ranges(axes: Axes, rows: Any, plans: Sequence[MachinePlan], panel: _Panel) -> None:
+    """Draw ranges on a logarithmic axis, since machines differ by factors."""
+    highs = []
+    for row, plan in zip(rows, plans, strict=True):
+        if getattr(plan, panel.likely) is None:
+            continue
+        low, likely, high = (getattr(plan, name) / panel.scale for name in (panel.low, panel.likely, panel.high))
+        axes.plot([low, high], [row, row], color=panel.color, lw=3, alpha=0.45, solid_capstyle="butt")
+        axes.plot([likely], [row], "o", color=panel.color, ms=5)
+        write_figure(axes, row, high, f"{likely:,.{0 if likely >= 100 else 1 if likely >= 10 else 2}f}")
+        highs.append((low, high))
+    axes.set_title(panel.title, fontsize=9, loc="left")
+    if highs:
+        axes.set_xscale("log")
+        lowest, highest = min(low for low, _ in highs), max(high for _, high in highs)
+        # Room for the text at the right end.
+        axes.set_xlim(lowest / 1.15, highest * (highest / lowest) ** 0.3 * 1.3)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=5))
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
+        )
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(axis="x", color="#eeeeee")
+        axes.set_axisbelow(True)

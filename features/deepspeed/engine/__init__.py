@@ -1,0 +1,1 @@
+"""Drives ZeRO stage 3 with offload by a policy."""

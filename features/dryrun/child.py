@@ -1,0 +1,149 @@
+"""Runs the job of a dry run in this process, which the command starts for it.
+
+python -m ebbtide.features.dryrun OUTPUT OPTIONS train.py ARGUMENTS...
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ebbtide.errors import UserError
+from ebbtide.features.dryrun.errors import DryRunError
+from ebbtide.features.dryrun.failures import explain_failure, job_traceback
+from ebbtide.features.dryrun.jobs.models import complete_stand_ins
+from ebbtide.features.dryrun.launch import JobLaunched, become_dry_run, launcher_followed
+from ebbtide.foreign_text import printable_line
+from ebbtide.machines.machine import machine_from
+from ebbtide.terminal_lines import print_note
+
+_CANNOT_FAKE, _DOES_NOT_FIT = 2, 3
+_INTERRUPTED = 130
+_PROGRESS_S = 30.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job, write its trace, and return the exit status: 2 for what cannot be faked, else the job's own.
+
+    `arguments`: path of the trace, settings as JSON, and the job (a script, `-m MODULE` or `-c CODE`, and its
+    arguments)."""
+    try:
+        from ebbtide.features.dryrun.session import DryRun, DryRunOptions
+        from ebbtide.features.dryrun.trace_of_run import trace_of_run
+    except ImportError as error:
+        return fail(f"a dry run needs torch 2.13, which `pip install 'ebbtide[dry-run]'` adds: {error}")
+    output, words, *job = arguments
+    settings = json.loads(words)
+    own = {name: settings.pop(name, None) for name in ("force", "machine", "prints", "check", "scratch")}
+    force, machine = own["force"], own["machine"]
+    options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
+    try:
+        run = DryRun(options)
+        if sys.stderr.isatty():
+            threading.Thread(target=_show_progress, args=(run,), daemon=True).start()
+        status = 0
+        with contextlib.chdir("."), run, launcher_followed(job):
+            if own["scratch"]:
+                for line in complete_stand_ins(Path(own["scratch"])):
+                    print(line, file=sys.stderr)
+                run.user_files.opened.clear()
+            status = _run_job(job)
+            if not status and not run.finished:
+                _wait_for_threads()
+        if status not in (0, _INTERRUPTED):
+            print_note(f"incomplete: the job ended with status {status}; no trace is written")
+            return status
+        builder = trace_of_run(run, ["python", *job])
+        builder.meta["exit"] = {"code": status}
+        builder.write(Path(output), force)
+        for line in run.user_files.lines():
+            print_note(line)
+        fits = not own["prints"] or _print_result(Path(output))
+        return _DOES_NOT_FIT if own["check"] and not fits and not status else status
+    except JobLaunched as job_launched:
+        ranks = {"ranks": job_launched.ranks or options.ranks, "ranks_per_node": job_launched.ranks_per_node}
+        settings |= {**ranks, **own}
+        try:
+            become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
+        except UserError as error:
+            return fail(str(error))
+    except UserError as error:
+        return fail(str(error))
+
+
+def _print_result(output: Path) -> bool:
+    """Print the result, and return whether the job fits."""
+    # What it imports is not imported while the job runs.
+    from ebbtide.features.dryrun.command import print_dry_run
+
+    return print_dry_run(output)
+
+
+def _show_progress(run: Any) -> None:
+    """Say every half minute how far a dry run is, until its job ends."""
+    start = time.monotonic()
+    while True:
+        time.sleep(_PROGRESS_S)
+        if run.clock.closed:
+            return
+        print_note(
+            f"{time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
+            f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels so far"
+        )
+
+
+def _run_job(job: list[str]) -> int:
+    """Run a script, `-m MODULE` or `-c CODE` as Python does, and return its exit status."""
+    try:
+        if job[0] == "-m":
+            sys.argv = job[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(job[1], run_name="__main__", alter_sys=True)
+        elif job[0] == "-c":
+            sys.argv = ["-c", *job[2:]]
+            sys.path.insert(0, "")
+            exec(compile(job[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = job
+            sys.path.insert(0, str(Path(job[0]).resolve().parent))
+            runpy.run_path(job[0], run_name="__main__")
+    except KeyboardInterrupt:
+        print_note("interrupted: the trace has what ran so far")
+        return _INTERRUPTED
+    except SystemExit as error:
+        return _status(error.code)
+    except UserError:
+        raise
+    except Exception as error:
+        if (reason := explain_failure(error)) is not None:
+            raise DryRunError(reason) from error
+        print(job_traceback(error), end="", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _wait_for_threads() -> None:
+    """Wait for the threads that Python waits for at its end; those of pools, which it ends itself, are left out."""
+    pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", ())
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread() and thread not in pools:
+            thread.join()
+
+
+def _status(code: object) -> int:
+    """Return the exit status of `sys.exit(code)`."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
+
+
+def fail(message: str) -> int:
+    """Print a line on what ended the dry run, and return its exit status."""
+    print(f"ebbtide: {printable_line(' '.join(message.split()))}", file=sys.stderr)
+    return _CANNOT_FAKE

@@ -1,0 +1,5 @@
+"""Parameters that PyTorch's fully_shard divides among ranks."""
+
+from ebbtide.seams import Feature
+
+FEATURE = Feature("fsdp")

@@ -1,0 +1,13 @@
+"""Weights and activations of a model's layers that are not on the device all the time."""
+
+from ebbtide.seams import Feature
+
+FEATURE = Feature(
+    "layers",
+    {
+        "names": {
+            "interleave.offload_activations": "engine.activations:offload_activations",
+            "interleave.stream_weights": "engine.weights:stream_weights",
+        }
+    },
+)

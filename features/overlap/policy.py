@@ -1,0 +1,106 @@
+"""The option `overlap`: phases that updates may run in, beside the step; and the best count of subgroups for that."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+from ebbtide.features.overlap.speculation import speculate
+from ebbtide.features.storage.policy import with_fitting_storage
+from ebbtide.interleave.model.operations import OVERLAPS, Overlap, from_backward
+from ebbtide.interleave.model.plan import BACKWARD, LATE_KINDS, WRITES_PARAMETERS, Op, Plan, forward_points
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.simulation.simulator import simulate_steps
+from ebbtide.machines.machine import Machine
+
+Cost = tuple[bool, bool, float]
+# Into so many steps the counts are divided at first.
+_FIRST_COUNTS = 8
+_POINT, _DUE = Op._fields.index("point"), Op._fields.index("due")
+
+
+def best_count(most: int, cost: Callable[[int], Cost]) -> int:
+    """Return the best count from 0 to a number: of some evenly spread ones, and then near the best.
+
+    `cost` is that of a count (see `Steps.cost`); it is called once for each."""
+    cost_of = cache(cost)
+    step = max(1, most // _FIRST_COUNTS)
+    best = min(range(0, most + 1, step), key=cost_of)
+    while step:
+        best = min((best, max(0, best - step), min(most, best + step)), key=cost_of)
+        step //= 2
+    return best
+
+
+OVERLAP = (*OVERLAPS, "auto")
+
+
+def overlaps_of(option: str) -> tuple[Overlap, ...]:
+    """Return the overlaps besides none of which a policy takes the best, by the value of its option `overlap`."""
+    names = {"auto": ("forward", "backward", "both"), "both": ("forward", "backward", "both"), "none": ()}.get(
+        option, (option,)
+    )
+    return tuple(OVERLAPS[name] for name in names)
+
+
+def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) -> Plan:
+    """Return a plan whose updates may run in other phases than the step (`none`: itself; `auto`: the best), with as
+    many speculated subgroups as give the shortest mean iteration, within the memory of the host. The plan must update
+    subgroups in the order in which the forward needs them."""
+    overlaps = overlaps_of(option)
+    if not overlaps:
+        return plan
+    if option == "forward":
+        return late(plan, workload).validate(workload)
+
+    def cost(candidate: Plan) -> tuple[bool, bool, float]:
+        return simulate_steps(with_fitting_storage(candidate, workload, machine), workload, machine).cost(machine)
+
+    plans = [plan]
+    for overlap in overlaps:
+        plans.append(_speculating(plan, workload, overlap, cost) if overlap.backward else late(plan, workload))
+    return min(plans, key=cost).validate(workload)
+
+
+def _speculating(plan: Plan, workload: Workload, overlap: Overlap, cost: Callable[[Plan], Cost]) -> Plan:
+    """Return the best plan found by the number of subgroups that it speculates: of some, and then near the best."""
+
+    def with_count(count: int) -> Plan:
+        speculating = speculate(plan, workload, count, uploads_first=not overlap.forward)
+        return late(speculating, workload) if overlap.forward else speculating
+
+    most = plan.counts().get("update on cpu", 0)
+    return with_count(best_count(most, lambda count: cost(with_count(count))))
+
+
+def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) -> Plan:
+    """Return a plan, not validated, whose updates may end in the next iteration but for those of `on_time`. Parameters
+    are due when the next forward first uses them, flushed state before the next backward, which fetches again. Updates
+    of resident state are short and stay with the step, as do parked state and what uses the job's own gradients."""
+    needed = forward_points(workload)
+    used_in_place = plan.kept_gradients if workload.gradients_held_until_step else frozenset()
+    on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked | used_in_place)
+
+    def late_op(op: Op) -> Op:
+        if op.kind not in LATE_KINDS or op.subgroup in on_time:
+            return op
+        due = needed[op.subgroup] if op.kind in WRITES_PARAMETERS else BACKWARD
+        # Without `_replace`, which takes several times as long.
+        return Op._make((*op[:_POINT], max(op.point, BACKWARD), *op[_POINT + 1 : _DUE], due, *op[_DUE + 1 :]))
+
+    ops = tuple(map(late_op, plan.ops))
+    if any(op.due is not None for op in ops):
+        ops = tuple(map(from_backward, ops))
+    return replace(plan, ops=ops)
+
+
+def _with_predecessors(plan: Plan, subgroups: frozenset[int]) -> frozenset[int]:
+    """Return the subgroups, and all those whose operations theirs wait for."""
+    result = set(subgroups)
+    while result:
+        before = len(result)
+        for op in plan.ops:
+            if op.subgroup in result:
+                result |= {plan.ops[index].subgroup for index in op.after if plan.ops[index].kind in LATE_KINDS}
+        if len(result) == before:
+            break
+    return frozenset(result)

@@ -1,0 +1,21 @@
+"""AdamW with moments in 8 bits and a scale for each block, in the format of bitsandbytes (AdamW8bit)."""
+
+from dataclasses import replace
+
+import torch
+
+from ebbtide.features.rules.dynamic_type import VALUES
+from ebbtide.interleave.engine.rules.adamw import ADAMW
+from ebbtide.interleave.engine.rules.rule import register
+
+register(
+    replace(
+        ADAMW,
+        name="adamw-8bit",
+        title="AdamW8bit",
+        moments=("state1", "state2"),
+        moment_dtype=torch.uint8,
+        scales=("absmax1", "absmax2"),
+        constants={"qmap1": VALUES[0], "qmap2": VALUES[1]},
+    )
+)

@@ -1,0 +1,5 @@
+"""Optimizer state in files, where host memory does not hold it."""
+
+from ebbtide.seams import Feature
+
+FEATURE = Feature("storage", {"findings": {"storage": "findings"}, "policies": {"storage": "policy"}})

@@ -1,0 +1,17 @@
+"""Policies of other systems, as their authors run them."""
+
+from ebbtide.seams import Feature
+
+FEATURE = Feature(
+    "systems",
+    {
+        "policies": {
+            "deepspeed": "deepspeed",
+            "megatron_hybrid": "megatron_hybrid",
+            "ml_dataflow": "ml_dataflow",
+            "on_storage": "on_storage",
+            "pytorch": "pytorch",
+            "streamed_weights": "streamed_weights",
+        }
+    },
+)

@@ -1,1 +1,0 @@
-"""Measures the rates of a machine, or fits them from traces."""

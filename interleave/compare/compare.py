@@ -1,0 +1,258 @@
+"""Runs a comparison: trains under every policy, then predicts every plan that ran."""
+
+import importlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ebbtide import host_limits
+from ebbtide.errors import UserError
+from ebbtide.features.storage.engine.stored_states import StorageOptions
+from ebbtide.interleave.compare import results as figures
+from ebbtide.interleave.compare import runs as training_runs
+from ebbtide.interleave.compare.testbed import Testbed, find_testbed
+from ebbtide.interleave.policies import refuse_simulation_only
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
+from ebbtide.phases import PHASES
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
+from ebbtide.units import bytes_text
+
+POLICIES = ("zero-offload", "pipelined", "twin-flow:0.5", "interleaved:2", "adaptive")
+MIN_ITERATIONS = 3
+_WARMUP = 2
+# Host memory per parameter: a model on the CPU has parameter and gradient there twice.
+_HOST_BYTES = STATE_BYTES + 2 * (PARAM_BYTES + GRAD_BYTES)
+# Defaults: subgroups of the model, and subgroups that the memory budget holds in addition to half of the state.
+_SUBGROUPS = 10
+_EXTRA_SUBGROUPS = 3
+
+# Called with the name of the current run, the iterations that are finished, and the number of all iterations.
+ProgressCallback = Callable[[str, int, int], object]
+Result = TypeVar("Result")
+# Of other optimizers; the weight decay is InterleavedAdamW's default.
+_SETTINGS = {"lr": training_runs.LR, "weight_decay": 0.01}
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Settings of a comparison."""
+
+    policies: Sequence[str] | None = None  # Policies to run; None for those of POLICIES that can run here.
+    iterations: int = 12  # Iterations per policy, warm-up included.
+    params: int = 20_000_000
+    subgroup_params: int | None = None  # Parameters per subgroup; None for a tenth of the model.
+    # Bytes of device memory for optimizer state; None for half of the state and three subgroups.
+    memory_budget: float | None = None
+    # Rate of an emulated link per direction; None for the default of `find_testbed`.
+    link_bytes_per_s: float | None = None
+    machine: Machine | None = None  # Machine to predict with; None to measure this one.
+    # Times that forward and backward wait in addition to their arithmetic; None for the default.
+    waits: training_runs.PhaseWaits | None = None
+    baselines: Sequence[str] = ()
+    seed: int = 0
+    storage: Sequence[Path] = ()  # Folders for state that host memory does not hold; empty for none.
+    # With storage: host memory for state and buffers; None: for what `_storage_options` says.
+    host_bytes: float | None = None
+
+
+def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> figures.Comparison:
+    """Train under each policy, one after the other, and predict each plan that ran. Raises UserError where a policy or
+    setting is invalid, or a policy that was given cannot run here."""
+    policies = list(dict.fromkeys(config.policies or POLICIES))
+    shape = _checked_shape(config, policies)
+    subgroup_params = config.subgroup_params or -(-shape.params // _SUBGROUPS)
+    budget = config.memory_budget or _part_of_state(shape, subgroup_params)
+    total = config.iterations * (len(policies) + len(config.baselines))
+    done = 0
+
+    def training_for(name: str) -> training_runs.TrainingRun:
+        def on_iteration() -> None:
+            nonlocal done
+            done += 1
+            progress(name, done, total)
+
+        return training_runs.TrainingRun(
+            shape, config.seed, config.iterations, subgroup_params, on_iteration, waits, streamed
+        )
+
+    progress("measuring this machine", 0, total)
+    storage = _storage_options(config, shape, subgroup_params)
+    testbed = find_testbed(shape.params, subgroup_params, budget, config.link_bytes_per_s, config.machine)
+    if storage is not None:
+        testbed = replace(testbed, machine=storage.added_to(testbed.machine), storage=tuple(config.storage))
+    waits = _waits(config, policies, testbed, shape)
+    streamed = any(training_runs.overlap_of(policy) in training_runs.SPECULATIVE for policy in policies)
+    skipped: dict[str, str] = {}
+
+    def run_each(names: Iterable[str], run: Callable[..., Result]) -> Iterator[Result]:
+        for name in names:
+            progress(name, done, total)
+            try:
+                yield run(name, training_for(name), testbed)
+            except training_runs.CannotRun as error:
+                if name in (config.policies or ()):
+                    raise UserError(f"policy {name} cannot run here: {error}") from error
+                skipped[name] = str(error)
+
+    runs = list(run_each(policies, training_runs.run_policy))
+    baselines = list(run_each(dict.fromkeys(config.baselines), _baseline))
+    if not runs:
+        raise UserError("no policy can run here: " + "; ".join(f"{text}: {reason}" for text, reason in skipped.items()))
+    results = _results(runs, testbed.machine)
+    return figures.Comparison(testbed, shape, subgroup_params, config.iterations, _WARMUP, results, baselines, skipped)
+
+
+def _part_of_state(shape: training_runs.Shape, subgroup_params: int) -> float:
+    """Return the bytes of half of the state and some subgroups, for a memory that holds a part of the state."""
+    return STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
+
+
+def _storage_options(config: CompareConfig, shape: training_runs.Shape, subgroup_params: int) -> StorageOptions | None:
+    """Return the folders and the host memory of a comparison with storage, None of one without."""
+    if not config.storage:
+        if config.host_bytes is not None:
+            raise UserError("--host-free-bytes is for runs with storage: add --storage FOLDER")
+        return None
+    buffers = (PARAM_BYTES + GRAD_BYTES) * shape.params
+    return StorageOptions(config.storage, config.host_bytes or buffers + _part_of_state(shape, subgroup_params))
+
+
+def _waits(
+    config: CompareConfig, policies: Sequence[str], testbed: Testbed, shape: training_runs.Shape
+) -> training_runs.PhaseWaits:
+    """Return how long forward and backward wait, by default on an emulated device as long, and twice as long, as all
+    updates on the CPU take: phases for updates beside the step to run in, which take no core."""
+    if config.waits is not None:
+        if any(config.waits) and not testbed.emulated:
+            raise UserError("--forward-ms and --backward-ms are for an emulated device: add --emulate-link, e.g. 1GB")
+        return config.waits
+    if not testbed.emulated or all(training_runs.overlap_of(policy) == "none" for policy in policies):
+        return training_runs.PhaseWaits()
+    update_s = shape.params / (testbed.machine.cpu_update_params_per_s or 1.0)
+    return training_runs.PhaseWaits(update_s, 2 * update_s)
+
+
+def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> training_runs.Shape:
+    """Return the shape of the model. Raises UserError for settings that are invalid, before anything runs."""
+    for text in policies:
+        refuse_simulation_only(text)
+    for name in config.baselines:
+        if name not in BASELINES:
+            raise UserError(f"--against {name!r}: choose from {', '.join(BASELINES)}")
+    if config.iterations < MIN_ITERATIONS:
+        raise UserError(f"--steps must be at least {MIN_ITERATIONS}: the first {_WARMUP} are warm-up")
+    shape = training_runs.find_shape(config.params)
+    needed, memory = _HOST_BYTES * shape.params, host_limits.memory_bytes()
+    if memory is not None and needed > memory:
+        raise UserError(
+            f"--params {config.params:g} needs {bytes_text(needed)} of host memory, but this host has only "
+            f"{bytes_text(memory)}"
+        )
+    return shape
+
+
+def _results(runs: Sequence[training_runs.PolicyRun], machine: Machine) -> list[figures.ComparedPolicy]:
+    # After the warm-up, and under the last plan: an adaptive policy may change its plan.
+    counted = [[one for one in run.schedules[_WARMUP:] if one.plan is run.schedules[-1].plan] for run in runs]
+    # All runs train the same job: the duration of its phases depends on the policy only where they wait for it.
+    schedules = [schedule for run_schedules in counted for schedule in run_schedules]
+    phases = {
+        key: median(getattr(schedule.workload, key) for schedule in schedules) for key in ("forward_s", "backward_s")
+    }
+    results = []
+    for run, measured in zip(runs, counted, strict=True):
+        last = measured[-1]
+        predicted = simulate(last.plan, replace(last.workload, **phases), machine)
+        losses_equal = _bits(run.losses) == _bits(runs[0].losses)
+        results.append(figures.compared_policy(run.policy, measured, predicted, run.losses, losses_equal))
+    return results
+
+
+def _bits(losses: Sequence[float]) -> bytes:
+    return struct.pack(f"{len(losses)}d", *losses)
+
+
+Update = Callable[[], object]
+
+
+def _update_of_masters(params: list[Any], device: torch.device, make: Callable[..., Any], **settings: bool) -> Update:
+    """Return the step of an optimizer of fp32 masters, with the copies and casts of half-precision parameters."""
+    masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    optimizer = make(masters, **_SETTINGS, **settings)
+
+    def update() -> None:
+        for param, master in zip(params, masters, strict=True):
+            master.grad.copy_(param.grad)
+        optimizer.step()
+        for param, master in zip(params, masters, strict=True):
+            param.detach().copy_(master)
+
+    return update
+
+
+def _torch(params: list[Any]) -> Update:
+    return _update_of_masters(params, params[0].device, torch.optim.AdamW, fused=True)
+
+
+def _deepspeed(params: list[Any]) -> Update:
+    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    return _update_of_masters(params, torch.device("cpu"), adam, adamw_mode=True, fp32_optimizer_states=True)
+
+
+def _torchao(params: list[Any]) -> Update:
+    offload = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+    if params[0].device.type != "cuda":
+        raise training_runs.CannotRun("it needs a GPU")
+    update: Update = offload(params, torch.optim.AdamW, **_SETTINGS, fused=True).step
+    return update
+
+
+class Baseline(NamedTuple):
+    """Another optimizer: a description for the user, and its step for the parameters of a job, without clipping."""
+
+    description: str
+    make: Callable[[list[Any]], Update]
+
+
+BASELINES = {
+    "torch": Baseline("fused AdamW of fp32 masters on the device itself", _torch),
+    "deepspeed": Baseline("CPU Adam of fp32 masters", _deepspeed),
+    "torchao": Baseline("CPUOffloadOptimizer, which keeps its state in the parameters' precision", _torchao),
+}
+
+
+def _baseline(name: str, training: training_runs.TrainingRun, testbed: Testbed) -> figures.BaselineResult:
+    """Train with another optimizer. Raises CannotRun where it is not installed, or does not start."""
+    job = training_runs.Job(training.shape, training.seed, testbed.device, training.waits)
+    try:
+        update = BASELINES[name].make(job.params)
+    except ImportError as error:
+        installed = find_spec(name) is not None
+        raise training_runs.CannotRun(
+            f"unsupported version: {error}" if installed else f"not installed: pip install {name}"
+        ) from None
+    except training_runs.CannotRun:
+        raise
+    except Exception as error:
+        raise training_runs.CannotRun(f"it fails to start here: {error!r}") from error
+
+    def clipped_update() -> None:
+        torch.nn.utils.clip_grad_norm_(job.params, training_runs.MAX_GRAD_NORM)
+        update()
+
+    steps = training_runs.train(job, clipped_update, training.iterations, training.on_iteration)
+    medians_ms = {
+        f"{phase}_ms": 1e3 * median(getattr(step, f"{phase}_s") for step in steps[_WARMUP:])
+        for phase in ("iteration", *PHASES)
+    }
+    losses = figures.finite_losses([step.loss for step in steps])
+    return figures.BaselineResult(name, BASELINES[name].description, **medians_ms, final_loss=losses[-1], losses=losses)

@@ -1,1 +1,0 @@
-"""Replays many workloads on many machines under many policies, at many sizes."""

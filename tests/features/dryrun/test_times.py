@@ -1,0 +1,318 @@
+"""Times of a dry run: work of kernels, queues of host and device, ranges, and what a trace has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ebbtide.analysis.metrics.activity.activity import gpu_activity
+from ebbtide.analysis.metrics.iterations import median_ms
+from ebbtide.analysis.metrics.prediction import TimeRange, predicted_range, prediction_line
+from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
+from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.features.dryrun.session import DryRun, DryRunOptions
+from ebbtide.features.dryrun.trace_of_run import trace_of_run
+from ebbtide.machines.machine import GpuCompute, Machine
+from tests.features.dryrun.forked import run_forked
+
+WIDTH, BATCH = 512, 32
+PEAK, MEMORY_RATE = 100e12, 1e12
+MACHINE = Machine(
+    name="a machine",
+    h2d_bytes_per_s=20e9,
+    d2h_bytes_per_s=20e9,
+    gpu=GpuCompute(
+        compute_capability="8.0",
+        flops_per_s={"float32": 10e12, "tf32": 50e12, "bfloat16": PEAK, "float16": PEAK},
+        memory_bytes_per_s=MEMORY_RATE,
+    ),
+)
+
+
+def observe(job: Callable[[], Any], look: Callable[[DryRun], Any], iterations: int = 2) -> Any:
+    """Return what `look` sees of the dry run of a job, in a process of its own."""
+
+    def run_job() -> Any:
+        with DryRun(DryRunOptions(iterations=iterations, machine=MACHINE)) as run:
+            job()
+        return look(run)
+
+    return run_forked(run_job)
+
+
+def kernels_of(job: Callable[[], Any]) -> list[Any]:
+    """Return (name, kind, FLOPs, bytes, type) of each kernel of a job."""
+    return observe(
+        job,
+        lambda run: [
+            (k.work.name.removeprefix("aten::"), k.work.kind, k.work.flops, k.work.bytes, k.work.precision)
+            for k in run.clock.kernels
+        ],
+    )
+
+
+def train(layers: int, width: int, batch: int, steps: int = 5) -> None:
+    """Train a chain of layers in half precision, with a named range per step, and read the loss."""
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).cuda().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(steps):
+        with torch.cuda.nvtx.range("step"):
+            loss = model(torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss.item()
+
+
+def test_kernel_work__has_the_flops_and_bytes_of_forward_and_backward() -> None:
+    def job() -> None:
+        weight = torch.empty(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        (x @ weight).backward(torch.empty(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16))
+
+    flops, small, large = 2 * BATCH * WIDTH * WIDTH, 2 * BATCH * WIDTH, 2 * WIDTH * WIDTH
+    product = ("mm", "compute", flops, 2 * small + large, "bfloat16")
+    # Neither `empty` nor the transposed views have kernels.
+    assert kernels_of(job) == [product] * 3
+
+
+def test_kernel_work__counts_only_what_is_read_and_written() -> None:
+    def job() -> None:
+        table = torch.empty(100_000, 8, device="cuda")
+        rows = F.embedding(torch.empty(64, dtype=torch.int64, device="cuda"), table)
+        rows.zero_()
+        rows.add_(1)
+        rows + rows[:1].expand(64, 8)
+        torch._foreach_mul_([rows, rows], 2.0)
+
+    size = 64 * 8 * 4
+    assert [(name, kind, moved) for name, kind, _, moved, _ in kernels_of(job)] == [
+        ("embedding", "compute", size + 64 * 8 + size),
+        ("zero_", "memset", size),
+        ("add_", "compute", 2 * size),
+        ("add", "compute", 2 * size + 8 * 4),
+        ("_foreach_mul_", "compute", 4 * size),
+    ]
+
+
+@pytest.mark.parametrize(("allow", "precision"), [(False, "float32"), (True, "tf32")])
+def test_kernel_work__of_float32_products_runs_in_tf32_where_it_is_allowed(allow: bool, precision: str) -> None:
+    def job() -> None:
+        torch.backends.cuda.matmul.allow_tf32 = allow
+        torch.empty(8, 8, device="cuda") @ torch.empty(8, 8, device="cuda")
+
+    assert kernels_of(job)[0][4] == precision
+
+
+def test_kernel_work__of_products_in_half_precision_sees_rows_that_are_not_aligned() -> None:
+    """Logits of 257 classes, their two gradients, and products whose odd dimension counts rows alone or is float32."""
+
+    def job() -> None:
+        for classes, tokens, dtype in ((257, 64, torch.bfloat16), (264, 61, torch.bfloat16), (257, 64, torch.float32)):
+            weight = torch.empty(classes, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+            x = torch.empty(tokens, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+            logits = F.linear(x, weight)
+            logits.backward(torch.empty_like(logits))
+
+    aligned = observe(job, lambda run: [k.work.size.is_aligned for k in run.clock.kernels if "mm" in k.work.name])
+    assert aligned == [False] * 3 + [True] * 6
+
+
+def test_kernel_work__of_attention_halves_a_causal_mask_and_covers_convolutions() -> None:
+    def job(causal: bool) -> None:
+        q, k, v = (torch.empty(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
+        image = torch.empty(2, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
+        F.conv2d(
+            image, torch.empty(8, 3, 3, 3, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        ).sum().backward()
+
+    full, causal = (
+        {name: flops for name, _, flops, _, _ in kernels_of(lambda causal=causal: job(causal)) if flops}
+        for causal in (False, True)
+    )
+    attention = 4 * 2 * 4 * 256 * 256 * 64
+    assert full["_scaled_dot_product_flash_attention"] == attention
+    assert full["_scaled_dot_product_flash_attention_backward"] == 2.5 * attention
+    assert full["convolution"] == 2 * 2 * 8 * 30 * 30 * 3 * 9
+    assert full["convolution_backward"] == full["convolution"]  # of the weight alone
+    assert {name: full[name] / causal[name] for name in full if "attention" in name} == dict.fromkeys(
+        (name for name in full if "attention" in name), 2.0
+    )
+
+
+def test_rms_norm__is_one_kernel_that_keeps_no_copies_in_float32() -> None:
+    def job() -> None:
+        x = torch.empty(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        F.rms_norm(x, (WIDTH,), weight).backward(torch.empty_like(x))
+
+    assert [kernel[0] for kernel in kernels_of(job)] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
+
+
+def test_clock__of_large_kernels_is_a_roofline_within_its_priors() -> None:
+    size = 8192
+
+    def job() -> None:
+        a, b = (torch.empty(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        a @ b
+        a + b
+
+    def look(run: DryRun) -> Any:
+        return [run.clock.rates.kernel_ns(kernel.work) for kernel in run.clock.kernels]
+
+    for times, best_ns in zip(
+        observe(job, look), (1e9 * 2 * size**3 / PEAK, 1e9 * 3 * 2 * size**2 / MEMORY_RATE), strict=True
+    ):
+        assert times == sorted(times)
+        assert best_ns < times[0]
+        assert times[2] < 2 * best_ns
+
+
+def test_host__waits_for_what_synchronizes_and_for_nothing_else() -> None:
+    def job() -> list[float]:
+        a = torch.empty(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        pinned = torch.empty(1 << 26).pin_memory()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        clock = run_of_job[0].clock
+        waits = []
+        for call in (
+            lambda: a @ a,
+            lambda: pinned.to("cuda", non_blocking=True),
+            lambda: torch.cuda.synchronize(),
+            lambda: (events[0].record(), a @ a, events[1].record()),
+            lambda: events[1].synchronize(),
+            lambda: a @ a,
+            lambda: a[0, 0].item(),
+        ):
+            before = clock.now_ns
+            call()
+            waits.append((clock.now_ns - before) / 1e6)
+        return [*waits, events[0].elapsed_time(events[1])]
+
+    run_of_job: list[Any] = []
+
+    def measure() -> Any:
+        with DryRun(DryRunOptions(machine=MACHINE)) as run:
+            run_of_job.append(run)
+            return job()
+        raise AssertionError
+
+    product, copy, synchronize, second, event, third, item, elapsed = run_forked(measure)
+    assert max(product, copy, second, third) < 0.1
+    # The copy of 0.27 GB is queued after the product, in the order of their stream.
+    assert synchronize == pytest.approx(elapsed + 1e3 * (4 << 26) / 20e9, rel=0.01)
+    assert event == pytest.approx(elapsed, rel=0.01)
+    assert item == pytest.approx(elapsed, rel=0.01)
+
+
+def test_streams__run_beside_each_other_until_one_waits() -> None:
+    def job() -> None:
+        a = torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            a @ a
+            assert torch.cuda.current_stream() == side
+        a @ a
+        torch.cuda.current_stream().wait_stream(side)
+        a @ a
+        assert torch.cuda.current_stream() == torch.cuda.default_stream() != side
+
+    def look(run: DryRun) -> Any:
+        return [(k.stream, k.start_ns, k.end_ns) for k in run.clock.kernels]
+
+    (side, start, end), (main, second_start, second_end), (_, third_start, _) = observe(job, look)
+    assert (side, main) == (1, 0)
+    assert start < second_start < end
+    assert third_start == max(end, second_end)
+
+
+def test_host__stops_at_a_full_queue_of_launches() -> None:
+    def job() -> None:
+        a = torch.empty(1 << 26, device="cuda")
+        for _ in range(1200):
+            a.add_(1)
+
+    def look(run: DryRun) -> Any:
+        return [(k.launch_ns, k.start_ns, k.end_ns) for k in run.clock.kernels]
+
+    rows = observe(job, look)
+    assert rows[1000][0] < rows[50][1]
+    assert all(rows[n][0] >= rows[n - 1026][2] for n in range(1100, 1200))
+    assert all(before[2] <= after[1] for before, after in pairwise(rows))
+
+
+@pytest.mark.parametrize(("width", "batch", "is_launch_bound"), [(64, 8, True), (4096, 4096, False)])
+def test_trace__shows_idle_time_of_launch_bound_jobs_only(width: int, batch: int, is_launch_bound: bool) -> None:
+    def look(run: DryRun) -> Any:
+        trace = trace_of_run(run, ["job"]).build()
+        activity = gpu_activity(trace)
+        backward = activity.phases[1]
+        ranges = {
+            part: predicted_range(trace, part) for part in ("iteration", "forward", "backward", "update", "other")
+        }
+        medians = {part: median_ms(trace, part) for part in ranges}
+        summary = summarize(trace).as_json()
+        return (
+            backward.idle_ms / (backward.idle_ms + backward.compute_ms),
+            ranges,
+            medians,
+            prediction_line(trace),
+            (summary["predicted"], summary["iteration_low_ms"], summary["phases"][0]["high_ms"]),
+            trace.kernels(0)[["flops", "bytes", "launch_ns", "operator"]].isna().any().any(),
+        )
+
+    idle_share, ranges, medians, line, printed, has_gaps = observe(lambda: train(8, width, batch), look)
+    assert (idle_share > 0.5) == is_launch_bound
+    for part, median in medians.items():
+        assert isinstance(ranges[part], TimeRange)
+        assert ranges[part].low_ms <= median <= ranges[part].high_ms, part
+    assert ranges["iteration"].high_ms < 3 * ranges["iteration"].low_ms or is_launch_bound
+    assert line == "predicted by a dry run, not measured (machine a machine)"
+    assert printed == (True, ranges["iteration"].low_ms, ranges["forward"].high_ms)
+    assert not has_gaps
+
+
+def test_dry_run__names_forwards_without_gradients() -> None:
+    def job() -> None:
+        model, reference = (nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            x = torch.randn(BATCH, WIDTH, device="cuda")
+            with torch.no_grad():
+                reference(x)
+            model(x).sum().backward()
+            optimizer.step()
+            with torch.inference_mode():
+                nn.Sequential(model, reference)(x)
+
+    def look(run: DryRun) -> Any:
+        trace = trace_of_run(run).build()
+        ops, phases = trace.ops(0), trace.phases(0)
+        overlap = [
+            bool(((phases["gpu_start_ns"] < end) & (phases["gpu_end_ns"] > start)).any())
+            for start, end in zip(ops["start_ns"], ops["end_ns"], strict=True)
+        ]
+        lengths = (ops["end_ns"] - ops["start_ns"]).min()
+        other_ms = median_ms(trace, "other") or 0.0
+        return (
+            list(phases["phase"]),
+            ops["iteration"].tolist(),
+            any(overlap),
+            lengths,
+            without_gradients_ms(trace),
+            other_ms,
+        )
+
+    phases, iterations, overlap, shortest_ns, named_ms, other_ms = observe(job, look, iterations=3)
+    assert phases == ["forward", "backward", "update"] * 3
+    assert iterations == [0, 1, 1, 2, 2]
+    assert not overlap
+    assert shortest_ns > 0
+    assert 0 < named_ms <= other_ms

@@ -1,0 +1,109 @@
+"""Traces of torch.profiler that others have published."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.features.importers.kineto.made_kineto import (
+    Event,
+    events,
+    import_files,
+    named,
+    shape,
+)
+
+PUBLISHED = Path(__file__).parents[5] / "shared" / "published" / "kineto"
+
+
+@pytest.fixture(params=["control.json.gz", "sampled_rank-0.json.gz"])
+def published(request: pytest.FixtureRequest) -> Path:
+    path = PUBLISHED / request.param
+    if not path.exists():
+        pytest.skip("the published measurements are not here (shared/published)")
+    return path
+
+
+def test_transfers__match_the_json_of_published_traces(published: Path) -> None:
+    trace = import_files(published)
+    (rank,) = trace.ranks
+    rows = trace.transfers(rank)
+    for direction, kind in (("h2d", "HtoD"), ("d2h", "DtoH")):
+        copies = [e for e in events(published) if e.get("cat") == "gpu_memcpy" and kind in e["name"]]
+        imported_copies = rows[rows["direction"] == direction]
+        assert len(imported_copies) == len(copies) > 0
+        assert imported_copies["bytes"].sum() == sum(event["args"]["bytes"] for event in copies)
+        spans = zip(imported_copies["start_ns"].tolist(), imported_copies["end_ns"].tolist(), strict=True)
+        assert busy(spans) == busy((event["start"], event["end"]) for event in copies)
+
+
+def busy(spans: Any) -> int:
+    """Return the ns that at least one of the spans covers."""
+    total = reached = 0
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total
+
+
+def test_find_phases__match_the_annotations_of_published_traces(published: Path) -> None:
+    trace = import_files(published)
+    phases = trace.phases(trace.ranks[0])
+    for phase, name in (("forward", "## forward ##"), ("backward", "## backward ##")):
+        of_phase = phases[phases["phase"] == phase]
+        assert of_phase["start_ns"].tolist() == [event["start"] for event in named(published, name)]
+        assert of_phase["end_ns"].tolist() == [event["end"] for event in named(published, name)]
+    steps = [int(e["name"][13:]) for e in events(published) if e.get("name", "").startswith("ProfilerStep#")]
+    assert phases["iteration"].unique().tolist() == sorted(steps)
+    assert {text.rstrip("u") for text in shape(phases).values()} == {"fb"}
+
+
+def test_device_times__match_the_launches_of_published_traces(published: Path) -> None:
+    trace = import_files(published)
+    phases = trace.phases(trace.ranks[0])
+    all_events = events(published)
+    calls = {e["args"]["correlation"]: e["start"] for e in all_events if e.get("cat") == "cuda_runtime"}
+    ran: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    spans = list(zip(phases["start_ns"].tolist(), phases["end_ns"].tolist(), strict=True))
+    for event in all_events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            call = calls.get(event["args"]["correlation"], -1)
+            for number, (start, end) in enumerate(spans):
+                if start <= call < end:
+                    ran[number][event["args"]["stream"]].append(event)
+    for number, row in enumerate(phases.itertuples()):
+        work = ran[number][7]
+        # A phase includes the collectives that it launched, until the next phase begins.
+        collectives = [e["end"] for on_stream in ran[number].values() for e in on_stream if "nccl" in e["name"]]
+        later = min((e["start"] for e in ran[number + 1][7]), default=max([0, *collectives]))
+        end = max(max(e["end"] for e in work), min(max(collectives, default=0), later))
+        assert (row.gpu_start_ns, row.gpu_end_ns) == (min(e["start"] for e in work), end)
+
+
+@pytest.mark.slow
+def test_find_phases__finds_the_same_without_annotations(tmp_path: Path) -> None:
+    path = PUBLISHED / "control.json.gz"
+    if not path.exists():
+        pytest.skip("the published measurements are not here (shared/published)")
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    kept = ("ProfilerStep", "Optimizer.step")
+    document["traceEvents"] = [
+        event
+        for event in document["traceEvents"]
+        if event.get("cat") != "user_annotation" or event["name"].startswith(kept)
+    ]
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(document))
+    annotated, derived = import_files(path).phases(3), import_files(bare).phases(3)
+    assert derived["phase"].tolist() == annotated["phase"].tolist()
+    assert derived["iteration"].tolist() == annotated["iteration"].tolist()
+    backward = derived["phase"] == "backward"
+    assert (derived["start_ns"] >= annotated["start_ns"])[backward].all()
+    assert (derived["end_ns"] <= annotated["end_ns"])[backward].all()
+    ratio = (derived["end_ns"] - derived["start_ns"]) / (annotated["end_ns"] - annotated["start_ns"])
+    assert (ratio[backward] > 0.9).all()

@@ -1,0 +1,132 @@
+"""Tests commits of state in storage, and what goes on from them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+from tests.features.storage.test_optimizer import ALL, SMALL, storing_optimizer
+from tests.interleave.engine.training import Job, ReferenceOptimizer
+
+
+def _states(optimizer: InterleavedAdamW) -> list[torch.Tensor]:
+    entries = optimizer.state_dict()["state"].values()
+    return [value for entry in entries for value in entry.values()]
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+def test_commit__has_what_the_job_has_changed_since_the_last_step(tmp_path: Path, master: str) -> None:
+    job, again = Job(torch.bfloat16), Job(torch.bfloat16)
+    with storing_optimizer(job, [tmp_path], master=master) as optimizer:
+        for step in range(3):
+            job.step(optimizer, step)
+        # Writes to storage may still run.
+        optimizer.synchronize()
+        with torch.no_grad():
+            job.net.last.weight.mul_(1.01)
+        commit, values = optimizer.commit(), [param.detach().clone() for param in job.net.parameters()]
+        job.losses.clear()
+        for step in range(3, 6):
+            job.step(optimizer, step)
+        expected = job.outcome()
+    for _ in range(3):
+        next(again._batches)
+    with storing_optimizer(again, [tmp_path], master=master) as other:
+        for param, value in zip(again.net.parameters(), values, strict=True):
+            param.data.copy_(value)
+        other.load_state_dict(commit)
+        for step in range(3, 6):
+            again.step(other, step)
+        assert again.outcome() == expected
+
+
+@pytest.mark.parametrize("budget", [SMALL, ALL])
+def test_commit__is_what_another_optimizer_goes_on_from(tmp_path: Path, budget: float) -> None:
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with storing_optimizer(job, folders, budget=budget) as optimizer:
+        for step in range(3):
+            job.step(optimizer, step)
+            same.step(expected, step)
+        commit = optimizer.commit()
+        values = [param.detach().clone() for param in job.net.parameters()]
+        losses, states = list(job.losses), _states(optimizer)
+        for step in range(3, 6):
+            job.step(optimizer, step)
+    # What a saved file has.
+    torch.save(commit, tmp_path / "commit.pt")
+    commit = torch.load(tmp_path / "commit.pt", weights_only=True)
+    resumed = Job()
+    for _ in range(3):
+        next(resumed._batches)
+    with torch.no_grad():
+        for param, value in zip(resumed.net.parameters(), values, strict=True):
+            param.copy_(value)
+    with storing_optimizer(resumed, folders, budget=budget) as optimizer:
+        optimizer.load_state_dict(commit)
+        assert all(torch.equal(a, b) for a, b in zip(states, _states(optimizer), strict=True))
+        for step in range(3, 6):
+            resumed.step(optimizer, step)
+            same.step(expected, step)
+        assert [param.tolist() for param in resumed.net.parameters()] == [p.tolist() for p in same.net.parameters()]
+    assert losses + resumed.losses == same.losses
+
+
+def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
+    """Each run goes on from the last commit and parameters that were saved, and is killed in some step."""
+    steps, draw = 24, random.Random(1)
+    same = Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    for step in range(steps):
+        same.step(expected, step)
+    checkpoint, runs = tmp_path / "checkpoint.pt", 0
+    while runs < 40:
+        runs += 1
+        child = os.fork()
+        if child == 0:
+            _run_to_the_end(checkpoint, tmp_path / "storage", steps, kill_after=draw.randrange(2, 9))
+        _, status = os.waitpid(child, 0)
+        draw.random()
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["step"] == steps
+    assert all(torch.equal(a, b) for a, b in zip(saved["values"], same.net.parameters(), strict=True))
+    assert runs > 3
+
+
+def _run_to_the_end(checkpoint: Path, folder: Path, steps: int, kill_after: int) -> None:
+    """Run steps of a job with a commit after each second one, in a process that kills itself while a step runs."""
+    code = 1
+    try:
+        job, first = Job(), 0
+        with storing_optimizer(job, [folder], overlap="forward") as optimizer:
+            if checkpoint.exists():
+                saved = torch.load(checkpoint, weights_only=True)
+                first = saved["step"]
+                with torch.no_grad():
+                    for param, value in zip(job.net.parameters(), saved["values"], strict=True):
+                        param.copy_(value)
+                optimizer.load_state_dict(saved["commit"])
+            for _ in range(first):
+                next(job._batches)
+            for step in range(first, steps):
+                job.step(optimizer, step)
+                if step - first == kill_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if step % 2:
+                    commit = optimizer.commit()
+                    values = [param.detach().clone() for param in job.net.parameters()]
+                    torch.save({"step": step + 1, "values": values, "commit": commit}, checkpoint.with_suffix(".new"))
+                    checkpoint.with_suffix(".new").replace(checkpoint)
+        code = 0
+    finally:
+        os._exit(code)

@@ -1,0 +1,329 @@
+"""Tests of workloads from traces: they contain what was recorded."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import TraceError, WorkloadError
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.replay.recorded_job import recorded_policy
+from ebbtide.interleave.replay.replay import replay
+from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.profiler.trace import TraceBuilder, open_trace
+from tests.analysis.findings.jobs import CAPACITY, GIB, MS, PARAMS, PEAK, PHASES, Job, devices, offloaded
+from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
+from tests.features.sweep.sweeps import machine
+
+FORWARD, BACKWARD, OTHER = 0.1, 0.2, 0.005
+POOL_NOTE = "free device memory: capacity minus device"
+
+
+def configured(job: Job, offload: Any = None, version: str = "0.19.5", **zero: Any) -> Job:
+    """Add a DeepSpeed configuration to a job."""
+    config = {
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"offload_optimizer": offload or {"device": "cpu"}, **zero},
+    }
+    job.builder.meta["deepspeed"] = {"version": version, "config": config}
+    return job
+
+
+def test_workload_of__has_what_was_recorded() -> None:
+    job = configured(devices(Job(2)), sub_group_size=3e8)
+    job.meta(
+        model={"params": 7, "dtypes": {"torch.bfloat16": 900, "torch.float32": 100}},
+        optimizers=[{"params": PARAMS - 5, "state_dtypes": {"torch.float32": 2 * PARAMS}}, {"params": 5}],
+    )
+    job.memory("device", {"other": 70, "forward": 60, "backward": 50, "update": 70})
+    # The job itself uses a quarter of the link in the forward. The copies of the update are the optimizer's.
+    job.copy("h2d", "forward", 10, 50, round(0.25 * PEAK * FORWARD)).copy("d2h", "update", 10, 50, round(0.05 * PEAK))
+    assert workload_of(job.builder.build("name.ebb")) == Workload(
+        name="name",
+        params=PARAMS,
+        subgroup_params=300_000_000,
+        forward_s=FORWARD,
+        backward_s=BACKWARD,
+        other_s=OTHER,
+        param_bytes=2.0,
+        grad_bytes=2.0,
+        state_bytes=12.0,
+        gpu_free=(
+            (0.0, 10.0 * GIB),
+            (OTHER, 20.0 * GIB),
+            (OTHER + FORWARD, 30.0 * GIB),
+            (OTHER + FORWARD + BACKWARD, 10.0 * GIB),
+        ),
+        h2d_busy_share=pytest.approx(0.25),  # type: ignore[arg-type]
+        d2h_busy_share=0.0,
+        clipping=True,
+        deepspeed_version="0.19.5",
+        notes=(POOL_NOTE,),
+    )
+
+
+def test_workload_of__takes_medians_of_the_slowest_rank_without_warmup() -> None:
+    draw = random.Random(0)
+    builder = TraceBuilder()
+    lengths: dict[str, tuple[list[int], list[int]]] = {phase: ([], []) for phase in PHASES}
+    for rank in (0, 1):
+        now = 0
+        ranked = builder.rank(rank, first_iteration_start_ns=0, optimizers=[{"params": PARAMS}])
+        for iteration in range(9):
+            for phase in PHASES:
+                # The first two are warm-up, and slow; rank 1 is the slower one in the backward alone.
+                length = draw.randrange(10**6, 10**7) * (100 if iteration < 2 else 1)
+                length += 10**8 * (rank == 1 and phase == "backward")
+                ranked.phase(phase, now, now + length, iteration)
+                lengths[phase][rank].append(length)
+                now += length
+    job = workload_of(builder.build())
+    slowest = {phase: [max(both) for both in zip(*lengths[phase], strict=True)][2:] for phase in PHASES}
+    assert job.forward_s == pytest.approx(statistics.median(slowest["forward"]) / 1e9)
+    assert job.backward_s == pytest.approx(statistics.median(slowest["backward"]) / 1e9)
+
+
+def test_gpu_free__is_the_least_over_iterations_at_each_position() -> None:
+    job = devices(Job(1, iterations=3)).meta(optimizers=[{"params": PARAMS}])
+    job.memory("device", dict.fromkeys(("other", *PHASES), 20))
+    job.builder.meta["warmup_iterations"] = 0
+    rank = job.builder.rank(0)
+    # One iteration uses more from a quarter of the backward on, another one in its second half.
+    for iteration, offset_ms, size in ((1, 50, 50), (2, 100, 70)):
+        rank.memory(job.begins[0, "backward"][iteration] + offset_ms * MS, size * GIB)
+    workload = workload_of(job.trace)
+    assert workload.gpu_free is not None
+    begin = OTHER + FORWARD
+    times, sizes = zip(*workload.gpu_free, strict=True)
+    assert times == pytest.approx((0, OTHER, begin, begin + BACKWARD / 4, begin + BACKWARD / 2, begin + BACKWARD))
+    assert sizes == tuple(size * GIB for size in (60, 60, 60, 30, 10, 60))
+
+
+def test_gpu_free__reduces_many_steps_without_promising_more() -> None:
+    job = devices(Job(1, iterations=1)).meta(optimizers=[{"params": PARAMS}])
+    job.memory("device", {"other": 1})
+    draw = random.Random(0)
+    (begin,) = job.begins[0, "forward"]
+    used = [(offset_ms, draw.uniform(1, 79)) for offset_ms in range(100)]
+    for offset_ms, size in used:
+        job.builder.rank(0).memory(begin + offset_ms * MS, round(size * GIB))
+    workload = workload_of(job.trace)
+    assert workload.gpu_free is not None
+    inside = [entry for entry in workload.gpu_free if OTHER <= entry[0] < OTHER + FORWARD]
+    assert len(inside) <= 32
+    for offset_ms, size in used:
+        free = workload.free_at(OTHER + (offset_ms + 0.5) / 1e3)
+        assert free is not None
+        assert free <= CAPACITY - size * GIB + 1
+    assert max(size for _, size in inside) > CAPACITY / 4
+
+
+def test_gpu_free__counts_state_of_the_recorded_job_as_free() -> None:
+    used, state = 40, 12 * PARAMS
+    free = CAPACITY - used * GIB
+    split = configured(offloaded(1, used=used), {"device": "cpu", "ratio": 0.75})
+    # Resident state, and the gradients in fp32 beside it.
+    assert workload_of(split.trace).min_free_bytes == free + (state + 4 * PARAMS) / 4
+    unsplit = offloaded(1, used=used)
+    assert workload_of(unsplit.trace).min_free_bytes == free
+    resident = devices(Job(1)).memory("device", {"other": used})
+    resident.meta(optimizers=[{"params": PARAMS, "state_bytes": state, "state_devices": ["cuda:0"]}])
+    assert workload_of(resident.trace).min_free_bytes == free + state
+
+
+def test_workload_of__removes_waiting_from_the_backward() -> None:
+    waited = 0.15
+    job = offloaded(1, used=40)
+    for begin in job.begins[0, "backward"]:
+        # More memory is free from the middle of the backward on.
+        job.builder.rank(0).memory(begin + 100 * MS, 20 * GIB)
+    for begin in job.begins[0, "other"][1:]:
+        job.builder.rank(0).memory(begin - 1, 40 * GIB)
+    job.copy("d2h", "backward", 20, waited * 1e3, 2 * PARAMS, "pageable")
+    workload = workload_of(job.trace)
+    assert workload.backward_s == pytest.approx(BACKWARD - waited)
+    assert workload.notes == (
+        "the recorded backward waited about 150 ms for gradient copies (an estimate): replayed without that wait",
+        POOL_NOTE,
+    )
+    # The free memory is scaled with the backward: its steps keep their relative positions, the update follows.
+    assert workload.gpu_free is not None
+    assert workload.gpu_free[-1] == (pytest.approx(workload.compute_s), pytest.approx(40 * GIB, abs=1))
+    middle = OTHER + FORWARD + workload.backward_s / 2
+    assert workload.free_at(middle - 1e-6) == CAPACITY - 40 * GIB
+    assert workload.free_at(middle + 1e-6) == CAPACITY - 20 * GIB
+
+
+def test_workload_of__without_memory_supports_policies_that_do_not_need_it() -> None:
+    trace = devices(Job(1)).meta(optimizers=[{"params": PARAMS}]).trace
+    job = workload_of(trace)
+    assert job.gpu_free is None
+    assert job.notes == ("the free memory of the device is not known",)
+    replayed = replay(job, machine())
+    assert list(replayed.skipped) == ["adaptive"]
+    assert "needs to know what device memory is free" in replayed.skipped["adaptive"]
+    # Plans without device memory fit; for the others it is not known.
+    fits = {result.policy: result.fits for result in replayed.results}
+    assert fits == {
+        "zero-offload": True,
+        "twin-flow:0.5": None,
+        "pipelined": True,
+        "interleaved:2": None,
+        "gpu-only": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("phases", "params", "message"),
+    [
+        ((), PARAMS, "no finished iteration with forward, backward and update"),
+        (("forward", "backward"), PARAMS, "no update phase: nothing to replay .an optimizer in the backward has none"),
+        (("forward", "update"), PARAMS, "no finished iteration|no backward"),
+        (PHASES, None, "has no number of parameters that a rank updates: describe the job in a --work"),
+        (PHASES, 0, "has no number of parameters"),
+    ],
+)
+def test_workload_of__refuses_traces_without_phases_or_parameters(
+    phases: tuple[str, ...], params: int | None, message: str
+) -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, optimizers=[{"params": params}], first_iteration_start_ns=0)
+    for number, phase in enumerate(phases):
+        rank.phase(phase, number, number + 1, 0)
+    with pytest.raises(WorkloadError, match=message) as error:
+        workload_of(builder.build("bad.ebb"))
+    assert str(error.value).startswith("bad.ebb ")
+    with pytest.raises(WorkloadError, match="nothing to replay"):
+        workload_of(TraceBuilder().build())
+
+
+@pytest.mark.parametrize(
+    ("printed", "subgroups"),
+    [
+        ([6 * 10**8, 4 * 10**8], (6 * 10**8, 4 * 10**8)),
+        # Sizes of other jobs or ranks, or no sizes: the configuration counts, and without it 1e8.
+        ([6 * 10**8], (25 * 10**7,) * 4),
+        ([2 * 10**9, -(10**9)], (25 * 10**7,) * 4),
+        ("many", (25 * 10**7,) * 4),
+        (None, (25 * 10**7,) * 4),
+    ],
+)
+def test_subgroups__are_those_printed_or_configured(printed: Any, subgroups: tuple[int, ...]) -> None:
+    job = configured(offloaded(1), sub_group_size=25e7)
+    job.builder.meta["deepspeed"]["subgroup_params"] = printed
+    assert workload_of(job.trace).subgroups == subgroups
+    assert workload_of(configured(offloaded(1)).trace).subgroups == (10**8,) * 10
+    # A configured size may exceed the whole job.
+    assert workload_of(configured(offloaded(1), sub_group_size=1e12).trace).subgroups == (PARAMS,)
+
+
+def test_workload_of__reads_a_recorded_deepspeed_job() -> None:
+    sizes = (SIZE, SIZE // 2 + 7, SIZE // 4)  # 7 of them padding
+    builder = deepspeed_job(sizes=sizes, ratio=0.5, devices=("cuda", "cpu", "cpu"))
+    builder.rank(0).meta["optimizers"][0]["params"] -= 7
+    trace = builder.build()
+    job = workload_of(trace)
+    assert (job.params, job.sizes, job.subgroup_params) == (sum(sizes), sizes, SIZE)
+    assert (job.param_bytes, job.state_bytes, job.clipping) == (2, 12, True)
+    assert recorded_policy(trace) == "twin-flow:0.5,grads=async"
+    # Copying blocked the host for 20 ms of the backward, as measured; the replay is without it.
+    assert job.backward_s == pytest.approx(0.28)
+    assert job.notes == (
+        "the recorded backward waited about 20 ms for gradient copies (an estimate): replayed without that wait",
+        POOL_NOTE,
+    )
+    # Resident state counts as free: its real share, 100 of 175 M parameters.
+    assert job.gpu_free is not None
+    resident = 16 * (sum(sizes) - 7) * SIZE / sum(sizes)
+    assert job.gpu_free[0] == (0, pytest.approx(40 * GIB + resident))
+
+
+def test_recorded_policy__is_that_of_ebbtides_engine_if_it_ran() -> None:
+    trace = deepspeed_job(ratio=0.5, policy="interleaved:2,grads=async").build()
+    assert recorded_policy(trace) == "interleaved:2,grads=async"
+    # The engine rounds as a current DeepSpeed, under any version.
+    assert workload_of(trace).deepspeed_version is None
+
+
+@pytest.mark.parametrize(("version", "resident"), [("0.13.3+c7da512a", {2, 3, 4}), ("0.19.5", {0, 1})])
+def test_workload_of__keeps_the_version_that_rounds_resident_subgroups(version: str, resident: set[int]) -> None:
+    """Half of five subgroups: int(2.5) on the CPU up to 0.17, int(2.5) on the GPU from 0.18 on."""
+    builder = deepspeed_job(sizes=(SIZE,) * 5, ratio=0.5)
+    builder.meta["deepspeed"]["version"] = version
+    trace = builder.build()
+    policy = recorded_policy(trace)
+    assert policy is not None
+    assert workload_of(trace).deepspeed_version == version
+    assert make_plan(policy, workload_of(trace), machine()).resident == resident
+
+
+@pytest.mark.parametrize(("stage", "policy"), [(2, "zero-offload,grads=async"), (3, "twin-flow:0.3,grads=async")])
+def test_recorded_policy__has_a_ratio_under_zero_3_only(stage: int, policy: str) -> None:
+    assert recorded_policy(deepspeed_job(ratio=0.3, stage=stage).build()) == policy
+
+
+def test_workload_of__takes_bytes_from_the_dtypes() -> None:
+    job = offloaded(1).meta(model={"dtypes": {"torch.float32": 10, "torch.float16": 3}})
+    workload = workload_of(job.meta(optimizers=[{"params": PARAMS, "state_dtypes": {"torch.float32": PARAMS}}]).trace)
+    # A master weight and a momentum.
+    assert (workload.param_bytes, workload.grad_bytes, workload.state_bytes) == (4, 4, 8)
+
+
+@pytest.mark.parametrize("clipping", [0.0, None, 1.0])
+def test_workload_of__clips_under_deepspeed_with_any_configuration(clipping: float | None) -> None:
+    job = configured(offloaded(1))
+    job.builder.meta["deepspeed"]["config"]["gradient_clipping"] = clipping
+    assert workload_of(job.trace) == workload_of(configured(offloaded(1)).trace)
+    assert workload_of(job.trace).clipping
+
+
+CONFIGURATIONS = [
+    ({"device": "cpu"}, "0.19.5", "zero-offload,grads=async"),
+    ({"device": "cpu"}, "0.19.4+cu12", "zero-offload,grads=blocking"),
+    ({"device": "cpu"}, "0.20", "zero-offload,grads=async"),
+    ({"device": "cpu", "ratio": 0.3}, "0.19.5", "twin-flow:0.3,grads=async"),
+    ({"device": "cpu", "part_grads_async": False}, "1.0", "zero-offload,grads=blocking"),
+    (
+        {"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": 3},
+        "1.0",
+        "interleaved:3@1,grads=async",
+    ),
+    (
+        {"device": "cpu", "prefetch_optimizer": False, "prefetch_optimizer_gap": 3},
+        "1.0",
+        "zero-offload,grads=async",
+    ),
+    ({"device": "nvme"}, "1.0", None),
+    ({"device": "cpu", "ratio": "auto"}, "1.0", None),
+    ({"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": "auto"}, "1.0", None),
+    ("cpu", "1.0", None),
+]
+
+
+def test_recorded_policy__follows_from_the_configuration() -> None:
+    for offload, version, policy in CONFIGURATIONS:
+        trace = configured(offloaded(1), offload, version).trace
+        assert recorded_policy(trace) == policy
+        if policy is not None:
+            assert replay(workload_of(trace), machine(), [policy]).results[0].policy == policy
+
+
+@pytest.mark.parametrize("config", [None, "ds.json", [], {"zero_optimization": []}, {"zero_optimization": {}}])
+def test_recorded_policy__is_none_for_malformed_configurations(config: Any) -> None:
+    job = offloaded(1)
+    job.builder.meta["deepspeed"] = {"config": config}
+    assert recorded_policy(job.trace) is None
+    assert workload_of(job.trace).params == PARAMS
+
+
+def test_open_trace__refuses_a_malformed_deepspeed_section(tmp_path: Path) -> None:
+    path = offloaded(1).builder.write(tmp_path / "run.ebb").path / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"deepspeed": "0.19.5"}))
+    with pytest.raises(TraceError, match=r"damaged: deepspeed in its meta\.json"):
+        open_trace(tmp_path / "run.ebb")
