@@ -11,6 +11,7 @@ import gc
 import io
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,20 @@ def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
 def slow_case(*values: Any, id: str | None = None) -> Any:
     """Mark one set of parameter values as slow."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
+_FEATURE = re.compile(r"^\s*from (?:ebbtide|tests)\.features\.(\w+)", re.MULTILINE)
+
+
+_FEATURES = Path(__file__).parents[1] / "features"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out tests that import a feature whose folder is not there: those of the core run without."""
+    if collection_path.suffix != ".py":
+        return None
+    needed = set(_FEATURE.findall(collection_path.read_text(encoding="utf-8")))
+    return True if any(not (_FEATURES / name).is_dir() for name in needed) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

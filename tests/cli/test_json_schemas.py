@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from ebbtide.cli.command import find_commands
 from tests.conftest import ebbtide_in_process, slow
-from tests.features.sweep import sweeps
+from tests.interleave import job_files
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "docs" / "schemas"
@@ -96,7 +96,11 @@ def test_schemas__fit_what_commands_print_of_a_trace(trace: str) -> None:
     ids=lambda command: command.split()[0],
 )
 def test_schemas__fit_what_other_commands_print(command: str, tmp_path: Path) -> None:
-    for name, content in (("m", MACHINE), ("box", sweeps.MACHINE), ("w", sweeps.WORKLOAD | {"subgroup_params": 1e9})):
+    for name, content in (
+        ("m", MACHINE),
+        ("box", job_files.MACHINE),
+        ("w", job_files.WORKLOAD | {"subgroup_params": 1e9}),
+    ):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     check(command.format(folder=tmp_path).split(), OTHERS[command])
 

@@ -18,7 +18,7 @@ from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
 from tests.conftest import ebbtide, ebbtide_in_process, slow_case
-from tests.features.sweep.sweeps import MACHINE, WORKLOAD, write_files
+from tests.interleave.job_files import MACHINE, WORKLOAD, write_files
 from tests.interleave.replay.test_replay import BOUND, RESULT
 
 Printed = pytest.CaptureFixture[str]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli import run
-from tests.features.sweep.sweeps import MACHINE, write_files
+from tests.interleave.job_files import MACHINE, write_files
 
 Printed = pytest.CaptureFixture[str]
 

@@ -18,7 +18,7 @@ from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.machine import Machine, load_machine, machine_from
 from ebbtide.profiler.trace import TraceBuilder
 from tests.conftest import slow
-from tests.features.sweep.sweeps import MACHINE, machine, workload
+from tests.interleave.job_files import MACHINE, machine, workload
 from tests.interleave.strategies import machines
 
 # A cost that is not known is left out, or is part of another rate.

@@ -18,7 +18,7 @@ from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import GIB, MS, PEAK, SIZE, SUBGROUP, deepspeed_job, update_ms
 from tests.conftest import examples
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 * GIB, "link": {"peak_bytes_per_s": PEAK}}
 

@@ -21,7 +21,7 @@ from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
 from tests.analysis.report.report_traces import GIB, MS, train, trained
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 
 
 def simulated() -> Trace:

@@ -9,7 +9,7 @@ from ebbtide.features.advise.job.decoder import shape_of
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_size
 from ebbtide.features.advise.job.training_job import TrainingJob
 from ebbtide.machines.machine import Machine
-from tests.features.sweep.sweeps import machine
+from tests.interleave.job_files import machine
 
 GPU = {"flops_per_s": {"bfloat16": 300e12}, "memory_bytes_per_s": 2e12, "peer_bytes_per_s": 300e9}
 BOX = {"ranks": 8, "cpu_update_params_per_s": 8e9, "host_memory_bytes_per_s": 400e9}

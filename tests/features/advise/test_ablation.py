@@ -15,7 +15,7 @@ from ebbtide.interleave.replay.replay import AblationStep, explain
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 from tests.interleave.strategies import machines, workloads
 
 OVERLAPPED = ["adaptive,overlap=forward", "adaptive,overlap=both"]

@@ -13,7 +13,7 @@ from ebbtide.machines.catalog import preset
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import examples, seeded, slow_case
 from tests.features.advise import advice_checks as checks
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 from tests.interleave.published import TRACES
 from tests.interleave.quick_plans import plan_quickly
 

@@ -17,7 +17,7 @@ from ebbtide.machines.accuracy import ranges_text
 from tests.conftest import ebbtide_in_process
 from tests.features.advise.jobs import gpu_machine
 from tests.features.advise.test_levers import lora_trace
-from tests.features.sweep.sweeps import write_files
+from tests.interleave.job_files import write_files
 
 Printed = pytest.CaptureFixture[str]
 TRACE = Path(__file__).parents[3] / "traces" / "a100-13b-async.ebb"

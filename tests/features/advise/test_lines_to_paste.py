@@ -10,7 +10,7 @@ from ebbtide.features.advise.lines.setups import PasteContext, lines_to_paste
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.interleave.simulation.simulator import simulate_steps
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 
 
 @pytest.mark.parametrize(

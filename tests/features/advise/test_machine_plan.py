@@ -23,7 +23,7 @@ from ebbtide.machines.catalog import preset
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import examples, slow_case
 from tests.features.advise.jobs import gpu_machine, sized
-from tests.features.sweep.sweeps import WORKLOAD, machine
+from tests.interleave.job_files import WORKLOAD, machine
 from tests.interleave.published import TRACES
 
 FIGURES = ("policy", "device_bytes", "host_bytes", "iteration_ms", "tokens_per_s", "limited_by", "code")

@@ -7,7 +7,7 @@ import pytest
 from ebbtide.features.advise.ranges import policy_time, residual_factor
 from ebbtide.interleave.simulation.simulator import Steps
 from tests.features.advise.test_ablation import ran
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 
 
 def width(policy: str, compute_factor: float = 1.0, **extra: object) -> tuple[float, float]:

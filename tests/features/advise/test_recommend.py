@@ -14,15 +14,15 @@ from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.interleave.replay.replay import replay
 from tests.conftest import slow_case
 from tests.features.advise.test_ablation import ran
-from tests.features.sweep import sweeps
-from tests.features.sweep.sweeps import machine
+from tests.interleave import job_files
+from tests.interleave.job_files import machine
 
 DEEPSPEED = RecordedJob(stage=3)
 
 
 def workload(**changes: Any) -> Workload:
-    """The workload of the sweeps with five times as large subgroups, for which fewer plans are searched."""
-    return sweeps.workload(**{"subgroup_params": 5e8, **changes})
+    """The workload of `job_files` with five times as large subgroups, for which fewer plans are searched."""
+    return job_files.workload(**{"subgroup_params": 5e8, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_replay__says_why_the_simpler_policy_is_recommended() -> None:
     "free", [0.0, 6e9, *(pytest.param(free, marks=pytest.mark.slow) for free in (3e9, 14e9, 25e9))]
 )
 def test_recommend__gives_deepspeed_the_fastest_split_that_fits(free: float) -> None:
-    job, target = sweeps.workload(gpu_free_bytes=free), machine()
+    job, target = job_files.workload(gpu_free_bytes=free), machine()
     advice = recommend(job, target, DEEPSPEED)
     assert advice.deepspeed is not None
     offload = advice.deepspeed["offload_optimizer"]
@@ -129,7 +129,7 @@ def test_recommend__has_lines_of_python_for_the_best_policy(free: float | None, 
 
 
 def test_recommend__has_a_setup_per_policy_that_fits_fastest_first() -> None:
-    job, target = sweeps.workload(), machine()
+    job, target = job_files.workload(), machine()
     setups = recommend(job, target, DEEPSPEED).setups
     names = [setup.policy.partition(":")[0] for setup in setups]
     assert (names[0], len(names)) == ("adaptive", 5)

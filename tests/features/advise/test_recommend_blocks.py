@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ebbtide.features.advise.choice import DEEPSPEED_OVERLAP, OPTIMIZER_OVERLAP
 from tests.conftest import ebbtide_in_process, run_process, slow
 from tests.features.advise.filled import filled
-from tests.features.sweep.sweeps import MACHINE
+from tests.interleave.job_files import MACHINE
 
 ROOT = Path(__file__).parents[3]
 OVERLAPPED = f"adaptive,overlap={OPTIMIZER_OVERLAP}"

@@ -12,7 +12,7 @@ from ebbtide.interleave.engine.adaptive.planner import Planner
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.workload import Workload
 from tests.features.advise.test_ablation import ran
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 
 # Two subgroups pass through 2.4 GB.
 gigabytes = (st.floats(0, 4) | st.floats(0, 40)).map(lambda size: size * 1e9)

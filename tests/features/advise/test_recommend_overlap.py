@@ -23,7 +23,7 @@ from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
 from tests.features.advise.test_ablation import ran
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 from tests.interleave.strategies import machines, workloads
 
 ALWAYS_FREE = 6e9

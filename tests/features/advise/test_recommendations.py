@@ -9,7 +9,7 @@ import pytest
 from ebbtide.features.advise.printing import print_recommendation
 from ebbtide.features.advise.recommendation import Recommendation, recommend
 from ebbtide.interleave.replay.recorded_job import RecordedJob
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 from tests.interleave.quick_plans import plan_quickly
 
 

@@ -21,7 +21,7 @@ from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents
 from tests.conftest import ebbtide, ebbtide_in_process, slow
-from tests.features.sweep.sweeps import MACHINE, write_files
+from tests.interleave.job_files import MACHINE, write_files
 
 FAST = ("--workload", "w.json", "--machine", "m.json", "--policy", "zero-offload", "--policy", "interleaved:2")
 # Seconds of work, so that it can be stopped in the middle.

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from ebbtide.errors import UserError
 from ebbtide.features.sweep.picture import Grid, draw_sweep
 from ebbtide.features.sweep.task import Row, Scenario
-from tests.features.sweep.sweeps import machine, rows, workload
+from tests.features.sweep.sweeps import rows
+from tests.interleave.job_files import machine, workload
 
 FAST = ["zero-offload", "twin-flow:0.5", "gpu-only"]
 

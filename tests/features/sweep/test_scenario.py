@@ -12,7 +12,7 @@ from ebbtide.errors import WorkloadError
 from ebbtide.features.sweep.task import Scenario
 from ebbtide.interleave.model.workload import FreeMemorySteps
 from ebbtide.interleave.replay.inputs import with_min_free
-from tests.features.sweep.sweeps import workload
+from tests.interleave.job_files import workload
 
 sizes = st.floats(0, 1e12)
 free_steps = st.lists(sizes, min_size=1, max_size=8).map(

@@ -24,7 +24,8 @@ from ebbtide.interleave.replay.replay import replay
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import StoragePath
 from ebbtide.workers import run_locally
-from tests.features.sweep.sweeps import machine, rows, tasks, workload, write_files
+from tests.features.sweep.sweeps import rows, tasks
+from tests.interleave.job_files import machine, workload, write_files
 
 FAST = ["zero-offload", "twin-flow:0.5", "interleaved:2"]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload, load_workload, workload_from
 from ebbtide.interleave.replay.inputs import JobSize, resolve_workload, workload_of_size
-from tests.features.sweep.sweeps import WORKLOAD, workload
+from tests.interleave.job_files import WORKLOAD, workload
 from tests.interleave.strategies import workloads
 
 

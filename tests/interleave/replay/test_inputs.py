@@ -19,7 +19,7 @@ from ebbtide.interleave.replay.inputs import (
 )
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.findings.jobs import CAPACITY, offloaded
-from tests.features.sweep.sweeps import MACHINE, machine
+from tests.interleave.job_files import MACHINE, machine
 
 
 def test_resolve_machine__takes_the_recorded_one_by_default() -> None:

@@ -18,7 +18,7 @@ from ebbtide.interleave.replay.replay import PolicyResult, replay
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples, slow_case
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import fixed_policies, machines, workloads
 

@@ -23,7 +23,7 @@ from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, machine_from
 from ebbtide.profiler.trace import Trace
 from tests.conftest import examples
-from tests.features.sweep.sweeps import machine, workload
+from tests.interleave.job_files import machine, workload
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
 

@@ -19,7 +19,7 @@ from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import CAPACITY, GIB, MS, PARAMS, PEAK, PHASES, Job, devices, offloaded
 from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
-from tests.features.sweep.sweeps import machine
+from tests.interleave.job_files import machine
 
 FORWARD, BACKWARD, OTHER = 0.1, 0.2, 0.005
 POOL_NOTE = "free device memory: capacity minus device"
