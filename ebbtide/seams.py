@@ -112,12 +112,17 @@ def load_all(seam: str) -> list[Any]:
     return [plug.load() for plug in plugs(seam).values()]
 
 
-def service(name: str) -> Any:
-    """Import a function that a feature offers to the core. Raises UserError where that feature is not there."""
+def find_service(name: str) -> Any:
+    """Import a function that a feature offers to the core and return it; None where that feature is not there."""
     plug = plugs("services").get(name)
-    if plug is None:
+    return None if plug is None else plug.load()
+
+
+def service(name: str) -> Any:
+    """Return what `find_service` does. Raises UserError where the feature is not there."""
+    if (function := find_service(name)) is None:
         raise UserError(f"this needs the feature that offers {name!r}, which is not installed")
-    return plug.load()
+    return function
 
 
 def public_name(module: str, name: str) -> Any:

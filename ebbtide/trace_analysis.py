@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ebbtide import seams
 from ebbtide.analysis.metrics.job import JobMetrics
@@ -55,7 +55,12 @@ class TraceAnalysis(JobMetrics):
         Settings that they advise are simulated, as `ebbtide replay --recommend` does."""
         from ebbtide.analysis.findings import find
 
-        return find(self.trace, self.adviser or seams.service("adviser")(self.trace))
+        return find(self.trace, self.adviser or self._own_adviser())
+
+    def _own_adviser(self) -> Adviser | None:
+        """Return what simulates advice; None where the feature that does is not there."""
+        make_adviser = seams.find_service("adviser")
+        return None if make_adviser is None else cast("Adviser", make_adviser(self.trace))
 
     def replay(
         self, policies: Sequence[str] | str | None = None, machine: str | Path | Machine | None = None

@@ -86,8 +86,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder,) = root.glob("lib/python*/site-packages")
     (folder / "ebbtide").symlink_to(ROOT / "ebbtide")
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    found = chain.from_iterable(requirements(Requirement(text).name) for text in dependencies)
-    listed = {one.metadata["Name"]: one for one in found}
+    dependency_closure = chain.from_iterable(requirements(Requirement(text).name) for text in dependencies)
+    listed = {one.metadata["Name"]: one for one in dependency_closure}
     for path in set[Path]().union(*map(roots, listed.values())):
         (folder / path.name).symlink_to(path)
     return root / "bin" / "python"

@@ -22,11 +22,12 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace
 from ebbtide.features.advise.job.trace_layers import with_trace_layers
 from ebbtide.features.advise.machine_plan import plan_for_machine
-from ebbtide.features.advise.trace_advice import TraceAdviser, replay_trace
+from ebbtide.features.advise.trace_advice import TraceAdviser
 from ebbtide.features.layers.layer_choice import LayerChoice
 from ebbtide.features.layers.model import place
 from ebbtide.features.memory.holders.categories import categorized_allocations
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.replay.replay_trace import replay_trace
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler import DryRun, DryRunOptions, trace_of_run

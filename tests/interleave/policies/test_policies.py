@@ -9,6 +9,7 @@ from pkgutil import walk_packages
 import pytest
 from hypothesis import given
 
+from ebbtide import seams
 from ebbtide.errors import PolicyError
 from ebbtide.interleave import policies
 from ebbtide.interleave.model.plan import STEP, Plan
@@ -77,7 +78,8 @@ def test_parse__reads_values_and_options() -> None:
 def test_policies__imports_every_module_of_the_package() -> None:
     modules = {module.name for module in walk_packages(policies.__path__, f"{policies.__name__}.")}
     assert modules <= set(sys.modules)
-    assert {registered.function.__module__ for registered in POLICIES.values()} <= modules
+    plugged = {f"{plug.package}.{plug.target}" for plug in seams.plugs("policies").values()}
+    assert {registered.function.__module__ for registered in POLICIES.values()} <= modules | plugged
 
 
 def test_built_in__is_in_the_order_of_the_table() -> None:
