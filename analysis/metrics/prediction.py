@@ -8,6 +8,8 @@ from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.profiler.trace import Trace
 
+PREDICTED = "predicted by a dry run"
+
 
 @dataclass(frozen=True)
 class TimeRange:
@@ -27,7 +29,7 @@ def prediction_line(trace: Trace) -> str | None:
     if not is_predicted(trace):
         return None
     machine = trace.meta.prediction.machine if trace.meta.prediction is not None else None
-    return f"predicted by a dry run, not measured{f' (machine {machine})' if machine else ''}"
+    return f"{PREDICTED}, not measured{f' (machine {machine})' if machine else ''}"
 
 
 @once_per_trace

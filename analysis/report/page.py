@@ -19,6 +19,7 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, no_iterations
 from ebbtide.analysis.metrics.phases import iteration_bytes
+from ebbtide.analysis.metrics.prediction import PREDICTED
 from ebbtide.analysis.metrics.summary import Summary
 from ebbtide.analysis.report.job_description import JobDescription, describe_job
 from ebbtide.analysis.report.rank import RankView, ShownRank, rank_view, shown_ranks
@@ -113,7 +114,7 @@ _SOURCES = {
     "recorded": "a recorded run",
     "imported": "an imported run",
     "simulated": "a simulation",
-    "predicted": "predicted by a dry run",
+    "predicted": PREDICTED,
 }
 _SCRIPTS = ("tables.js", "readout.js", "controls.js", "timeline.js")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ebbtide.analysis.metrics.prediction import PREDICTED
 from ebbtide.analysis.tables.activity import short_name
 from ebbtide.analysis.tables.summary import TOTALS
 from ebbtide.analysis.tables.table import NOT_KNOWN, Column, Table, View, ms, signed, size, text
@@ -38,7 +39,7 @@ def diff_view(diff: Diff, verbose: bool = True, results: Sequence[LimitResult] =
     yield headline(diff)
     runs = zip("AB", (diff.a, diff.b), diff.counted, diff.predicted, strict=True)
     for letter, path, counted, predicted in runs:
-        origin = ", predicted by a dry run" if predicted else ""
+        origin = f", {PREDICTED}" if predicted else ""
         yield f"{letter}: {path}{origin}, {counted} counted iterations"
     if by is not None:
         if not (table := _work_table(diff, by, _MAX_KERNELS)):
