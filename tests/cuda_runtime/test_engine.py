@@ -18,6 +18,17 @@ def test_failing_calls__leave_the_bits_of_the_plain_job_or_an_error(on_stand_in:
     on_stand_in(["-m", "tests.cuda_runtime.failing_calls", mode, "30", str(FAILING_RUNS)])
 
 
+def test_failing_calls__with_jitter_leave_the_bits_of_the_plain_job_or_an_error(on_stand_in: OnStandIn) -> None:
+    on_stand_in(["-m", "tests.cuda_runtime.failing_calls", "both", "600", "5"], jitter_us=300, seed=1)
+
+
+@pytest.mark.parametrize("mode", ["both", "layers"])
+def test_sticky_errors__end_the_job_in_an_error_with_a_state_of_the_plain_job_or_none(
+    on_stand_in: OnStandIn, mode: str
+) -> None:
+    on_stand_in(["-m", "tests.cuda_runtime.failing_calls", mode, "301", "3", "sticky"])
+
+
 @pytest.mark.parametrize("kind", ["streams", "for-job", "host"])
 def test_races__are_reported_where_a_wait_is_left_out(on_stand_in: OnStandIn, kind: str) -> None:
     done = on_stand_in(["-m", "tests.cuda_runtime.mutations", kind, "both"], jitter_us=1000, seed=1, order=1)
