@@ -130,6 +130,25 @@ else:
     raise AssertionError("pageable memory was not refused")
 """
 
+REFUSED_LAUNCHES = """
+import torch
+from ebbtide.interleave.engine.devices.cuda import CudaDevice
+from ebbtide.interleave.engine.errors import EngineError
+from tests.cuda_runtime import runtime
+
+device, ones = CudaDevice(torch.device("cuda")), torch.ones(8, device="cuda")
+for start in (device.sums_of_squares, device.fingerprint):
+    expected = start([ones])()
+    runtime.fail("cudaLaunchKernel", 1)
+    try:
+        start([ones])
+    except EngineError as error:
+        assert "Triton Error [CUDA]: out of memory" in str(error), error
+    else:
+        raise AssertionError("the launch was not refused")
+    assert start([ones])() == expected
+"""
+
 SEVERAL_DEVICES = """
 import torch
 from ebbtide.errors import UserError
@@ -254,6 +273,10 @@ def test_updates__of_several_rules_run_what_triton_launches_with_memory_that_a_g
     on_stand_in: OnStandIn,
 ) -> None:
     on_stand_in(RULES_AND_PAGEABLE_TABLES)
+
+
+def test_sums_and_fingerprints__end_in_an_engine_error_where_a_launch_is_refused(on_stand_in: OnStandIn) -> None:
+    on_stand_in(REFUSED_LAUNCHES)
 
 
 def test_layers__of_several_devices_are_left_alone_or_refused(on_stand_in: OnStandIn) -> None:
