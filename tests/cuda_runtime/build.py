@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.cuda_runtime import triton_cache
 from tests.nvml_mock.cards import MockCard, write_description
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ _STATE = ("utilization", "power_mw", "instant_power_mw", "sm_clock_mhz", "memory
 NO_STATE: dict[str, Any] = dict.fromkeys(_STATE)
 NVML_MOCK = ROOT / "tests" / "nvml_mock" / "nvml_mock.c"
 RUNTIME = ("device", "counters", "memory", "stream", "graph", "kernel", "order", "refused")
+DRIVER = "libcuda.so.1"
 FLAGS = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread")
 
 
@@ -32,6 +34,17 @@ def missing_requirement() -> str | None:
         return "the stand-in for the CUDA runtime needs gcc"
     if not (_packages() / "nvidia" / "cu13" / "include" / "cuda_runtime_api.h").exists():
         return "the stand-in for the CUDA runtime needs a CUDA 13 build of torch: make test-cuda"
+    return missing_for_launcher()
+
+
+def missing_for_launcher() -> str | None:
+    """Return what this environment lacks for Triton's launcher, or None."""
+    if not (_packages() / "triton" / "backends" / "nvidia" / "include" / "cuda.h").exists():
+        return "Triton's launcher needs triton, which is for Linux only"
+    if shutil.which("gcc") is None:
+        return "Triton's launcher and the driver below it need gcc"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Triton's launcher needs Python.h"
     return None
 
 
@@ -50,9 +63,15 @@ def compile_libraries(folder: Path) -> None:
     runtime = "libcudart.so.13"
     _compile(folder, runtime, RUNTIME, ["-Wl,-Bsymbolic-functions", "-ldl"])
     link = [f"-L{folder}", f"-l:{runtime}"]
-    _compile(folder, "libcuda.so.1", ("driver", "refused_driver"), link, is_versioned=False)
+    _compile(folder, DRIVER, ("launcher", "driver", "refused_driver"), link, is_versioned=False)
     _compile(folder, "libcupti.so.13", ("cupti",), link)
     _compile(folder, "libnvidia-ml.so.1", (str(NVML_MOCK.with_suffix("")),), [], is_versioned=False)
+
+
+def compile_launcher(folder: Path) -> Path:
+    """Compile the part of libcuda.so.1 that Triton's launcher uses, without the runtime, for a torch of the CPU."""
+    _compile(folder, DRIVER, ("launcher", "host_device"), [], is_versioned=False)
+    return folder / DRIVER
 
 
 def environment(folder: Path, **settings: float | str) -> dict[str, str]:
@@ -72,6 +91,8 @@ def environment(folder: Path, **settings: float | str) -> dict[str, str]:
         "LD_LIBRARY_PATH": _joined([str(folder)], os.environ, "LD_LIBRARY_PATH"),
         "PYTHONPATH": _joined([str(Path(__file__).with_name("site")), str(ROOT)], os.environ, "PYTHONPATH"),
         "CUDA_MODULE_LOADING": "LAZY",
+        "TRITON_LIBCUDA_PATH": str(folder),
+        **triton_cache.ENVIRONMENT,
         "CUDA_RUNTIME_COUNTERS": str(shared / "counters"),
         "NVML_MOCK": str(_describe_cards(shared, {**os.environ, **own})),
         **own,

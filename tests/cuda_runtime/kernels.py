@@ -7,7 +7,7 @@ freed and used again too early gives wrong results.
 
 import atexit
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _NOT_HERE = (
     *("_values", "_fused_sdp_choice", "_scaled_dot_product_flash", "_scaled_dot_product_efficient"),
     *("_scaled_dot_product_cudnn", "_flash", "_efficient"),
 )
+_HALF = {torch.bfloat16, torch.float16}
 _library: Any = None
 
 
@@ -166,11 +167,13 @@ class _Replaced:
 
         def work() -> None:
             (host_args, host_kwargs), host_results = tree_map_only(Place, Place.tensor, (places, targets))
-            if self._op is torch.ops.aten.native_layer_norm_backward.default:
-                host_args = _statistics_like_input(host_args)
-            values = self._on_host(*host_args, **host_kwargs)
+            try:
+                values = self._on_host(*host_args, **host_kwargs)
+            except RuntimeError:
+                values = self._on_host(*_in_one_type(host_args), **host_kwargs)
             for target, value in zip(tree_flatten(host_results)[0], tree_flatten(values)[0], strict=True):
-                if isinstance(target, torch.Tensor) and target.numel():
+                # The CPU leaves out what is not needed, such as the means of batches in an evaluation.
+                if isinstance(target, torch.Tensor) and value.numel():
                     target.copy_(value)
 
         runtime.launch(self._name, work, _ranges(places), _ranges(targets))
@@ -203,10 +206,11 @@ class _Replaced:
                 kwargs[name].resize_(shape.shape)
 
 
-def _statistics_like_input(args: Sequence[Any]) -> list[Any]:
-    """Return arguments of a backward whose means and deviations have the type of the input, as on the CPU."""
-    gradient, values, shape, *statistics = args[:5]
-    return [gradient, values, shape, *(one.to(values.dtype) for one in statistics), *args[5:]]
+def _in_one_type(args: Any) -> Any:
+    """Return arguments in half precision alone: the CPU has means and deviations in it that CUDA has in fp32."""
+    halves = {one.dtype for one in tree_flatten(args)[0] if isinstance(one, torch.Tensor)} & _HALF
+    half = halves.pop() if halves else torch.float32
+    return tree_map_only(torch.Tensor, lambda one: one.to(half) if one.dtype == torch.float32 else one, args)
 
 
 def _generator_of_launch(generator: torch.Generator | None) -> torch.Generator:

@@ -50,6 +50,23 @@ def _run(number: int) -> None:
         sys.stderr.write(f"cuda_runtime: {name} failed on its stream\n{traceback.format_exc()}")
 
 
+def issue(
+    stream: int, name: str, work: Callable[[], object], reads: Sequence["Bytes"], writes: Sequence["Bytes"]
+) -> int:
+    """Let a function run as a kernel on a stream, the current one; return a cudaError_t. See `launch`."""
+    number = next(_numbers)
+    _pending[number] = name, work
+    if torch.cuda.is_current_stream_capturing():
+        _in_graphs.add(number)
+    touched = [*((one, 1) for one in writes), *((one, 0) for one in reads)]
+    accesses = (_Access * len(touched))(*(_Access(one.begin, one.nbytes, mode) for one, mode in touched))
+    buffer = _names.setdefault(name, ctypes.create_string_buffer(name.encode()))
+    error = int(_library.cuda_runtime_launch(stream, _run, number, buffer, accesses, len(touched)))
+    if error:
+        _pending.pop(number, None)
+    return error
+
+
 def launch(name: str, work: Callable[[], object], reads: Sequence["Bytes"], writes: Sequence["Bytes"]) -> None:
     """Let a function run as a kernel on the current stream.
 
@@ -62,17 +79,8 @@ def launch(name: str, work: Callable[[], object], reads: Sequence["Bytes"], writ
     Raises:
         torch.AcceleratorError: The launch has failed, as tests may ask for.
     """
-    number = next(_numbers)
-    _pending[number] = name, work
-    if torch.cuda.is_current_stream_capturing():
-        _in_graphs.add(number)
-    touched = [*((one, 1) for one in writes), *((one, 0) for one in reads)]
-    accesses = (_Access * len(touched))(*(_Access(one.begin, one.nbytes, mode) for one, mode in touched))
-    buffer = _names.setdefault(name, ctypes.create_string_buffer(name.encode()))
-    stream = torch.cuda.current_stream().cuda_stream
-    error = _library.cuda_runtime_launch(stream, _run, number, buffer, accesses, len(touched))
+    error = issue(torch.cuda.current_stream().cuda_stream, name, work, reads, writes)
     if error:
-        _pending.pop(number, None)
         raise torch.AcceleratorError(f"CUDA error: {error} of the stand-in, in a launch of {name}")
 
 

@@ -18,9 +18,23 @@ def test_failing_calls__leave_the_bits_of_the_plain_job_or_an_error(on_stand_in:
     on_stand_in(["-m", "tests.cuda_runtime.failing_calls", mode, "30", str(FAILING_RUNS)])
 
 
-@pytest.mark.parametrize("kind", ["streams", "for-job", "host"])
-def test_races__are_reported_where_a_wait_is_left_out(on_stand_in: OnStandIn, kind: str) -> None:
-    done = on_stand_in(["-m", "tests.cuda_runtime.mutations", kind, "both"], jitter_us=1000, seed=1, order=1)
+def test_failing_calls__with_jitter_leave_the_bits_of_the_plain_job_or_an_error(on_stand_in: OnStandIn) -> None:
+    on_stand_in(["-m", "tests.cuda_runtime.failing_calls", "both", "600", "5"], jitter_us=300, seed=1)
+
+
+@pytest.mark.parametrize("mode", ["both", "layers"])
+def test_sticky_errors__end_the_job_in_an_error_with_a_state_of_the_plain_job_or_none(
+    on_stand_in: OnStandIn, mode: str
+) -> None:
+    on_stand_in(["-m", "tests.cuda_runtime.failing_calls", mode, "301", "2", "sticky"])
+
+
+# The job's stream waits for no other but where layers move; in all other modes the host does.
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("streams", "both"), ("for-job", "both"), ("host", "both"), ("by-job", "layers")]
+)
+def test_races__are_reported_where_a_wait_is_left_out(on_stand_in: OnStandIn, kind: str, mode: str) -> None:
+    done = on_stand_in(["-m", "tests.cuda_runtime.mutations", kind, mode], jitter_us=1000, seed=1, order=1)
     assert " 0 races" not in done.stdout
     assert "cuda_runtime: race" in done.stderr
 

@@ -103,6 +103,52 @@ assert refused
 assert all(map(torch.equal, expected, got))
 """
 
+RULES_AND_PAGEABLE_TABLES = """
+import torch
+from ebbtide.interleave.engine.numerics import reference, triton_kernel
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules import find_rule
+
+def updates(device):
+    generator = torch.Generator().manual_seed(0)
+    for rule in map(find_rule, ("lion", "adamw", "adamw-bf16")):
+        gradient, param = torch.randn(2, 3000, generator=generator).to(device)
+        state = [row.to(device) for row in rule.zero_rows(3000)]
+        yield TensorUpdate(gradient, state, param, rule.scalars(rule.defaults, 1), rule)
+
+on_device = list(updates("cuda"))
+triton_kernel.gpu_update(on_device)
+for got, expected in zip(on_device, updates("cpu"), strict=True):
+    reference.update(expected.grad, expected.state, expected.out, expected.scalars, expected.rule)
+    for one, other in zip((got.out, *got.state), (expected.out, *expected.state), strict=True):
+        assert torch.equal(one.cpu(), other), got.rule
+try:
+    triton_kernel._launch(triton_kernel.compiled.load_table, 1, torch.ones(9, dtype=torch.int64), on_device[0].out, 9)
+except ValueError as error:
+    assert "cannot be accessed from Triton" in str(error)
+else:
+    raise AssertionError("pageable memory was not refused")
+"""
+
+REFUSED_LAUNCHES = """
+import torch
+from ebbtide.interleave.engine.devices.cuda import CudaDevice
+from ebbtide.interleave.engine.errors import EngineError
+from tests.cuda_runtime import runtime
+
+device, ones = CudaDevice(torch.device("cuda")), torch.ones(8, device="cuda")
+for start in (device.sums_of_squares, device.fingerprint):
+    expected = start([ones])()
+    runtime.fail("cudaLaunchKernel", 1)
+    try:
+        start([ones])
+    except EngineError as error:
+        assert "Triton Error [CUDA]: out of memory" in str(error), error
+    else:
+        raise AssertionError("the launch was not refused")
+    assert start([ones])() == expected
+"""
+
 SEVERAL_DEVICES = """
 import torch
 from ebbtide.errors import UserError
@@ -221,6 +267,16 @@ def test_capture__waits_for_late_updates_before_it(on_stand_in: OnStandIn) -> No
 
 def test_tables__are_read_from_the_host_where_the_device_has_no_memory(on_stand_in: OnStandIn) -> None:
     on_stand_in(TABLES_WITHOUT_MEMORY)
+
+
+def test_updates__of_several_rules_run_what_triton_launches_with_memory_that_a_gpu_can_read(
+    on_stand_in: OnStandIn,
+) -> None:
+    on_stand_in(RULES_AND_PAGEABLE_TABLES)
+
+
+def test_sums_and_fingerprints__end_in_an_engine_error_where_a_launch_is_refused(on_stand_in: OnStandIn) -> None:
+    on_stand_in(REFUSED_LAUNCHES)
 
 
 def test_layers__of_several_devices_are_left_alone_or_refused(on_stand_in: OnStandIn) -> None:

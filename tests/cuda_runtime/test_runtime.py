@@ -23,6 +23,28 @@ def test_kernels__compute_the_bits_of_the_cpu_on_their_stream(on_stand_in: OnSta
     on_stand_in(TRAINING, jitter_us=500, seed=seed)
 
 
+def test_batch_norm__has_the_bits_of_the_cpu_in_training_and_evaluation_and_in_half_precision(
+    on_stand_in: OnStandIn,
+) -> None:
+    script = """
+import itertools, torch
+from torch import nn
+def run(device, dtype, autocast, training, affine):
+    torch.manual_seed(0)
+    layer = nn.BatchNorm1d(8, affine=affine).to(device, dtype).train(training)
+    x = torch.randn(6, 8).to(device, dtype).requires_grad_()
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        y = layer(nn.functional.linear(x, torch.eye(8, device=device, dtype=dtype)))
+    y.float().square().mean().backward()
+    return [one.detach().cpu() for one in (y, x.grad, *(param.grad for param in layer.parameters()), *layer.buffers())]
+types = [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.float32, True)]
+for (dtype, autocast), *options in itertools.product(types, (True, False), (True, False)):
+    expected, got = (run(device, dtype, autocast, *options) for device in ("cpu", "cuda"))
+    assert all(map(torch.equal, expected, got)), (dtype, autocast, options)
+"""
+    on_stand_in(script)
+
+
 def test_random_numbers__are_those_of_the_device_when_a_kernel_is_launched(on_stand_in: OnStandIn) -> None:
     script = """
 import torch

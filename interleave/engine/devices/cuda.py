@@ -313,7 +313,11 @@ class CudaDevice(CudaStreams, Device):
         """Start a kernel, and return a function that waits for the results in any thread."""
         self._check_capture()
         with self.thread_setup():
-            results = start(tensors)
+            try:
+                results = start(tensors)
+            except RuntimeError as error:
+                # That of a launch by Triton is no error of torch.
+                raise EngineError(f"sums or fingerprints on the GPU could not start: {error}") from error
 
         def wait() -> list[T]:
             with self.thread_setup():

@@ -45,7 +45,9 @@ void sleep_s(double seconds) {
     nanosleep(&time, NULL);
 }
 
-static void mark_forked(void) { is_forked = 1; }
+static void mark_forked(void) {
+    for (int device = 0; device < devices; device++) is_forked |= has_context[device];
+}
 
 /* Let the n-th call from now on fail of the entry points whose names contain a text ("" for all). */
 void cuda_runtime_fail(const char *function, long nth, int error, int sticky) {
@@ -80,7 +82,7 @@ __attribute__((constructor)) static void open_runtime(void) {
     open_counters();
     open_memory(devices);
     open_streams(devices);
-    /* As with CUDA, a forked child cannot use the devices. */
+    /* As with CUDA, a forked child cannot use devices that its parent has used. */
     pthread_atfork(NULL, NULL, mark_forked);
 }
 

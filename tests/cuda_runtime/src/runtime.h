@@ -116,6 +116,7 @@ void sleep_s(double seconds);
 int device_count(void);
 int *current_device(void);
 void touch_device(int device);
+int cuda_runtime_has_context(int device);
 cudaError_t enter(const char *function);
 cudaError_t failed(cudaError_t error, const char *function);
 

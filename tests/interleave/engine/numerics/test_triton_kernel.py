@@ -17,7 +17,7 @@ from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 from tests.conftest import run_process
-from tests.cuda_mock.triton_cache import ENVIRONMENT
+from tests.cuda_runtime.triton_cache import ENVIRONMENT
 from tests.interleave.engine.numerics import gpu_checks
 from tests.interleave.engine.numerics.gpu_checks import (
     BEGINS,

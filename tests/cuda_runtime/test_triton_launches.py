@@ -14,7 +14,7 @@ from ebbtide.features.matrices.sharded_matrices import ShardedMatrices
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.params.gradients import GradientNorm
 from ebbtide.interleave.engine.rules.adamw import Hyper
-from tests.cuda_mock.launches import LaunchRecorder
+from tests.cuda_runtime.launch_recorder import LaunchRecorder
 from tests.interleave.engine.states import DTYPES
 
 BLOCK = 65_536

@@ -1,18 +1,13 @@
-"""Records the launches of ebbtide's kernels on the mock of libcuda.so.1, with the tables that they get."""
-
-from __future__ import annotations
+"""Records the launches of ebbtide's kernels by Triton's launcher, with the tables that they get."""
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ebbtide.interleave.engine.numerics.triton_kernel import SharedHostMemory
-
-Words = npt.NDArray[np.int64]
+from tests.cuda_runtime.triton_launches import DriverLaunch, Words
 
 
 @dataclass(frozen=True)
@@ -57,32 +52,16 @@ class LaunchRecorder:
         """Forget everything so far."""
         self.__init__()  # type: ignore[misc]
 
-    def on_launch(self, name: str, programs: int, threads: int, arguments: Any) -> None:
+    def on_launch(self, launch: DriverLaunch) -> None:
         """Record a launch. A table is copied, like a GPU does; other kernels do nothing."""
-        from ebbtide.interleave.engine.numerics import triton_compiled
-
         none = np.zeros(0, np.int64)
-        if name == "load_table":
-            source, target = (_argument(arguments, index, ctypes.c_uint64) for index in (0, 1))
-            length = _argument(arguments, 2, ctypes.c_int32)
-            ctypes.memmove(target, source, 8 * length)
-            self.launches.append(Launch(name, programs, threads, none, none))
-            return
-        # The count of tensors comes after the table, or after the table and the results.
-        is_update = name == "update"
-        columns = _ADAMW_COLUMNS if is_update else triton_compiled.BLOCK_COLUMNS
-        count = _argument(arguments, 1 if is_update else 2, ctypes.c_int32)
-        address = _argument(arguments, 0, ctypes.c_uint64)
-        words = np.frombuffer(ctypes.string_at(address, 8 * count * (1 + columns)), np.int64)
-        self.launches.append(Launch(name, programs, threads, words[:count], words[count:].reshape(count, columns)))
-
-
-# Length, addresses of five tensors, and nine factors in five words.
-_ADAMW_COLUMNS = 11
-
-
-def _argument(arguments: Any, index: int, kind: Any) -> int:
-    return int(ctypes.cast(arguments[index], ctypes.POINTER(kind))[0])
+        tables, arguments = (none, none), launch.arguments
+        if launch.kernel == "load_table":
+            ctypes.memmove(arguments["table"], arguments["host_table"], 8 * arguments["length"])
+        else:
+            words = np.frombuffer(ctypes.string_at(arguments["table"], launch.table_bytes), np.int64)
+            tables = launch.rows(words)
+        self.launches.append(Launch(launch.kernel, launch.programs, launch.threads, *tables))
 
 
 class MockEvent:
