@@ -118,7 +118,7 @@ $(CUDA)/torch:
 	touch $@
 
 $(CUDA)/installed: pyproject.toml $(CONSTRAINTS) | $(CUDA)/torch
-	$(CUDA)/bin/python -m pip install --quiet --editable '.[calibrate,live]' pytest pytest-timeout pytest-xdist hypothesis \
+	$(CUDA)/bin/python -m pip install --quiet --editable '.[calibrate,live,report]' pytest pytest-timeout pytest-xdist hypothesis \
 		"$$(grep '^deepspeed==' $(CONSTRAINTS))"
 	touch $@
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 from ebbtide import seams
@@ -83,8 +82,10 @@ def rule(name: str, *needs: Need) -> Callable[[Check], Rule]:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return the rules of all modules in the folder `rules`, in the order of modules and lines, and of features."""
-    for path in sorted((Path(__file__).parent / "rules").glob("*.py")):
-        import_module(f"ebbtide.analysis.findings.rules.{path.stem}")
-    seams.load_all("findings")
+    """Return the rules of the folder `rules` and of features, by themes, and in the order of lines."""
+    paths = (Path(__file__).parent / "rules").glob("[a-z]*.py")
+    themes = {path.stem: seams.Plug("ebbtide.analysis.findings.rules", path.stem) for path in paths}
+    themes.update(seams.plugs("findings"))
+    for name in sorted(themes):
+        themes[name].load()
     return tuple(_RULES.values())
