@@ -24,6 +24,7 @@ so that a command loads what it needs alone.
 | metrics-server | `serve_metrics(text) -> MetricsServer`: listens on `[HOST:]PORT` |
 | profile-view | `profile_and_show(job) -> int`, for `profile --watch` |
 | recommendation | the module `replay_advice`, for `replay --recommend` |
+| replayed-offload | `with_replayed_offload(trace, error) -> OutOfMemory`: its remedy is replayed |
 | trace-layers | `with_trace_layers(workload, trace) -> Workload` |
 
 Hooks of the agent run in jobs that have no ebbtide. They are no objects: a folder `agent` in a feature, which the agent

@@ -100,6 +100,11 @@ def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
     return [value if value in but else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+# Set where features are deleted.
+WITHOUT_FEATURES = "EBBTIDE_WITHOUT_FEATURES"
+needs_all_features = pytest.mark.skipif(WITHOUT_FEATURES in os.environ, reason="names commands of features")
+
+
 def slow_case(*values: Any, id: str | None = None) -> Any:
     """Mark one set of parameter values as slow."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
@@ -219,7 +224,9 @@ def running_process(
 def ebbtide(*arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> Run:
     """Run the command in a process of its own."""
     environment = {**os.environ, **(env or {})}
-    return run_process([sys.executable, "-m", "ebbtide", *arguments], cwd=cwd, env=environment)
+    run = run_process([sys.executable, "-m", "ebbtide", *arguments], cwd=cwd, env=environment)
+    skip_without_feature(run)
+    return run
 
 
 def ebbtide_in_process(*arguments: str | Path, cwd: Path | None = None) -> Run:
@@ -229,7 +236,16 @@ def ebbtide_in_process(*arguments: str | Path, cwd: Path | None = None) -> Run:
     out, err = io.StringIO(), io.StringIO()
     with chdir(cwd or Path.cwd()), redirect_stdout(out), redirect_stderr(err):
         status = run([str(argument) for argument in arguments])
-    return Run(arguments, status, out.getvalue(), err.getvalue())
+    done = Run(arguments, status, out.getvalue(), err.getvalue())
+    skip_without_feature(done)
+    return done
+
+
+def skip_without_feature(run: Run) -> None:
+    """Skip a test that needs a feature which is not there: `test_without_features.py` deletes some."""
+    is_missing = ("No such command" in run.stderr, "which is not installed" in run.stderr)
+    if WITHOUT_FEATURES in os.environ and any(is_missing):
+        pytest.skip("its feature is not there")
 
 
 def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import run_process
+from tests.conftest import needs_all_features, run_process
 
 ACTION = yaml.safe_load((Path(__file__).parents[1] / "action.yml").read_text())
 JOB = """
@@ -82,6 +82,7 @@ def test_action__takes_texts_of_users_from_the_environment_alone() -> None:
     assert names == set(ACTION["inputs"])
 
 
+@needs_all_features
 def test_action__does_not_compare_with_a_base_that_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "base.json").write_text("{}")
     compare = ACTION["runs"]["steps"][2]

@@ -13,7 +13,7 @@ import pytest
 from ebbtide import seams
 from ebbtide.errors import UserError
 from ebbtide.seams import SEAMS, Feature
-from tests.conftest import run_process
+from tests.conftest import WITHOUT_FEATURES, run_process
 
 ROOT = Path(__file__).parents[1]
 FEATURES = sorted(path for path in (ROOT / "features").iterdir() if (path / "__init__.py").exists())
@@ -37,7 +37,7 @@ def hello(job):
     return None
 """
 PLUG = 'Feature("hello", {"commands": {"hello": "command"}, "findings": {"hello": "rules"}})'
-PROGRAM = "from ebbtide.analysis.findings.rule import all_rules; print([rule.name for rule in all_rules()][-1])"
+PROGRAM = "from ebbtide.analysis.findings.rule import all_rules; print(*{r.name for r in all_rules()} & {'hello'})"
 
 
 def test_contract__has_no_more_exceptions_than_before() -> None:
@@ -61,6 +61,8 @@ def test_feature__holds_strings_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("seam", SEAMS)
 def test_seam__has_objects_that_can_be_imported(seam: str) -> None:
+    if WITHOUT_FEATURES in os.environ:
+        pytest.skip("objects of a feature may need another one")
     assert len(seams.load_all(seam)) == len(seams.plugs(seam)) > 0
 
 

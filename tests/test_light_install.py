@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.conftest import Run, run_process
+from tests.conftest import Run, run_process, skip_without_feature
 
 ROOT = Path(__file__).parents[1]
 TRACE = "traces/a100-13b-async.ebb"
@@ -96,7 +96,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_in(base: Path, words: list[str], cwd: Path) -> Run:
     environment = {**os.environ, "MPLCONFIGDIR": str(cwd)}
     environment.pop("PYTHONPATH", None)
-    return run_process([str(base), *words], env=environment, cwd=ROOT)
+    run = run_process([str(base), *words], env=environment, cwd=ROOT)
+    skip_without_feature(run)
+    return run
 
 
 def filled(command_line: str, folder: Path) -> list[str]:
@@ -125,7 +127,7 @@ def test_base__reads_traces_on_a_laptop(base: Path, tmp_path: Path, command_line
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize(("command_line", "imported"), zip(READING, ([], ["pandas"], ["pandas"]), strict=False))
+@pytest.mark.parametrize(("command_line", "imported"), [*zip(READING, ([], ["pandas"], ["pandas"]), strict=False)])
 def test_commands__import_what_they_need_alone(
     base: Path, tmp_path: Path, command_line: str, imported: list[str]
 ) -> None:

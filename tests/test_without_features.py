@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_process
+from tests.conftest import WITHOUT_FEATURES, run_process
 from tests.test_features import FEATURES, ROOT
 
 TRACE = "traces/a100-13b-async.ebb"
@@ -48,7 +48,7 @@ def copy_without(names: list[str], folder: Path) -> Path:
 
 def run_in(folder: Path, *words: str | Path) -> str:
     """Run a command in a copy and return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": str(folder), WITHOUT_FEATURES: "1"}
     run = run_process(words, cwd=folder, env=environment, timeout_s=TIMEOUT_S)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run.stdout

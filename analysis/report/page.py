@@ -13,6 +13,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from ebbtide import seams
 from ebbtide.analysis.findings import Findings
 from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.job import JobMetrics
@@ -189,7 +190,7 @@ def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence
 
 
 def _heat_maps(trace: Trace) -> str | None:
-    if len(trace.ranks) < _MIN_HEAT_RANKS:
+    if len(trace.ranks) < _MIN_HEAT_RANKS or "ranks" not in seams.plugs("plots"):
         return None
     # Few traces have so many ranks: the pages of others do not wait for Matplotlib.
     from ebbtide.analysis.plot import draw, save

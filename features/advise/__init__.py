@@ -9,6 +9,7 @@ FEATURE = Feature(
         "services": {
             "adviser": "trace_advice:TraceAdviser",
             "recommendation": "replay_advice",
+            "replayed-offload": "trace_advice:with_replayed_offload",
             "trace-layers": "job.trace_layers:with_trace_layers",
         },
     },

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbtide import seams
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Json, Rank, TraceFile, Verbose, valued
 from ebbtide.cli.printing import print_view
@@ -82,12 +83,12 @@ def _milliseconds(text: str) -> float:
 def _print_out_of_memory(trace: Trace, ranks: list[int], verbose: bool, as_json: bool) -> None:
     """Print the error of the first of some ranks that has one."""
     from ebbtide.analysis.metrics.out_of_memory import out_of_memory
-    from ebbtide.features.advise.trace_advice import with_replayed_offload
     from ebbtide.features.memory.tables import out_of_memory_view
 
     error = next((error for rank in ranks if (error := out_of_memory(trace, rank)) is not None), None)
-    if error is not None:
-        error = with_replayed_offload(trace, error)
+    replay_offload = seams.find_service("replayed-offload")
+    if error is not None and replay_offload is not None:
+        error = replay_offload(trace, error)
     if as_json:
         nothing: dict[str, Any] = {"rank": ranks[0], "pool": None, "t_ms": None, "bytes": None, "holders": []}
         print_json(trace, error.as_json() if error is not None else nothing)

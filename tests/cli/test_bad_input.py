@@ -15,7 +15,7 @@ from ebbtide.cli.command import find_commands
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.spool import Spool
 from ebbtide.profiler.trace import TraceBuilder, open_trace
-from tests.conftest import Run, ebbtide, ebbtide_in_process, run_process, slow_case
+from tests.conftest import Run, ebbtide, ebbtide_in_process, needs_all_features, run_process, slow_case
 
 LONG = "x" * 300
 COMMANDS = [entry.name for entry in find_commands(None)]
@@ -172,6 +172,7 @@ IMPORTS = {
 }
 
 
+@needs_all_features
 def test_imports__a_command_imports_only_what_it_needs(folder: Path) -> None:
     program = """
         import json, sys

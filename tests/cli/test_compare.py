@@ -140,7 +140,6 @@ BAD = [
     ("--subgroup-params 0", "at least 1"),
     ("--memory-budget none", "'none' is not a size"),
     ("--policy gpu-only --memory-budget 1KB", "policy gpu-only cannot run here"),
-    ("--policy zero-infinity", "policy zero-infinity can be simulated, by `ebbtide replay`, and not run"),
     ("--storage nosuch", "storage nosuch is not a folder"),
     ("--host-free-bytes 1GB", "add --storage FOLDER"),
     ("--storage taken --host-free-bytes 1KB --policy pipelined", "host memory"),

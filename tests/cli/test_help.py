@@ -11,11 +11,12 @@ import typer.main
 from ebbtide import __version__
 from ebbtide.cli import make_app
 from ebbtide.cli.command import HEADINGS, find_commands
-from tests.conftest import ebbtide, ebbtide_in_process
+from tests.conftest import ebbtide, ebbtide_in_process, needs_all_features
 
 COMMANDS = find_commands(None)
 
 
+@needs_all_features
 def test_help__has_the_commands_to_begin_with_a_line_each_and_the_others_by_name() -> None:
     result = ebbtide("--help", env={"COLUMNS": "80"})
     assert (result.returncode, result.stderr) == (0, "")
@@ -41,6 +42,7 @@ def test_help__of_a_command_has_two_examples_that_it_takes() -> None:
             command.make_context(name, words, resilient_parsing=True)
 
 
+@needs_all_features
 def test_help__says_the_same_of_an_option_in_every_command() -> None:
     helps = defaultdict(set)
     for command in typer.main.get_command(make_app()).commands.values():  # type: ignore[attr-defined]

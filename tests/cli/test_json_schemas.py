@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ebbtide.cli.command import find_commands
-from tests.conftest import ebbtide_in_process, slow
+from tests.conftest import ebbtide_in_process, needs_all_features, slow
 from tests.interleave import job_files
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +73,7 @@ def check(words: list[str], name: str) -> None:
     assert [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors] == []
 
 
+@needs_all_features
 def test_schemas__are_there_for_every_command_with_json() -> None:
     with_json = {c.name for c in find_commands(None) if "as_json" in inspect.signature(c.run).parameters}
     names = {path.stem for path in SCHEMAS.glob("*.json")}

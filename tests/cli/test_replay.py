@@ -17,7 +17,7 @@ from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
-from tests.conftest import ebbtide, ebbtide_in_process, slow_case
+from tests.conftest import ebbtide, ebbtide_in_process, needs_all_features, slow_case
 from tests.interleave.job_files import MACHINE, WORKLOAD, write_files
 from tests.interleave.replay.test_replay import BOUND, RESULT
 
@@ -189,6 +189,7 @@ def test_replay__says_at_which_rate_remainders_are_updated(folder: Path, capsys:
     assert "masters" not in text(capsys, "--workload w.json --machine m.json --policy zero-offload")
 
 
+@needs_all_features
 def test_replay__explain_and_recommend_are_printed_and_in_the_json(folder: Path, capsys: Printed) -> None:
     printed = answer(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
     steps = printed["explain"]

@@ -17,6 +17,7 @@ from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
 from tests.analysis.metrics.ranks.fleets import fleet
 from tests.analysis.report.parsed_page import NONE, ParsedPage, parse, plain_page
 from tests.analysis.report.report_traces import GIB, GPU, ITERATION, MS, trained, with_copies
+from tests.conftest import needs_all_features
 
 
 def column(table: Table, label: str) -> list[str]:
@@ -211,6 +212,7 @@ def test_page__says_that_a_trace_is_simulated() -> None:
     assert "a simulation" in parse(trained(source="simulated").build()).texts["header"][0]
 
 
+@needs_all_features
 def test_page__of_many_ranks_shows_representative_ones_and_a_heat_map() -> None:
     trace = fleet(11, 8, {7: {"forward": 1.5}, 9: {"bytes": 4 * GIB}, 0: {"update": 0.7}}, noise=0.001)
     content = build_page(trace, find(trace), GIB)

@@ -17,7 +17,7 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.registry import plan_in_memory
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, StoragePath
-from tests.conftest import examples
+from tests.conftest import ebbtide_in_process, examples
 from tests.features.storage.test_policy import COPIES, GB, JOB, MACHINE, jobs
 
 PIPELINES = ("", ":8,pipeline_read=true", ":9,pipeline_write=true", ":12,pipeline_read=true,pipeline_write=true")
@@ -185,3 +185,9 @@ def test_mlp_offload__keeps_all_in_memory_where_it_fits() -> None:
     assert [op.kind for op in plan.ops] == [op.kind for op in plan_in_memory("zero-offload", job, FULL).ops]
     with pytest.raises(PolicyError, match="needs to know how much host memory there is"):
         make_plan("mlp-offload", replace(JOB, host_free_bytes=None), replace(FULL, host_memory_bytes=None))
+
+
+def test_compare__refuses_what_can_be_simulated_alone() -> None:
+    run = ebbtide_in_process("compare", "--policy", "zero-infinity")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "policy zero-infinity can be simulated, by `ebbtide replay`, and not run" in run.stderr
