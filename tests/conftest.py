@@ -159,6 +159,26 @@ def pytest_runtest_logfinish() -> None:
         pytest_collection_finish()
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Restore the environment variables that a test, or a library in it, has set."""
+    before = dict(os.environ)
+    yield
+    for name in {*os.environ, *before} - {"PYTEST_CURRENT_TEST"}:
+        if os.environ.get(name) != before.get(name):
+            os.environ.pop(name, None)
+            os.environ.update({name: before[name]} if name in before else {})
+
+
+def hide_process_group() -> Iterator[None]:
+    """Hide the process group that DeepSpeed's tests leave in a process; to be made a fixture of modules."""
+    from torch.distributed import distributed_c10d
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "_world", distributed_c10d._World())
+        yield
+
+
 def torch_on_one_thread() -> Iterator[None]:
     """Run torch's operators on one thread; to be made a fixture.
 

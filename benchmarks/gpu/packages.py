@@ -15,9 +15,9 @@ from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-_EXTRAS = ("calibrate", "live", "plan", "report", "run")
+_EXTRAS = ("calibrate", "plan", "report", "run")
 # In addition to the dependencies of ebbtide: contestants, and what the tests marked `gpu` import.
-STEPS_NEED = ("deepspeed", "torchao", "triton", "pytest", "pytest-timeout", "hypothesis")
+STEPS_NEED = ("deepspeed", "torchao", "triton", "prometheus-client", "pytest", "pytest-timeout", "hypothesis")
 # Published as source: their wheels have Python code only, and DeepSpeed compiles the rest at its first use.
 BUILT = ("deepspeed", "hjson")
 FETCHED = (
