@@ -161,3 +161,10 @@ def test_find_machine__reports_a_machine_that_does_not_exist() -> None:
         with pytest.raises(MachineError) as error:
             find_machine(name, TraceBuilder().build().meta.machine)
         assert message in str(error.value)
+
+
+def test_load_machine__reads_a_file_of_version_0_2_0() -> None:
+    path = Path(__file__).with_name("machine-0.2.0.json")
+    stated = {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+    read = load_machine(path).as_json()
+    assert {key: read.get(key) for key in stated} == stated
