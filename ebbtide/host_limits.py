@@ -108,7 +108,7 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def own_cores() -> set[int]:
-    """Return the logical cores that this process may run on; those of the host where the system has no affinity."""
+    """Return the logical cores that this process may run on: all cores where the system has no affinity."""
     if not hasattr(os, "sched_getaffinity"):
         return set(range(os.cpu_count() or 1))
     return os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""Registers commands: the files in the folder `commands`, and those of features."""
+"""Registers commands: files in the folder `commands`, and commands that features plug in."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _kept_stdout() -> TextIO:
 
 
 def _duplicate(descriptor: int) -> int:
-    """Return another descriptor of a file, above those of the standard streams, of which one may be closed."""
+    """Duplicate a descriptor to a number above the standard streams: one of them may be closed."""
     try:
         import fcntl
     except ImportError:

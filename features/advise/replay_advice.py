@@ -57,7 +57,7 @@ class ReplayAdvice:
         self.recommendation: Recommendation = recommend(job.workload, job.machine, settings, machine_name)
 
     def print(self, framework: Framework | None) -> None:
-        """Print the recommendation with the lines to paste; `framework` None: that of the trace, else DeepSpeed."""
+        """Print the recommendation with lines for a framework, by default for the trace's own, else for DeepSpeed."""
         settings = self._job.settings
         is_deepspeed = settings is None or bool(settings.section("zero_optimization"))
         print_recommendation(

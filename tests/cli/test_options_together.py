@@ -55,6 +55,7 @@ def test_import_and_export__refuse_what_does_not_go_together(hosts: Path, comman
         ("replay RUN --host ddr5-2ch", "--host"),
         ("sweep RUN RUN --recommend -o x", "--recommend"),
         ("replay RUN --jobs 2", "--jobs"),
+        ("replay RUN --machine h200 --machine rtx4090", "`ebbtide sweep` is for several machines"),
     ],
 )
 def test_replay_and_sweep__refuse_options_of_each_other(command_line: str, message: str) -> None:

@@ -49,7 +49,9 @@ def replay(
             "that of the workload, else the host memory of the machine",
         ),
     ] = None,
-    machine: Annotated[str | None, options.machine_option("the recorded one, else that of the trace's card")] = None,
+    machine: Annotated[
+        list[str] | None, options.machine_option("the recorded one, else that of the trace's card")
+    ] = None,
     host: options.Host = None,
     policy: Annotated[list[str] | None, options.policy_option("all built-in ones; systems: all other systems")] = None,
     policy_file: options.PolicyFile = None,
@@ -82,7 +84,9 @@ def replay(
     """Predict the iteration time under other offload policies, and the lower bound for any policy.
 
     `ebbtide sweep` replays several jobs, machines or sizes."""
-    machine = options.machine_in_host(machine, host)
+    if len(machine or ()) > 1:
+        raise typer.BadParameter("--machine is given more than once: `ebbtide sweep` is for several machines")
+    stated_name = options.machine_in_host(machine[0] if machine else None, host)
     explain = explain or (print_all and not recommend)
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
     free, host_free = (options.size(text) if text else None for text in (free_bytes, host_free_bytes))
@@ -105,8 +109,8 @@ def replay(
     ):
         recording = open_trace(path) if path else None
         job = inputs.resolve_workload(recording, workload, job_size, free, host_free, policy or ())
-        own = inputs.own_preset(recording) if machine is None else None
-        name = machine or own
+        own = inputs.own_preset(recording) if stated_name is None else None
+        name = stated_name or own
         stated = inputs.resolve_machine(name, recording)
         rates = inputs.share_box(stated, ranks_per_host, recording)
         own_notes, recorded = () if workload else job.notes, job
