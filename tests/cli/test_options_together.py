@@ -55,7 +55,9 @@ def test_import_and_export__refuse_what_does_not_go_together(hosts: Path, comman
         ("replay RUN --host ddr5-2ch", "--host"),
         ("sweep RUN RUN --recommend -o x", "--recommend"),
         ("replay RUN --jobs 2", "--jobs"),
-        ("replay RUN --machine h200 --machine rtx4090", "`ebbtide sweep` is for several machines"),
+        ("replay --workload a.json --workload b.json", "--workload is given more than once: `ebbtide sweep`"),
+        ("replay RUN --free-bytes 1GB --free-bytes 2GB", "--free-bytes is given more than once"),
+        ("replay RUN --machine h200 --machine rtx4090", "--machine is given more than once: `ebbtide sweep`"),
     ],
 )
 def test_replay_and_sweep__refuse_options_of_each_other(command_line: str, message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ebbtide.interleave.replay.replay import Replay
 
 
+Value = TypeVar("Value")
+
+
 @command(
     "Start",
     7,
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 )
 def replay(
     path: Annotated[Path | None, typer.Argument(metavar="RUN.ebb", help="Trace to take the workload from.")] = None,
-    workload: Annotated[Path | None, options.WORKLOAD] = None,
+    workload: Annotated[list[Path] | None, options.WORKLOAD] = None,
     params: options.Params = None,
     ranks: Annotated[
         int, options.valued("N", "Number of ranks that share the parameters (only with --params).", min=1)
@@ -34,7 +37,7 @@ def replay(
     forward_ms: Annotated[float, options.valued("MS", "Forward time in ms (only with --params).", min=0)] = 0.0,
     backward_ms: Annotated[float, options.valued("MS", "Backward time in ms (only with --params).", min=0)] = 0.0,
     free_bytes: Annotated[
-        str | None,
+        list[str] | None,
         options.valued(
             "SIZE",
             "Least device memory in bytes that the job leaves free, e.g. 20GiB: the free memory is shifted to it.",
@@ -42,7 +45,7 @@ def replay(
         ),
     ] = None,
     host_free_bytes: Annotated[
-        str | None,
+        list[str] | None,
         options.valued(
             "SIZE",
             "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
@@ -84,12 +87,14 @@ def replay(
     """Predict the iteration time under other offload policies, and the lower bound for any policy.
 
     `ebbtide sweep` replays several jobs, machines or sizes."""
-    if len(machine or ()) > 1:
-        raise typer.BadParameter("--machine is given more than once: `ebbtide sweep` is for several machines")
-    stated_name = options.machine_in_host(machine[0] if machine else None, host)
+    stated_name = options.machine_in_host(_only("--machine", machine), host)
+    file = _only("--workload", workload)
     explain = explain or (print_all and not recommend)
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
-    free, host_free = (options.size(text) if text else None for text in (free_bytes, host_free_bytes))
+    free, host_free = (
+        options.size(text) if text else None
+        for text in (_only("--free-bytes", free_bytes), _only("--host-free-bytes", host_free_bytes))
+    )
     check_outputs([plot, plot_schedules], save)
 
     from ebbtide import seams
@@ -108,12 +113,12 @@ def replay(
         inputs.own_policies(policy_file),
     ):
         recording = open_trace(path) if path else None
-        job = inputs.resolve_workload(recording, workload, job_size, free, host_free, policy or ())
+        job = inputs.resolve_workload(recording, file, job_size, free, host_free, policy or ())
         own = inputs.own_preset(recording) if stated_name is None else None
         name = stated_name or own
         stated = inputs.resolve_machine(name, recording)
         rates = inputs.share_box(stated, ranks_per_host, recording)
-        own_notes, recorded = () if workload else job.notes, job
+        own_notes, recorded = () if file else job.notes, job
         job = inputs.note_other_machine(recorded, rates, recording, free is not None)
         settings = recorded_job(recording) if recording is not None else None
         if adviser is not None:
@@ -166,6 +171,13 @@ def replay(
             gains = "" if explain else ", --explain (what each mechanism gains, and where the state is)"
             echo_line(f"next: --recommend (the best with any overlap, and what to paste){gains}")
     print_outputs(plot, plot_schedules, save)
+
+
+def _only(option: str, values: list[Value] | None) -> Value | None:
+    """Return the value of an option, of which a sweep takes several."""
+    if len(values or ()) > 1:
+        raise typer.BadParameter(f"{option} is given more than once: `ebbtide sweep` is for several values")
+    return values[0] if values else None
 
 
 def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> inputs.JobSize | None:
