@@ -60,12 +60,18 @@ static void append(const void *record, size_t bytes) {
     used_bytes += bytes;
 }
 
+/* The function whose call issued an activity, and its name as CUPTI has it. */
+#define CALL(function) {CUPTI_RUNTIME_TRACE_CBID_##function, #function}
+static const struct {
+    CUpti_CallbackId id;
+    const char *name;
+} calls[] = {[COPY] = CALL(cudaMemcpyAsync_v3020),
+             [FILL] = CALL(cudaMemsetAsync_v3020),
+             [LAUNCH] = CALL(cudaLaunchKernel_v7000)};
+
 static void append_call(const struct activity *activity) {
-    CUpti_CallbackId function = activity->kind == COPY   ? CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyAsync_v3020
-                                : activity->kind == FILL ? CUPTI_RUNTIME_TRACE_CBID_cudaMemsetAsync_v3020
-                                                         : CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000;
     CUpti_ActivityAPI call = {.kind = CUPTI_ACTIVITY_KIND_RUNTIME,
-                              .cbid = function,
+                              .cbid = calls[activity->kind].id,
                               .start = record_time(activity->issued_s - 2e-6),
                               .end = record_time(activity->issued_s),
                               .processId = (uint32_t)getpid(),
@@ -240,6 +246,16 @@ CUptiResult cuptiGetVersion(uint32_t *version) {
 CUptiResult cuptiGetTimestamp(uint64_t *now_ns) {
     *now_ns = timestamp ? timestamp() : realtime_ns();
     return CUPTI_SUCCESS;
+}
+
+CUptiResult cuptiGetCallbackName(CUpti_CallbackDomain domain, uint32_t id, const char **name) {
+    if (domain != CUPTI_CB_DOMAIN_RUNTIME_API) return CUPTI_ERROR_INVALID_PARAMETER;
+    for (size_t call = 0; call < sizeof calls / sizeof *calls; call++) {
+        if (calls[call].id != id) continue;
+        *name = calls[call].name;
+        return CUPTI_SUCCESS;
+    }
+    return CUPTI_ERROR_INVALID_PARAMETER;
 }
 
 CUptiResult cuptiGetResultString(CUptiResult result, const char **text) {
