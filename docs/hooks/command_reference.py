@@ -7,8 +7,9 @@ from typing import Any, get_args
 import typer
 from mkdocs.structure.files import File, InclusionLevel
 
-from ebbtide.cli import first_sentence, make_app
+from ebbtide.cli import make_app
 from ebbtide.cli.command import HEADINGS, Command, find_commands
+from ebbtide.cli.help import first_sentence, is_listed
 
 MARKER = "<!-- list of all commands -->"
 
@@ -37,7 +38,7 @@ def _page(entry: Command, command: Any) -> list[str]:
     lines = [f"# ebbtide {name}", "", "```", " ".join(part for part in synopsis if part), "```", "", command.help, ""]
     lines += ["```console", *(f"$ ebbtide {example}" for example in entry.examples), "```", ""]
     lines += ["| argument or option | meaning | default |", "| --- | --- | --- |"]
-    return lines + [_row(parameter) for parameter in (*arguments, *options) if not parameter.hidden]
+    return lines + [_row(parameter) for parameter in (*arguments, *options) if is_listed(parameter)]
 
 
 def _synopsis(argument: Any) -> str:

@@ -1,16 +1,15 @@
 """The command line."""
 
 import os
-import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-import typer.core
 
 import ebbtide
-from ebbtide.cli.command import HEADINGS, Command, extra_of, find_commands, without_alias
+from ebbtide.cli.command import extra_of, find_commands, without_alias
+from ebbtide.cli.help import AllCommands, OneCommand
 from ebbtide.cli.printing import echo, echo_error, output_width, own_stdout, prints_to_terminal
 
 # Least width of a help whose options have frames around them.
@@ -23,7 +22,7 @@ def make_app(command: str | None = None) -> typer.Typer:
     markup: Literal["rich"] | None = "rich" if prints_to_terminal() and output_width() >= _PANEL_WIDTH else None
     app = typer.Typer(
         name="ebbtide",
-        cls=_Commands,
+        cls=AllCommands,
         rich_markup_mode=markup,
         invoke_without_command=True,
         add_completion=False,
@@ -35,34 +34,10 @@ def make_app(command: str | None = None) -> typer.Typer:
         run_command = entry.run if entry.shares_stdout else own_stdout()(entry.run)
         settings = {"allow_interspersed_args": False} if entry.runs_a_job else {}
         lines = "\n".join(f"  ebbtide {example}" for example in entry.examples)
-        app.command(entry.name, context_settings=settings, epilog=f"\b\nExamples:\n{lines}" if lines else None)(
-            run_command
-        )
+        examples = f"\b\nExamples:\n{lines}" if lines else None
+        register = app.command(entry.name, cls=OneCommand, context_settings=settings, epilog=examples)
+        register(run_command)
     return app
-
-
-class _Commands(typer.core.TyperGroup):
-    """The help of all commands: those to begin with a line each, the others by heading."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        first, *others = HEADINGS
-        commands = find_commands(None)
-        formatter.write_usage(ctx.command_path, "COMMAND ...")
-        formatter.write_paragraph()
-        formatter.write_text(self.help or "")
-        with formatter.section("Commands"):
-            formatter.write_dl([(c.name, first_sentence(c)) for c in commands if c.heading == first])
-        with formatter.section("More commands"):
-            names = {heading: ", ".join(c.name for c in commands if c.heading == heading) for heading in others}
-            formatter.write_dl([(heading.lower(), text) for heading, text in names.items()])
-        with formatter.section("Help"):
-            formatter.write_text("ebbtide COMMAND --help has the options and examples; ebbtide --version the version.")
-
-
-def first_sentence(entry: Command) -> str:
-    """Return the first sentence of what a command does."""
-    text = " ".join((entry.run.__doc__ or "").split())
-    return re.split(r"(?<=[.?]) ", text)[0]
 
 
 def _print_version(requested: bool) -> None:

@@ -22,6 +22,8 @@ def size(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+# The heading of options that few need: a help has options with a heading only where all are asked for.
+RARE = "More options"
 # Letters after a count: thousands, millions, billions (B or G) and trillions.
 _SCALES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
@@ -122,7 +124,10 @@ Host = Annotated[
         "that of the machine",
     ),
 ]
-PolicyFile = Annotated[Path | None, valued("FILE.py", "Python file that registers your own policies; it is executed.")]
+PolicyFile = Annotated[
+    Path | None,
+    valued("FILE.py", "Python file that registers your own policies; it is executed.", rich_help_panel=RARE),
+]
 WORKLOAD = valued("W.json", "Workload file, instead of a trace.")
 Params = Annotated[int | None, valued("N", "Number of parameters, instead of a trace, e.g. 13e9 or 13B.", parser=count)]
 RanksPerHost = Annotated[

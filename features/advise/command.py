@@ -12,6 +12,9 @@ from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_
 from ebbtide.cli.printing import echo, echo_line, progress_bar
 from ebbtide.machines.machine import MAX_RANKS
 
+# The heading of options for the shape of a model.
+SHAPE = "Model (only with --params)"
+
 
 @command(
     "Start",
@@ -59,34 +62,46 @@ def plan(
         ),
     ] = None,
     layers: Annotated[
-        int | None, options.valued("N", "Layers (only with --params).", "by the parameters", min=1)
+        int | None, options.valued("N", "Layers.", "by the parameters", rich_help_panel=SHAPE, min=1)
     ] = None,
     hidden: Annotated[
-        int | None, options.valued("N", "Width of a layer (only with --params).", "by the parameters", min=1)
+        int | None, options.valued("N", "Width of a layer.", "by the parameters", rich_help_panel=SHAPE, min=1)
     ] = None,
-    vocabulary: Annotated[int, options.valued("N", "Entries of the vocabulary (only with --params).", min=1)] = 50_304,
+    vocabulary: Annotated[
+        int, options.valued("N", "Entries of the vocabulary.", rich_help_panel=SHAPE, min=1)
+    ] = 50_304,
     heads: Annotated[
-        int | None, options.valued("N", "Heads of attention (only with --params).", "of 128 or 64 hidden units", min=1)
+        int | None,
+        options.valued("N", "Heads of attention.", "of 128 or 64 hidden units", rich_help_panel=SHAPE, min=1),
     ] = None,
     runtime: Annotated[
         Literal["fused", "eager", "deepspeed"] | None,
-        options.valued("KIND", "What runs the job: fused, eager or deepspeed (only with --params).", "fused or eager"),
+        options.valued(
+            "KIND", "What runs the job: fused, eager or deepspeed.", "fused or eager", rich_help_panel=SHAPE
+        ),
     ] = None,
     attention: Annotated[
         Literal["flash2", "flash3", "cudnn", "math"] | None,
-        options.valued("KIND", "Attention: flash2, flash3, cudnn or math (only with --params).", "any fused one"),
+        options.valued("KIND", "Attention: flash2, flash3, cudnn or math.", "any fused one", rich_help_panel=SHAPE),
     ] = None,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="The job checkpoints activations.")] = False,
     policy: Annotated[list[str] | None, options.policy_option("all")] = None,
     sort: Annotated[
         Literal["iteration", "cost"] | None,
-        options.valued("KEY", "Order of the table: iteration or cost.", "cost with prices, else iteration"),
+        options.valued(
+            "KEY",
+            "Order of the table: iteration or cost.",
+            "cost with prices, else iteration",
+            rich_help_panel=options.RARE,
+        ),
     ] = None,
     plot: options.Plot = None,
     save_workload: Annotated[
         Path | None,
         options.valued(
-            "FILE.json", "Also write the workload file with layers (of a dry run, or with --layers and --hidden)."
+            "FILE.json",
+            "Also write the workload file with layers (of a dry run, or with --layers and --hidden).",
+            rich_help_panel=options.RARE,
         ),
     ] = None,
     code: Annotated[str | None, options.valued("M", "Print the lines to paste for this machine.")] = None,

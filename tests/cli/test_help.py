@@ -11,6 +11,7 @@ import typer.main
 from ebbtide import __version__
 from ebbtide.cli import make_app
 from ebbtide.cli.command import HEADINGS, find_commands
+from ebbtide.cli.help import is_listed
 from tests.conftest import ebbtide, ebbtide_in_process, needs_all_features
 
 COMMANDS = find_commands(None)
@@ -47,11 +48,21 @@ def test_help__says_the_same_of_an_option_in_every_command() -> None:
     helps = defaultdict(set)
     for command in typer.main.get_command(make_app()).commands.values():  # type: ignore[attr-defined]
         for parameter in command.params:
-            if parameter.param_type_name == "option" and not parameter.hidden:
+            if parameter.param_type_name == "option" and is_listed(parameter):
                 helps[tuple(parameter.opts)].add(parameter.help)
     different = {names[-1] for names, texts in helps.items() if len(texts) > 1}
     assert different == {
-        *("--backward-ms", "--by", "--format", "--forward-ms", "--layers", "--params", "--ranks", "--storage"),
+        *(
+            "--backward-ms",
+            "--by",
+            "--format",
+            "--forward-ms",
+            "--help-all",
+            "--layers",
+            "--params",
+            "--ranks",
+            "--storage",
+        ),
     }
     assert {"--output", "--plot", "--machine", "--iterations", "--steps"} <= {names[-1] for names in helps}
 
@@ -62,3 +73,20 @@ def test_help__fits_the_terminal(columns: int) -> None:
     assert max(map(len, result.stdout.splitlines())) <= columns
     assert "ebbtide replay run.ebb --recommend" in result.stdout
     assert "…" not in result.stdout
+
+
+def test_help__has_at_most_20_options_and_help_all_the_others_under_headings() -> None:
+    for entry in COMMANDS:
+        command = typer.main.get_command(make_app(entry.name)).commands[entry.name]  # type: ignore[attr-defined]
+        options = [option for option in command.params if option.param_type_name == "option"]
+        rare = [option for option in options if option.rich_help_panel]
+        shown = ebbtide_in_process(entry.name, "--help").stdout
+        names = [line.split()[0] for line in shown.splitlines() if line.startswith("  -") and line[:5] != "  -- "]
+        assert len(names) <= 20, entry.name
+        assert ("--help-all" in names) == bool(rare)
+        assert not any(f"  {option.opts[0]} " in shown for option in rare)
+        if rare:
+            everything = ebbtide_in_process(entry.name, "--help-all").stdout
+            assert f"Show {len(rare)} more options" in everything
+            assert all(f"  {option.opts[0]} " in everything for option in rare)
+            assert all(f"\n{option.rich_help_panel}:\n" in everything for option in rare)

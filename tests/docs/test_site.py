@@ -79,12 +79,13 @@ def test_command_reference__has_every_option_of_every_command(hooks: dict[str, M
     import typer
 
     from ebbtide.cli import make_app
+    from ebbtide.cli.help import is_listed
 
     pages = hooks["command_reference"].command_pages()
     assert set(pages) == set(re.findall(r"\(commands/(.+)\.md\)", hooks["command_reference"].command_list()))
     app: typer.core.TyperGroup = typer.main.get_command(make_app())  # type: ignore[assignment]
     for name, command in app.commands.items():
-        shown = [parameter for parameter in command.params if not parameter.hidden]
+        shown = [parameter for parameter in command.params if is_listed(parameter)]
         options = {option for parameter in shown for option in parameter.opts if option.startswith("-")}
         assert {option for option in options if f"`{option}" not in pages[name]} == set()
     least = "| `--min-bytes SIZE` | Minimum free memory of a window in bytes, e.g. 500MB or 2GiB. | `1GiB` |"

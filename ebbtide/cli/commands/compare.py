@@ -42,7 +42,13 @@ def compare(
     ] = None,
     subgroup_params: Annotated[
         int | None,
-        options.valued("N", "Parameters per subgroup, e.g. 1e8.", "a tenth of the model", parser=options.count),
+        options.valued(
+            "N",
+            "Parameters per subgroup, e.g. 1e8.",
+            "a tenth of the model",
+            rich_help_panel=options.RARE,
+            parser=options.count,
+        ),
     ] = None,
     memory_budget: Annotated[
         str | None,
@@ -64,11 +70,15 @@ def compare(
             "MS",
             "Time that each forward waits, in addition to its arithmetic (only emulated devices).",
             "that of all updates on the CPU if a policy has an overlap, else 0",
+            rich_help_panel=options.RARE,
             min=0,
         ),
     ] = None,
     backward_ms: Annotated[
-        float | None, options.valued("MS", "The same of each backward.", "twice that of the forward", min=0)
+        float | None,
+        options.valued(
+            "MS", "The same of each backward.", "twice that of the forward", rich_help_panel=options.RARE, min=0
+        ),
     ] = None,
     machine: Annotated[
         str | None,
@@ -94,7 +104,9 @@ def compare(
     layers: Annotated[
         bool, typer.Option("--layers", help="Compare choices for weights and activations of layers, not policies.")
     ] = False,
-    seed: Annotated[int, options.valued("N", "Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
+    seed: Annotated[
+        int, options.valued("N", "Seed of weights and tokens.", rich_help_panel=options.RARE, min=0, max=2**63 - 1)
+    ] = 0,
     plot: options.Plot = None,
     save: options.Save = None,
     force: options.Force = False,

@@ -34,8 +34,12 @@ def replay(
         int, options.valued("N", "Number of ranks that share the parameters (only with --params).", min=1)
     ] = 1,
     ranks_per_host: options.RanksPerHost = None,
-    forward_ms: Annotated[float, options.valued("MS", "Forward time in ms (only with --params).", min=0)] = 0.0,
-    backward_ms: Annotated[float, options.valued("MS", "Backward time in ms (only with --params).", min=0)] = 0.0,
+    forward_ms: Annotated[
+        float, options.valued("MS", "Forward time in ms (only with --params).", rich_help_panel=options.RARE, min=0)
+    ] = 0.0,
+    backward_ms: Annotated[
+        float, options.valued("MS", "Backward time in ms (only with --params).", rich_help_panel=options.RARE, min=0)
+    ] = 0.0,
     free_bytes: Annotated[
         list[str] | None,
         options.valued(
@@ -58,7 +62,9 @@ def replay(
     host: options.Host = None,
     policy: Annotated[list[str] | None, options.policy_option("all built-in ones; systems: all other systems")] = None,
     policy_file: options.PolicyFile = None,
-    baseline: Annotated[str | None, options.valued("P", "Baseline policy for speed-ups.", "the first one")] = None,
+    baseline: Annotated[
+        str | None, options.valued("P", "Baseline policy for speed-ups.", "the first one", rich_help_panel=options.RARE)
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also print the gain of each mechanism.")] = False,
     recommend: Annotated[
         bool, typer.Option("--recommend", help="Print the best policy of any overlap, and what to paste for it.")
@@ -78,7 +84,10 @@ def replay(
     ] = False,
     plot: options.Plot = None,
     plot_schedules: Annotated[
-        Path | None, options.valued("FILE", "Also draw each policy's operations by resource into this file.")
+        Path | None,
+        options.valued(
+            "FILE", "Also draw each policy's operations by resource into this file.", rich_help_panel=options.RARE
+        ),
     ] = None,
     save: options.Save = None,
     force: options.Force = False,
