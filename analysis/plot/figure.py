@@ -15,8 +15,8 @@ from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iterations import on_device_clock
 from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.plot.kinds import Layout, find_kind
-from ebbtide.analysis.plot.kinds.windows import IdlePanel, WindowsPanel
-from ebbtide.analysis.plot.panels import NOTE_COLOR, IterationRange, PlotPanel, draw_phases, make_views, shared_scale
+from ebbtide.analysis.plot.kinds.windows import IdleDrawing, WindowsDrawing
+from ebbtide.analysis.plot.panels import NOTE_COLOR, IterationRange, PanelDrawing, draw_phases, make_views, shared_scale
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.profiler.trace import Trace
@@ -55,27 +55,27 @@ def draw(
     if kind == "windows":
         traces = [*map(on_device_clock, traces)]
     stacks = [drawer.panels(view, layout) for view in make_views(traces, span, rank)]
-    panels = [panel for stack in stacks for panel in stack]
+    panels = [drawing for stack in stacks for drawing in stack]
     scales = {name: shared_scale([p for p in panels if p.name == name]) for name in {p.name for p in panels}}
-    heights = [panel.height for panel in panels]
+    heights = [drawing.height for drawing in panels]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.95 * len(stacks) + 0.2), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     names = _names(traces)
     figure.set_label(f"ebbtide: {drawer.CONTENT} of {', '.join(names)}")
     rows = iter(np.atleast_1d(figure.subplots(len(panels), 1, height_ratios=heights)).ravel())
-    drawn = [[(next(rows), panel, scales[panel.name]) for panel in stack] for stack in stacks]
+    drawn = [[(next(rows), drawing, scales[drawing.name]) for drawing in stack] for stack in stacks]
     for name, stack in zip(names, drawn, strict=True):
-        for index, (axes, panel, scale) in enumerate(stack):
-            _draw_panel(axes, panel, scale, is_first=index == 0, is_last=index == len(stack) - 1)
+        for index, (axes, drawing, scale) in enumerate(stack):
+            _draw_panel(axes, drawing, scale, is_first=index == 0, is_last=index == len(stack) - 1)
         _set_title(stack[0][0], name)
     figure.draw_without_rendering()
     # Texts from here on are fitted into the layout as it is now.
     figure.set_layout_engine("none")
     for name, stack in zip(names, drawn, strict=True):
-        _write_head(*stack[0][:2], name, _notes([panel for _, panel, _ in stack], kind))
-        for axes, panel, scale in stack:
-            if isinstance(panel, (WindowsPanel, IdlePanel)):
-                panel.annotate(axes, scale)
+        _write_head(*stack[0][:2], name, _notes([drawing for _, drawing, _ in stack], kind))
+        for axes, drawing, scale in stack:
+            if isinstance(drawing, (WindowsDrawing, IdleDrawing)):
+                drawing.annotate(axes, scale)
     return figure
 
 
@@ -85,10 +85,10 @@ def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
     figure.savefig(file, format=format, metadata={"Title": figure.get_label()})
 
 
-def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_last: bool) -> None:
-    axis = panel.view.axis
-    handles = panel.draw(axes, scale)
-    bands = draw_phases(axes, panel.view, panel.on_gpu) if panel.shows_phases else []
+def _draw_panel(axes: Axes, drawing: PanelDrawing, scale: Scale, is_first: bool, is_last: bool) -> None:
+    axis = drawing.view.axis
+    handles = drawing.draw(axes, scale)
+    bands = draw_phases(axes, drawing.view, drawing.panel.on_gpu) if drawing.shows_phases else []
     if is_first:
         handles += bands
     axes.set_xlim(0, axis.length_ns / axis.unit_ns)
@@ -114,21 +114,21 @@ def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_l
         text.set_parse_math(False)
 
 
-def _notes(stack: Sequence[PlotPanel], kind: str) -> str:
+def _notes(stack: Sequence[PanelDrawing], kind: str) -> str:
     """Return the line below a trace's name: rank, device, remarks."""
     view = stack[0].view
     notes = [f"rank {view.rank}"] if len(view.trace.ranks) > 1 and kind != "ranks" else []
     notes += [name] if (name := first_device(view.trace, view.rank).name) else []
-    names = {panel.name for panel in stack}
+    names = {drawing.name for drawing in stack}
     if kind in ("both", "all"):
         notes += ["no memory was recorded"] if not names & {"memory", "host memory"} else []
         notes += ["no GPU link was recorded"] if "link" not in names else []
     if not view.has_room_for_phases and kind != "ranks":
         notes.append("phases too short to draw: show fewer --iterations")
-    elif view.has_gpu_times and any(panel.on_gpu for panel in stack):
-        on_gpu = " and ".join(panel.name for panel in stack if panel.on_gpu)
+    elif view.has_gpu_times and any(drawing.panel.on_gpu for drawing in stack):
+        on_gpu = " and ".join(drawing.name for drawing in stack if drawing.panel.on_gpu)
         notes.append(f"phases behind the {on_gpu}: GPU times")
-    return " · ".join([*notes, *(remark for panel in stack for remark in panel.remarks)])
+    return " · ".join([*notes, *(remark for drawing in stack for remark in drawing.notes)])
 
 
 def _set_title(axes: Axes, name: str) -> None:
@@ -136,7 +136,7 @@ def _set_title(axes: Axes, name: str) -> None:
     axes.set_title(name, loc="left", fontsize=_TITLE_SIZE, pad=29, parse_math=False)
 
 
-def _write_head(axes: Axes, panel: PlotPanel, name: str, notes: str) -> None:
+def _write_head(axes: Axes, drawing: PanelDrawing, name: str, notes: str) -> None:
     """Fit name, notes and numbers of iterations into the room above the panels of a trace."""
     figure = cast(Figure, axes.get_figure())
     room = (1 - axes.get_position().x0) * _WIDTH * 72 - 6
@@ -144,7 +144,7 @@ def _write_head(axes: Axes, panel: PlotPanel, name: str, notes: str) -> None:
     text = shorten_text(figure, plain_text(notes), _NOTE_SIZE, room)
     style: dict[str, Any] = {"fontsize": _NOTE_SIZE, "color": NOTE_COLOR, "parse_math": False}
     axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, 15), textcoords="offset points", **style)
-    spans, axis = panel.view.iteration_spans(panel.on_gpu), panel.view.axis
+    spans, axis = drawing.view.iteration_spans(drawing.panel.on_gpu), drawing.view.axis
     middles = (axis.x(spans["start_ns"].to_numpy()) + axis.x(spans["end_ns"].to_numpy())) / 2
     number_iterations(axes, middles, spans["iteration"].tolist())
 

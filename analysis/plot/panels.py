@@ -135,30 +135,28 @@ _NARROW_WIDTH = 1.1
 
 
 @dataclass(frozen=True)
-class PlotPanel(ABC):
-    """One panel of a figure, of one view; subclasses draw it."""
+class PanelDrawing(ABC):
+    """The drawing of a panel in a figure; subclasses draw it."""
 
     view: View  # Trace, rank and interval.
     height: float  # Inches.
-    name: str = field(kw_only=True, default="")  # Panels of one name share a scale.
+    panel: TimelinePanel
     level_required: bool = field(kw_only=True, default=False)  # Whether the level must be on the scale.
-    remarks: Sequence[str] = field(kw_only=True, default=())  # Remarks for the line above the panel.
-    largest: float = field(kw_only=True, default=1.0)  # Largest value of its lines, bytes or bytes/s.
-    # Capacity in bytes or peak in bytes/s, a line across; None where unknown.
-    level: float | None = field(kw_only=True, default=None)
-    on_gpu: bool = field(kw_only=True, default=False)  # Whether its times are those of the GPU.
+    remarks: Sequence[str] = field(kw_only=True, default=())  # Remarks for the line above, before those of the panel.
     shows_phases: ClassVar[bool] = True  # Whether phases are drawn behind it.
+
+    @property
+    def name(self) -> str:
+        return self.panel.name
+
+    @property
+    def notes(self) -> list[str]:
+        """All remarks for the line above."""
+        return [*self.remarks, *filter(None, [self.panel.reduction_note])]
 
     @abstractmethod
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         """Draw everything except phases; return the artists that the legend lists."""
-
-
-def content_fields(content: TimelinePanel) -> dict[str, Any]:
-    """Return the fields of a panel that shows lines, which follow from these."""
-    fields = {"content": content, "name": content.name, "largest": content.largest, "level": content.level}
-    note = content.reduction_note
-    return {**fields, "on_gpu": content.is_link, "remarks": () if note is None else (note,)}
 
 
 def draw_level(axes: Axes, view: View, level: float, scale: Scale, label: str) -> list[Artist]:
@@ -170,13 +168,15 @@ def draw_level(axes: Axes, view: View, level: float, scale: Scale, label: str) -
     return list(axes.plot([0, length], [level / scale.size] * 2, label=label, **style))
 
 
-def shared_scale(panels: Sequence[PlotPanel]) -> Scale:
-    with_level = [(panel.level, panel.level_required) for panel in panels if panel.level is not None]
+def shared_scale(drawings: Sequence[PanelDrawing]) -> Scale:
+    """Choose the scale of drawings of one name."""
+    levels = [(drawing.panel.level, drawing.level_required) for drawing in drawings]
+    known = [(level, required) for level, required in levels if level is not None]
     return value_scale(
-        max(panel.largest for panel in panels),
-        [level for level, _ in with_level],
-        [level for level, required in with_level if required],
-        rates=panels[0].name == "link",
+        max(drawing.panel.largest for drawing in drawings),
+        [level for level, _ in known],
+        [level for level, required in known if required],
+        rates=drawings[0].panel.is_link,
     )
 
 
@@ -220,7 +220,7 @@ def draw_phases(axes: Axes, view: View, on_gpu: bool) -> list[Artist]:
 
 
 @dataclass(frozen=True)
-class PhasesPanel(PlotPanel):
+class PhasesDrawing(PanelDrawing):
     """Phases alone, of a trace without anything else to draw."""
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:

@@ -12,7 +12,7 @@ from ebbtide.analysis.metrics.link import LinkUse
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.rank_series import phase_series
 from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.analysis.report.chart_panels import ChartLanes, ChartPanel
+from ebbtide.analysis.report.page_panels import Lanes
 from ebbtide.analysis.report.timeline import timeline_json
 from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_content
 from ebbtide.analysis.tables import link as link_tables
@@ -21,6 +21,7 @@ from ebbtide.analysis.tables.iterations import iteration_table
 from ebbtide.analysis.tables.substeps import step_table, subgroup_table
 from ebbtide.analysis.tables.table import Table
 from ebbtide.analysis.tables.windows import longest_table, recurring_table, windows_note
+from ebbtide.analysis.timeline.panels import TimelinePanel
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.features.memory.tables import holder_tables, holders_text
 from ebbtide.profiler.trace import Trace
@@ -47,8 +48,8 @@ class RankView:
     # Argument of Bokeh.embed.embed_item; None where nothing was recorded that a timeline could show.
     timeline: dict[str, Any] | None
     unit: str  # Unit of the time axis.
-    panels: Sequence[ChartPanel]  # Panels of the timeline, whose lines the page lists.
-    lanes: ChartLanes  # Lanes of activity of the timeline, whose areas the page lists.
+    panels: Sequence[TimelinePanel]  # Panels of the timeline, whose lines the page lists.
+    lanes: Lanes  # Lanes of activity of the timeline, whose areas the page lists.
     timeline_notes: Sequence[str]  # Remarks on the timeline.
     sections: Sequence[Section]  # Sections of tables; only those with content.
 

@@ -15,10 +15,10 @@ from bokeh.layouts import column
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from ebbtide.analysis.report.chart_panels import ChartLanes, ChartLine, ChartPanel
+from ebbtide.analysis.report.page_panels import Lanes
 from ebbtide.analysis.report.timeline_content import WINDOW_TOOLTIP, ChartBoxes, TimelineContent
 from ebbtide.analysis.timeline.axis import TimeAxis
-from ebbtide.analysis.timeline.panels import TimelineStack
+from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel, TimelineStack
 from ebbtide.analysis.timeline.styles import COLORS, LEVEL, PHASE_OPACITY, RECURRING, WINDOW
 
 # Boxes of phases have no lines in front of them: the strongest is opaque.
@@ -51,14 +51,15 @@ def color_styles() -> str:
     return f":root {{ {light} }}\n{dark_style}\n{fills}\n"
 
 
-def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
+def draw_line(plot: Any, panel: TimelinePanel, line: TimelineLine, axis: TimeAxis) -> None:
     """Draw a step function, the area of a band or below a rate, and marks for impossible rates. The renderer of a line
     has its key as name, that of the area `KEY/area`."""
-    y = line.y.astype(np.float32)
-    columns = {"x": line.x, "y": y}
+    key, size = panel.key(line), panel.scale.size
+    y = _until_end(line.sign * line.values / size)
+    columns = {"x": axis.x(line.edges), "y": y}
     area = None
     if line.lowest is not None:
-        columns["lowest"] = line.lowest.astype(np.float32)
+        columns["lowest"] = _until_end(line.lowest / size)
         area = models.VAreaStep(x="x", y1="lowest", y2="y", step_mode="after", fill_alpha=_BAND_OPACITY)
     elif line.style.fill is not None:
         # Areas have no gaps: an unknown rate is an area without height.
@@ -66,13 +67,20 @@ def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
         area = models.VAreaStep(x="x", y1=0, y2="filled", step_mode="after")
     source = models.ColumnDataSource(columns)
     if area is not None:
-        _add_renderer(plot, f"{line.key}/area", [line.style.fill or line.style.color], source, area)
-    step = models.Step(x="x", y="y", mode="after", line_width=line.width, line_dash=line.dash)
-    _add_renderer(plot, line.key, [line.style.color], source, step)
-    if len(line.above_peak):
-        marks = models.ColumnDataSource({"x": line.above_peak, "y": np.full(len(line.above_peak), line.sign * edge)})
+        _add_renderer(plot, f"{key}/area", [line.style.fill or line.style.color], source, area)
+    width, dash = line.style.on_screen
+    step = models.Step(x="x", y="y", mode="after", line_width=width, line_dash=dash)
+    _add_renderer(plot, key, [line.style.color], source, step)
+    if len(line.above_peak_ns):
+        times = axis.x(line.above_peak_ns)
+        marks = models.ColumnDataSource({"x": times, "y": np.full(len(times), line.sign * panel.scale.units)})
         marker = models.Scatter(x="x", y="y", size=7, marker="triangle" if line.sign > 0 else "inverted_triangle")
-        _add_renderer(plot, f"{line.key}/above peak", [line.style.color], marks, marker)
+        _add_renderer(plot, f"{key}/above peak", [line.style.color], marks, marker)
+
+
+def _until_end(values: Any) -> Any:
+    """Return the values of steps with that of the last one again, at its end."""
+    return np.append(values, values[-1]).astype(np.float32)
 
 
 def draw_stack(
@@ -226,7 +234,7 @@ def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
     return plot
 
 
-def _lanes_plot(lanes: ChartLanes, axis: TimeAxis, x_range: models.Range1d) -> Any:
+def _lanes_plot(lanes: Lanes, axis: TimeAxis, x_range: models.Range1d) -> Any:
     """Draw a lane for each kind of activity; the values of each are percent, on a range of its own."""
     rows, full = len(lanes), 100 / _LANE_FILL
     names = {rows - row - 1 + _LANE_FILL / 2: name for row, name in enumerate(lanes)}
@@ -239,22 +247,24 @@ def _lanes_plot(lanes: ChartLanes, axis: TimeAxis, x_range: models.Range1d) -> A
     return plot
 
 
-def _panel_plot(panel: ChartPanel, content: TimelineContent, x_range: models.Range1d) -> Any:
-    y_range = models.Range1d(start=panel.bottom, end=panel.top, bounds=(panel.bottom, None))
+def _panel_plot(panel: TimelinePanel, content: TimelineContent, x_range: models.Range1d) -> Any:
+    scale = panel.scale
+    bottom = -scale.units if panel.is_link else 0.0
+    y_range = models.Range1d(start=bottom, end=scale.units, bounds=(bottom, None))
     # Host memory is the main panel of a job without a GPU.
     kind = "memory" if panel is content.panels[0] and panel.name == "host memory" else panel.name
     plot = _figure(panel.name, _HEIGHTS[kind], x_range, y_range)
-    plot.yaxis.axis_label = f"{panel.name} ({panel.unit})"
+    plot.yaxis.axis_label = f"{panel.name} ({scale.unit})"
     plot.yaxis.ticker.desired_num_ticks = 5
     plot.yaxis.minor_tick_line_alpha = plot.xaxis.minor_tick_line_alpha = 0
-    if panel is content.panels[0] and content.windows is not None and panel.level is not None:
-        add_tooltip(plot, [draw_boxes(plot, "window", content.windows, "bottom", panel.level)], WINDOW_TOOLTIP)
+    levels = [] if panel.level is None else [panel.level / scale.size]
+    if panel is content.panels[0] and content.windows is not None and levels:
+        add_tooltip(plot, [draw_boxes(plot, "window", content.windows, "bottom", levels[0])], WINDOW_TOOLTIP)
     if panel.stack is not None:
-        draw_stack(plot, panel.name, panel.stack, content.axis, panel.scale.size)
+        draw_stack(plot, panel.name, panel.stack, content.axis, scale.size)
     for line in panel.lines:
-        draw_line(plot, line, edge=panel.top)
-    levels = [] if panel.level is None else [panel.level]
-    if panel.bottom < 0:
+        draw_line(plot, panel, line, content.axis)
+    if panel.is_link:
         # Rates of both directions: their labels are without a sign (templates/timeline.js).
         plot.yaxis.tags = ["unsigned"]
         plot.add_layout(Span(location=0, dimension="width", line_width=1, tags=["level"]))

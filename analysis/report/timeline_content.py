@@ -9,10 +9,11 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.windows import Windows
-from ebbtide.analysis.report.chart_panels import ChartLanes, ChartPanel, chart_lanes, chart_panels
+from ebbtide.analysis.report.page_panels import Lanes, page_lanes, page_panels, panel_notes
 from ebbtide.analysis.tables.table import NOT_KNOWN
 from ebbtide.analysis.timeline.axis import BoxSampler, TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import phase_boxes, recurring_boxes, substep_lanes, window_boxes
+from ebbtide.analysis.timeline.panels import TimelinePanel
 from ebbtide.analysis.timeline.styles import OTHER_SUBSTEP, SUBSTEP_COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.phases import PHASES
@@ -62,11 +63,11 @@ def substep_chart_boxes(rows: pd.DataFrame, axis: TimeAxis) -> dict[str, ChartBo
     return by_color
 
 
-def window_chart_boxes(rows: pd.DataFrame, axis: TimeAxis, level: float, size: float) -> ChartBoxes:
+def window_chart_boxes(rows: pd.DataFrame, axis: TimeAxis, level_bytes: float, size: float) -> ChartBoxes:
     """Return boxes of windows (`window_boxes`), each from the peak of its memory (column `bottom`) up to the level, in
-    the unit of the panel; `size` is the bytes per unit."""
+    the unit of the panel, of `size` bytes."""
     columns = {
-        "bottom": (level - rows["free_bytes"].to_numpy() / size).astype(np.float32),
+        "bottom": ((level_bytes - rows["free_bytes"].to_numpy()) / size).astype(np.float32),
         "phase": [phase or "the whole trace" for phase in rows["phase"]],
         "iteration": [NOT_KNOWN if pd.isna(number) else str(int(number)) for number in rows["iteration"]],
         "span": [f"{ms_text(s)} to {ms_text(e)}" for s, e in zip(rows["start_ms"], rows["end_ms"], strict=True)],
@@ -142,8 +143,8 @@ class TimelineContent:
     axis: TimeAxis  # The time axis. 0 is the start of the first iteration, or of the trace where it has none.
     initial: tuple[int, int]  # Start and end of what is shown at first, ns: the iterations.
     strips: Sequence[Strip]  # Rows of boxes, from the top.
-    lanes: ChartLanes  # Lanes of the GPU's activity, below the strips; none where kernels were not recorded.
-    panels: Sequence[ChartPanel]  # Panels of lines, from the top.
+    lanes: Lanes  # Lanes of the GPU's activity, below the strips; none where kernels were not recorded.
+    panels: Sequence[TimelinePanel]  # Panels of lines, from the top.
     iterations: Sequence[IterationLabel]  # Numbers of iterations.
     windows: ChartBoxes | None  # Windows of free memory, boxes of the first panel; None where there are none.
     notes: Sequence[str]  # Remarks on what is drawn, and how.
@@ -167,8 +168,8 @@ def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: D
     initial = (int(starts.min()), int(ends.max())) if len(spans) else recorded
     start, end = recorded[0], max(recorded[1], recorded[0] + 1)
     axis = TimeAxis(initial[0], start, end, end - start)
-    panels = chart_panels(trace, rank, axis, limits.points)
-    lanes, lane_notes = chart_lanes(trace, rank, axis, limits.points)
+    panels = page_panels(trace, rank, axis, limits.points)
+    lanes, lane_notes = page_lanes(trace, rank, axis, limits.points)
     sampler = BoxSampler(starts, _box_count(trace, rank, windows, len(starts)), limits.boxes)
     of_substeps = BoxSampler(starts, len(trace.ops(rank)), limits.boxes)
     strips = list(_strips(trace, rank, axis, windows, sampler, of_substeps))
@@ -187,7 +188,11 @@ def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: D
         panels=panels,
         iterations=[IterationLabel(*label) for label in labels],
         windows=drawn,
-        notes=[*lane_notes, *(note for panel in panels for note in panel.notes), *_box_notes(sampler, of_substeps)],
+        notes=[
+            *lane_notes,
+            *(note for panel in panels for note in panel_notes(panel)),
+            *_box_notes(sampler, of_substeps),
+        ],
     )
 
 

@@ -17,7 +17,12 @@ def link_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) 
     builder = _LineBuilder(trace, rank, axis, resolution)
     lines = [line for direction in DIRECTIONS for line in builder.lines(direction)]
     peak = link_peak(trace, rank)
-    return TimelinePanel("link", lines, peak, "" if peak is None else f"peak {rate_text(peak)}") if lines else None
+    label = "" if peak is None else f"peak {rate_text(peak)}"
+    return TimelinePanel("link", lines, peak, label, on_gpu=True) if lines else None
+
+
+# Of each direction: h2d is drawn upwards, d2h downwards.
+_SIGNS = {"h2d": 1, "d2h": -1}
 
 
 class _LineBuilder:
@@ -72,6 +77,7 @@ class _LineBuilder:
             rates,
             link_style(direction, dash),
             detail=detail,
+            sign=_SIGNS[direction],
             above_peak_ns=middles[rates > self._peak],
             slot_ns=self._slot_ns if is_reduced else None,
         )
@@ -100,6 +106,7 @@ class _LineBuilder:
                 edges,
                 values,
                 link_style(direction, SOLID),
+                sign=_SIGNS[direction],
                 above_peak_ns=above_peak,
                 slot_ns=self._slot_ns if is_reduced else None,
             )

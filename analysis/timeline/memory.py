@@ -35,12 +35,13 @@ def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Res
     lines = _lines(trace, rank, pools, axis, resolution)
     if stack is not None:
         lines = tuple(replace(line, style=STACK_TOP) if line.name == _WHOLE else line for line in lines)
+    pool = None if capacity is None else devices.free_pool(trace)
     return TimelinePanel(
         "host memory" if devices.ran_on_cpu(trace) else "memory",
         lines,
         capacity,
         "" if capacity is None else f"{devices.capacity_name(trace)} {bytes_text(capacity)}",
-        None if capacity is None else devices.free_pool(trace),
+        pool if any(line.name == pool for line in lines) else None,
         stack,
     )
 

@@ -1,7 +1,10 @@
 """Panels of a timeline: lines and stacks of areas of one quantity, and the scale of their values."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -118,6 +121,7 @@ class TimelineLine:
     # Smallest value of each step of a band, whose largest values are in `values`; None for a plain line.
     lowest: Floats | Ints | None = None
     detail: str = ""  # Addition to the name in legends, such as " pinned".
+    sign: int = 1  # -1 for a line that is drawn downwards.
     # Times of rates above the link's peak, which are impossible.
     above_peak_ns: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     slot_ns: float | None = None  # Length of the slots of a reduced line; None where every step is drawn.
@@ -129,19 +133,29 @@ class TimelineLine:
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Lines of one quantity over time."""
+    """Lines of one quantity over time, or what else a picture shows over time under a name."""
 
-    name: str  # `memory`, `host memory` or `link`.
-    lines: Sequence[TimelineLine]  # In drawing order; the lines of a link are of both directions.
+    name: str  # `memory`, `host memory` or `link`; panels of one name share a scale.
+    lines: Sequence[TimelineLine] = ()  # In drawing order; the lines of a link are of both directions.
     level: float | None = None  # Capacity (bytes) or peak (bytes/s), a line across the panel; None where unknown.
     level_label: str = ""  # Name and value of the level.
     # Pool whose line free memory is above, up to the level; None in panels without free memory.
     free_pool: str | None = None
     stack: TimelineStack | None = None  # Areas behind the lines; None in panels without.
+    on_gpu: bool = False  # Whether its times are those of the GPU.
 
     @property
     def is_empty(self) -> bool:
         return not self.lines and self.stack is None
+
+    def key(self, line: TimelineLine) -> str:
+        """Return a name of a line that is unique on a timeline."""
+        return f"{self.name}/{line.label}"
+
+    @property
+    def is_level_off_scale(self) -> bool:
+        """Whether the level is above the end of the axis."""
+        return self.level is not None and self.level > self.scale.top
 
     @property
     def is_link(self) -> bool:
@@ -158,6 +172,15 @@ class TimelinePanel:
         return float(values[values <= limit].max())
 
     @property
+    def above_peak_ns(self) -> dict[str, Ints]:
+        """Times of rates above the link's peak, by the names of the lines that have some."""
+        times: dict[str, list[Ints]] = {}
+        for line in self.lines:
+            times.setdefault(line.name, []).append(line.above_peak_ns)
+        merged = {name: np.unique(np.concatenate(parts)) for name, parts in times.items()}
+        return {name: marked for name, marked in merged.items() if len(marked)}
+
+    @property
     def reduction_note(self) -> str | None:
         """Remark on how reduced lines are drawn; None where every step is drawn."""
         slots = [line.slot_ns for line in self.lines if line.slot_ns is not None]
@@ -169,6 +192,11 @@ class TimelinePanel:
             notes.append(f"categories: at the largest sum in {ms_text(self.stack.slot_ns / 1e6)} each")
         return "; ".join(notes) or None
 
+    @cached_property
+    def scale(self) -> Scale:
+        """Scale of this panel alone."""
+        return value_scale(self.largest, [] if self.level is None else [self.level], rates=self.is_link)
+
 
 class Scale(NamedTuple):
     """Scale of a panel's values."""
@@ -176,6 +204,11 @@ class Scale(NamedTuple):
     top: float  # End of the axis, bytes or bytes/s.
     size: float  # Bytes or bytes/s per unit.
     unit: str  # Name of the unit.
+
+    @property
+    def units(self) -> float:
+        """End of the axis in units."""
+        return self.top / self.size
 
 
 def value_scale(largest: float, levels: Sequence[float], required: Sequence[float] = (), rates: bool = False) -> Scale:

@@ -22,6 +22,10 @@ class Color(NamedTuple):
     dark: str
 
 
+# Least width of a line on a screen.
+_MIN_PIXELS = 1.0
+
+
 class LineStyle(NamedTuple):
     """Style of a line."""
 
@@ -29,6 +33,12 @@ class LineStyle(NamedTuple):
     width: float  # Points.
     dash: Dash = SOLID  # See `Dash`.
     fill: str | None = None  # Key of COLORS for the area below the line; None where it is not filled.
+
+    @property
+    def on_screen(self) -> tuple[float, list[int]]:
+        """Width, and lengths of dashes and gaps, in pixels; no lengths for a solid line."""
+        width = max(self.width, _MIN_PIXELS)
+        return width, [max(1, round(length * width)) for length in self.dash]
 
 
 class AreaStyle(NamedTuple):

@@ -15,8 +15,8 @@ from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.rank_series import centered_rows, hosts_of, phase_series
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import PlotPanel, View
-from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.plot.panels import PanelDrawing, View
+from ebbtide.analysis.timeline.panels import Scale, TimelinePanel
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.errors import TraceError
 from ebbtide.phases import PHASES
@@ -37,7 +37,7 @@ _MAX_CELLS = (128, 500)
 
 
 @dataclass(frozen=True)
-class RanksPanel(PlotPanel):
+class RanksDrawing(PanelDrawing):
     """A heat map: a row per rank, a column per iteration, as wide as the iteration."""
 
     part: str
@@ -81,7 +81,7 @@ class RanksPanel(PlotPanel):
         return drawn + [Patch(fc="none", ec="none", label=text) for text in listed]
 
 
-def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
+def panels(view: View, layout: Layout) -> Sequence[PanelDrawing]:
     """Return a heat map of the late start and of each phase. Raises TraceError for one rank, or no steady iteration."""
     maps = heat_maps(view.trace)
     spans = view.iteration_spans(on_gpu=False)
@@ -99,15 +99,15 @@ def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
     comparison = f"{differing} of them differ" if differing else "which agree: none of them differs"
     remarks = (f"{len(view.trace.ranks)} ranks, {comparison}; ms behind the median rank",)
     return [
-        RanksPanel(
+        RanksDrawing(
             view,
             2 * layout.tall / len(maps),
+            TimelinePanel("ranks"),
             part,
             behind_ms,
             edges,
             levels,
             legend=index == 0,
-            name="ranks",
             remarks=remarks if index == 0 else (),
         )
         for index, (part, behind_ms) in enumerate(maps.items())

@@ -12,7 +12,7 @@ from ebbtide.errors import UserError
 from ebbtide.seams import Plug, plugs
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.plot.panels import PlotPanel, View
+    from ebbtide.analysis.plot.panels import PanelDrawing, View
 
 
 class Layout(NamedTuple):
@@ -33,7 +33,7 @@ class PlotKind(Protocol):
 
     CONTENT: str  # What the picture shows, for its title.
 
-    def panels(self, view: View, layout: Layout) -> Sequence[PlotPanel]:
+    def panels(self, view: View, layout: Layout) -> Sequence[PanelDrawing]:
         """Return the panels of one trace, from the top. Raises TraceError where nothing was recorded for it."""
 
 

@@ -9,23 +9,24 @@ from matplotlib.axes import Axes
 
 from ebbtide.analysis.metrics.missing import NO_KERNELS
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import PlotPanel, View, draw_stack
+from ebbtide.analysis.plot.panels import PanelDrawing, View, draw_stack
 from ebbtide.analysis.timeline.activity import activity_lanes
 from ebbtide.analysis.timeline.axis import PICTURE
-from ebbtide.analysis.timeline.panels import Scale, TimelineStack
+from ebbtide.analysis.timeline.panels import Scale, TimelinePanel, TimelineStack
 from ebbtide.errors import TraceError
 
 CONTENT = "GPU activity"
 _LANE_HEIGHT = 0.86
+_PANEL = TimelinePanel("activity", on_gpu=True)
 _REMARKS = ("height of a lane: share of the time",)
 
 
-def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
+def panels(view: View, layout: Layout) -> Sequence[PanelDrawing]:
     return activity_panels(view, layout.tall, required=True)
 
 
 @dataclass(frozen=True)
-class ActivityPanel(PlotPanel):
+class ActivityDrawing(PanelDrawing):
     """Lanes of activity of a rank's GPU."""
 
     lanes: Mapping[str, TimelineStack]  # By name, from the bottom.
@@ -43,9 +44,9 @@ class ActivityPanel(PlotPanel):
         return drawn
 
 
-def activity_panels(view: View, height: float, required: bool) -> list[ActivityPanel]:
+def activity_panels(view: View, height: float, required: bool) -> list[ActivityDrawing]:
     """Return the panel of a view; none where kernels were not recorded, which raises TraceError if it is `required`."""
     lanes = activity_lanes(view.trace, view.rank, view.axis, PICTURE)
     if required and not lanes:
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_KERNELS}")
-    return [ActivityPanel(view, height, lanes, name="activity", remarks=_REMARKS, on_gpu=True)] if lanes else []
+    return [ActivityDrawing(view, height, _PANEL, lanes, remarks=_REMARKS)] if lanes else []

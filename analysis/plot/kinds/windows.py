@@ -16,13 +16,13 @@ from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.kinds.memory import MemoryPanel
-from ebbtide.analysis.plot.panels import OUTLINE_COLOR, PlotPanel, View, box_properties, content_fields
+from ebbtide.analysis.plot.kinds.memory import MemoryDrawing
+from ebbtide.analysis.plot.panels import OUTLINE_COLOR, PanelDrawing, View, box_properties
 from ebbtide.analysis.plot.text import label_boxes
 from ebbtide.analysis.timeline.axis import PICTURE, PICTURE_BOXES, BoxSampler
 from ebbtide.analysis.timeline.boxes import clip_boxes, recurring_boxes, window_boxes
 from ebbtide.analysis.timeline.memory import free_memory_panel
-from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.timeline.panels import Scale, TimelinePanel
 from ebbtide.analysis.timeline.styles import COLORS, RECURRING, WINDOW, BoxStyle
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.errors import TraceError
@@ -49,7 +49,7 @@ class BoxEdges(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WindowsPanel(MemoryPanel):
+class WindowsDrawing(MemoryDrawing):
     """The line that free memory is computed from, with the windows above it."""
 
     windows: pd.DataFrame
@@ -80,13 +80,13 @@ class WindowsPanel(MemoryPanel):
 
     def _edges(self, boxes: pd.DataFrame, scale: Scale) -> BoxEdges:
         """Return boxes from the peak of each window up to the capacity."""
-        capacity = self.level or 0.0
+        capacity = self.panel.level or 0.0
         bottom = (capacity - boxes["free_bytes"].to_numpy(np.float64)) / scale.size
         return BoxEdges(*_horizontal_edges(self.view, boxes), bottom, np.full(len(boxes), capacity / scale.size))
 
 
 @dataclass(frozen=True)
-class IdlePanel(PlotPanel):
+class IdleDrawing(PanelDrawing):
     """A row per direction: the box of each window is filled to the share in which the link is idle."""
 
     windows: pd.DataFrame
@@ -126,7 +126,7 @@ class IdlePanel(PlotPanel):
         return bottom, bottom + 0.84
 
 
-def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
+def panels(view: View, layout: Layout) -> Sequence[PanelDrawing]:
     """Return the panel of windows, and the one of the idle link where it was recorded. Raises TraceError where no
     memory was recorded, or the capacity is not known."""
     min_bytes = layout.min_bytes
@@ -149,13 +149,21 @@ def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
         remarks.append(f"windows of one iteration in {sampler.stride} are drawn")
     if sampler.dropped:
         remarks.append(f"{sampler.dropped:,} shorter windows are not drawn")
-    fields = content_fields(free_memory_panel(view.trace, view.rank, view.axis, PICTURE))
-    fields |= {"remarks": [*remarks, *fields["remarks"]], "level_required": True}
-    panel = WindowsPanel(view, layout.tall, windows=windows, recurring=recurring, min_bytes=min_bytes, **fields)
-    drawn: list[PlotPanel] = [panel]
+    drawn: list[PanelDrawing] = [
+        WindowsDrawing(
+            view=view,
+            height=layout.tall,
+            panel=free_memory_panel(view.trace, view.rank, view.axis, PICTURE),
+            windows=windows,
+            recurring=recurring,
+            min_bytes=min_bytes,
+            level_required=True,
+            remarks=remarks,
+        )
+    ]
     directions = [d for d in DIRECTIONS if windows[f"{d}_idle_share"].notna().any()]
     if directions:
-        drawn.append(IdlePanel(view, 0.32 * len(directions) + 0.1, windows, directions, name="idle link"))
+        drawn.append(IdleDrawing(view, 0.32 * len(directions) + 0.1, TimelinePanel("idle link"), windows, directions))
     return drawn
 
 

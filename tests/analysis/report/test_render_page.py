@@ -11,7 +11,7 @@ import pytest
 from ebbtide.analysis.findings import Finding, Findings, Unknown
 from ebbtide.analysis.plot import LINK_COLORS, PHASE_COLORS
 from ebbtide.analysis.report import write_report
-from ebbtide.analysis.report.chart_panels import chart_panels
+from ebbtide.analysis.report.page_panels import page_panels
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.profiler.trace import TraceBuilder
@@ -82,5 +82,5 @@ def test_render_page__has_a_color_for_every_line_as_in_plots() -> None:
     interval = recorded_interval(trace, 0)
     assert interval is not None
     axis = TimeAxis(0, *interval, interval[1] - interval[0])
-    lines = [line for panel in chart_panels(trace, 0, axis, 1000) for line in panel.lines]
+    lines = [line for panel in page_panels(trace, 0, axis, 1000) for line in panel.lines]
     assert {line.style.color for line in lines} | {line.style.fill or "h2d" for line in lines} <= set(colors)

@@ -12,7 +12,7 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.substeps.operations import named_ops
 from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.analysis.report.chart_panels import ChartPanel
+from ebbtide.analysis.report.page_panels import panel_notes
 from ebbtide.analysis.report.rank import ShownRank, rank_view
 from ebbtide.analysis.report.timeline_content import (
     DetailLimits,
@@ -21,6 +21,7 @@ from ebbtide.analysis.report.timeline_content import (
     timeline_content,
 )
 from ebbtide.analysis.timeline.axis import TimeAxis
+from ebbtide.analysis.timeline.panels import TimelinePanel
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
@@ -35,7 +36,7 @@ def content_of(trace: Trace, max_points: int = 10_000, min_bytes: int | None = N
     return content
 
 
-def panel_of(trace: Trace, name: str, max_points: int = 10_000) -> ChartPanel:
+def panel_of(trace: Trace, name: str, max_points: int = 10_000) -> TimelinePanel:
     """Return a panel of rank 0's timeline."""
     return next(panel for panel in content_of(trace, max_points).panels if panel.name == name)
 
@@ -46,10 +47,11 @@ def test_timeline_content__has_lines_in_units_from_the_first_iteration_on() -> N
     trace = builder.build()
     memory, host = panel_of(trace, "memory"), panel_of(trace, "host memory")
     assert [line.label for line in memory.lines] == ["device", "allocated"]
-    assert (memory.unit, memory.level, memory.level_label) == ("GiB", 40.0, "capacity 40.00 GiB")
-    assert memory.lines[0].x[:3].tolist() == [0, 4, 14]
-    assert memory.lines[0].y[:3].tolist() == [10, 30, 8]
-    assert (host.lines[0].x.tolist(), host.lines[0].y.tolist(), host.level) == ([-5, 112], [100, 100], None)
+    assert (memory.scale.unit, memory.level, memory.level_label) == ("GiB", 40 * GIB, "capacity 40.00 GiB")
+    assert memory.lines[0].edges[:3].tolist() == [0, 4 * MS, 14 * MS]
+    assert memory.lines[0].values[:3].tolist() == [10 * GIB, 30 * GIB, 8 * GIB]
+    assert host.lines[0].edges.tolist() == [-5 * MS, 112 * MS]
+    assert (host.lines[0].values.tolist(), host.level) == ([100 * GIB], None)
 
 
 def test_timeline_content__leaves_a_high_capacity_off_scale_and_says_so() -> None:
@@ -57,7 +59,7 @@ def test_timeline_content__leaves_a_high_capacity_off_scale_and_says_so() -> Non
     train(builder.rank(0, devices=[{**GPU, "capacity_bytes": 4000 * GIB}]))
     panel = panel_of(builder.build(), "memory")
     assert panel.is_level_off_scale
-    assert panel.top == pytest.approx(33.6)
+    assert panel.scale.units == pytest.approx(33.6)
     assert panel.level_label == "capacity 3.91 TiB"
 
 
@@ -84,10 +86,10 @@ def test_timeline_content__notes_a_reduced_line() -> None:
     memory = panel_of(builder.build(), "memory", 300)
     (line,) = memory.lines
     assert line.lowest is not None
-    assert len(line.x) <= 101
-    assert line.y.max() * memory.scale.size == sizes.max()
-    assert line.lowest.min() * memory.scale.size == sizes.min()
-    assert "smallest to largest" in memory.notes[0]
+    assert len(line.edges) <= 101
+    assert line.values.max() == sizes.max()
+    assert line.lowest.min() == sizes.min()
+    assert "smallest to largest" in panel_notes(memory)[0]
 
 
 def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
@@ -97,18 +99,18 @@ def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
         builder.rank(0).link((number + 1) * 10 * MS, 10 * MS, "gpm", h2d_bytes_per_s=rate)
     link = panel_of(builder.build(), "link")
     (line,) = link.lines
-    assert np.isnan(line.y[4])
-    assert np.nanmax(line.y) == pytest.approx(1.0)
-    assert line.above_peak.tolist() == [50]
-    assert link.notes == ["1 × h2d above the link's peak, which is impossible: marked at the edge"]
+    assert np.isnan(line.values[4])
+    assert np.nanmax(line.values) == 1e9
+    assert line.above_peak_ns.tolist() == [50 * MS]
+    assert panel_notes(link) == ["1 × h2d above the link's peak, which is impossible: marked at the edge"]
 
 
 def test_timeline_content__draws_d2h_downwards_by_kind_of_host_memory() -> None:
     link = panel_of(with_copies(trained()).build(), "link")
     assert [line.label for line in link.lines] == ["h2d pinned", "h2d pageable", "d2h pinned", "d2h pageable"]
-    assert [line.y.max() for line in link.lines] == pytest.approx([25, 25, 0, 0])
-    assert [line.y.min() for line in link.lines] == pytest.approx([0, 0, -25, -25])
-    assert link.bottom == -link.top < -32
+    assert [line.sign for line in link.lines] == [1, 1, -1, -1]
+    assert [line.values.max() for line in link.lines] == pytest.approx([25e9] * 4)
+    assert link.scale.units > 32
 
 
 def test_timeline_content__has_windows_between_memory_and_capacity() -> None:
