@@ -23,7 +23,7 @@ from typing import Any
 from extensions import use_own_extensions
 from tables import machine_line, spread, table
 
-from ebbtide.features.storage.metrics import storage_use
+from ebbtide.analysis.metrics.storage_use import storage_use
 from ebbtide.profiler import open_trace
 from ebbtide.units import bytes_text, ms_text
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ebbtide.analysis.metrics.deepspeed_setup import DeepSpeedSetup, deepspeed_of
 from ebbtide.analysis.metrics.devices import free_pool, pool_peaks
 from ebbtide.analysis.metrics.gpu_state import GpuState, gpu_state
 from ebbtide.analysis.metrics.iteration_stats import Iterations, compare_iterations
@@ -24,9 +25,8 @@ from ebbtide.analysis.metrics.link import (
 from ebbtide.analysis.metrics.memory import MemoryUse, memory_use
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.metrics.rank import RankMetrics
+from ebbtide.analysis.metrics.storage_use import StorageUse, storage_use
 from ebbtide.errors import UserError
-from ebbtide.features.deepspeed.metrics import DeepSpeedSetup, deepspeed_of
-from ebbtide.features.storage.metrics import StorageUse, storage_use
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import RankInfo
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew
     from ebbtide.analysis.metrics.advice import Adviser
     from ebbtide.analysis.metrics.drift import Drift
+    from ebbtide.analysis.metrics.holders.holders import Holders
     from ebbtide.analysis.metrics.ranks.by_rank import RankTable
     from ebbtide.analysis.metrics.ranks.comparison import RankDifferences
     from ebbtide.analysis.metrics.substeps.breakdown import SubStep, SubSteps
     from ebbtide.analysis.metrics.summary import Summary
     from ebbtide.analysis.metrics.windows import Windows
-    from ebbtide.features.memory.holders.holders import Holders
 
 
 def _several(ranks: Sequence[int] | int | None) -> Sequence[int] | None:
@@ -146,7 +146,7 @@ class JobMetrics:
         Raises:
             TraceError: The rank is not in the trace.
         """
-        from ebbtide.features.memory.holders.holders import holders_at
+        from ebbtide.analysis.metrics.holders.holders import holders_at
 
         return holders_at(self.trace, self.trace.ranks[0] if rank is None else rank, at_ns, device)
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, main_device
-from ebbtide.features.memory.holders.holders import Holder, Holders, holders_at, holders_of
+from ebbtide.analysis.metrics.holders.holders import Holder, Holders, holders_at, holders_of
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import OutOfMemoryRecord
 from ebbtide.units import bytes_text

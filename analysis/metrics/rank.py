@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.activity.activity import GpuActivity
     from ebbtide.analysis.metrics.activity.busy_time import BusyTime
     from ebbtide.analysis.metrics.critical_path.critical_path import CriticalPath
+    from ebbtide.analysis.metrics.holders.categories import Growth
     from ebbtide.analysis.metrics.iterations import IterationTable
     from ebbtide.analysis.timeseries.step_functions import Ints
-    from ebbtide.features.memory.holders.categories import Growth
     from ebbtide.profiler.trace.metadata import DeviceInfo
 
 
@@ -66,7 +66,7 @@ class RankMetrics:
     @property
     def memory_growth(self) -> list[Growth] | None:
         """Call sites that leave blocks behind in every iteration; None where allocations were not recorded."""
-        from ebbtide.features.memory.holders.categories import memory_growth
+        from ebbtide.analysis.metrics.holders.categories import memory_growth
 
         return memory_growth(self.trace, self.rank)
 

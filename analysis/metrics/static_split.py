@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ebbtide.analysis.metrics.deepspeed_setup import resident_range
 from ebbtide.analysis.metrics.device_fit import deepspeed_gradient_bytes, equal_sizes, fits_beside
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, recorded_free_memory, state_bytes
-from ebbtide.features.deepspeed.metrics import resident_range
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 
 # DeepSpeed's own default is 1e9. Smaller subgroups overlap better, and larger ones need more device memory.

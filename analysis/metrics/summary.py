@@ -20,10 +20,10 @@ from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range
 from ebbtide.analysis.metrics.ranks.comparison import NOT_COMPARED, RankDifferences, rank_differences
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
+from ebbtide.analysis.metrics.storage_use import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.timeseries.statistics import median_or_none, sum_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
-from ebbtide.features.storage.metrics import StorageUse, storage_use
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text

@@ -170,12 +170,12 @@ def draw_level(axes: Axes, view: View, level: float, scale: Scale, label: str) -
 
 def shared_scale(drawings: Sequence[PanelDrawing]) -> Scale:
     """Choose the scale of drawings of one name."""
-    levels = [(drawing.panel.level, drawing.level_required) for drawing in drawings]
-    known = [(level, required) for level, required in levels if level is not None]
+    pairs = [(drawing.panel.level, drawing.level_required) for drawing in drawings]
+    levels = [(level, required) for level, required in pairs if level is not None]
     return value_scale(
         max(drawing.panel.largest for drawing in drawings),
-        [level for level, _ in known],
-        [level for level, required in known if required],
+        [level for level, _ in levels],
+        [level for level, required in levels if required],
         rates=drawings[0].panel.is_link,
     )
 

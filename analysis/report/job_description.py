@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from ebbtide.features.deepspeed.metrics import deepspeed_of
+from ebbtide.analysis.metrics.deepspeed_setup import deepspeed_of
 from ebbtide.profiler.trace import Trace, metadata
 from ebbtide.units import bytes_text, count_text, rate_text
 

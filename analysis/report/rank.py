@@ -18,12 +18,12 @@ from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_cont
 from ebbtide.analysis.tables import link as link_tables
 from ebbtide.analysis.tables.activity import activity_tables, path_table
 from ebbtide.analysis.tables.iterations import iteration_table
+from ebbtide.analysis.tables.memory import holder_tables, holders_text
 from ebbtide.analysis.tables.substeps import step_table, subgroup_table
 from ebbtide.analysis.tables.table import Table
 from ebbtide.analysis.tables.windows import longest_table, recurring_table, windows_note
 from ebbtide.analysis.timeline.panels import TimelinePanel
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.features.memory.tables import holder_tables, holders_text
 from ebbtide.profiler.trace import Trace
 
 _MAX_SUBGROUP_ROWS = 60

@@ -6,10 +6,10 @@ from operator import itemgetter
 from ebbtide.analysis.metrics.devices import capacity_name
 from ebbtide.analysis.metrics.gpu_state import GpuFigure
 from ebbtide.analysis.metrics.missing import no_iterations
+from ebbtide.analysis.metrics.storage_use import StorageUse
 from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, Totals
 from ebbtide.analysis.tables.ranks import differences_table
 from ebbtide.analysis.tables.table import Gain, Table, View, always_free, free_note, ms, number, share, size, text
-from ebbtide.features.storage.metrics import StorageUse
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, counted, ms_text, range_text
 

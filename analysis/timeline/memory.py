@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.analysis.metrics import devices
+from ebbtide.analysis.metrics.holders.holders import memory_by_category, recorded_span
 from ebbtide.analysis.metrics.memory_spans import memory_with_gaps
 from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
 from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel, TimelineStack, stack_categories
 from ebbtide.analysis.timeline.styles import STACK_TOP, LineStyle, pool_styles
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, peak_between
-from ebbtide.features.memory.holders.holders import memory_by_category, recorded_span
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 

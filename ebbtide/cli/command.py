@@ -44,6 +44,7 @@ def command(
 
     def register(function: Function) -> Function:
         name = function.__name__.strip("_").replace("_", "-")
+        assert name not in _COMMANDS, f"two commands are named {name}"
         _COMMANDS[name] = Command(
             name=name,
             run=function,

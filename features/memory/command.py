@@ -45,7 +45,7 @@ def memory(
 
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.metrics.memory_spans import trace_start_ns
-    from ebbtide.features.memory.tables import holders_view, memory_view
+    from ebbtide.analysis.tables.memory import holders_view, memory_view
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
@@ -83,7 +83,7 @@ def _milliseconds(text: str) -> float:
 def _print_out_of_memory(trace: Trace, ranks: list[int], verbose: bool, as_json: bool) -> None:
     """Print the error of the first of some ranks that has one."""
     from ebbtide.analysis.metrics.out_of_memory import out_of_memory
-    from ebbtide.features.memory.tables import out_of_memory_view
+    from ebbtide.analysis.tables.memory import out_of_memory_view
 
     error = next((error for rank in ranks if (error := out_of_memory(trace, rank)) is not None), None)
     replay_offload = seams.find_service("replayed-offload")

@@ -3,8 +3,8 @@
 from ebbtide.analysis.findings.finding import Finding, clamp_gain
 from ebbtide.analysis.findings.needs import ITERATIONS, MIN_SHARE, STORAGE_WAITS, SWAPPED
 from ebbtide.analysis.findings.rule import rule
+from ebbtide.analysis.metrics.deepspeed_setup import DEFAULT_SWAP_BUFFERS, DeepSpeedSetup
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.features.deepspeed.metrics import DEFAULT_SWAP_BUFFERS, DeepSpeedSetup
 from ebbtide.phases import UPDATE
 from ebbtide.units import bytes_text, ms_text, rate_text
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from ebbtide.analysis.metrics.deepspeed_setup import resident_range
 from ebbtide.errors import PolicyError
-from ebbtide.features.deepspeed.metrics import resident_range
 from ebbtide.features.overlap.policy import OVERLAP, with_overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from ebbtide.analysis.metrics.deepspeed_setup import resident_range
 from ebbtide.analysis.metrics.device_fit import deepspeed_gradient_bytes
-from ebbtide.features.deepspeed.metrics import resident_range
 from ebbtide.features.overlap.policy import OVERLAP, with_overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload

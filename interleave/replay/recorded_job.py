@@ -108,7 +108,7 @@ def state_bytes_on_device(metrics: JobMetrics) -> float | None:
 def recorded_policy(trace: Trace) -> str | None:
     """Return the policy that a DeepSpeed job ran under: that of ebbtide's engine, or by its configuration, with the
     keys of the published interleaving (`prefetch_optimizer`, `part_grads_async`); None: not known."""
-    from ebbtide.features.deepspeed.metrics import deepspeed_of, version_numbers
+    from ebbtide.analysis.metrics.deepspeed_setup import deepspeed_of, version_numbers
 
     job = deepspeed_of(trace)
     if job is None:

@@ -1,12 +1,12 @@
 """The workload of a recorded job."""
 
+from ebbtide.analysis.metrics.deepspeed_setup import DEFAULT_SWAP_BUFFERS
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, recorded_free_memory, state_bytes
 from ebbtide.analysis.metrics.static_split import recorded_sizes, rounding_version, subgroup_params
 from ebbtide.errors import WorkloadError
-from ebbtide.features.deepspeed.metrics import DEFAULT_SWAP_BUFFERS
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace

@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any, Callable
 
 from .frames import hidden, hide_frame
-from .iteration_figures import UPDATE, PhaseRecord
+from .iteration_figures import PhaseRecord
+from .iteration_rule import UPDATE
 
 if TYPE_CHECKING:
     from .recorder import Recorder

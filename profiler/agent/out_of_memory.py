@@ -8,7 +8,7 @@ from typing import Any
 
 from .exceptions import ExceptionHooks
 from .inventory import list_holders
-from .iteration_figures import BACKWARD
+from .iteration_rule import BACKWARD
 from .memory_reader import ALLOCATED, HEAP, RESERVED
 from .options import Options
 from .recorder import Recorder

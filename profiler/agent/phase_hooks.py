@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from .closures import UpdateParts
 from .frames import code_with_hook, hidden, hide_frame
-from .iteration_figures import BACKWARD, FORWARD, UPDATE
+from .iteration_rule import BACKWARD, FORWARD, UPDATE
 from .job_info import batch_of
 from .patches import Patches, wrapper
 from .recorder import Recorder

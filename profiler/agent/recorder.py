@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 
 from .exceptions import propagates
 from .gpu_clock import EventMark
-from .iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule, PhaseRecord, live_keys
+from .iteration_figures import PhaseRecord
+from .iteration_rule import BACKWARD, FORWARD, UPDATE, IterationRule, live_keys
 from .memory_reader import PhaseReadings
 from .process_recorder import ProcessRecorder, write_first_files
 from .spool import ITERATION, START

@@ -223,7 +223,7 @@ def open_trace(path: str | Path) -> Trace:
     raw_meta = read_meta(path)
     meta = parse_meta(raw_meta, path)
     if meta.state == "recording":
-        (recover,) = seams.load_all("recover")
+        recover = seams.plugs("recover")["spools"].load()
         return cast(Trace, recover(path))
     for entry in meta.ranks:
         for table in [table for table in TABLES if table not in OPTIONAL_TABLES]:

@@ -13,6 +13,7 @@ from ebbtide.analysis.findings.needs import (
     SWAPPED,
 )
 from ebbtide.analysis.findings.rule import rule
+from ebbtide.analysis.metrics.deepspeed_setup import DeepSpeedSetup, resident_range, resident_subgroups
 from ebbtide.analysis.metrics.device_fit import equal_sizes
 from ebbtide.analysis.metrics.gradient_wait import GradientWait, gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
@@ -20,7 +21,6 @@ from ebbtide.analysis.metrics.link import CopyStats
 from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, state_bytes
 from ebbtide.analysis.metrics.static_split import split_fits
 from ebbtide.analysis.metrics.substeps.breakdown import SubStep
-from ebbtide.features.deepspeed.metrics import DeepSpeedSetup, resident_range, resident_subgroups
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.state_bytes import GRAD_BYTES, STATE_BYTES
 from ebbtide.units import bytes_text, count_text, ms_text, rate_text

@@ -14,9 +14,9 @@ from ebbtide.analysis.metrics.devices import link_peak, memory_timeline, peak_po
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, busy_between, copies, traffic
 from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
+from ebbtide.analysis.metrics.storage_use import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.operations import ON_HOST, remove_overlaps, run_in_sequence, split_by_phase
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
-from ebbtide.features.storage.metrics import StorageUse, storage_use
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 

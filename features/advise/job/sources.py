@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ebbtide.analysis.metrics.deepspeed_setup import deepspeed_of
 from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
@@ -22,7 +23,6 @@ from ebbtide.features.advise.job.compute_times import (
 from ebbtide.features.advise.job.decoder import NOT_STATED, Implementation, TransformerShape
 from ebbtide.features.advise.job.memory import recorded_memory
 from ebbtide.features.advise.job.training_job import JobFacts, MemoryPoint, OwnMemory, TrainingJob, TunableSettings
-from ebbtide.features.deepspeed.metrics import deepspeed_of
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.inputs import JobSize, RecordedGpu, recorded_gpu, workload_of_size
 from ebbtide.interleave.replay.recorded_job import RecordedJob, recorded_job, state_bytes_on_device

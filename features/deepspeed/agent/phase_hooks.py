@@ -12,7 +12,7 @@ from typing import Any, Callable
 from weakref import WeakKeyDictionary, WeakSet
 
 from ebbtide.profiler.agent.frames import hidden
-from ebbtide.profiler.agent.iteration_figures import UPDATE
+from ebbtide.profiler.agent.iteration_rule import UPDATE
 from ebbtide.profiler.agent.patches import Patches, Wrapper, Wrappers, wrapper
 from ebbtide.profiler.agent.phase_hooks import wrap_backward
 from ebbtide.profiler.agent.recorder import Recorder

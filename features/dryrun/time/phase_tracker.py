@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizers
 from ebbtide.features.dryrun.time.clock import Times, VirtualClock
 from ebbtide.machines.kernels.time_priors import TYPICAL
 from ebbtide.phases import PHASES
-from ebbtide.profiler.agent.iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule
+from ebbtide.profiler.agent.iteration_rule import BACKWARD, FORWARD, UPDATE, IterationRule
 from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.agent.phase_hooks import (
     OutermostCall,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.phases import PHASES
-from ebbtide.profiler.agent.iteration_figures import IterationRule
+from ebbtide.profiler.agent.iteration_rule import IterationRule
 from ebbtide.profiler.chrome_trace.events import Event, IntArray, IntTable, spans
 from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION
 from ebbtide.profiler.trace import RankBuilder

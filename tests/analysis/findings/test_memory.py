@@ -8,9 +8,9 @@ import pytest
 
 from ebbtide.analysis.findings import Finding, Rule, Unknown
 from ebbtide.analysis.findings.rules.memory import does_not_fit, fragmentation, free_memory, memory_outside_torch
+from ebbtide.analysis.metrics.deepspeed_setup import resident_subgroups
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.static_split import largest_split
-from ebbtide.features.deepspeed.metrics import resident_subgroups
 from tests.analysis.findings.jobs import (
     GIB,
     NO_OFFLOAD,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.analysis import TraceAnalysis
-from tests.features.memory.holders.test_growth import job
+from tests.analysis.metrics.holders.test_growth import job
 
 
 def test_memory_growth__names_the_call_site_and_its_bytes() -> None:

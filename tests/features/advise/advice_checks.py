@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbtide.analysis.findings import find
+from ebbtide.analysis.metrics.deepspeed_setup import resident_range
 from ebbtide.features.advise.changes import leave_system_share
 from ebbtide.features.advise.choice import fits_memory
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace, job_of_workload
 from ebbtide.features.advise.machine_plan import MachinePlan, place_as_it_is, plan_for_machine
 from ebbtide.features.advise.recommendation import Recommendation, recommend
 from ebbtide.features.advise.trace_advice import TraceAdviser
-from ebbtide.features.deepspeed.metrics import resident_range
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.replay.inputs import note_other_machine, own_machine, share_box

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.analysis.findings import find
 from ebbtide.analysis.findings.finding import Finding
 from ebbtide.analysis.metrics.devices import capacity_bytes
+from ebbtide.analysis.metrics.holders.categories import categorized_allocations
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace
 from ebbtide.features.advise.job.trace_layers import with_trace_layers
@@ -25,7 +26,6 @@ from ebbtide.features.advise.machine_plan import plan_for_machine
 from ebbtide.features.advise.trace_advice import TraceAdviser
 from ebbtide.features.layers.layer_choice import LayerChoice
 from ebbtide.features.layers.model import place
-from ebbtide.features.memory.holders.categories import categorized_allocations
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.replay_trace import replay_trace
 from ebbtide.interleave.replay.workload_from_trace import workload_of

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide.analysis.metrics.holders.holders import memory_by_category
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.features.dryrun.trace_of_run import trace_of_run
-from ebbtide.features.memory.holders.holders import memory_by_category
 from ebbtide.profiler.recording.tracer import Tracer
 from ebbtide.profiler.trace.trace import Trace
 from tests.conftest import slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.features.memory.holders.holders import holders_at, memory_by_category
+from ebbtide.analysis.metrics.holders.holders import holders_at, memory_by_category
 from ebbtide.profiler.agent.detailed_capture import AllocationCapture
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.memory_snapshot.recorded import read_recorded

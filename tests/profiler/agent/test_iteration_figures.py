@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ebbtide.profiler.agent.gpu_clock import DeviceSpan, EventMark
-from ebbtide.profiler.agent.iteration_figures import BACKWARD, FORWARD, UPDATE, IterationFigures, PhaseRecord
+from ebbtide.profiler.agent.iteration_figures import IterationFigures, PhaseRecord
+from ebbtide.profiler.agent.iteration_rule import BACKWARD, FORWARD, UPDATE
 
 STEP_NS = 100
 # Phase -> start and end within a step.

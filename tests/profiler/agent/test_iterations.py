@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.profiler.agent.iteration_figures import IterationRule
+from ebbtide.profiler.agent.iteration_rule import IterationRule
 
 
 class FakeParameter:

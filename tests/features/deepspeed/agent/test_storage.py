@@ -11,9 +11,9 @@ import pytest
 
 from ebbtide.analysis.findings import Findings, find
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.storage_use import storage_use
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 from ebbtide.analysis.timeline.boxes import substep_lanes
-from ebbtide.features.storage.metrics import storage_use
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import Trace

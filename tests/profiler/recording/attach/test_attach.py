@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ebbtide.analysis.findings import find
+from ebbtide.analysis.metrics.holders.holders import holders_at
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot.figure import draw
 from ebbtide.analysis.timeline.axis import PICTURE, TimeAxis
 from ebbtide.analysis.timeline.memory import device_memory_panel
 from ebbtide.errors import TraceError
-from ebbtide.features.memory.holders.holders import holders_at
 from ebbtide.profiler import Trace, Tracer, open_trace
 from ebbtide.profiler.agent.options import REQUEST, SliceRequest
 from ebbtide.profiler.recording.attach import AttachedSlice, attach

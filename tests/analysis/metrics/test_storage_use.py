@@ -6,8 +6,8 @@ from typing import Any
 
 from ebbtide.analysis.findings import find
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.storage_use import storage_use
 from ebbtide.analysis.timeline.boxes import substep_lanes
-from ebbtide.features.storage.metrics import storage_use
 from ebbtide.interleave.replay.workload_from_trace import swap_buffer_bytes
 from ebbtide.profiler.trace import Trace, TraceBuilder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.features.memory.holders.categories import Growth, memory_growth
+from ebbtide.analysis.metrics.holders.categories import Growth, memory_growth
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 LEAK = "main (/job/train.py:9)\nkeep (/job/model.py:3)"

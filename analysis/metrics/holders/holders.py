@@ -8,9 +8,9 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, main_device, memory_timeline, peak_pool
+from ebbtide.analysis.metrics.holders.categories import CATEGORIES, call_site, categorized_allocations, in_loss
 from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
 from ebbtide.analysis.timeseries.step_functions import Ints
-from ebbtide.features.memory.holders.categories import CATEGORIES, call_site, categorized_allocations, in_loss
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import Inventory
 

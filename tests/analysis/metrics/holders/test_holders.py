@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ebbtide.analysis.metrics.holders.categories import call_site, categorized_allocations, in_loss, part_of_step
+from ebbtide.analysis.metrics.holders.holders import Holder, holders_at, memory_by_category
 from ebbtide.features.importers.source import Source
 from ebbtide.features.importers.torch_memory.snapshot import import_snapshot
-from ebbtide.features.memory.holders.categories import call_site, categorized_allocations, in_loss, part_of_step
-from ebbtide.features.memory.holders.holders import Holder, holders_at, memory_by_category
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 PUBLISHED = Path(__file__).parents[5] / "shared" / "published" / "snapshots"

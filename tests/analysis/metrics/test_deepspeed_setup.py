@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.features.deepspeed.metrics import deepspeed_of, resident_subgroups, version_numbers
+from ebbtide.analysis.metrics.deepspeed_setup import deepspeed_of, resident_subgroups, version_numbers
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
 

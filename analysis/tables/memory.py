@@ -5,11 +5,11 @@ from dataclasses import replace
 from operator import itemgetter
 
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_memory_text, free_pool, peak_pool
+from ebbtide.analysis.metrics.holders.holders import Holder, Holders
 from ebbtide.analysis.metrics.memory import GAPS, MemoryUse
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, on_demand_remarks
 from ebbtide.analysis.metrics.out_of_memory import OutOfMemory
 from ebbtide.analysis.tables.table import Column, Gain, Table, View, always_free, share, size, text
-from ebbtide.features.memory.holders.holders import Holder, Holders
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import AllocatorState
 from ebbtide.units import bytes_text, ms_text

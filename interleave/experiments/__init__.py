@@ -1,1 +1,0 @@
-"""Compares policies: by training under each of them, or by replaying many combinations."""
