@@ -20,6 +20,7 @@ so that a command loads what it needs alone.
 | --- | --- |
 | adviser | `TraceAdviser(trace)`: advice that was simulated, for findings and reports |
 | calibrate | `calibrate_alone(seconds, name) -> Machine` |
+| layer-comparison | a module like `interleave.compare.comparison`, for `compare --layers` |
 | measure-cpu | `measure_cpu(params, threads) -> Machine` |
 | metrics-server | `serve_metrics(text) -> MetricsServer`: listens on `[HOST:]PORT` |
 | profile-view | `profile_and_show(job) -> int`, for `profile --watch` |

@@ -8,6 +8,7 @@ FEATURE = Feature(
         "names": {
             "interleave.offload_activations": "engine.activations:offload_activations",
             "interleave.stream_weights": "engine.weights:stream_weights",
-        }
+        },
+        "services": {"layer-comparison": "comparison"},
     },
 )

@@ -1,19 +1,18 @@
-"""The tables of a comparison of policies, or of choices for layers: measured beside predicted."""
+"""The tables of a comparison of policies: measured beside predicted."""
 
 from collections.abc import Callable
 from typing import Any
 
 from ebbtide.analysis.tables.table import Column, Table, View, ms, text
-from ebbtide.features.layers.compare import WARMUP, LayerComparison
 from ebbtide.features.storage.policy import storage_summary
 from ebbtide.interleave.compare.results import Comparison, Pair
 from ebbtide.interleave.compare.runs import Shape
 from ebbtide.interleave.model.plan import RESOURCES
-from ebbtide.units import bytes_text, bytes_unit, count_text, rate_text
+from ebbtide.units import bytes_unit, count_text, rate_text
 
 _MIB = 2**20
 _PHASES = ("iteration", "forward", "backward", "update")
-_LOSSES = text("losses", lambda result: "equal" if result.losses_equal else "DIFFER")
+LOSSES = text("losses", lambda result: "equal" if result.losses_equal else "DIFFER")
 
 
 def comparison_view(comparison: Comparison, verbose: bool = True) -> View:
@@ -24,8 +23,8 @@ def comparison_view(comparison: Comparison, verbose: bool = True) -> View:
     elif comparison.losses_equal:
         policies = f"all {len(comparison.results)} policies"
         yield f"losses: equal bit for bit in all {comparison.iterations} iterations of {policies}"
-    yield f"{_job_text(shape)}, subgroups of {count_text(comparison.subgroup_params)})"
-    yield from _emulation_lines(testbed.link_bytes_per_s, ", its kernels run on the CPU")
+    yield f"{job_text(shape)}, subgroups of {count_text(comparison.subgroup_params)})"
+    yield from emulation_lines(testbed.link_bytes_per_s, ", its kernels run on the CPU")
     yield from _detailed_tables(comparison) if verbose else (_times_table(comparison),)
     columns = (
         text("other optimizer", "name"),
@@ -40,40 +39,11 @@ def comparison_view(comparison: Comparison, verbose: bool = True) -> View:
         yield "each phase, memory, storage, busy shares: -v"
 
 
-def layer_comparison_view(comparison: LayerComparison, verbose: bool) -> View:
-    """Return how many iterations are as predicted, and the figures of each choice; `verbose`: also bytes of copies."""
-    runs = comparison.runs
-    yield f"{comparison.close} of {len(runs)} iterations are within 10 % of the simulated ones"
-    if comparison.losses_equal:
-        yield f"losses: those of the plain job bit for bit in all {comparison.iterations} iterations of each"
-    yield f"{_job_text(comparison.shape)})"
-    yield from _emulation_lines(comparison.link_bytes_per_s)
-    columns = [
-        text("activations", "activations"),
-        text("weights", "weights"),
-        *_pair_columns("iteration", lambda run: run.iteration_ms),
-        text("memory, MiB", lambda run: _mib_text(run.device_bytes)),
-        _LOSSES,
-    ]
-    if verbose:
-        columns += [
-            text("to device, MiB", lambda run: _mib_text(run.moved_bytes("h2d"))),
-            text("to host, MiB", lambda run: _mib_text(run.moved_bytes("d2h"))),
-            text("layers", lambda run: ", ".join(f"{count} {kind}" for kind, count in run.kinds.items())),
-        ]
-    limit = bytes_text(comparison.memory_budget)
-    note = f"Memory of layers: measured / predicted, at its peak. With auto it is limited to {limit}."
-    title = f"Measured and predicted: {comparison.device} (medians of {comparison.iterations - WARMUP})"
-    yield Table("layers", title, columns, runs, note)
-    if not verbose:
-        yield "copies, and layers of each kind: -v"
-
-
-def _job_text(shape: Shape) -> str:
+def job_text(shape: Shape) -> str:
     return f"a GPT of {count_text(shape.params)} parameters in bf16 ({shape.layers} layers of width {shape.width}"
 
 
-def _emulation_lines(link_bytes_per_s: float | None, kernels: str = "") -> View:
+def emulation_lines(link_bytes_per_s: float | None, kernels: str = "") -> View:
     if link_bytes_per_s is not None:
         yield (
             f"The device is EMULATED: its link has {rate_text(link_bytes_per_s)} per direction{kernels}. Times show "
@@ -81,7 +51,7 @@ def _emulation_lines(link_bytes_per_s: float | None, kernels: str = "") -> View:
         )
 
 
-def _mib_text(pair: Pair | None) -> str | None:
+def mib_text(pair: Pair | None) -> str | None:
     return None if pair is None else f"{pair.measured / _MIB:,.2f} / {pair.predicted / _MIB:,.2f}"
 
 
@@ -91,7 +61,7 @@ def _title(comparison: Comparison) -> str:
     return f"Measured and predicted: {device} (medians of {counted} iterations)"
 
 
-def _pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, ...]:
+def pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, ...]:
     """Return the columns of a measured time with a label, its prediction and their ratio."""
     return (
         ms(label, lambda row: pair_of(row).measured),
@@ -103,9 +73,9 @@ def _pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, .
 def _times_table(comparison: Comparison) -> Table:
     columns = (
         text("policy", "policy"),
-        *_pair_columns("iteration", lambda result: result.times["iteration"]),
-        *_pair_columns("exposed", lambda result: result.times["exposed"]),
-        _LOSSES,
+        *pair_columns("iteration", lambda result: result.times["iteration"]),
+        *pair_columns("exposed", lambda result: result.times["exposed"]),
+        LOSSES,
     )
     note = "Exposed: what the optimizer adds to forward and backward. Ratio: measured over predicted."
     return Table("times", _title(comparison), columns, comparison.results, note, max_rows=None)
@@ -122,7 +92,7 @@ def _detailed_tables(comparison: Comparison) -> View:
     columns: list[Column] = [
         text("policy", lambda row: row[0] or " "),
         text("phase", lambda row: row[1]),
-        *_pair_columns("measured", lambda row: row[2]),
+        *pair_columns("measured", lambda row: row[2]),
     ]
     yield Table("times", _title(comparison), columns, times, max_rows=None)
     columns = [
@@ -133,7 +103,7 @@ def _detailed_tables(comparison: Comparison) -> View:
         text("storage written", lambda result: _bytes_text(result.memory.storage_written)),
         text("exact", lambda result: "yes" if result.is_exact else "no"),
         text("final loss", lambda result: _loss_text(result.losses[-1])),
-        _LOSSES,
+        LOSSES,
     ]
     title = "Memory, storage read and written in an iteration, measured / predicted, and results"
     yield Table("memory", title, columns, results)

@@ -15,11 +15,6 @@ from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_
 from ebbtide.cli.printing import echo, echo_error, echo_line, print_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from matplotlib.figure import Figure
-
-    from ebbtide.analysis.tables.table import View
     from ebbtide.interleave.compare.runs import PhaseWaits
 
 
@@ -132,21 +127,18 @@ def compare(
     if layers and any(own):
         raise typer.BadParameter("--layers goes with the options of job, link and memory alone")
 
+    from ebbtide import seams
     from ebbtide.cli.printing import progress_bar
-    from ebbtide.features.layers.compare import compare_layers
-    from ebbtide.interleave.compare import compare as policies
-    from ebbtide.interleave.compare.picture import draw_comparison, draw_layer_comparison
+    from ebbtide.interleave.compare import comparison as policies
+    from ebbtide.interleave.compare.compare import CompareConfig
     from ebbtide.interleave.compare.results import save_traces
-    from ebbtide.interleave.compare.tables import comparison_view, layer_comparison_view
     from ebbtide.interleave.replay.inputs import own_policies
     from ebbtide.machines.catalog import find_machine
 
-    run: Callable[..., Any] = compare_layers if layers else policies.compare
-    draw: Callable[..., Figure] = draw_layer_comparison if layers else draw_comparison
-    view_of: Callable[..., View] = layer_comparison_view if layers else comparison_view
+    compared: Any = seams.service("layer-comparison") if layers else policies
     # All outputs are complete before anything is printed.
     with new_outputs(plot, save, force) as (picture_file, folder), own_policies(policy_file):
-        config = policies.CompareConfig(
+        config = CompareConfig(
             policies=policy,
             iterations=iterations if iterations is not None else steps,
             params=params or (400_000 if layers else 20_000_000),
@@ -161,17 +153,17 @@ def compare(
             host_bytes=host_bytes,
         )
         with progress_bar() as update:
-            comparison = run(
+            comparison = compared.compare(
                 config, lambda name, done, total: update(f"{name} (iteration {done} of {total})", done, total)
             )
         if picture_file is not None:
-            save_picture(draw(comparison), picture_file, plot)
+            save_picture(compared.draw_comparison(comparison), picture_file, plot)
         if folder is not None:
             save_traces(comparison, folder)
     if as_json:
         echo(json.dumps(comparison.as_json()))
     else:
-        print_view(view_of(comparison, verbose))
+        print_view(compared.comparison_view(comparison, verbose))
         auto = "--policy adaptive,weights=auto,activations=auto (for a job of yours)"
         following = auto if layers else "--recommend (which policy for a job of yours)"
         echo_line(f"next: ebbtide replay RUN.ebb {following}")

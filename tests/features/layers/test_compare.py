@@ -9,10 +9,9 @@ from jsonschema import Draft202012Validator
 
 from ebbtide.errors import UserError
 from ebbtide.features.layers.compare import CHOICES, WARMUP, LayerComparison, compare_layers
+from ebbtide.features.layers.comparison import comparison_view, draw_comparison
 from ebbtide.interleave.compare.compare import CompareConfig
-from ebbtide.interleave.compare.picture import draw_layer_comparison
 from ebbtide.interleave.compare.runs import PhaseWaits
-from ebbtide.interleave.compare.tables import layer_comparison_view
 from tests.cli.test_json_schemas import schema, strict
 from tests.interleave.quick_plans import plan_quickly
 
@@ -47,10 +46,10 @@ def test_compare_layers__has_a_schema(layer_comparison: LayerComparison) -> None
 
 
 def test_compare_layers__is_a_table_and_a_picture(layer_comparison: LayerComparison) -> None:
-    *_, table, _ = layer_comparison_view(layer_comparison, verbose=False)
+    *_, table, _ = comparison_view(layer_comparison, verbose=False)
     count = len(layer_comparison.runs)
     assert len(table.all_rows) == count
-    figure = draw_layer_comparison(layer_comparison)
+    figure = draw_comparison(layer_comparison)
     axes = figure.axes
     # One legend for both halves, of what there is.
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
