@@ -15,6 +15,7 @@ from typing import Any
 from ebbtide.features.advise.job.decoder import Implementation, TransformerShape, compute_span, shape_of
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_size
 from ebbtide.features.advise.machine_plan import PlanRequest, plan_for_machine
+from ebbtide.interleave.policies import as_policies
 from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.kernels.efficiency import DEVIATIONS_OF_RANGE, FLASH_2
 from ebbtide.machines.kernels.rates import AttentionSize, GpuRates, KernelWork
@@ -104,7 +105,7 @@ def predict(job: Job) -> Prediction | None:
         again_s = times.forward_s * job.checkpointing if job.checkpointing < 1 else 0.0
         likely, side = times.forward_s + times.backward_s + again_s + update_s, times.factor**DEVIATIONS_OF_RANGE
         return Prediction(job.name, likely / side, likely, likely * side)
-    plan = plan_for_machine(planned, machine, PlanRequest(job.machine, (job.policy,)))
+    plan = plan_for_machine(planned, machine, PlanRequest(job.machine, as_policies([job.policy])))
     if plan.iteration_ms is None or plan.iteration_low_ms is None or plan.iteration_high_ms is None:
         return None
     times_ms = plan.iteration_low_ms, plan.iteration_ms, plan.iteration_high_ms

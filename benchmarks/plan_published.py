@@ -105,13 +105,13 @@ def predictions(prefix: str, base: Machine, own_times: bool) -> Iterator[Predict
 def _reference(run: Run, asynchronous: list[Run]) -> Run:
     """Return another run with as many ranks: if possible the one that offloads everything, without interleaving."""
     others = [other for other in asynchronous if other.name != run.name and other.sample.ranks == run.sample.ranks]
-    return next((other for other in others if other.sample.policy.startswith("zero-offload")), others[0])
+    return next((other for other in others if other.sample.policy.name == "zero-offload"), others[0])
 
 
 def _about(result: MachineFit, fitted: list[Run]) -> dict[str, Any]:
     """Return the object `fit` of a machine file."""
     return {
-        "policies": {run.name: run.sample.policy for run in fitted},
+        "policies": {run.name: run.sample.policy.text for run in fitted},
         "residuals": result.residuals,
         "uncertainty": result.uncertainty,
     }

@@ -11,7 +11,7 @@ from ebbtide.features.calibrate.fitting.from_traces import MachineFit, fit
 from ebbtide.features.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import Policy, make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import open_trace
@@ -84,7 +84,7 @@ class PublishedJob:
         )
 
 
-def simulated(policy: str, workload: Workload, machine: Machine) -> Schedule:
+def simulated(policy: Policy | str, workload: Workload, machine: Machine) -> Schedule:
     return simulate(make_plan(policy, workload, machine), workload, machine)
 
 

@@ -16,7 +16,6 @@ from benchmarks.streamed_systems import megatrain, roundpipe
 from benchmarks.tables import machine_line, percent, table
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import parse
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine
 
@@ -49,16 +48,14 @@ def deep_optimizer_states() -> list[Figure]:
         for name, run in job.runs.items():
             machine = job.fit([other for other in job.runs if other != name]).machine
             predicted = simulated_sample(run.sample, machine).iteration_s
-            figures.append(
-                Figure(_SYSTEMS[parse(run.sample.policy).name], f"`{name}`", "s", run.iteration_s, predicted)
-            )
+            figures.append(Figure(_SYSTEMS[run.sample.policy.name], f"`{name}`", "s", run.iteration_s, predicted))
         for name, run in job.blocking.items():
             others = [other for other in job.blocking if other != name]
             if not others:
                 continue
             machine = job.with_blocking(job.fit(list(job.runs)).machine, others)
             predicted = simulated_sample(job.blocking_sample(name), machine).iteration_s
-            system = _SYSTEMS[parse(run.sample.policy).name]
+            system = _SYSTEMS[run.sample.policy.name]
             figures.append(Figure(system, f"`{name}-blocking`", "s", run.iteration_s, predicted))
     return figures
 

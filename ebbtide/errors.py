@@ -5,6 +5,10 @@ class UserError(Exception):
     """Bad input: the message is one line that says what is wrong and what to do. Commands exit with 2."""
 
 
+class SizeError(UserError, ValueError):
+    """Something is no number of bytes."""
+
+
 class MissingPackageError(UserError):
     """A package of an extra is not installed: the message names the extra."""
 

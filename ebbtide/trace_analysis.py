@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
     from ebbtide.analysis.findings import Findings
     from ebbtide.analysis.metrics.advice import Adviser
+    from ebbtide.interleave.policies import Policy
     from ebbtide.interleave.replay.replay import Replay
-    from ebbtide.machines.machine import Machine
+    from ebbtide.machines.catalog import MachineArgument
+    from ebbtide.units import ByteCount
 
 
 class TraceAnalysis(JobMetrics):
@@ -63,20 +65,26 @@ class TraceAnalysis(JobMetrics):
         return None if make_adviser is None else cast("Adviser", make_adviser(self.trace))
 
     def replay(
-        self, policies: Sequence[str] | str | None = None, machine: str | Path | Machine | None = None
+        self,
+        policies: Sequence[Policy | str] | Policy | str | None = None,
+        machine: MachineArgument | None = None,
+        free_bytes: ByteCount | None = None,
+        host_free_bytes: ByteCount | None = None,
     ) -> Replay:
         """Iteration times under other offload policies, as `ebbtide replay` predicts them.
 
         Args:
-            policies: Strings of policies, such as `adaptive`, or one; None: all that are built in.
+            policies: Policies, or one, as text such as `adaptive`; None: all that are built in.
             machine: File, preset or machine; None: the recorded machine, else the preset of the trace's card.
+            free_bytes: Device memory that is always free, bytes, or text such as `4GiB`; None: as recorded.
+            host_free_bytes: Host memory for state and gradients, as `free_bytes`; None: that of the machine.
 
         Raises:
             UserError: The trace lacks what a replay needs, or there is no such policy or machine.
         """
         from ebbtide.interleave.replay.replay_trace import replay_trace
 
-        return replay_trace(self.trace, machine, policies)
+        return replay_trace(self.trace, machine, policies, free_bytes, host_free_bytes)
 
     def plot(self, kind: str = "both", rank: int | None = None, iterations: tuple[int, int] | None = None) -> Figure:
         """Draw the trace over time, as `ebbtide plot` does.

@@ -3,11 +3,15 @@
 import re
 from collections.abc import Iterable
 
+from ebbtide.errors import SizeError
+
 RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 # Three digits of a number from here on read as the next unit: 999.9 M is 1 G.
 _ROUNDED_UP = 0.9995
+# Bytes as callers give them: a number, or text such as 2GiB.
+ByteCount = float | str
 _SIZE = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
@@ -26,15 +30,15 @@ def parse_bytes(text: str) -> int:
 
 
 def byte_count(size: object, name: str = "a size") -> float:
-    """Return bytes that are given as a number from 0, or as text (see `parse_bytes`). Raises ValueError, which begins
+    """Return bytes that are given as a number from 0, or as text (see `parse_bytes`). Raises SizeError, which begins
     with the name of the argument, for anything else."""
     if isinstance(size, str):
         try:
             return parse_bytes(size)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            raise SizeError(f"{name}: {error}") from None
     if isinstance(size, bool) or not isinstance(size, int | float) or not size >= 0:
-        raise ValueError(f"{name} is {size!r}: it must be bytes, at least 0, or text like 2GiB")
+        raise SizeError(f"{name} is {size!r}: it must be bytes, at least 0, or text like 2GiB")
     return size
 
 

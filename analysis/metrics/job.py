@@ -30,7 +30,7 @@ from ebbtide.errors import UserError
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import RankInfo
-from ebbtide.units import byte_count
+from ebbtide.units import ByteCount, byte_count
 
 if TYPE_CHECKING:
     # The others are imported when they are asked for: they load pandas, or read by other processes.
@@ -92,7 +92,7 @@ class JobMetrics:
 
         return summarize(self.trace)
 
-    def windows(self, min_bytes: int | str = 2**30, ranks: Sequence[int] | int | None = None) -> Windows:
+    def windows(self, min_bytes: ByteCount = 2**30, ranks: Sequence[int] | int | None = None) -> Windows:
         """Windows of free memory of the device; `missing` says why there are none where memory was not recorded.
 
         Times are those of the GPU where it has any, as in `summary`.
@@ -102,15 +102,12 @@ class JobMetrics:
             ranks: Ranks to look at, or one; None: all.
 
         Raises:
-            UserError: `min_bytes` is no size.
+            SizeError: `min_bytes` is no size.
             TraceError: A rank is not in the trace.
         """
         from ebbtide.analysis.metrics.windows import find_windows
 
-        try:
-            least = int(byte_count(min_bytes, "min_bytes"))
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        least = int(byte_count(min_bytes, "min_bytes"))
         return find_windows(self._on_device_clock, least, _several(ranks))
 
     @cached_property

@@ -12,6 +12,8 @@ from ebbtide.machines.data_sheets import data_sheet_machine, with_host
 from ebbtide.machines.machine import Machine, load_machine, machine_from
 from ebbtide.machines.sheets import GPU_SHEETS
 
+# A machine as callers give it: a name of a preset, a file, or the machine itself.
+MachineArgument = Machine | str | Path
 # Likeness of names of which one may be meant by the other.
 _NEAR = 0.7
 _MAX_NEAR = 4
@@ -67,7 +69,7 @@ def _meant(name: str, matches: Sequence[str]) -> str:
 
 
 def find_machine(
-    machine: str | Path | Machine | None, recorded: dict[str, Any] | None = None, recorded_in: str = "the trace"
+    machine: MachineArgument | None, recorded: dict[str, Any] | None = None, recorded_in: str = "the trace"
 ) -> Machine:
     """Return a machine by file or by the name of a preset, or the one recorded in a trace; a machine itself.
 

@@ -10,6 +10,7 @@ from ebbtide.features.advise.job.memory import PlacedWorkload, place
 from ebbtide.features.advise.job.training_job import TrainingJob, TunableSettings
 from ebbtide.features.advise.present import NOT_KNOWN, Present
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import Policy
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.machines.machine import MAX_RANKS, Machine
 from ebbtide.state_bytes import PARAM_BYTES, REMAINDER_STATE_BYTES
@@ -61,7 +62,7 @@ def ranks_on_a_host(machine: Machine, ranks: int, ranks_per_host: int | None = N
 
 
 def least_settings(
-    job: TrainingJob, machine: Machine, ranks_per_host: int | None = None, policies: Sequence[str] = ()
+    job: TrainingJob, machine: Machine, ranks_per_host: int | None = None, policies: Sequence[Policy] = ()
 ) -> tuple[TunableSettings, PlacedWorkload, Machine] | None:
     """Return the least change with which a job fits a machine under one of `policies` (empty: of all), its workload,
     and the machine's rates for one rank; None if no change helps."""
@@ -73,12 +74,12 @@ def least_settings(
     return None
 
 
-def fits(settings: TunableSettings, placed: PlacedWorkload, machine: Machine, policies: Sequence[str] = ()) -> bool:
+def fits(settings: TunableSettings, placed: PlacedWorkload, machine: Machine, policies: Sequence[Policy] = ()) -> bool:
     """Return whether some policy that the settings allow has enough memory on the device and on the host."""
     if placed.workload.missing_bytes > 0:
         return False
     if policies:
-        allowed = [policy for policy in policies if settings.offload or policy == "gpu-only"]
+        allowed = [policy for policy in policies if settings.offload or policy.text == "gpu-only"]
         candidates = [steps_of(policy, placed.workload, machine) for policy in allowed]
         return any(steps is not None and fits_memory(steps, machine) for steps in candidates)
     if not settings.offload or machine.unified_memory:

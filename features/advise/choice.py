@@ -9,7 +9,7 @@ from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.features.advise.present import MIN_GAIN, Present
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import POLICIES, make_plan, parse
+from ebbtide.interleave.policies import Policy, as_policy
 from ebbtide.interleave.replay.recorded_job import RecordedJob, own_job
 from ebbtide.interleave.replay.replay import memory_excess
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
@@ -129,7 +129,11 @@ def present_of(workload: Workload, machine: Machine, job: RecordedJob) -> Presen
     policy = job.policy if job.state_bytes is None else "gpu-only"
     if policy is None:
         return Present(recorded_s=recorded_s)
-    steps = steps_of(policy, own_job(workload, job) if policy == "gpu-only" else workload, machine)
+    own = own_job(workload, job) if policy == "gpu-only" else workload
+    try:
+        steps = steps_of(as_policy(policy), own, machine)
+    except PolicyError:  # One of the job's own, which is not registered here.
+        steps = None
     # What was recorded there did fit.
     is_known = steps is not None and (recorded_s is not None or fits_memory(steps, machine))
     return Present(steps if is_known else None, recorded_s)
@@ -140,9 +144,9 @@ def _choose_freely(workload: Workload, machine: Machine, job: RecordedJob | None
     on_gpu = all_on_device(own_job(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))
-    policy = "adaptive" if workload.gpu_free is not None else "interleaved:2"
+    policy = Policy.make("adaptive") if workload.gpu_free is not None else Policy.make("interleaved", 2)
     # A rate that is missing is an error here.
-    best = simulate_steps(make_plan(policy, workload, machine), workload, machine)
+    best = simulate_steps(policy.plan(workload, machine), workload, machine)
     split = best_static_split(workload, machine)
     if best.plan.stored and split is not None and not fits_memory(split, machine):
         # There are policies with storage in its place.
@@ -170,10 +174,10 @@ def _choose_freely(workload: Workload, machine: Machine, job: RecordedJob | None
 
 
 def choose_among(
-    policies: Sequence[str], workload: Workload, machine: Machine, job: RecordedJob | None = None
+    policies: Sequence[Policy], workload: Workload, machine: Machine, job: RecordedJob | None = None
 ) -> PolicyChoice:
     """Choose the fastest of some policies: of those that the device and the host have memory for, if there are any."""
-    candidates = [simulate_steps(make_plan(policy, workload, machine), workload, machine) for policy in policies]
+    candidates = [simulate_steps(policy.plan(workload, machine), workload, machine) for policy in policies]
     excess = {steps.plan.policy: memory_excess(steps.valid, machine) for steps in candidates}
     best, *others = sorted(candidates, key=lambda steps: (bool(excess[steps.plan.policy]), steps.rating_s))
     left_out = {policy: text for policy, text in excess.items() if text is not None}
@@ -183,26 +187,26 @@ def choose_among(
 
 def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machine) -> OverlapChoice | None:
     """Return the overlap of a policy; None if the policy has no such option, does not fit with it, or gains little."""
-    policy = best.plan.policy
-    if option not in POLICIES[parse(policy).name].options.get("overlap", ()) or option == "none":
+    policy = Policy.of_plan(best.plan)
+    if option not in policy.registered.options.get("overlap", ()) or option == "none":
         return None
     # No iteration is shorter than its compute, beside which updates would run: a search could gain too little.
     if not workload.compute_s or workload.compute_s * (1 + MIN_GAIN) >= best.rating_s:
         return None
-    steps = steps_of(f"{policy},overlap={option}", workload, machine)
+    steps = steps_of(policy.with_options(overlap=option), workload, machine)
     if steps is None:
         return None
     exceeds_device, exceeds_host, rating_s = steps.cost(machine)
     fits = not (exceeds_device or exceeds_host)
     if fits and rating_s * (1 + MIN_GAIN) < best.rating_s:
-        return OverlapChoice(policy, option, steps, best.iteration_s)
+        return OverlapChoice(policy.text, option, steps, best.iteration_s)
     return None
 
 
-def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps | None:
+def steps_of(policy: Policy, workload: Workload, machine: Machine) -> Steps | None:
     """Return a policy's schedules; None if the machine lacks a rate or the policy cannot plan the workload."""
     try:
-        return simulate_steps(make_plan(policy, workload, machine), workload, machine)
+        return simulate_steps(policy.plan(workload, machine), workload, machine)
     except (MachineError, PolicyError):
         return None
 
@@ -211,14 +215,14 @@ def without_offload(workload: Workload, machine: Machine) -> Steps | None:
     """Return the schedule with all state on the device; None if it is not known to fit, or a rate is missing."""
     if workload.gpu_free is None:
         return None
-    on_gpu = steps_of("gpu-only", workload, machine)
+    on_gpu = steps_of(Policy.make("gpu-only"), workload, machine)
     return on_gpu if on_gpu is not None and on_gpu.valid.fits_device(machine.gpu_memory_bytes) else None
 
 
 def all_on_device(workload: Workload, machine: Machine) -> Steps | None:
     """Return the schedule with all state on the device if it is known to fit there, or if offload frees no memory."""
     if machine.unified_memory and workload.gpu_free is not None:
-        return steps_of("gpu-only", workload, machine)
+        return steps_of(Policy.make("gpu-only"), workload, machine)
     return without_offload(workload, machine)
 
 
@@ -234,7 +238,8 @@ def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
 def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
     """Return static splits without storage, the one that keeps most state on the host first."""
     machine = replace(machine, storage=())
-    policies = ("zero-offload", *(f"twin-flow:{share / 20:g}" for share in range(19, -1, -1)))
+    splits = (Policy.make("twin-flow", f"{share / 20:g}") for share in range(19, -1, -1))
+    policies = (Policy.make("zero-offload"), *splits)
     return [steps for policy in policies if (steps := steps_of(policy, workload, machine)) is not None]
 
 
@@ -245,10 +250,10 @@ def _other_policies(best: Steps, split: Steps | None, workload: Workload, machin
         return steps.valid.fits_device(machine.gpu_memory_bytes) is not False
 
     strides = range(1, _MAX_STRIDE + 1) if workload.gpu_free is not None else (2,)
-    interleaved = [steps_of(f"interleaved:{stride}", workload, machine) for stride in strides]
+    interleaved = [steps_of(Policy.make("interleaved", stride), workload, machine) for stride in strides]
     fitting = [steps for steps in interleaved if steps is not None and may_fit(steps)]
     candidates = [
-        *(steps_of(policy, workload, machine) for policy in ("zero-offload", "pipelined")),
+        *(steps_of(Policy.make(name), workload, machine) for name in ("zero-offload", "pipelined")),
         min(fitting, key=lambda steps: steps.rating_s, default=None),
         split,
     ]

@@ -136,7 +136,7 @@ def plan(
     from ebbtide.features.advise.printing import MAX_PLANS, print_code, print_plans
     from ebbtide.features.advise.whole_job import layers_of_job, plan_whole_job
     from ebbtide.interleave.model.workload import load_workload
-    from ebbtide.interleave.policies import parse
+    from ebbtide.interleave.policies import as_policy
     from ebbtide.interleave.replay.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.machines.catalog import preset, presets
     from ebbtide.output_files import new_output
@@ -156,8 +156,7 @@ def plan(
         machines.append(code)
     card = own_preset(recording) if not machines else None
     targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
-    for text in policy or ():
-        parse(text)
+    policies = [as_policy(text) for text in policy or ()]
     with new_outputs(plot, None, force) as (picture, _), progress_bar() as update:
         layered = None
         if has_shape or (recording is not None and (explain or save_workload) and len(targets) == 1 and batch.is_empty):
@@ -173,7 +172,7 @@ def plan(
         for target in targets:
             # The rates of a workload's machine are those of its own ranks, unless these are stated.
             own = target.machine.box.ranks if workload and not ranks and target.machine.box is not None else None
-            request = PlanRequest(target.source, policy or (), ranks_per_host or own, target.price_per_hour)
+            request = PlanRequest(target.source, policies, ranks_per_host or own, target.price_per_hour)
             placed.append(place_job(job, target.machine, request))
         by = sort or ("cost" if price_per_hour else "iteration")
         if code is not None and not as_json and plot is None:

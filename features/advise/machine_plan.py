@@ -19,13 +19,14 @@ from ebbtide.features.advise.lines.setups import LinesToPaste, PasteContext, lin
 from ebbtide.features.advise.ranges import PolicyTime, policy_time
 from ebbtide.interleave.model.operations import BOTH
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.interleave.policies import parse
+from ebbtide.interleave.policies import Policy
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE, with_recorded_memory
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.interleave.replay.replay import limiting_resource
 from ebbtide.interleave.replay.schedule_to_trace import device_memory
 from ebbtide.interleave.simulation.bound import min_iteration_s
 from ebbtide.machines.accuracy import accuracy_of
+from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine, unified_memory_text
 from ebbtide.profiler.trace import Trace
 
@@ -53,7 +54,7 @@ class PlanRequest:
     """The request for a plan, beside the job and the machine."""
 
     machine_source: str | None = None
-    policies: Sequence[str] = ()  # Policies to choose from; empty: all.
+    policies: Sequence[Policy] = ()  # Policies to choose from; empty: all.
     ranks_per_host: int | None = None  # Ranks on a host; None: as many as the box of the machine has.
     price_per_hour: float | None = None
 
@@ -216,15 +217,12 @@ class MachinePlan:
         return plain
 
 
-def place_job(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> PlacedJob:
+def place_job(job: TrainingJob, machine: MachineArgument, request: PlanRequest | None = None) -> PlacedJob:
     """Find the least change with which a job fits a machine, with the rates of its file. Raises MachineError for a
-    missing rate, and PolicyError for a requested policy that does not exist."""
-    asked = request or PlanRequest()
+    missing rate."""
+    asked, machine = request or PlanRequest(), find_machine(machine)
     if job.memory is not None:
         machine = with_recorded_memory(machine, job.memory.capacity_bytes)
-    for policy in asked.policies:
-        # Policies that cannot plan a job are skipped below; those that do not exist are an error.
-        parse(policy)
     solution = least_settings(job, machine, asked.ranks_per_host, asked.policies)
     if solution is not None:
         return PlacedJob(job, machine, asked, True, *solution)
@@ -244,7 +242,7 @@ def place_as_it_is(trace: Trace, machine: Machine, ranks_per_host: int | None = 
     return PlacedJob(job, own.machine, request, False, offloaded, place(job, offloaded, shared), shared)
 
 
-def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | None = None) -> MachinePlan:
+def plan_for_machine(job: TrainingJob, machine: MachineArgument, request: PlanRequest | None = None) -> MachinePlan:
     """Return the plan of a job for a machine. Raises as `place_job`."""
     return plan_placed(place_job(job, machine, request))
 

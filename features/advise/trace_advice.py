@@ -18,7 +18,7 @@ from ebbtide.features.advise.job.trace_layers import with_trace_layers
 from ebbtide.features.advise.lines.setups import PasteContext, setup_of
 from ebbtide.features.advise.present import Present
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import Policy
 from ebbtide.interleave.replay import inputs
 from ebbtide.interleave.replay.recorded_job import own_job, recorded_job
 from ebbtide.interleave.replay.workload_from_trace import workload_of
@@ -74,9 +74,9 @@ class TraceAdviser:
         workload = own_job(with_trace_layers(self._job.workload, self._trace), self._job.context.job)
         if not workload.layers or machine.gpu_update_params_per_s is None:
             return None
-        policy = "pipelined" if metrics.offloaded else "gpu-only"
+        policy = Policy.make("pipelined" if metrics.offloaded else "gpu-only")
         again, best = (
-            simulate_steps(make_plan(f"{policy},activations={kind}", workload, machine), workload, machine)
+            simulate_steps(policy.with_options(activations=kind).plan(workload, machine), workload, machine)
             for kind in ("recompute", "auto")
         )
         layers = best.valid.plan.layers
@@ -117,7 +117,7 @@ def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
         return replace(error, remedies=[remedy for remedy in error.remedies if remedy is not bound])
     try:
         workload = workload_of(trace)
-        schedule = simulate(make_plan(_POLICY, workload, machine), workload, machine)
+        schedule = simulate(Policy.make(_POLICY).plan(workload, machine), workload, machine)
     except (MachineError, PolicyError, WorkloadError):
         return error
     kept = round(schedule.peak_device_bytes)

@@ -37,10 +37,12 @@ from ebbtide.features.dryrun.memory.workspaces import KernelWorkspaces, multipro
 from ebbtide.features.dryrun.shadow_values import tensors_in
 from ebbtide.features.dryrun.time.clock import VirtualClock
 from ebbtide.features.dryrun.time.phase_tracker import PhaseTracker
+from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.job_info import describe_framework, describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
+from ebbtide.units import ByteCount, byte_count
 
 _LOOKED_AT = 32
 # Frameworks fetch a batch ahead: the longest one reaches the model in the second of these iterations.
@@ -99,15 +101,15 @@ class DryRunOptions:
     Attributes:
         iterations: Iterations after which the job is ended.
         capacity_bytes: Memory of the device; None: not stated.
-        machine: The machine, for its rates and its compute capability; None: not named.
+        machine: The machine, its file or its name, for its rates and its compute capability; None: not named.
         ranks: Ranks of the job, whose rank 0 is run; None: not stated, and process groups have one rank.
         ranks_per_node: Ranks on one host; None: all of them.
     """
 
     iterations: int = 2
-    capacity_bytes: int | None = None
+    capacity_bytes: ByteCount | None = None
     device_name: str = "dry run"
-    machine: Machine | None = None
+    machine: MachineArgument | None = None
     ranks: int | None = None
     ranks_per_node: int | None = None
 
@@ -129,7 +131,9 @@ class DryRun:
 
     def __init__(self, options: DryRunOptions | None = None) -> None:
         self.options = options or DryRunOptions()
-        machine = self.options.machine
+        capacity, machine = self.options.capacity_bytes, self.options.machine
+        self.capacity_bytes = None if capacity is None else int(byte_count(capacity, "capacity_bytes"))
+        self.machine = machine = None if machine is None else find_machine(machine)
         self._capability = capability_of(self.options.device_name, machine.gpu if machine is not None else None)
         self.clock = VirtualClock(machine)
         gpu = multiprocessors(self.options.device_name, self._capability)
@@ -163,7 +167,7 @@ class DryRun:
     def __enter__(self) -> DryRun:
         self._patches.on_undo(CudaStubs(torch, self.process_groups.ranks_per_node).remove)
         self._patches.on_undo(self.user_files.close)
-        capacity = self.options.capacity_bytes or DEFAULT_CAPACITY_BYTES
+        capacity = self.capacity_bytes or DEFAULT_CAPACITY_BYTES
         devices = self.process_groups.ranks_per_node
         patch_cuda(
             self._patches, self.clock, self.memory, self.options.device_name, self._capability, capacity, devices
@@ -180,7 +184,7 @@ class DryRun:
         self._libraries = LibraryPatches(self._patches, self.mode)
         self._triton.install(self._patches)
         patch_ray_train(self._patches, self.process_groups)
-        machine = self.options.machine
+        machine = self.machine
         patch_model_parallel(self._patches, self.mode)
         self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
         library = register_attention(self.attention)
@@ -223,7 +227,7 @@ class DryRun:
 
     def host_use(self) -> dict[str, tuple[int, float | None]]:
         """Return the most host memory of the rank and its limit (None: not known), of all and of pinned memory."""
-        ranks, machine = self.process_groups.ranks_per_node, self.options.machine
+        ranks, machine = self.process_groups.ranks_per_node, self.machine
         divisible = machine is not None and (machine.box is not None or ranks == 1)
         own = machine.for_ranks(ranks) if machine is not None and divisible else Machine()
         most, pinned = self.host_memory.most_bytes, self.host_memory.most_pinned_bytes
@@ -273,7 +277,7 @@ class DryRun:
         return notes
 
     def _new_allocator(self) -> CachingAllocator:
-        return device_allocator(self.options.capacity_bytes, self.context_bytes)
+        return device_allocator(self.capacity_bytes, self.context_bytes)
 
     def _classify(self) -> None:
         """Note which storages hold parameters, buffers, gradients and optimizer state."""

@@ -28,16 +28,16 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
     builder = TraceBuilder("predicted", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
     # The first iteration makes the optimizer state; alone it is better than no figures.
     builder.meta.update(command=list(command), warmup_iterations=1 if run.tracker.rule.index > 0 else 0)
-    if run.options.machine is not None:
-        builder.meta["machine"] = run.options.machine.as_json()
+    if run.machine is not None:
+        builder.meta["machine"] = run.machine.as_json()
     device = {
         "device": _DEVICE,
         "kind": "cuda",
         "name": run.options.device_name,
-        "capacity_bytes": run.options.capacity_bytes,
+        "capacity_bytes": run.capacity_bytes,
     }
     builder.meta["prediction"] = {
-        "machine": run.options.machine.name if run.options.machine is not None else None,
+        "machine": run.machine.name if run.machine is not None else None,
         "assumptions": run.clock.assumptions(),
         "times": predicted_times(run.tracker.phases, 0),
         "context_bytes": run.context_bytes,

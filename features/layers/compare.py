@@ -23,6 +23,7 @@ from ebbtide.interleave.model.operations import FORWARD, Op, OpKind
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import LayerMemory
 from ebbtide.state_bytes import PARAM_BYTES
+from ebbtide.units import byte_count
 
 CHOICES = (
     *product(("keep", "recompute", "offload"), ("resident", "streamed")),
@@ -235,7 +236,8 @@ def compare_layers(
 ) -> LayerComparison:
     """Train under each choice, one after the other, of which the first keeps all, on a GPU, or an emulated device
     without one or with the rate of a link. Raises UserError where a setting is invalid, or no plan fits the budget."""
-    iterations, memory_budget, link_bytes_per_s = config.iterations, config.memory_budget, config.link_bytes_per_s
+    iterations, link_bytes_per_s = config.iterations, config.link_bytes_per_s
+    memory_budget = byte_count(config.memory_budget, "memory_budget") if config.memory_budget else None
     if iterations < WARMUP + 2:
         raise UserError(f"--steps must be at least {WARMUP + 2} with --layers: the first {WARMUP} make the plan")
     shape = Shape(_LAYERS, max(1, round((config.params / (12 * _LAYERS)) ** 0.5 / _HEAD)) * _HEAD)

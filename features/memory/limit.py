@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.units import byte_count, bytes_text
+from ebbtide.units import ByteCount, byte_count, bytes_text
 
 BEFORE = "allocated before the block"
 
@@ -226,7 +226,7 @@ class MemoryLimitExceeded(AssertionError):
 
 
 @contextmanager
-def memory_limit(limit: str | int, device: str | None = None) -> Iterator[None]:
+def memory_limit(limit: ByteCount, device: str | None = None) -> Iterator[None]:
     """Fail if a block of code uses more memory than a limit: a context manager, and a decorator, too.
 
     On CUDA the peak is that of torch's allocator (`max_memory_allocated`, which is reset), and includes what was
@@ -239,7 +239,7 @@ def memory_limit(limit: str | int, device: str | None = None) -> Iterator[None]:
         device: `cpu`, `cuda` or `cuda:1`; None: the current CUDA device, and the CPU where there is none.
 
     Raises:
-        ValueError: The limit is not a size.
+        SizeError: The limit is not a size.
         MemoryLimitExceeded: At the end of the block, where its peak exceeds the limit. An exception of the block itself
             is passed on instead.
     """

@@ -57,11 +57,9 @@ class Sweep:
         many, and for names that do not exist."""
         from ebbtide.errors import UserError
         from ebbtide.features.sweep.task import combinations, find_pairs
-        from ebbtide.interleave.policies import BUILT_IN, parse, with_systems
+        from ebbtide.interleave.policies import BUILT_IN, as_policies
 
-        policies = _distinct(with_systems(self.policies))
-        for text in policies:
-            parse(text)
+        policies = _distinct(as_policies(self.policies))
         traces, workloads, machines = _distinct(self.traces), _distinct(self.workloads), _distinct(self.machines)
         pairs, failed = find_pairs(traces, workloads, machines, self.ranks_per_host)
         total = (len(pairs) + len(failed)) * len(scenarios) * len(policies or BUILT_IN)
@@ -69,7 +67,7 @@ class Sweep:
             raise UserError(f"{total:,} combinations: replay at most {_MAX_COMBINATIONS:,} at once")
         tasks = combinations(pairs, scenarios, policies)
         names = _distinct(task.machine.name for task in tasks) if machines else ["not known"]
-        cases = itertools.product(failed.items(), names, scenarios, _distinct(task.policy for task in tasks))
+        cases = itertools.product(failed.items(), names, scenarios, _distinct(task.policy.text for task in tasks))
         return tasks, [
             {"workload": str(path), "machine": name, "policy": policy, **asdict(scenario), "error": str(error)}
             for (path, error), name, scenario, policy in cases

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from ebbtide.errors import UserError, WorkloadError
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import Policy, as_policies
 from ebbtide.interleave.replay import inputs
 from ebbtide.interleave.replay.recorded_job import RecordedJob, recorded_job
 from ebbtide.interleave.replay.replay import LATE, default_policies, replay
@@ -148,7 +149,7 @@ class Task(NamedTuple):
     workload: Workload
     machine: Machine
     scenario: Scenario
-    policy: str
+    policy: Policy
     job: RecordedJob | None
 
     def columns(self) -> Row:
@@ -156,7 +157,7 @@ class Task(NamedTuple):
         return {
             "workload": self.workload.name,
             "machine": self.machine.name,
-            "policy": self.policy,
+            "policy": self.policy.text,
             **asdict(self.scenario),
         }
 
@@ -207,13 +208,13 @@ def _replayed_row(task: Task) -> Row:
     }
 
 
-def combinations(pairs: Sequence[Pair], scenarios: Sequence[Scenario], policies: Sequence[str]) -> list[Task]:
+def combinations(pairs: Sequence[Pair], scenarios: Sequence[Scenario], policies: Sequence[Policy | str]) -> list[Task]:
     """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order; no
     policies: those that are replayed by default, with late updates."""
     return [
         Task(workload, machine, scenario, policy, job)
         for (workload, machine, job), scenario in itertools.product(pairs, scenarios)
-        for policy in policies or (*default_policies(workload), LATE)
+        for policy in as_policies(policies or (*default_policies(workload), LATE))
     ]
 
 

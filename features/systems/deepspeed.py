@@ -7,7 +7,7 @@ from ebbtide.interleave.model.operations import CLIPPING_FIRST, ONE_UPDATE, OWN_
 from ebbtide.interleave.model.plan import FORWARD, OTHER, UPDATE, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, free_memory_steps, policy, reject_value, system
+from ebbtide.interleave.policies.registry import Policy, SystemRun, policy, system
 from ebbtide.interleave.policies.search.assignment import subgroups_that_fit
 from ebbtide.interleave.policies.static_splits import split_plan, with_gradient_buffers
 from ebbtide.interleave.simulation.simulator import simulate_steps
@@ -19,7 +19,7 @@ _CORES_SHARE = 0.8
 
 
 @system("superoffload", SystemRun("superoffload", 10, ("superoffload,rule=deepspeed",)), rule=("paper", "deepspeed"))
-def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def superoffload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update on the CPU as soon as gradients come and undo it in place where clipping changes it; keep the subgroups
     whose gradients come last on the GPU, as SuperOffload does.
 
@@ -27,16 +27,16 @@ def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan
     what gives the shortest iteration. With `rule=deepspeed` it does what DeepSpeed 0.19.8 does
     (runtime/superoffload/superoffload_stage3.py): updates run in the backward only without clipping, on 0.8 of the
     cores; at the step each subgroup is converted on the CPU and copied from pageable memory, one after another."""
-    reject_value(spec)
-    make = _paper_plan if spec.options["rule"] == "paper" else _deepspeed_plan
+    policy.reject_value()
+    make = _paper_plan if policy.options["rule"] == "paper" else _deepspeed_plan
     # Those that fit into memory that is always free, with their gradients.
     per_param = workload.state_bytes + (workload.grad_bytes if make is _paper_plan else MASTER_BYTES)
     most = subgroups_that_fit(workload.subgroups, per_param, workload.min_free_bytes or 0.0)
 
     def cost(count: int) -> Cost:
-        return simulate_steps(make(workload, spec.text, count), workload, machine).cost(machine)
+        return simulate_steps(make(workload, policy.text, count), workload, machine).cost(machine)
 
-    return make(workload, spec.text, best_count(most, cost)).validate(workload)
+    return make(workload, policy.text, best_count(most, cost)).validate(workload)
 
 
 def _deepspeed_plan(workload: Workload, text: str, count: int) -> Plan:
@@ -90,7 +90,7 @@ _RESERVED_SHARE = 0.5
     interval=("4", "1", "2", "8", "16"),
     rule=("paper", "deepspeed"),
 )
-def zenflow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def zenflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update the share S of each subgroup on the GPU in each step, the rest on the CPU every `interval` steps, from
     older gradients, as ZenFlow does.
 
@@ -98,12 +98,12 @@ def zenflow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     its cores; an iteration of the plan has 1/interval of the work. With `rule=deepspeed` it does what DeepSpeed 0.19
     does: the CPU updates all parameters, gradients are accumulated on the GPU and copied there and back for it, and
     fp32 masters are uploaded at the step."""
-    share = spec.number("the share of important gradients", None, 0.0, 1.0)
-    interval = int(spec.options["interval"])
+    share = policy.number("the share of important gradients", None, 0.0, 1.0)
+    interval = int(policy.options["interval"])
     if share == 1:
-        return split_plan(workload, spec, range(len(workload.subgroups)))
-    builder = PlanBuilder(spec.text, workload)
-    is_paper = spec.options["rule"] == "paper"
+        return split_plan(workload, policy, range(len(workload.subgroups)))
+    builder = PlanBuilder(policy.text, workload)
+    is_paper = policy.options["rule"] == "paper"
     on_cpu = 1 - share if is_paper else 1.0
     builder.gradients(bytes_per_param=on_cpu * workload.grad_bytes)
     if not is_paper:
@@ -137,19 +137,19 @@ _MARGIN = 0.2
 
 
 @policy("deepcompile", SystemRun("deepcompile", 40), uses_storage=False)
-def deepcompile(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def deepcompile(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update all on the GPU; flush what does not fit when the forward begins, and fetch it in the backward, as
     DeepCompile does with `offload_opt_states`.
 
     All state is on the device at the step. As many subgroups as the forward has memory for stay there, the last ones. A
     subgroup is fetched at the first moment of the backward from which on there is memory for all on the device so far;
     what finds none is fetched when the backward ends. A fifth of the device counts as not free."""
-    reject_value(spec)
+    policy.reject_value()
     margin = _MARGIN * (machine.gpu_memory_bytes or 0.0)
     backward_s = workload.compute_s - workload.backward_s
-    before_step = [(at_s, free) for at_s, free in free_memory_steps(workload, spec) if at_s < workload.compute_s]
+    before_step = [(at_s, free) for at_s, free in policy.free_memory_steps(workload) if at_s < workload.compute_s]
     floor = min([free for at_s, free in before_step if at_s < backward_s or not at_s], default=0.0) - margin
-    builder = PlanBuilder(spec.text, workload)
+    builder = PlanBuilder(policy.text, workload)
     leaving = range(len(builder.sizes) - subgroups_that_fit(builder.sizes[::-1], workload.state_bytes, floor))
     builder.leave(leaving, FORWARD)
     builder.gradients(keep=frozenset(range(len(builder.sizes))))

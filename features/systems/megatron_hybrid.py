@@ -7,7 +7,7 @@ from itertools import accumulate
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, system
+from ebbtide.interleave.policies.registry import Policy, SystemRun, system
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
 
@@ -16,25 +16,25 @@ _RUN = SystemRun("megatron-hybrid:0.5,overlap=copies", 30, ())
 
 
 @system("megatron-hybrid", _RUN, overlap=("none", "copies"), masters=("cpu", "gpu"))
-def megatron_hybrid(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def megatron_hybrid(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update the fraction F of the parameters on the CPU and the rest on the GPU, as Megatron-LM's
     HybridDeviceOptimizer does.
 
     F is rounded up to whole subgroups, the first ones. Gradients and parameters cross the link in fp32, at the step:
     all gradients, then all updates, then all parameters; with `overlap=copies` each as soon as it can. With
     `masters=gpu` the GPU keeps fp32 masters of all parameters, as without --use-precision-aware-optimizer."""
-    fraction = spec.number("the fraction on the CPU", None, 0.0, 1.0)
-    builder = PlanBuilder(spec.text, workload)
+    fraction = policy.number("the fraction on the CPU", None, 0.0, 1.0)
+    builder = PlanBuilder(policy.text, workload)
     on_cpu = range(bisect_left([*accumulate(builder.sizes, initial=0)], fraction * sum(builder.sizes)))
     resident = range(len(on_cpu), len(builder.sizes))
     builder.gradients_at_step(frozenset(resident), MASTER_BYTES)
     for subgroup in resident:
         builder.resident(subgroup)
-    keeps_masters = spec.options["masters"] == "gpu"
-    copies = () if spec.options["overlap"] == "copies" else builder.copied_gradients()
+    keeps_masters = policy.options["masters"] == "gpu"
+    copies = () if policy.overlap == "copies" else builder.copied_gradients()
     updates = [builder.update_on_cpu(subgroup, copies) for subgroup in on_cpu]
     for subgroup, update in zip(on_cpu, updates, strict=True):
-        after = (update,) if spec.options["overlap"] == "copies" else (update, updates[-1])
+        after = (update,) if policy.overlap == "copies" else (update, updates[-1])
         builder.upload_masters(subgroup, after, staged=not keeps_masters)
     plan = builder.plan()
     if not keeps_masters:

@@ -10,24 +10,24 @@ from ebbtide.interleave.model.operations import STEP, UPDATE, Op, OpKind
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.registry import PolicySpec, reject_value, system
+from ebbtide.interleave.policies.registry import Policy, system
 from ebbtide.machines.machine import Machine
 
 
 @system("ml-dataflow", plans_layers=True)
-def ml_dataflow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def ml_dataflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Stream weights, gradients, activations and state of each layer, and update on the GPU, as ml_dataflow does.
 
     A round has as many chunks as make the activations of a layer as large as its weights. The device holds as many
     layers, with gradients and activations, as it has memory for; activations on the host are kept in the largest forms
     that it has memory for."""
-    reject_value(spec)
+    policy.reject_value()
     if not workload.layers or workload.gpu_free is None:
-        raise PolicyError(f"{spec.text!r} needs a workload with layers, and to know what device memory is free")
+        raise PolicyError(f"{policy.text!r} needs a workload with layers, and to know what device memory is free")
     rounds = _rounds(workload)
     slots = slots_in(workload, rounds)
     layers = dataflow_layers(workload, rounds, slots, _forms(workload, machine, rounds, slots))
-    return dataflow_plan(spec.text, workload, layers)
+    return dataflow_plan(policy.text, workload, layers)
 
 
 class Slots(NamedTuple):

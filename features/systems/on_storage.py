@@ -9,7 +9,7 @@ from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, reject_value, system
+from ebbtide.interleave.policies.registry import Policy, SystemRun, system
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
 from ebbtide.units import bytes_text
@@ -27,7 +27,7 @@ _TEXT = "zero-infinity:12,pipeline_read=true,pipeline_write=true"
     pipeline_write=("false", "true"),
     gradients=("storage", "device"),
 )
-def zero_infinity(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def zero_infinity(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep all state, and fp32 gradients, in storage; read, update on the CPU, upload and write one subgroup after
     another, as DeepSpeed's ZeRO-Infinity does.
 
@@ -36,21 +36,21 @@ def zero_infinity(workload: Workload, machine: Machine, spec: PolicySpec) -> Pla
     the one before is written. Gradients are written in the backward, which stops whenever all buffers are full until
     all are written. `gradients=device`: with an `aio.block_size` above the largest gradient DeepSpeed does not write
     them, and they stay on the device in fp32. The fastest path is used."""
-    number = spec.number("buffer_count", BUFFERS_OF_SUBGROUP, 1, _MOST_BUFFERS)
+    number = policy.number("buffer_count", BUFFERS_OF_SUBGROUP, 1, _MOST_BUFFERS)
     count = int(number)
     if count != number:
-        raise PolicyError(f"{spec.text!r}: buffer_count is {number:g}; it must be a whole number")
-    ahead = int(spec.options["pipeline_read"] == "true")
-    behind = int(spec.options["pipeline_write"] == "true")
+        raise PolicyError(f"{policy.text!r}: buffer_count is {number:g}; it must be a whole number")
+    ahead = int(policy.options["pipeline_read"] == "true")
+    behind = int(policy.options["pipeline_write"] == "true")
     slots = 1 + ahead + behind
     if count < BUFFERS_OF_SUBGROUP * slots:
         raise PolicyError(
-            f"{spec.text!r}: DeepSpeed runs out of swap buffers with buffer_count {count}; these pipelines need "
+            f"{policy.text!r}: DeepSpeed runs out of swap buffers with buffer_count {count}; these pipelines need "
             f"{BUFFERS_OF_SUBGROUP * slots}"
         )
-    path = _fastest_path(workload, machine, spec)
-    builder = PlanBuilder(spec.text, workload)
-    gradients_stored = spec.options["gradients"] == "storage"
+    path = _fastest_path(workload, machine, policy)
+    builder = PlanBuilder(policy.text, workload)
+    gradients_stored = policy.options["gradients"] == "storage"
     if gradients_stored:
         gradient_writes = _written_gradients(builder, count, path)
     else:
@@ -87,19 +87,19 @@ def zero_infinity(workload: Workload, machine: Machine, spec: PolicySpec) -> Pla
     return replace(plan, remark=storage_summary(plan, workload)).validate(workload)
 
 
-def _fastest_path(workload: Workload, machine: Machine, spec: PolicySpec) -> int:
+def _fastest_path(workload: Workload, machine: Machine, policy: Policy) -> int:
     """Return the number of the path that is used."""
     if not machine.storage:
         raise PolicyError(
-            f"{spec.text!r} needs storage: measure it with `ebbtide calibrate --storage FOLDER`, or write its rates "
+            f"{policy.text!r} needs storage: measure it with `ebbtide calibrate --storage FOLDER`, or write its rates "
             "into the machine file"
         )
     number = min(range(len(machine.storage)), key=lambda index: machine.storage[index].s_per_byte)
     free = machine.storage[number].bytes
-    gradient_bytes = MASTER_BYTES if spec.options["gradients"] == "storage" else 0
+    gradient_bytes = MASTER_BYTES if policy.options["gradients"] == "storage" else 0
     needed = (workload.state_bytes + gradient_bytes) * workload.params
     if free is not None and needed > free:
-        raise PolicyError(f"{spec.text!r} needs {bytes_text(needed)} of storage, and {bytes_text(free)} are free")
+        raise PolicyError(f"{policy.text!r} needs {bytes_text(needed)} of storage, and {bytes_text(free)} are free")
     return number
 
 
@@ -134,20 +134,20 @@ _LAYOUT = StorageLayout("spread", 3)
 
 
 @system("mlp-offload", SystemRun("mlp-offload", 90))
-def mlp_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def mlp_offload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep the state that host memory does not hold on all paths of the storage at once, in proportion to their rates,
     as MLP-Offload does.
 
     Gradients stay in host memory. The CPU updates one subgroup after another at the step, while others are read and
     written. MLP-Offload updates in the opposite order in every second iteration, so that the last subgroups of one are
     the first of the next; here the same subgroups stay in memory in every iteration."""
-    reject_value(spec)
+    policy.reject_value()
     if available_host_bytes(workload, machine) is None:
         raise PolicyError(
-            f"{spec.text!r} needs to know how much host memory there is: give it (--host-free-bytes 72GB, or "
+            f"{policy.text!r} needs to know how much host memory there is: give it (--host-free-bytes 72GB, or "
             "host_memory_bytes in a machine file)"
         )
-    builder = PlanBuilder(spec.text, workload)
+    builder = PlanBuilder(policy.text, workload)
     builder.gradients()
     previous: tuple[int, ...] = ()
     for subgroup in range(len(builder.sizes)):

@@ -6,19 +6,19 @@ from ebbtide.interleave.model.operations import CLIPPING_FIRST, ONE_UPLOAD, Depa
 from ebbtide.interleave.model.plan import Plan, backward_points, forward_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, reject_value, system
+from ebbtide.interleave.policies.registry import Policy, SystemRun, system
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES, STATE_BYTES
 
 
 @system("fsdp2-offload", SystemRun("fsdp2-offload", 70))
-def fsdp2_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def fsdp2_offload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep parameters and state on the host and update all on the CPU at the step, as FSDP2 does with CPUOffloadPolicy.
 
     Gradients are copied to the host in fp32 within the backward. Parameters are copied to the device twice, in fp32:
     before the forward and before the backward of each subgroup uses them. The forward waits for them."""
-    reject_value(spec)
-    builder = PlanBuilder(spec.text, workload)
+    policy.reject_value()
+    builder = PlanBuilder(policy.text, workload)
     needed, count = forward_points(workload), len(builder.sizes)
     for subgroup, point in reversed(list(enumerate(backward_points(workload)))):
         builder.add("upload", "h2d", subgroup, MASTER_BYTES, point=point)
@@ -31,10 +31,10 @@ def fsdp2_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Pla
 
 
 @system("prime-rl", SystemRun("prime-rl", 50))
-def prime_rl(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def prime_rl(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update each subgroup on the CPU as soon as its gradient is there, and upload it within the backward, as prime-rl
     does with `full_offload`. It does not clip."""
-    builder = _builder(workload, spec)
+    builder = _builder(workload, policy)
     builder.gradients()
     for subgroup in reversed(range(len(builder.sizes))):
         builder.on_cpu(subgroup)
@@ -42,15 +42,15 @@ def prime_rl(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
 
 
 @system("torchao", SystemRun("torchao", 60), backward=("eager", "compiled"))
-def torchao(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def torchao(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update on the CPU in the order in which gradients come, as torchao's CPUOffloadOptimizer does. It does not clip.
 
     One stream copies gradients and parameters, so no parameter is uploaded before the last gradient is on the host.
     The step is called when the backward is launched, not when it is done, so that updates overlap it
     (`backward=eager`). A compiled backward returns all gradients at its end: with `backward=compiled` nothing overlaps.
     """
-    builder = _builder(workload, spec)
-    if spec.options["backward"] == "compiled":
+    builder = _builder(workload, policy)
+    if policy.options["backward"] == "compiled":
         builder.early = False
         builder.gradients_at_step(frozenset(), workload.grad_bytes)
     else:
@@ -67,10 +67,10 @@ def torchao(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     return replace(plan, departures=plan.departures._replace(consequence=consequence))
 
 
-def _builder(workload: Workload, spec: PolicySpec) -> PlanBuilder:
+def _builder(workload: Workload, policy: Policy) -> PlanBuilder:
     """Return a builder of plans that update as soon as gradients are ready, whether or not the workload clips."""
-    reject_value(spec)
-    return PlanBuilder(spec.text, replace(workload, clipping=False), early=True)
+    policy.reject_value()
+    return PlanBuilder(policy.text, replace(workload, clipping=False), early=True)
 
 
 def _plan(builder: PlanBuilder, workload: Workload, system: str) -> Plan:

@@ -9,7 +9,7 @@ from ebbtide.interleave.model.operations import CLIPPING_FIRST, OWN_GRADIENT, ST
 from ebbtide.interleave.model.plan import OTHER, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, plan_in_memory, reject_value, system
+from ebbtide.interleave.policies.registry import Policy, system
 from ebbtide.machines.machine import Machine
 
 # MegaTrain's default of checkpoint_interval: layers of a block, of which the input is kept.
@@ -17,13 +17,13 @@ _BLOCK = 4
 
 
 @system("megatrain", plans_layers=True)
-def megatrain(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def megatrain(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Stream all weights, keep the input of every fourth layer, and update on the CPU after the backward, as MegaTrain
     does.
 
     The backward computes the forward of each block of four layers again, which keeps the inputs of its layers, and then
     that of each layer, with gradients: weights cross the link three times in each micro-batch."""
-    _check(workload, spec)
+    _check(workload, policy)
     inputs = [layer.forms[-1].nbytes for layer in workload.layers]
     blocks = range(0, len(inputs), _BLOCK)
     # Inputs of one block are on the device beside those that are kept, and count as the first one's.
@@ -38,11 +38,11 @@ def megatrain(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     )
     layers = LayerPlan(frozenset(range(len(workload.layers))), activations, rounds=rounds)
     if max(shares) > 1.001 * min(shares):
-        raise PolicyError(f"{spec.text!r} needs chunks of one size")
+        raise PolicyError(f"{policy.text!r} needs chunks of one size")
     placed = place(workload, layers)
-    state = plan_in_memory("zero-offload", placed, machine)
+    state = Policy.make("zero-offload").plan_in_memory(placed, machine)
     operations = _MegatrainOperations(placed, layers)
-    return replace(with_layer_operations(state, placed, layers, operations), policy=spec.text).validate(placed)
+    return replace(with_layer_operations(state, placed, layers, operations), policy=policy.text).validate(placed)
 
 
 class _MegatrainOperations(LayerOperations):
@@ -60,16 +60,16 @@ class _MegatrainOperations(LayerOperations):
 
 
 @system("roundpipe", plans_layers=True)
-def roundpipe(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def roundpipe(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Stream all weights and the inputs of layers, compute each layer again, and update on the CPU during the next
     iteration, as RoundPipe does on one GPU.
 
     A stage is one layer here. Iterations use parameters that are one step old."""
-    _check(workload, spec)
+    _check(workload, policy)
     last = [len(layer.forms) - 1 for layer in workload.layers]
     layers = LayerPlan(frozenset(range(len(workload.layers))), saved_activations(workload, last, range(len(last))))
     placed = place(workload, layers)
-    builder = PlanBuilder(spec.text, placed)
+    builder = PlanBuilder(policy.text, placed)
     builder.gradients()
     for subgroup in range(len(builder.sizes)):
         update = builder.add("update", "cpu", subgroup, point=OTHER)
@@ -80,22 +80,22 @@ def roundpipe(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
 
 
 @system("zero3-offload-params", plans_layers=True, activations=("keep", "recompute"))
-def zero3_offload_params(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def zero3_offload_params(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Stream all weights, and update on the CPU, as DeepSpeed's ZeRO-3 with `offload_param` and `offload_optimizer`
     does.
 
     One layer is fetched during another's compute: DeepSpeed fetches modules ahead, as many as `prefetch_bucket_size`
     holds."""
-    _check(workload, spec)
-    again = spec.options["activations"] == "recompute"
+    _check(workload, policy)
+    again = policy.options["activations"] == "recompute"
     forms = [len(layer.forms) - 1 if again else 0 for layer in workload.layers]
     layers = LayerPlan(frozenset(range(len(workload.layers))), saved_activations(workload, forms))
     placed = place(workload, layers)
-    state = replace(plan_in_memory("zero-offload", placed, machine), policy=spec.text)
+    state = replace(Policy.make("zero-offload").plan_in_memory(placed, machine), policy=policy.text)
     return with_layer_operations(state, placed, layers).validate(placed)
 
 
-def _check(workload: Workload, spec: PolicySpec) -> None:
-    reject_value(spec)
+def _check(workload: Workload, policy: Policy) -> None:
+    policy.reject_value()
     if not workload.layers:
-        raise PolicyError(f"{spec.text!r} needs a workload with layers")
+        raise PolicyError(f"{policy.text!r} needs a workload with layers")

@@ -2,7 +2,7 @@
 
 import importlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +17,13 @@ from ebbtide.features.storage.engine.stored_states import StorageOptions
 from ebbtide.interleave.compare import results as figures
 from ebbtide.interleave.compare import runs as training_runs
 from ebbtide.interleave.compare.testbed import Testbed, find_testbed
-from ebbtide.interleave.policies import refuse_simulation_only
+from ebbtide.interleave.policies import Policy, as_policy
 from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import PHASES
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
-from ebbtide.units import bytes_text
+from ebbtide.units import ByteCount, byte_count, bytes_text
 
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.5", "interleaved:2", "adaptive")
 MIN_ITERATIONS = 3
@@ -44,31 +45,31 @@ _SETTINGS = {"lr": training_runs.LR, "weight_decay": 0.01}
 class CompareConfig:
     """Settings of a comparison."""
 
-    policies: Sequence[str] | None = None  # Policies to run; None for those of POLICIES that can run here.
+    policies: Sequence[Policy | str] | None = None  # Policies to run; None for those of POLICIES that can run here.
     iterations: int = 12  # Iterations per policy, warm-up included.
     params: int = 20_000_000
     subgroup_params: int | None = None  # Parameters per subgroup; None for a tenth of the model.
     # Bytes of device memory for optimizer state; None for half of the state and three subgroups.
-    memory_budget: float | None = None
+    memory_budget: ByteCount | None = None
     # Rate of an emulated link per direction; None for the default of `find_testbed`.
     link_bytes_per_s: float | None = None
-    machine: Machine | None = None  # Machine to predict with; None to measure this one.
+    machine: MachineArgument | None = None  # Machine to predict with; None to measure this one.
     # Times that forward and backward wait in addition to their arithmetic; None for the default.
     waits: training_runs.PhaseWaits | None = None
     baselines: Sequence[str] = ()
     seed: int = 0
     storage: Sequence[Path] = ()  # Folders for state that host memory does not hold; empty for none.
     # With storage: host memory for state and buffers; None: for what `_storage_options` says.
-    host_bytes: float | None = None
+    host_bytes: ByteCount | None = None
 
 
 def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> figures.Comparison:
     """Train under each policy, one after the other, and predict each plan that ran. Raises UserError where a policy or
     setting is invalid, or a policy that was given cannot run here."""
-    policies = list(dict.fromkeys(config.policies or POLICIES))
-    shape = _checked_shape(config, policies)
+    policies = {policy.text: policy for policy in map(as_policy, config.policies or POLICIES)}
+    shape = _checked_shape(config, policies.values())
     subgroup_params = config.subgroup_params or -(-shape.params // _SUBGROUPS)
-    budget = config.memory_budget or _part_of_state(shape, subgroup_params)
+    budget = byte_count(config.memory_budget or _part_of_state(shape, subgroup_params), "memory_budget")
     total = config.iterations * (len(policies) + len(config.baselines))
     done = 0
 
@@ -84,25 +85,27 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
 
     progress("measuring this machine", 0, total)
     storage = _storage_options(config, shape, subgroup_params)
-    testbed = find_testbed(shape.params, subgroup_params, budget, config.link_bytes_per_s, config.machine)
+    machine = None if config.machine is None else find_machine(config.machine)
+    testbed = find_testbed(shape.params, subgroup_params, budget, config.link_bytes_per_s, machine)
     if storage is not None:
         testbed = replace(testbed, machine=storage.added_to(testbed.machine), storage=tuple(config.storage))
-    waits = _waits(config, policies, testbed, shape)
-    streamed = any(training_runs.overlap_of(policy) in training_runs.SPECULATIVE for policy in policies)
+    waits = _waits(config, policies.values(), testbed, shape)
+    # Gradients must not wait for the step where updates are computed before all of them are there.
+    streamed = any(policy.speculates for policy in policies.values())
     skipped: dict[str, str] = {}
 
-    def run_each(names: Iterable[str], run: Callable[..., Result]) -> Iterator[Result]:
-        for name in names:
+    def run_each(entries: Mapping[str, object], run: Callable[..., Result]) -> Iterator[Result]:
+        for name, entry in entries.items():
             progress(name, done, total)
             try:
-                yield run(name, training_for(name), testbed)
+                yield run(entry, training_for(name), testbed)
             except training_runs.CannotRun as error:
-                if name in (config.policies or ()):
+                if name in map(str, config.policies or ()):
                     raise UserError(f"policy {name} cannot run here: {error}") from error
                 skipped[name] = str(error)
 
     runs = list(run_each(policies, training_runs.run_policy))
-    baselines = list(run_each(dict.fromkeys(config.baselines), _baseline))
+    baselines = list(run_each({name: name for name in config.baselines}, _baseline))
     if not runs:
         raise UserError("no policy can run here: " + "; ".join(f"{text}: {reason}" for text, reason in skipped.items()))
     results = _results(runs, testbed.machine)
@@ -120,12 +123,12 @@ def _storage_options(config: CompareConfig, shape: training_runs.Shape, subgroup
         if config.host_bytes is not None:
             raise UserError("--host-free-bytes is for runs with storage: add --storage FOLDER")
         return None
-    buffers = (PARAM_BYTES + GRAD_BYTES) * shape.params
-    return StorageOptions(config.storage, config.host_bytes or buffers + _part_of_state(shape, subgroup_params))
+    needed = (PARAM_BYTES + GRAD_BYTES) * shape.params + _part_of_state(shape, subgroup_params)
+    return StorageOptions(config.storage, byte_count(config.host_bytes or needed, "host_bytes"))
 
 
 def _waits(
-    config: CompareConfig, policies: Sequence[str], testbed: Testbed, shape: training_runs.Shape
+    config: CompareConfig, policies: Iterable[Policy], testbed: Testbed, shape: training_runs.Shape
 ) -> training_runs.PhaseWaits:
     """Return how long forward and backward wait, by default on an emulated device as long, and twice as long, as all
     updates on the CPU take: phases for updates beside the step to run in, which take no core."""
@@ -133,16 +136,16 @@ def _waits(
         if any(config.waits) and not testbed.emulated:
             raise UserError("--forward-ms and --backward-ms are for an emulated device: add --emulate-link, e.g. 1GB")
         return config.waits
-    if not testbed.emulated or all(training_runs.overlap_of(policy) == "none" for policy in policies):
+    if not testbed.emulated or all(policy.overlap == "none" for policy in policies):
         return training_runs.PhaseWaits()
     update_s = shape.params / (testbed.machine.cpu_update_params_per_s or 1.0)
     return training_runs.PhaseWaits(update_s, 2 * update_s)
 
 
-def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> training_runs.Shape:
+def _checked_shape(config: CompareConfig, policies: Iterable[Policy]) -> training_runs.Shape:
     """Return the shape of the model. Raises UserError for settings that are invalid, before anything runs."""
-    for text in policies:
-        refuse_simulation_only(text)
+    for policy in policies:
+        policy.refuse_simulation_only()
     for name in config.baselines:
         if name not in BASELINES:
             raise UserError(f"--against {name!r}: choose from {', '.join(BASELINES)}")

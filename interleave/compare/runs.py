@@ -15,7 +15,7 @@ from ebbtide.interleave.compare.testbed import Testbed
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.interleave.policies import parse
+from ebbtide.interleave.policies import Policy
 
 _VOCABULARY, _CONTEXT, _BATCH, _HEAD = 512, 64, 2, 64
 # Where phases wait, little arithmetic is left beside that.
@@ -159,8 +159,6 @@ class Job:
 # The norm is computed, and so high that no step is clipped and speculative updates are valid.
 LR = 1e-3
 MAX_GRAD_NORM = 1e4
-# Overlaps that compute updates before all gradients are there, for which gradients must not wait for the step.
-SPECULATIVE = ("backward", "both", "auto")
 
 
 class CannotRun(UserError):
@@ -203,12 +201,7 @@ class TrainingRun:
     streamed: bool  # Whether gradients are copied to the host while the backward computes the others.
 
 
-def overlap_of(policy: str) -> str:
-    """Return the value of a policy's option `overlap`, none where it has no such option."""
-    return parse(policy).options.get("overlap", "none")
-
-
-def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRun:
+def run_policy(policy: Policy, training: TrainingRun, testbed: Testbed) -> PolicyRun:
     """Train under a policy. Raises CannotRun where the policy has no plan for this job, or memory does not suffice."""
     job = Job(training.shape, training.seed, testbed.device, training.waits)
     try:
@@ -223,7 +216,7 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
             device=testbed.make_device(),
             threads=testbed.threads,
             gradients="streamed" if training.streamed else "kept",
-            model=None if overlap_of(policy) == "none" else job.model,
+            model=None if policy.overlap == "none" else job.model,
             storage=testbed.storage or None,
             host_memory_budget=testbed.machine.host_memory_bytes if testbed.storage else None,
         )
@@ -249,7 +242,7 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
         add_schedule()
     if len(schedules) < len(steps):
         raise CannotRun("the device ran out of memory during a step, which was finished without the plan")
-    return PolicyRun(policy, list(map(_with_phases, schedules, steps)), [step.loss for step in steps])
+    return PolicyRun(policy.text, list(map(_with_phases, schedules, steps)), [step.loss for step in steps])
 
 
 def train(

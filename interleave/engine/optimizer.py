@@ -1,31 +1,24 @@
 """Optimizers with an fp32 master and state where a policy puts it, with the same bits under every policy."""
 
+import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ebbtide.features.fsdp.local_shards import own_rank
 from ebbtide.features.overlap.pending_params import locked, weak_call
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
-from ebbtide.interleave.engine.devices.opening import DeviceArgument
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
-from ebbtide.interleave.engine.options import (
-    BudgetArgument,
-    EngineOptions,
-    MachineArgument,
-    with_overlap_option,
-)
+from ebbtide.interleave.engine.options import OptimizerArguments, OptimizerOptions, shows_options
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.state_dict import RECORD, make_entry, make_record, read_state_dict
 from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
-from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.machines.machine import Machine
@@ -40,32 +33,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Args:
         params: Parameters or parameter groups, as for optimizers of torch.
-        rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16`, `adamw-8bit` or `muon`. Further keyword arguments are its
-            hyperparameters, as in torch or in the paper. A group with a key `rule` has that rule, with its defaults.
-        policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
-        machine: The first rates, or the name or file of a machine. By default, `adaptive` measures this one for a
-            moment.
-        subgroup_params: Number of parameters whose state is moved and updated as one.
-        memory_budget: Bytes of device memory for state, as a number or as text like `4GiB`, or a dict of these by phase
-            (`forward`, `backward`, `update`).
-            By default, what the device has free.
-        max_grad_norm: Maximum norm of all gradients, over all ranks; larger ones are clipped. None to not clip.
-        gradients: `kept` in `p.grad` until the step, or `streamed` to the host as soon as the backward has computed
-            them; then only the optimizer can clip and scale them.
-        loss_scale: A number, or `dynamic`. Then back-propagate `scale(loss)`, and a step with a gradient that is not
-            finite is skipped.
-        device: By default the device of the parameters; for parameters on the CPU an emulated one.
-        threads: Number of threads for updates on the CPU; by default all cores of this rank.
-        overlap: Phases beside the step that updates may run in. `forward`: parameters are updated under the next
-            forward, as far as it does not use them yet, and `step` returns before; read them outside of `model` only
-            after `synchronize()`. `backward`: updates are computed as soon as gradients are there, beside the old
-            state, and again where the step turns out to be clipped; this needs streamed gradients and more host memory.
-            `both`, or `auto`, the fastest of what gradients and `model` allow.
-        storage: A folder, or several, for state that host memory does not hold; see `commit`.
-        host_memory_budget: With `storage`: bytes of host memory for state and buffers; by default most of what is free.
-        model: With updates under the forward: the module whose forward uses the parameters, so that it waits for them.
-        master: `fp32` masters in the state, 12 B per parameter, or `remainder`: each is a bfloat16 parameter and 16
-            further bits, so that the state has 10 B. Ties round away from zero then (`remainder` defines the bits).
+        rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16`, `adamw-8bit` or `muon`. A group with a key `rule` has that
+            rule, with its defaults.
+        keywords: Options, which OptimizerOptions lists, and hyperparameters of the rule, as in torch or in the paper.
 
     Raises:
         EngineError: If there is no such rule, or a parameter or an option is not supported.
@@ -73,46 +43,15 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         MachineError: If the machine lacks a rate that the policy needs.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        rule: str = "adamw",
-        *,
-        policy: str = "adaptive",
-        machine: MachineArgument | None = None,
-        subgroup_params: int = EngineOptions.subgroup_params,
-        memory_budget: BudgetArgument | None = None,
-        max_grad_norm: float | None = None,
-        gradients: Literal["kept", "streamed"] = "kept",
-        loss_scale: float | Literal["dynamic"] | None = None,
-        device: DeviceArgument | None = None,
-        threads: int | None = None,
-        overlap: Literal["none", "forward", "backward", "both", "auto"] = "none",
-        model: torch.nn.Module | None = None,
-        storage: str | Path | Sequence[str | Path] | None = None,
-        host_memory_budget: float | str | None = None,
-        master: Literal["fp32", "remainder"] = "fp32",
-        **hyperparameters: Any,
-    ) -> None:
+    @shows_options(OptimizerArguments, others="hyperparameters")
+    def __init__(self, params: Any, rule: str = "adamw", **keywords: Any) -> None:
+        names = inspect.get_annotations(OptimizerArguments).keys() & keywords.keys()
+        hyperparameters = {name: value for name, value in keywords.items() if name not in names}
         self._rules = GroupRules(rule, hyperparameters)
-        self._loss_scale = LossScale(loss_scale)
+        options = OptimizerOptions.of_arguments(**{name: keywords[name] for name in names})
+        self._loss_scale = LossScale(options.loss_scale)
         # By state dicts in the making, the inner one last.
         self._additions: list[Callable[[dict[str, Any]], None]] = []
-        supported = Overlap(forward=model is not None, backward=gradients == "streamed" and master == "fp32")
-        options = EngineOptions.of_arguments(
-            policy=with_overlap_option(policy, overlap, gradients, supported),
-            machine=machine,
-            subgroup_params=subgroup_params,
-            memory_budget=memory_budget,
-            max_grad_norm=max_grad_norm,
-            gradients=gradients,
-            device=device,
-            threads=threads,
-            storage=storage,
-            host_memory_budget=host_memory_budget,
-            master=master,
-            supported=supported,
-        )
         self._runner = AdaptiveRunner(options)
         callbacks = weak_call(self._expected_scalars), weak_call(self._rule_of_params)
         self._offloaded = OffloadedParams(self._runner, *callbacks)
@@ -120,7 +59,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._pending.finish_after(self)
         try:
             super().__init__(params, self._rules.defaults)
-            if model is not None:
+            if (model := keywords.get("model")) is not None:
                 self._pending.guard(model)
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:

@@ -1,48 +1,115 @@
-"""The options of InterleavedAdamW and of the engine behind it, and their checks."""
+"""The options of optimizers, written once: their types, defaults, checks and documentation."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
+import torch
+
+from ebbtide.errors import SizeError
 from ebbtide.features.overlap.policy import OVERLAP
 from ebbtide.features.storage.engine.stored_states import StorageOptions
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, Overlap
-from ebbtide.interleave.policies import parse
-from ebbtide.machines.catalog import find_machine
+from ebbtide.interleave.model.operations import BOTH, Overlap
+from ebbtide.interleave.policies import Policy, as_policy
+from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import PHASES
-from ebbtide.units import byte_count
+from ebbtide.units import ByteCount, byte_count
 
 # Bytes of device memory for state: at any time, or by phase.
 Budget = float | Mapping[str, float]
 # The same as callers give them: sizes may be text.
-BudgetArgument = float | str | Mapping[str, float | str]
-MachineArgument = Machine | str | Path
+BudgetArgument = ByteCount | Mapping[str, ByteCount]
+_DEFAULT_POLICY = "adaptive"
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """The options of an engine, named as for InterleavedAdamW; EngineError if one is not valid. `supported`: something
-    calls `wait_for_params` before parameters are read (`forward`), or `Engine.assume` (`backward`)."""
+class SharedArguments(TypedDict, total=False):
+    """The options that optimizers and DeepSpeed's `enable` have alike, as callers write them: `OptimizerOptions`
+    documents them."""
 
-    policy: str = "adaptive"
+    machine: MachineArgument | None
+    subgroup_params: int
+    memory_budget: BudgetArgument | None
+    device: DeviceArgument | None
+    threads: int | None
+    storage: str | Path | Sequence[str | Path] | None
+    host_memory_budget: ByteCount | None
+
+
+class OptimizerArguments(SharedArguments, total=False):
+    """The options of optimizers as callers write them: `OptimizerOptions` documents them."""
+
+    policy: Policy | str
+    overlap: Literal["none", "forward", "backward", "both", "auto"]
+    max_grad_norm: float | None
+    gradients: Literal["kept", "streamed"]
+    loss_scale: float | Literal["dynamic"] | None
+    model: torch.nn.Module | None
+    master: Literal["fp32", "remainder"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """The options of InterleavedAdamW and InterleavedOptimizer, and most of them of DeepSpeed's `enable`. They are
+    keywords there, and sizes, machines, devices and policies may be text.
+
+    Args:
+        policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
+        machine: The first rates, or the name or file of a machine. By default, `adaptive` measures this one for a
+            moment.
+        subgroup_params: Number of parameters whose state is moved and updated as one.
+        memory_budget: Bytes of device memory for state, as a number or as text like `4GiB`, or a dict of these by phase
+            (`forward`, `backward`, `update`). By default, what the device has free.
+        max_grad_norm: Maximum norm of all gradients, over all ranks; larger ones are clipped. None to not clip.
+        gradients: `kept` in `p.grad` until the step, or `streamed` to the host as soon as the backward has computed
+            them; then only the optimizer can clip and scale them.
+        loss_scale: A number, or `dynamic`. Then back-propagate `scale(loss)`, and a step with a gradient that is not
+            finite is skipped.
+        device: By default the device of the parameters; for parameters on the CPU an emulated one.
+        threads: Number of threads for updates on the CPU; by default all cores of this rank.
+        overlap: Phases beside the step that updates may run in. `forward`: parameters are updated under the next
+            forward, as far as it does not use them yet, and `step` returns before; read them outside of `model` only
+            after `synchronize()`. `backward`: updates are computed as soon as gradients are there, beside the old
+            state, and again where the step turns out to be clipped; this needs streamed gradients and more host memory.
+            `both`, or `auto`, the fastest of what gradients and `model` allow.
+        model: With updates under the forward: the module whose forward uses the parameters, so that it waits for them.
+        master: `fp32` masters in the state, 12 B per parameter, or `remainder`: each is a bfloat16 parameter and 16
+            further bits, so that the state has 10 B. Ties round away from zero then (`remainder` defines the bits).
+        storage: A folder, or several, for state that host memory does not hold; see `commit`.
+        host_memory_budget: With `storage`: bytes of host memory for state and buffers; by default most of what is free.
+        beside_step: The phases beside the step in which the caller can run the updates of a policy that has some there;
+            by default those that `model`, `gradients` and `master` allow, of any policy.
+
+    Raises:
+        EngineError: If an option is not valid, or contradicts another.
+        PolicyError: If the policy has no such overlap.
+    """
+
+    policy: Policy = field(default_factory=partial(as_policy, _DEFAULT_POLICY))
     machine: Machine | None = None
     subgroup_params: int = 100_000_000
     memory_budget: Budget | None = None
     max_grad_norm: float | None = None
     gradients: str = "kept"
+    loss_scale: float | str | None = None
     device: Device | None = None
     threads: int | None = None
+    overlap: str = "none"
+    model: InitVar[torch.nn.Module | None] = None  # Not kept: engines do not keep models alive.
+    master: str = "fp32"
     storage: str | Path | Sequence[str | Path] | None = None
     host_memory_budget: float | None = None
-    master: str = "fp32"
-    supported: Overlap = NO_OVERLAP
+    beside_step: InitVar[Overlap | None] = None
+    supported: Overlap = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, model: torch.nn.Module | None, beside_step: Overlap | None) -> None:
         if self.gradients not in ("kept", "streamed"):
             raise EngineError(f"gradients is {self.gradients!r}: it must be 'kept' or 'streamed'")
         if self.subgroup_params < 1:
@@ -54,7 +121,11 @@ class EngineOptions:
         _check_budget(self.memory_budget)
         if self.master not in ("fp32", "remainder"):
             raise EngineError(f"master is {self.master!r}: it must be 'fp32' or 'remainder'")
-        if self.has_remainders and parse(self.policy).options.get("overlap", "none") not in ("none", "forward"):
+        own = Overlap(forward=model is not None, backward=self.streamed and not self.has_remainders)
+        policy = self._policy_with_overlap(own if beside_step is None else beside_step)
+        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "supported", own if beside_step is None else beside_step & policy.widest_overlap)
+        if self.has_remainders and self.policy.speculates:
             raise EngineError(
                 "master='remainder' is not supported with updates inside the backward: use overlap='none' or 'forward'"
             )
@@ -62,27 +133,19 @@ class EngineOptions:
 
     @classmethod
     def of_arguments(
-        cls,
-        *,
-        machine: MachineArgument | None,
-        memory_budget: BudgetArgument | None,
-        host_memory_budget: float | str | None,
-        device: DeviceArgument | None,
-        **others: Any,
-    ) -> "EngineOptions":
-        """Return the options that arguments of a caller stand for; machines, sizes and devices may be text."""
-        budget: Budget | None
-        if isinstance(memory_budget, Mapping):
-            budget = {phase: budget_bytes(size) for phase, size in memory_budget.items()}
-        else:
-            budget = budget_bytes(memory_budget)
-        return cls(
-            machine=None if machine is None else find_machine(machine),
-            memory_budget=budget,
-            host_memory_budget=budget_bytes(host_memory_budget, "host_memory_budget"),
-            device=as_device(device),
-            **others,
-        )
+        cls, beside_step: Overlap | None = None, **arguments: Unpack[OptimizerArguments]
+    ) -> "OptimizerOptions":
+        """Return the options that arguments of a caller stand for; policies, machines, sizes and devices may be text.
+
+        Raises MachineError if there is no such machine, and as the class."""
+        values: dict[str, Any] = {"policy": _DEFAULT_POLICY, "machine": None, **arguments}
+        values["policy"] = as_policy(values["policy"])
+        values["device"] = as_device(values.get("device"))
+        if values["machine"] is not None:
+            values["machine"] = find_machine(values["machine"])
+        for name in ("memory_budget", "host_memory_budget"):
+            values[name] = budget_bytes(values.get(name), name)
+        return cls(beside_step=beside_step, **values)
 
     @property
     def streamed(self) -> bool:
@@ -102,14 +165,61 @@ class EngineOptions:
             raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
         return None
 
+    def _policy_with_overlap(self, supported: Overlap) -> Policy:
+        """Return the policy with the option `overlap`, unless it has one. `auto` becomes what is supported. Raises
+        EngineError if the two contradict each other, or there is no such overlap with gradients of this kind."""
+        policy, overlap = self.policy, self.overlap
+        if overlap not in OVERLAP:
+            raise EngineError(f"overlap is {overlap!r}: it must be one of {', '.join(OVERLAP)}")
+        if policy.states("overlap"):
+            if overlap not in ("none", policy.overlap):
+                raise EngineError(
+                    f"policy is {policy.text!r} and overlap {overlap!r}: they must not contradict each other"
+                )
+            overlap = policy.overlap
+        elif overlap == "none":
+            return policy
+        if overlap in ("backward", "both") and not self.streamed:
+            raise EngineError(
+                f"overlap is {overlap!r} and gradients are {self.gradients!r}: updates inside the backward need "
+                "gradients='streamed'"
+            )
+        if overlap == "auto":
+            best = "auto" if supported == BOTH else supported.name
+            overlap = best if "overlap" in policy.options else "none"
+        return policy if overlap == policy.overlap else policy.with_options(overlap=overlap)
+
+
+def shows_options(arguments: type, others: str | None = None) -> Callable[[Function], Function]:
+    """Let the signature of a function name the options that it takes as keywords: those of a TypedDict, with the
+    defaults of `OptimizerOptions`; `others`: the name of its other keywords, None if there are none."""
+    known = inspect.signature(OptimizerOptions).parameters
+    types = inspect.get_annotations(arguments)
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+        shown = [
+            one.replace(annotation=types[name], default=_DEFAULT_POLICY if name == "policy" else one.default)
+            for name, one in known.items()
+            if name in types and name not in own
+        ]
+        rest = [] if others is None else [inspect.Parameter(others, inspect.Parameter.VAR_KEYWORD)]
+        function.__signature__ = signature.replace(parameters=[*own.values(), *shown, *rest])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
 
 def budget_bytes(size: Any, name: str = "memory_budget") -> Any:
-    """Return a budget that may be text in bytes, numbers as they are. Raises EngineError for anything else."""
+    """Return a budget in bytes, which may be text or by phase; numbers as they are. Raises EngineError for others."""
+    if isinstance(size, Mapping) and name == "memory_budget":
+        return {phase: budget_bytes(one, name) for phase, one in size.items()}
     if size is None or isinstance(size, int | float):
         return size
     try:
         return byte_count(size, name)
-    except ValueError as error:
+    except SizeError as error:
         raise EngineError(str(error)) from None
 
 
@@ -132,26 +242,3 @@ def check_budget_bytes(size: Any, other: str) -> None:
         raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or {other}")
     if 0 < size < _LEAST_BUDGET_BYTES:
         raise EngineError(f"memory_budget is {size!r} bytes: for {size:g} GB it must be {size:g}e9")
-
-
-def with_overlap_option(policy: str, overlap: str, gradients: str, supported: Overlap) -> str:
-    """Return the policy with the option `overlap`, unless it has one. `auto` becomes what is supported. Raises
-    EngineError if the two contradict each other, or there is no such overlap with gradients of this kind."""
-    if overlap not in OVERLAP:
-        raise EngineError(f"overlap is {overlap!r}: it must be one of {', '.join(OVERLAP)}")
-    options = parse(policy).options
-    parts = policy.split(",")
-    others = [part for part in parts if part.partition("=")[0].strip() != "overlap"]
-    if len(others) < len(parts):
-        if overlap not in ("none", options["overlap"]):
-            raise EngineError(f"policy is {policy!r} and overlap {overlap!r}: they must not contradict each other")
-        overlap = options["overlap"]
-    if overlap in ("backward", "both") and gradients != "streamed":
-        raise EngineError(
-            f"overlap is {overlap!r} and gradients are {gradients!r}: updates inside the backward need "
-            "gradients='streamed'"
-        )
-    if overlap == "auto":
-        best = "auto" if supported == BOTH else supported.name
-        overlap = best if "overlap" in options else "none"
-    return ",".join(others) if overlap == "none" else ",".join((*others, f"overlap={overlap}"))

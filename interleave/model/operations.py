@@ -195,6 +195,10 @@ class Overlap(NamedTuple):
         """The value of a policy's option `overlap`."""
         return _NAMES[self.forward + 2 * self.backward]
 
+    def __and__(self, other: "Overlap") -> "Overlap":
+        """Return the phases of both."""
+        return Overlap(self.forward and other.forward, self.backward and other.backward)
+
 
 NO_OVERLAP, BOTH = Overlap(), Overlap(forward=True, backward=True)
 OVERLAPS = {overlap.name: overlap for overlap in (NO_OVERLAP, Overlap(forward=True), Overlap(backward=True), BOTH)}

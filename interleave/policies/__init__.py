@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from importlib import import_module
+from itertools import chain
 from pkgutil import iter_modules
 from typing import TypeVar
 
@@ -12,14 +13,11 @@ from ebbtide.interleave.policies.registry import (
     DefaultRun,
     Policy,
     PolicyFunction,
-    PolicySpec,
+    RegisteredPolicy,
     SystemRun,
-    depends_on_rates,
+    as_policy,
     make_plan,
-    moves_layers,
-    parse,
     policy,
-    refuse_simulation_only,
 )
 
 RunKind = TypeVar("RunKind", DefaultRun, SystemRun)
@@ -39,15 +37,20 @@ def _runs(kind: type[RunKind]) -> list[RunKind]:
 BUILT_IN = tuple(run.text for run in _runs(DefaultRun))
 # Other systems with typical values (`systems` stands for all of them), and as they run today.
 SYSTEMS = tuple(run.text for run in _runs(SystemRun))
-ADVISED_SYSTEMS = tuple(
-    text for run in _runs(SystemRun) for text in ((run.text,) if run.advised is None else run.advised)
-)
+_advised = [(run.text,) if run.advised is None else run.advised for run in _runs(SystemRun)]
+ADVISED_SYSTEMS = tuple(map(as_policy, chain.from_iterable(_advised)))
 ALL_SYSTEMS = "systems"
 
 
-def with_systems(policies: Iterable[str]) -> list[str]:
-    """Return policies' strings with `systems` replaced by those of all other systems."""
-    return [text for policy in policies for text in (SYSTEMS if policy.strip() == ALL_SYSTEMS else (policy,))]
+def as_policies(policies: Iterable[Policy | str]) -> list[Policy]:
+    """Return policies, of their texts as users write them; `systems` stands for all other systems.
+
+    Raises PolicyError as `Policy.parse`."""
+    parsed: list[Policy] = []
+    for one in policies:
+        is_all = isinstance(one, str) and one.strip() == ALL_SYSTEMS
+        parsed += map(as_policy, SYSTEMS if is_all else (one,))
+    return parsed
 
 
 __all__ = [
@@ -60,13 +63,10 @@ __all__ = [
     "PlanBuilder",
     "Policy",
     "PolicyFunction",
-    "PolicySpec",
+    "RegisteredPolicy",
     "SystemRun",
-    "depends_on_rates",
+    "as_policies",
+    "as_policy",
     "make_plan",
-    "moves_layers",
-    "parse",
     "policy",
-    "refuse_simulation_only",
-    "with_systems",
 ]

@@ -8,7 +8,7 @@ from ebbtide.features.overlap.policy import OVERLAP, with_overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import GRADS, PARAMS, DefaultRun, PolicySpec, policy
+from ebbtide.interleave.policies.registry import GRADS, PARAMS, DefaultRun, Policy, policy
 from ebbtide.machines.machine import Machine
 
 # One subgroup is fetched while another is updated or flushed.
@@ -16,15 +16,15 @@ BUFFERS = 2
 
 
 @policy("interleaved", DefaultRun("interleaved:2", position=40), grads=GRADS, params=PARAMS, overlap=OVERLAP)
-def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def interleaved(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Fetch every K-th subgroup, update it on the GPU and flush it while the CPU updates the others; K@R does so
     within the share R that is offloaded, and keeps the rest resident."""
-    stride_text, _, share_text = (spec.value or "").partition("@")
-    stride = spec.number("the stride", None, 1, 1e9, stride_text)
+    stride_text, _, share_text = (policy.value or "").partition("@")
+    stride = policy.number("the stride", None, 1, 1e9, stride_text)
     if stride != int(stride):
-        raise PolicyError(f"{spec.text!r}: the stride is {stride_text!r}; it must be a whole number")
-    share = spec.number("the offloaded share", 1.0, 0.0, 1.0, share_text)
-    builder = PlanBuilder(spec.text, workload, spec.options["grads"] == "blocking")
+        raise PolicyError(f"{policy.text!r}: the stride is {stride_text!r}; it must be a whole number")
+    share = policy.number("the offloaded share", 1.0, 0.0, 1.0, share_text)
+    builder = PlanBuilder(policy.text, workload, policy.options["grads"] == "blocking")
     resident = resident_range(share, len(workload.subgroups), workload.deepspeed_version)
     offloaded = [subgroup for subgroup in range(len(builder.sizes)) if subgroup not in resident]
     on_gpu = offloaded[int(stride) - 1 :: int(stride)]
@@ -33,12 +33,12 @@ def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     last: tuple[int, ...] = ()
     if resident.start:
         # The loop of a DeepSpeed that keeps the last subgroups resident comes to them at the end.
-        last = _interleave(builder, on_cpu, on_gpu, spec.options["params"])
+        last = _interleave(builder, on_cpu, on_gpu, policy.options["params"])
     for subgroup in resident:
         builder.resident(subgroup, last)
     if not resident.start:
-        _interleave(builder, on_cpu, on_gpu, spec.options["params"])
-    return with_overlap(builder.plan(), workload, machine, spec.options["overlap"])
+        _interleave(builder, on_cpu, on_gpu, policy.options["params"])
+    return with_overlap(builder.plan(), workload, machine, policy.overlap)
 
 
 def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""The registry of policies, and the strings that select them: `twin-flow:0.4`, `interleaved:2@0.8,grads=blocking`."""
+"""The registry of policies, and the text that selects them: `twin-flow:0.4`, `interleaved:2@0.8,grads=blocking`."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,25 +10,115 @@ from typing import NamedTuple
 from ebbtide.errors import PolicyError
 from ebbtide.features.layers.layer_choice import LAYER_OPTIONS, plan_with_layers
 from ebbtide.features.storage.policy import with_storage
+from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
+from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
+
+# The option `overlap` without the updates that end in the next forward.
+_WITHOUT_LATE = {"forward": "none", "both": "backward", "auto": "backward"}
 
 
 @dataclass(frozen=True)
-class PolicySpec:
-    """A policy's string, taken apart.
+class Policy:
+    """A policy as a user chose it. Its text is parsed once, by `as_policy` where it comes in.
 
     Attributes:
-        text: The string as the user wrote it.
         value: Text after the colon, None without a colon.
         options: Options after commas, with defaults filled in.
+        text: The text as the user wrote it, which files and screens show.
     """
 
-    text: str
     name: str
-    value: str | None = None
-    options: Mapping[str, str] = field(default_factory=dict)
+    value: str | None = field(default=None, compare=False)
+    options: Mapping[str, str] = field(default_factory=dict, compare=False)
+    text: str = field(kw_only=True)
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Parse a text. Raises PolicyError where the policy, an option or an option's value does not exist."""
+        head, *option_texts = (part.strip() for part in text.split(","))
+        name, colon, value = head.partition(":")
+        if name not in POLICIES:
+            raise PolicyError(f"{text!r}: there is no policy {name!r}; there are {with_values(POLICIES.values())}")
+        allowed = POLICIES[name].options
+        options = {key: values[0] for key, values in allowed.items()}
+        for option_text in option_texts:
+            key, equals, chosen = (part.strip() for part in option_text.partition("="))
+            if not equals or key not in allowed:
+                choices = ", ".join(f"{k}={'|'.join(v)}" for k, v in allowed.items()) or "none"
+                raise PolicyError(f"{text!r}: {name} has no option {option_text!r}; it has {choices}")
+            if chosen not in allowed[key]:
+                raise PolicyError(f"{text!r}: {key} is one of {', '.join(allowed[key])}")
+            options[key] = chosen
+        return cls(name, value if colon else None, options, text=text)
+
+    @classmethod
+    def make(cls, name: str, value: object = None, **options: str) -> Policy:
+        """Make a policy of its parts. Raises PolicyError as `parse`."""
+        head = name if value is None else f"{name}:{value}"
+        return cls.parse(",".join([head, *(f"{key}={chosen}" for key, chosen in options.items())]))
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Policy:
+        """Return the policy that made a plan, which has its text. Raises PolicyError if it is registered no more."""
+        return cls.parse(plan.policy)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def with_options(self, **options: str) -> Policy:
+        """Return the policy with other options, of which the text has those that are not at their default."""
+        head, *parts = self.text.split(",")
+        kept = [part for part in parts if part.partition("=")[0].strip() not in options]
+        defaults = {key: values[0] for key, values in self.registered.options.items()}
+        changed = [f"{key}={chosen}" for key, chosen in options.items() if chosen != defaults.get(key)]
+        return self.parse(",".join([head, *kept, *changed]))
+
+    @property
+    def registered(self) -> RegisteredPolicy:
+        """The entry of the registry."""
+        return POLICIES[self.name]
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether it is the policy that follows the machine and the free memory."""
+        return self.name == "adaptive"
+
+    @property
+    def overlap(self) -> str:
+        """The option `overlap`; none where the policy has no such option."""
+        return self.options.get("overlap", "none")
+
+    @property
+    def widest_overlap(self) -> Overlap:
+        """The phases that updates may run in at most, beside the step."""
+        return BOTH if self.overlap == "auto" else OVERLAPS.get(self.overlap, NO_OVERLAP)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether updates may run before all gradients are there."""
+        return self.widest_overlap.backward
+
+    @property
+    def depends_on_rates(self) -> bool:
+        """Whether its plans depend on how fast a machine is and how long the phases of the job are."""
+        return self.is_adaptive or self.speculates
+
+    @property
+    def moves_layers(self) -> bool:
+        """Whether it moves weights or activations of layers."""
+        return self.registered.plans_layers or bool(self._layer_options)
+
+    @property
+    def _layer_options(self) -> list[str]:
+        """The options for layers that are not at their default."""
+        return [key for key, values in LAYER_OPTIONS.items() if self.options.get(key, values[0]) != values[0]]
+
+    def states(self, option: str) -> bool:
+        """Return whether its text has an option."""
+        return any(part.partition("=")[0].strip() == option for part in self.text.split(",")[1:])
 
     def number(
         self, what: str, default: float | None, minimum: float, maximum: float, part: str | None = None
@@ -44,7 +136,7 @@ class PolicySpec:
         value = self.value if part is None else part
         if value is None or not value.strip():
             if default is None:
-                example = with_values([POLICIES[self.name]])
+                example = with_values([self.registered])
                 raise PolicyError(f"{self.text!r} lacks {what}: write it after a colon, as in {example}")
             return default
         try:
@@ -57,8 +149,95 @@ class PolicySpec:
             )
         return number
 
+    def reject_value(self) -> None:
+        """Raise PolicyError if there is a value after a colon, for policies that take none."""
+        if self.value is not None:
+            raise PolicyError(f"{self.text!r}: {self.name} takes nothing after a colon")
 
-PolicyFunction = Callable[[Workload, Machine, PolicySpec], Plan]
+    def refuse_simulation_only(self) -> None:
+        """Raise PolicyError if it can only be simulated."""
+        if self.registered.simulation_only:
+            others = with_values(other for other in POLICIES.values() if not other.simulation_only)
+            raise PolicyError(
+                f"policy {self.text} can be simulated, by `ebbtide replay`, and not run: run the system itself, or "
+                f"choose {others}"
+            )
+
+    def free_memory_steps(self, workload: Workload) -> FreeMemorySteps:
+        """Return the free device memory of a workload over the iteration. Raises PolicyError where it is not known."""
+        if workload.gpu_free is None:
+            raise PolicyError(
+                f"{self.text!r} needs to know what device memory is free: give it (--free-bytes 20GiB, or "
+                "gpu_free_bytes in a workload file), or a trace with the memory of a GPU"
+            )
+        return workload.gpu_free
+
+    def plan(self, workload: Workload, machine: Machine) -> Plan:
+        """Make the plan for a workload on a machine.
+
+        State that host memory does not hold is in storage, if the machine has storage (see `with_storage`) and the
+        policy uses it.
+
+        Raises:
+            PolicyError: The policy cannot plan this workload.
+            MachineError: The machine lacks a rate that the policy needs.
+        """
+        if workload.layers and not workload.layer_memory and not self.registered.plans_layers:
+            plan = plan_with_layers(
+                workload,
+                machine,
+                self.options,
+                lambda placed, late: (self if late else self._without_late()).plan(placed, machine),
+                lambda placed, _: self._quick(placed, machine).plan(placed, machine),
+            )
+            return replace(plan, policy=self.text)
+        moved = self._layer_options
+        if moved and not workload.layers:
+            raise PolicyError(f"{self.text!r}: {moved[0]} is for workloads with layers, and {workload.name} has none")
+        plan = self.plan_in_memory(workload, machine)
+        return with_storage(plan, workload, machine) if self.registered.uses_storage else plan
+
+    def plan_in_memory(self, workload: Workload, machine: Machine) -> Plan:
+        """Make the plan as if host memory held all state."""
+        return self.registered.function(workload, machine, self)
+
+    def _quick(self, placed: Workload, machine: Machine) -> Policy:
+        """Return a policy whose plans are made quickly: this one, but for adaptive one that keeps as much state on the
+        device as there is memory for, and interleaves the rest."""
+        if not self.is_adaptive:
+            return self._without_late()
+        if machine.gpu_update_params_per_s is None:
+            return Policy.make("pipelined")
+        state_bytes = (placed.state_bytes + placed.grad_bytes) * placed.params
+        share = max(0.0, 1 - (placed.min_free_bytes or 0.0) / state_bytes)
+        return Policy.make("interleaved", f"2@{share:.6f}")
+
+    def _without_late(self) -> Policy:
+        """Return the policy with updates that end with the step."""
+        overlap = _WITHOUT_LATE.get(self.overlap)
+        return self if overlap is None else self.with_options(overlap=overlap)
+
+
+def as_policy(policy: Policy | str) -> Policy:
+    """Return a policy, of its text as a user writes it. Raises PolicyError as `Policy.parse`."""
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise PolicyError(f"policy is {policy!r:.80}: it must be text such as 'adaptive', or a Policy")
+    return Policy.parse(policy)
+
+
+def make_plan(policy: Policy | str, workload: Workload, machine: MachineArgument) -> Plan:
+    """Make the plan of a policy, or of a text that selects one, on a machine, its file or its name; see `Policy.plan`.
+
+    Raises:
+        PolicyError: The text selects no policy, or the policy cannot plan this workload.
+        MachineError: There is no such machine, or it lacks a rate that the policy needs.
+    """
+    return as_policy(policy).plan(workload, find_machine(machine))
+
+
+PolicyFunction = Callable[[Workload, Machine, Policy], Plan]
 
 
 class DefaultRun(NamedTuple):
@@ -71,15 +250,15 @@ class DefaultRun(NamedTuple):
 class SystemRun(NamedTuple):
     """The run of another system, where the user asks for all of them."""
 
-    text: str  # The policy's string, with typical values.
+    text: str  # The policy's text, with typical values.
     position: int  # Sort key among the systems.
-    # The strings as the system runs today, which a recommendation compares; None: `text`.
+    # The texts as the system runs today, which a recommendation compares; None: `text`.
     advised: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
-class Policy:
-    """A registered policy."""
+class RegisteredPolicy:
+    """An entry of the registry: a policy as its author wrote it."""
 
     name: str
     function: PolicyFunction
@@ -93,8 +272,13 @@ class Policy:
     in_deepspeed: bool = False  # Whether DeepSpeed's configuration alone selects it.
     plans_layers: bool = False  # Whether it decides itself what happens to weights and activations of layers.
 
+    @property
+    def typical(self) -> Policy:
+        """The policy as it is run by default, or without value and options."""
+        return Policy.parse(self.name if self.run is None else self.run.text)
 
-POLICIES: dict[str, Policy] = {}
+
+POLICIES: dict[str, RegisteredPolicy] = {}
 GRADS = ("async", "blocking")
 PARAMS = ("pipelined", "blocking")
 PARAMS_BLOCKING = ("blocking", "pipelined", "gpu-cast")
@@ -110,14 +294,14 @@ def policy(
     plans_layers: bool = False,
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
-    """Register the decorated function as a policy, with the attributes of `Policy`."""
+    """Register the decorated function as a policy, with the attributes of `RegisteredPolicy`."""
 
     def register(function: PolicyFunction) -> PolicyFunction:
         if isinstance(run, DefaultRun):
             options.update(LAYER_OPTIONS)
         summary = (function.__doc__ or "").strip().split("\n")[0]
         flags = simulation_only, uses_storage, in_deepspeed, plans_layers
-        POLICIES[name] = Policy(name, function, options, summary, run, *flags)
+        POLICIES[name] = RegisteredPolicy(name, function, options, summary, run, *flags)
         return function
 
     return register
@@ -127,120 +311,6 @@ def policy(
 system = partial(policy, simulation_only=True, uses_storage=False)
 
 
-def with_values(policies: Iterable[Policy]) -> str:
+def with_values(policies: Iterable[RegisteredPolicy]) -> str:
     """Return the names of policies in a list for people, with a typical value where they have one."""
     return ", ".join(sorted(policy.run.text.partition(",")[0] if policy.run else policy.name for policy in policies))
-
-
-def parse(text: str) -> PolicySpec:
-    """Parse a policy's string. Raises PolicyError where the policy, an option or an option's value does not exist."""
-    head, *option_texts = (part.strip() for part in text.split(","))
-    name, colon, value = head.partition(":")
-    if name not in POLICIES:
-        raise PolicyError(f"{text!r}: there is no policy {name!r}; there are {with_values(POLICIES.values())}")
-    allowed = POLICIES[name].options
-    options = {key: values[0] for key, values in allowed.items()}
-    for option_text in option_texts:
-        key, equals, chosen = (part.strip() for part in option_text.partition("="))
-        if not equals or key not in allowed:
-            choices = ", ".join(f"{k}={'|'.join(v)}" for k, v in allowed.items()) or "none"
-            raise PolicyError(f"{text!r}: {name} has no option {option_text!r}; it has {choices}")
-        if chosen not in allowed[key]:
-            raise PolicyError(f"{text!r}: {key} is one of {', '.join(allowed[key])}")
-        options[key] = chosen
-    return PolicySpec(text, name, value if colon else None, options)
-
-
-def refuse_simulation_only(text: str) -> None:
-    """Raise PolicyError if the policy that a string selects can only be simulated, or does not exist."""
-    if POLICIES[parse(text).name].simulation_only:
-        others = with_values(other for other in POLICIES.values() if not other.simulation_only)
-        raise PolicyError(
-            f"policy {text} can be simulated, by `ebbtide replay`, and not run: run the system itself, or choose "
-            f"{others}"
-        )
-
-
-def depends_on_rates(text: str) -> bool:
-    """Return whether the plans of a policy depend on how fast a machine is and how long the phases of the job are."""
-    spec = parse(text)
-    return spec.name == "adaptive" or spec.options.get("overlap", "none") not in ("none", "forward")
-
-
-def plan_in_memory(text: str, workload: Workload, machine: Machine) -> Plan:
-    """Make the plan of the policy that a string selects, as if host memory held all state."""
-    spec = parse(text)
-    return POLICIES[spec.name].function(workload, machine, spec)
-
-
-def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
-    """Make the plan of the policy that a string selects.
-
-    State that host memory does not hold is in storage, if the machine has storage (see `with_storage`) and the policy
-    uses it.
-
-    Raises:
-        PolicyError: The string selects no policy, or the policy cannot plan this workload.
-        MachineError: The machine lacks a rate that the policy needs.
-    """
-    spec = parse(text)
-    if workload.layers and not workload.layer_memory and not POLICIES[spec.name].plans_layers:
-        plan = plan_with_layers(
-            workload,
-            machine,
-            spec.options,
-            lambda placed, late: make_plan(text if late else _without_late(spec), placed, machine),
-            lambda placed, _: make_plan(_quick(spec, placed, machine), placed, machine),
-        )
-        return replace(plan, policy=text)
-    moved = _options_of_layers(spec)
-    if moved and not workload.layers:
-        raise PolicyError(f"{text!r}: {moved[0]} is for workloads with layers, and {workload.name} has none")
-    plan = plan_in_memory(text, workload, machine)
-    return with_storage(plan, workload, machine) if POLICIES[spec.name].uses_storage else plan
-
-
-def moves_layers(text: str) -> bool:
-    """Return whether the policy that a string selects moves weights or activations of layers."""
-    spec = parse(text)
-    return POLICIES[spec.name].plans_layers or bool(_options_of_layers(spec))
-
-
-def _options_of_layers(spec: PolicySpec) -> list[str]:
-    """Return the options for layers that are not at their default."""
-    return [key for key, values in LAYER_OPTIONS.items() if spec.options.get(key, values[0]) != values[0]]
-
-
-def _quick(spec: PolicySpec, placed: Workload, machine: Machine) -> str:
-    """Return the string of a policy whose plans are made quickly: that of a spec itself, but for adaptive one that
-    keeps as much state on the device as there is memory for, and interleaves the rest."""
-    if spec.name != "adaptive":
-        return _without_late(spec)
-    if machine.gpu_update_params_per_s is None:
-        return "pipelined"
-    state_bytes = (placed.state_bytes + placed.grad_bytes) * placed.params
-    return f"interleaved:2@{max(0.0, 1 - (placed.min_free_bytes or 0.0) / state_bytes):.6f}"
-
-
-def _without_late(spec: PolicySpec) -> str:
-    """Return the string of a policy whose updates end with the step."""
-    overlap = {"forward": "none", "both": "backward", "auto": "backward"}
-    options = {key: overlap.get(value, value) if key == "overlap" else value for key, value in spec.options.items()}
-    head = spec.name if spec.value is None else f"{spec.name}:{spec.value}"
-    return ",".join([head, *(f"{key}={value}" for key, value in options.items())])
-
-
-def reject_value(spec: PolicySpec) -> None:
-    """Raise PolicyError if the string has a value after the colon, for policies that take none."""
-    if spec.value is not None:
-        raise PolicyError(f"{spec.text!r}: {spec.name} takes nothing after a colon")
-
-
-def free_memory_steps(workload: Workload, spec: PolicySpec) -> FreeMemorySteps:
-    """Return the free device memory of a workload over the iteration. Raises PolicyError where it is not known."""
-    if workload.gpu_free is None:
-        raise PolicyError(
-            f"{spec.text!r} needs to know what device memory is free: give it (--free-bytes 20GiB, or gpu_free_bytes "
-            "in a workload file), or a trace with the memory of a GPU"
-        )
-    return workload.gpu_free

@@ -13,42 +13,41 @@ from ebbtide.interleave.policies.registry import (
     PARAMS,
     PARAMS_BLOCKING,
     DefaultRun,
-    PolicySpec,
+    Policy,
     policy,
-    reject_value,
 )
 from ebbtide.machines.machine import Machine
 
 
 @policy("zero-offload", DefaultRun("zero-offload", position=10), in_deepspeed=True, grads=GRADS, params=PARAMS_BLOCKING)
-def zero_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def zero_offload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update every subgroup on the CPU as DeepSpeed does: one by one, conversion and copy inside the loop."""
-    reject_value(spec)
-    return split_plan(workload, spec, range(0))
+    policy.reject_value()
+    return split_plan(workload, policy, range(0))
 
 
 @policy("twin-flow", DefaultRun("twin-flow:0.5", position=20), in_deepspeed=True, grads=GRADS, params=PARAMS_BLOCKING)
-def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def twin_flow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Split statically: the share R after the colon is updated on the CPU, the rest stays resident on the GPU."""
-    ratio = spec.number("the share on the CPU", None, 0.0, 1.0)
+    ratio = policy.number("the share on the CPU", None, 0.0, 1.0)
     # A recorded DeepSpeed job follows the version that it ran under, other jobs follow a current one.
     resident = resident_range(ratio, len(workload.subgroups), workload.deepspeed_version)
-    plan = split_plan(workload, spec, resident)
+    plan = split_plan(workload, policy, resident)
     return plan if workload.in_own_engine else with_gradient_buffers(plan, workload, offloads=True)
 
 
 @policy("pipelined", DefaultRun("pipelined", position=30), grads=GRADS, params=PARAMS, overlap=OVERLAP)
-def pipelined(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def pipelined(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update all subgroups on the CPU, conversions and copies overlapped: the fair baseline for interleaving."""
-    reject_value(spec)
-    return with_overlap(split_plan(workload, spec, range(0)), workload, machine, spec.options["overlap"])
+    policy.reject_value()
+    return with_overlap(split_plan(workload, policy, range(0)), workload, machine, policy.overlap)
 
 
 @policy("gpu-only", DefaultRun("gpu-only", position=60), in_deepspeed=True)
-def gpu_only(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+def gpu_only(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep all state resident on the GPU: the limit if memory does not matter."""
-    reject_value(spec)
-    plan = split_plan(workload, spec, range(len(workload.subgroups)))
+    policy.reject_value()
+    plan = split_plan(workload, policy, range(len(workload.subgroups)))
     return plan if workload.deepspeed_version is None else with_gradient_buffers(plan, workload, offloads=False)
 
 
@@ -60,18 +59,18 @@ def with_gradient_buffers(plan: Plan, workload: Workload, offloads: bool) -> Pla
     return replace(plan, resident_bytes=plan.resident_bytes + buffers, has_gradient_buffers=True)
 
 
-def split_plan(workload: Workload, spec: PolicySpec, resident: range) -> Plan:
+def split_plan(workload: Workload, policy: Policy, resident: range) -> Plan:
     """Make the plan with some resident subgroups, the others updated on the CPU by the options `grads` and `params`.
 
     One loop over the subgroups launches an update on the GPU when it gets there."""
-    builder = PlanBuilder(spec.text, workload, spec.options.get("grads") == "blocking")
+    builder = PlanBuilder(policy.text, workload, policy.options.get("grads") == "blocking")
     builder.gradients(keep=frozenset(resident))
     previous_upload: tuple[int, ...] = ()
     for subgroup in range(len(builder.sizes)):
         if subgroup in resident:
             builder.resident(subgroup, previous_upload)
             continue
-        params = spec.options["params"]
+        params = policy.options["params"]
         upload = builder.on_cpu(subgroup, params, previous_upload)
         previous_upload = (upload,) if params == "blocking" else ()
     return builder.plan()

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from ebbtide import seams
 from ebbtide.errors import MachineError, PlanError, PolicyError, WorkloadError
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, load_workload, workload_from
-from ebbtide.interleave.policies import moves_layers, with_systems
-from ebbtide.machines.catalog import find_machine, preset, presets
+from ebbtide.interleave.policies import Policy, as_policies
+from ebbtide.machines.catalog import MachineArgument, find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
 from ebbtide.machines.machine import GpuCompute, Machine, machine_from
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, counted
+from ebbtide.units import ByteCount, byte_count, bytes_text, counted
 
 # Devices whose memory differs by less than this share count as the same.
 _SAME_CAPACITY = 0.05
@@ -39,9 +39,9 @@ def resolve_workload(
     trace: Trace | None,
     file: Path | None,
     size: JobSize | None = None,
-    free_bytes: int | None = None,
-    host_free_bytes: int | None = None,
-    policies: Sequence[str] = (),
+    free_bytes: ByteCount | None = None,
+    host_free_bytes: ByteCount | None = None,
+    policies: Sequence[Policy | str] = (),
 ) -> Workload:
     """Return the workload of a trace, a workload file or a size: exactly one of them; that of a trace with its layers
     where one of the policies moves them. Stated free memory of device and host replaces that of the source."""
@@ -56,11 +56,15 @@ def resolve_workload(
 
         assert trace is not None
         workload = workload_of(trace)
-        if any(map(moves_layers, with_systems(policies))):
+        if any(policy.moves_layers for policy in as_policies(policies)):
             workload = seams.service("trace-layers")(workload, trace)
     if free_bytes is not None:
-        workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, float(free_bytes)))
-    return workload if host_free_bytes is None else replace(workload, host_free_bytes=float(host_free_bytes))
+        workload = replace(
+            workload, gpu_free=with_min_free(workload.gpu_free, float(byte_count(free_bytes, "free_bytes")))
+        )
+    if host_free_bytes is not None:
+        workload = replace(workload, host_free_bytes=float(byte_count(host_free_bytes, "host_free_bytes")))
+    return workload
 
 
 def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemorySteps:
@@ -94,7 +98,7 @@ def workload_of_size(size: JobSize) -> Workload:
     return replace(workload, notes=("forward and backward are not known: only the update is replayed",))
 
 
-def resolve_machine(machine: str | Path | Machine | None, trace: Trace | None) -> Machine:
+def resolve_machine(machine: MachineArgument | None, trace: Trace | None) -> Machine:
     """Return a machine, one by name or file, or the one that was recorded in the trace."""
     if trace is None:
         return find_machine(machine)

@@ -10,15 +10,16 @@ from typing import Any
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.errors import MachineError, PolicyError
-from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import STORAGE_RESOURCES, Plan
 from ebbtide.interleave.model.schedule import Schedule, available_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import BUILT_IN, make_plan, parse, with_systems
+from ebbtide.interleave.policies import BUILT_IN, Policy, as_policies, as_policy
 from ebbtide.interleave.replay.recorded_job import RecordedJob, own_job
 from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
+from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import OTHER, PHASES
 from ebbtide.units import bytes_text, ms_text
@@ -154,26 +155,31 @@ def default_policies(workload: Workload) -> list[str]:
 
 
 def replay(
-    workload: Workload, machine: Machine, policies: Sequence[str] | None = None, job: RecordedJob | None = None
+    workload: Workload,
+    machine: MachineArgument,
+    policies: Sequence[Policy | str] | None = None,
+    job: RecordedJob | None = None,
 ) -> Replay:
     """Simulate a workload under some policies, of which `systems` stands for all other systems; None: all built-in ones
     that the rates suffice for. Raises PolicyError if a policy cannot plan it, MachineError for a missing rate."""
-    results, schedules = [], []
-    skipped = {}
-    for text in with_systems(policies or default_policies(workload)):
+    machine = find_machine(machine)
+    results, schedules, replayed = [], [], []
+    skipped, named = {}, {*map(str, policies or ())}
+    for policy in as_policies(policies or default_policies(workload)):
         try:
-            own = own_job(workload, job) if text == "gpu-only" else workload
-            steps = simulate_steps(make_plan(text, own, machine), own, machine)
+            own = own_job(workload, job) if policy.text == "gpu-only" else workload
+            steps = simulate_steps(policy.plan(own, machine), own, machine)
         except (MachineError, PolicyError) as error:
-            if policies and text in policies:
+            if policy.text in named:
                 raise
-            skipped[text] = str(error)
+            skipped[policy.text] = str(error)
             continue
         schedules.append(steps.valid)
-        results.append(_result(text, steps, machine))
+        results.append(_result(policy.text, steps, machine))
+        replayed.append(policy)
     if not results and skipped:
         raise MachineError(next(iter(skipped.values())))
-    without_overlap, overlap = bound(workload, machine), _overlap_of_all(results, schedules)
+    without_overlap, overlap = bound(workload, machine), _overlap_of_all(replayed, schedules)
     overlap_bound = without_overlap if overlap == NO_OVERLAP else bound(workload, machine, overlap)
     late = None
     if not policies and "adaptive" not in skipped:
@@ -182,10 +188,9 @@ def replay(
     return Replay(workload, machine, results, schedules, without_overlap, overlap, overlap_bound, skipped, late)
 
 
-def _overlap_of_all(results: list[PolicyResult], schedules: list[Schedule]) -> Overlap:
-    """Return the overlap that any policy asks for in its string, or its plan has if it is exact."""
-    names = [parse(result.policy).options.get("overlap", "none") for result in results]
-    asked = [BOTH if name == "auto" else OVERLAPS.get(name, NO_OVERLAP) for name in names]
+def _overlap_of_all(policies: list[Policy], schedules: list[Schedule]) -> Overlap:
+    """Return the overlap that any policy asks for, or its plan has if it is exact."""
+    asked = [policy.widest_overlap for policy in policies]
     plans = [schedule.plan for schedule in schedules if schedule.plan.is_exact]
     return Overlap(
         forward=any(overlap.forward for overlap in asked) or any(plan.has_late_updates for plan in plans),
@@ -263,7 +268,7 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
     def add(mechanism: str, policy: str, workload: Workload = workload, rates: Machine = machine) -> None:
         nonlocal plan
         with suppress(MachineError, PolicyError):
-            plan = make_plan(policy, workload, rates)
+            plan = as_policy(policy).plan(workload, rates)
             iteration_ms = simulate_steps(plan, workload, rates).mean("iteration_s") * 1e3
             gain_ms = steps[-1].iteration_ms - iteration_ms if steps else 0.0
             steps.append(AblationStep(mechanism, policy, iteration_ms, gain_ms))

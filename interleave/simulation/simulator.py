@@ -10,6 +10,7 @@ from ebbtide.interleave.model.schedule import Schedule, exceeds_host
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.event_loop import COMPUTE, CPU, D2H, GPU, H2D, INFINITE, STORAGE
 from ebbtide.interleave.simulation.iterations import IterationWork, is_exact, run_cycle, run_iterations, run_once
+from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 
 # Reads and writes of the first path of the storage; those of the next path follow.
@@ -19,8 +20,8 @@ _INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H, "storage_read": STORAG
 _OpClass = tuple[OpKind, Resource, int, float, bool, bool, int, float]
 
 
-def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
-    """Run a plan on a machine. The same input gives the same output to the bit.
+def simulate(plan: Plan, workload: Workload, machine: MachineArgument) -> Schedule:
+    """Run a plan on a machine, its file or its name. The same input gives the same output to the bit.
 
     Each resource runs the first operation of the plan that is ready, one at a time. Operations that run at the same
     time share as a fluid: both directions of the link the duplex limit (see `link_factors`), reads and writes of a path
@@ -28,10 +29,10 @@ def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
     all by one factor.
 
     Raises:
-        MachineError: The machine lacks a rate that the plan needs.
+        MachineError: There is no such machine, or it lacks a rate that the plan needs.
         PlanError: Operations wait for each other.
     """
-    schedule = Simulator(place(workload, plan.layers), machine).run(plan)
+    schedule = Simulator(place(workload, plan.layers), find_machine(machine)).run(plan)
     assert schedule is not None
     return schedule
 

@@ -23,6 +23,7 @@ from ebbtide.profiler.recording.lifecycle import (
 )
 from ebbtide.profiler.trace.files import new_trace
 from ebbtide.profiler.trace.trace import Trace
+from ebbtide.units import ByteCount, byte_count
 
 
 class Tracer:
@@ -37,7 +38,7 @@ class Tracer:
         iterations: First iteration to record, and the end (exclusive); None: to the end of the block.
         allocator_iterations: Number of iterations in which every allocation is recorded, with call stacks.
         transfers: Whether to record copies and kernels of the GPU (CUPTI).
-        max_bytes: Size limit of the process's spool, in bytes; None: no limit.
+        max_bytes: Size limit of the process's spool, in bytes, or as text such as `2GiB`; None: no limit.
         poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
         memory: Whether to read the memory of the process.
         on_demand: Record phases alone, until `ebbtide profile --attach` asks for a detailed slice. It excludes
@@ -62,7 +63,7 @@ class Tracer:
         iterations: tuple[int, int | None] = (0, None),
         allocator_iterations: int = 0,
         transfers: bool = False,
-        max_bytes: int | None = None,
+        max_bytes: ByteCount | None = None,
         poll_ms: float = 25.0,
         memory: bool = True,
         on_demand: bool = False,
@@ -75,8 +76,9 @@ class Tracer:
         first, last = iterations
         if on_demand and (first or last is not None or allocator_iterations or transfers):
             raise ValueError("on_demand records phases alone: ask for the rest with `ebbtide profile --attach`")
+        limit = None if max_bytes is None else int(byte_count(max_bytes, "max_bytes"))
         self._options = Options(
-            first, last, max_bytes, poll_ms, allocator_iterations, transfers, memory and not on_demand, on_demand
+            first, last, limit, poll_ms, allocator_iterations, transfers, memory and not on_demand, on_demand
         )
         self._recorder: Any = None
         self._recording: OpenRecording | None = None

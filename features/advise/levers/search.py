@@ -11,6 +11,7 @@ from ebbtide.features.advise.job.memory import own_bytes, place
 from ebbtide.features.advise.job.training_job import TrainingJob
 from ebbtide.features.advise.levers.effects import LEVERS, Lever, Variant
 from ebbtide.features.advise.levers.keys import KEYS, settings_for
+from ebbtide.interleave.policies import Policy
 from ebbtide.machines.machine import Machine
 
 # Changes that move state to the memory of the host.
@@ -96,7 +97,7 @@ def needed_bytes(one: Variant, machine: Machine, ranks_per_host: int | None = No
     state = workload.state_bytes * workload.params
     # State on the host of a machine with unified memory takes the same memory.
     if one.state == "offloaded" and not shared.unified_memory:
-        steps = steps_of("zero-offload", workload, shared)
+        steps = steps_of(Policy.make("zero-offload"), workload, shared)
         return own, steps is not None and fits_memory(steps, shared)
     if not workload.gradients_held_until_step:
         # Those of a plan without offload, which have no part in the job's own, stay until the update.

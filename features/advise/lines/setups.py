@@ -11,7 +11,7 @@ from ebbtide.features.advise.job.training_job import TunableSettings
 from ebbtide.features.advise.lines.fill_in import UNKNOWN, argument, argument_line, mark
 from ebbtide.interleave.model.schedule import Schedule, available_host_bytes
 from ebbtide.interleave.model.workload import Workload, value_at
-from ebbtide.interleave.policies import POLICIES, parse
+from ebbtide.interleave.policies import Policy
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.machines.machine import Machine
@@ -84,7 +84,7 @@ def memory_budget(schedule: Schedule) -> Budget | None:
     if workload.gpu_free is None:
         return None
     begin_s = workload.compute_s - workload.backward_s
-    if parse(schedule.plan.policy).name != "adaptive":
+    if not Policy.of_plan(schedule.plan).is_adaptive:
         free = _min_free(workload, begin_s, math.inf)
         return max(int(free), math.ceil(schedule.peak_device_bytes)) if schedule.peak_device_bytes else None
     by_phase = {
@@ -104,12 +104,13 @@ def _min_free(workload: Workload, begin_s: float, end_s: float) -> float:
 
 
 def _common_arguments(schedule: Schedule, context: PasteContext, overlap: str) -> tuple[list[str], list[str]]:
-    policy, budget = schedule.plan.policy, memory_budget(schedule)
-    imports, arguments = [], [f"policy={json.dumps(policy.removesuffix(f',overlap={overlap}'))}"]
+    policy, budget = Policy.of_plan(schedule.plan), memory_budget(schedule)
+    plain = policy if overlap == "none" else policy.with_options(overlap="none")
+    imports, arguments = [], [f"policy={json.dumps(plain.text)}"]
     if overlap != "none":
         arguments.append(f"overlap={json.dumps(overlap)}")
     # Plans of other policies do not depend on rates, but for how much they speculate or store.
-    uses_rates = parse(policy).name == "adaptive" or schedule.plan.speculated or schedule.plan.stored
+    uses_rates = policy.is_adaptive or schedule.plan.speculated or schedule.plan.stored
     if uses_rates and context.machine_code is not None:
         imports.append("from ebbtide.machines.catalog import find_machine")
         arguments.append(f"machine={context.machine_code}")
@@ -237,10 +238,10 @@ class LinesToPaste:
 
 def setup_of(steps: Steps, context: PasteContext) -> PolicySetup:
     """Return the lines to paste for a policy without overlap."""
-    policy, job = parse(steps.plan.policy), context.job
+    policy, job = Policy.of_plan(steps.plan), context.job
     schedule, iteration_ms = steps.valid, steps.iteration_s * 1e3
     workload, stored = schedule.workload, bool(steps.plan.stored)
-    if not POLICIES[policy.name].in_deepspeed or stored:
+    if not policy.registered.in_deepspeed or stored:
         config = deepspeed_config(workload, job, 1.0)
         call = None if job.offloads_params else enable_code(schedule, context)
         return PolicySetup(policy.text, iteration_ms, config, call, optimizer_code(schedule, context), stored)

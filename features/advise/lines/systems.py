@@ -1,7 +1,7 @@
 """Other systems in a recommendation: those that beat the recommended policy, and Megatron-LM's best fraction."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -13,7 +13,7 @@ from ebbtide.features.advise.present import MIN_GAIN, NOT_KNOWN, Present
 from ebbtide.features.systems.on_storage import BUFFERS_OF_SUBGROUP
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import ADVISED_SYSTEMS, PolicySpec, parse
+from ebbtide.interleave.policies import ADVISED_SYSTEMS, Policy
 from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
@@ -42,33 +42,33 @@ def other_systems(
 ) -> tuple[SystemSetup, ...]:
     """Return the systems that fit and beat `best_s`, and Megatron-LM's best fraction; exact and fast ones first."""
     limit_s = (1 - MIN_GAIN) * best_s
-    fitting = [steps for text in ADVISED_SYSTEMS if (steps := _fitting(text, workload, context.machine)) is not None]
+    fitting = _fitting(ADVISED_SYSTEMS, workload, context.machine)
     faster = [steps for steps in fitting if steps.rating_s < limit_s]
-    fractions = [f"megatron-hybrid:{fraction:g},overlap=copies" for fraction in _FRACTIONS]
-    hybrids = [steps for text in fractions if (steps := _fitting(text, workload, context.machine)) is not None]
+    fractions = [Policy.make("megatron-hybrid", f"{fraction:g}", overlap="copies") for fraction in _FRACTIONS]
+    hybrids = _fitting(fractions, workload, context.machine)
     if hybrids:
         faster.append(min(hybrids, key=lambda steps: steps.rating_s))
     setups = [_setup(steps, context, limit_s) for steps in faster if present.is_slower_than(steps)]
     return tuple(sorted(setups, key=lambda setup: (not setup.exact, setup.iteration_ms)))
 
 
-def _fitting(policy: str, workload: Workload, machine: Machine) -> Steps | None:
-    """Return the simulated steps of a policy; None if it cannot plan the workload, or is not known to fit."""
-    steps = steps_of(policy, workload, machine)
-    fits = steps is not None and steps.valid.fits_device(machine.gpu_memory_bytes) and fits_memory(steps, machine)
-    return steps if fits else None
+def _fitting(policies: Sequence[Policy], workload: Workload, machine: Machine) -> list[Steps]:
+    """Return the simulated steps of the policies that can plan the workload, and are known to fit."""
+    planned = [steps for policy in policies if (steps := steps_of(policy, workload, machine)) is not None]
+    on_device = [steps for steps in planned if steps.valid.fits_device(machine.gpu_memory_bytes)]
+    return [steps for steps in on_device if fits_memory(steps, machine)]
 
 
 def _setup(steps: Steps, context: PasteContext, limit_s: float) -> SystemSetup:
-    spec = parse(steps.plan.policy)
-    if spec.name in _DEEPSPEED:
-        place = _FORKS.get(spec.name, "In the configuration of DeepSpeed, whose other keys stay")
-        lines = json.dumps(_DEEPSPEED[spec.name](steps.valid, spec, context), indent=2)
+    policy = Policy.of_plan(steps.plan)
+    if policy.name in _DEEPSPEED:
+        place = _FORKS.get(policy.name, "In the configuration of DeepSpeed, whose other keys stay")
+        lines = json.dumps(_DEEPSPEED[policy.name](steps.valid, policy, context), indent=2)
     else:
-        place, template = _LINES[spec.name]
-        lines = template.format(value=spec.value)
+        place, template = _LINES[policy.name]
+        lines = template.format(value=policy.value)
     return SystemSetup(
-        policy=spec.text,
+        policy=policy.text,
         iteration_ms=steps.iteration_s * 1e3,
         is_faster=steps.rating_s < limit_s,
         exact=steps.plan.is_exact,
@@ -78,7 +78,7 @@ def _setup(steps: Steps, context: PasteContext, limit_s: float) -> SystemSetup:
     )
 
 
-def _superoffload(schedule: Schedule, spec: PolicySpec, context: PasteContext) -> dict[str, Any]:
+def _superoffload(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
     count, resident = schedule.plan.subgroups, len(schedule.plan.resident)
     # DeepSpeed keeps int((1 - ratio) count) subgroups on the GPU.
     ratio = round(1 - (resident + 0.5) / count, 4) if resident else 1.0
@@ -87,40 +87,40 @@ def _superoffload(schedule: Schedule, spec: PolicySpec, context: PasteContext) -
     return config
 
 
-def _zenflow(schedule: Schedule, spec: PolicySpec, context: PasteContext) -> dict[str, Any]:
+def _zenflow(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
     config = deepspeed_config(schedule.workload, context.job, 1.0, 1 if context.job.stage == 1 else 2)
     config["zero_optimization"]["zenflow"] = {
-        "topk_ratio": float(spec.value or 0.0),
-        "update_interval": int(spec.options["interval"]),
+        "topk_ratio": float(policy.value or 0.0),
+        "update_interval": int(policy.options["interval"]),
         "full_warm_up_rounds": 0,
         "overlap_step": True,
     }
     return config
 
 
-def _deepcompile(schedule: Schedule, spec: PolicySpec, context: PasteContext) -> dict[str, Any]:
+def _deepcompile(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
     config = deepspeed_config(schedule.workload, context.job, None)
     return {**config, "compile": {"deepcompile": True, "offload_opt_states": True}}
 
 
-def zero_infinity_config(schedule: Schedule, spec: PolicySpec, context: PasteContext) -> dict[str, Any]:
+def zero_infinity_config(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
     """Return the configuration of DeepSpeed for a schedule of `zero-infinity`."""
     path = next(op.path for op in schedule.plan.ops if op.kind == "read")
     # A block as large as the smallest subgroup: larger than all gradients, unless one is a subgroup of its own.
     whole_subgroup = MASTER_BYTES * min(schedule.workload.subgroups)
-    block_bytes = whole_subgroup if spec.options["gradients"] == "device" else _BLOCK_BYTES
+    block_bytes = whole_subgroup if policy.options["gradients"] == "device" else _BLOCK_BYTES
     offload = {
         "device": "nvme",
         "nvme_path": context.machine.storage[path].path or mark("nvme_path"),
         "pin_memory": True,
-        "buffer_count": int(float(spec.value or BUFFERS_OF_SUBGROUP)),
-        "pipeline_read": spec.options["pipeline_read"] == "true",
-        "pipeline_write": spec.options["pipeline_write"] == "true",
+        "buffer_count": int(float(policy.value or BUFFERS_OF_SUBGROUP)),
+        "pipeline_read": policy.options["pipeline_read"] == "true",
+        "pipeline_write": policy.options["pipeline_write"] == "true",
     }
     return _storage_config(schedule, context, offload, block_bytes)
 
 
-def _mlp_offload(schedule: Schedule, spec: PolicySpec, context: PasteContext) -> dict[str, Any]:
+def _mlp_offload(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
     """Return the configuration of MLP-Offload's DeepSpeed, with `dist_opt_ratio` as its authors ran it."""
     plan, storage = schedule.plan, context.machine.storage
     in_memory = plan.subgroups - len(plan.stored) + len(plan.storage_buffers)
@@ -148,7 +148,7 @@ def _storage_config(
     return {**config, "aio": {"block_size": block_bytes}}
 
 
-_DEEPSPEED: dict[str, Callable[[Schedule, PolicySpec, PasteContext], dict[str, Any]]] = {
+_DEEPSPEED: dict[str, Callable[[Schedule, Policy, PasteContext], dict[str, Any]]] = {
     "superoffload": _superoffload,
     "zenflow": _zenflow,
     "deepcompile": _deepcompile,

@@ -130,7 +130,7 @@ def _machine_without_gpu(traces: Sequence[Trace], steps_of_traces: Sequence[Step
 def _about(result: MachineFit, samples: Sequence[FitSample]) -> dict[str, Any]:
     """Return the object `fit` of the machine file."""
     return {
-        "policies": {sample.name: sample.policy for sample in samples},
+        "policies": {sample.name: sample.policy.text for sample in samples},
         "ranks": {sample.name: sample.ranks for sample in samples},
         "residuals": {name: round(residual, 4) for name, residual in result.residuals.items()},
         "uncertainty": {key: round(factor, 3) for key, factor in result.uncertainty.items()},

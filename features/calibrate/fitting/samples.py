@@ -8,7 +8,7 @@ from ebbtide.errors import MachineError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import Policy, as_policy
 from ebbtide.interleave.replay.inputs import ranks_on_host
 from ebbtide.interleave.replay.recorded_job import recorded_policy
 from ebbtide.interleave.replay.workload_from_trace import workload_of
@@ -24,7 +24,7 @@ class FitSample:
 
     name: str
     workload: Workload
-    policy: str
+    policy: Policy
     update_s: float
     backward_s: float | None  # Measured backward, seconds, if it waited for gradients; otherwise None.
     link_peak: float | None = None  # Peak rate of the link, bytes/s, None if not recorded.
@@ -40,17 +40,18 @@ class FitSample:
     @cached_property
     def _plan(self) -> Plan:
         # A fit simulates it thousands of times. It needs no rates: `sample_of` refuses policies that do.
-        return make_plan(self.policy, self.workload, Machine())
+        return self.policy.plan(self.workload, Machine())
 
 
 def sample_of(trace: Trace) -> FitSample:
     """Return the measurements of a trace. Raises MachineError where its policy is not known or follows the machine."""
-    policy = recorded_policy(trace)
-    if policy is None:
+    recorded = recorded_policy(trace)
+    if recorded is None:
         raise MachineError(
             f"{trace.path} does not record how it was offloaded (a DeepSpeed configuration with offload_optimizer does)"
         )
-    if policy.partition(",")[0] == "adaptive":
+    policy = as_policy(recorded)
+    if policy.is_adaptive:
         raise MachineError(
             f"{trace.path} ran under adaptive, whose plan follows the machine: fit from a run of another policy"
         )
@@ -58,7 +59,7 @@ def sample_of(trace: Trace) -> FitSample:
     update_ms, backward_ms = metrics.phase_ms(UPDATE), metrics.phase_ms(BACKWARD)
     loop = metrics.sub_step("optimizer_step")
     loop_ms = loop.median_ms if loop is not None else None
-    backward_waits = policy.endswith("grads=blocking") and backward_ms is not None
+    backward_waits = policy.options.get("grads") == "blocking" and backward_ms is not None
     return FitSample(
         trace.name,
         workload_of(trace),

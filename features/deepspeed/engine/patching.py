@@ -2,22 +2,17 @@
 
 import functools
 import gc
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
-from ebbtide.features.deepspeed.engine.supported import check_engine, check_version, overlap_of
-from ebbtide.interleave.engine.devices.opening import DeviceArgument
+from ebbtide.features.deepspeed.engine.supported import check_engine, check_policy, check_version
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.options import (
-    BudgetArgument,
-    EngineOptions,
-    MachineArgument,
-    with_overlap_option,
-)
+from ebbtide.interleave.engine.options import OptimizerOptions, SharedArguments, shows_options
 from ebbtide.interleave.model.operations import Overlap
+from ebbtide.interleave.policies import Policy
 
 log = logging.getLogger("ebbtide")
 
@@ -26,57 +21,42 @@ log = logging.getLogger("ebbtide")
 _original: Callable[..., Any] | None = None
 
 
+class EnableArguments(SharedArguments, total=False):
+    """The options of `enable` as callers write them."""
+
+    overlap: Literal["none", "forward", "auto"]
+
+
+@shows_options(EnableArguments)
 def enable(
-    policy: str = "adaptive",
-    *,
-    memory_budget: BudgetArgument | None = None,
-    machine: MachineArgument | None = None,
-    subgroup_params: int = EngineOptions.subgroup_params,
-    threads: int | None = None,
-    device: DeviceArgument | None = None,
-    beside: bool = False,
-    overlap: Literal["none", "forward", "auto"] = "none",
-    storage: str | Path | Sequence[str | Path] | None = None,
-    host_memory_budget: float | str | None = None,
+    policy: Policy | str = "adaptive", *, beside: bool = False, **options: Unpack[EnableArguments]
 ) -> AbstractContextManager[object]:
     """Let `deepspeed.initialize` create engines whose optimizer follows a policy of ebbtide; call this before it.
 
     The configuration stays as it is (ZeRO stage 3, offload_optimizer to the cpu); its `ratio` has no effect.
 
     Args:
-        policy: As for InterleavedAdamW, like `memory_budget`, `machine`, `threads` and `device`.
-        subgroup_params: Maximum number of parameters whose state is moved and updated as one. DeepSpeed's
-            sub_group_size, which determines the layout of checkpoints, does not change.
+        policy: As for InterleavedAdamW.
         beside: Allow that engines exist already; they stay as they are.
-        overlap: `forward`, or `auto`, to update parameters under the next forward, as far as it does not gather them
-            yet. Then read parameters outside of the model only in GatheredParameters, or after
-            `engine.optimizer.synchronize()`.
-        storage: A folder, or several, for state that host memory does not hold; see `StateAccess.commit`.
-        host_memory_budget: With `storage`: bytes of host memory for state and buffers of ebbtide; by default most of
-            what is free.
+        options: `machine`, `subgroup_params`, `memory_budget`, `device`, `threads`, `overlap`, `storage` and
+            `host_memory_budget`, as OptimizerOptions says. DeepSpeed's sub_group_size, which determines the layout of
+            checkpoints, does not change. Updates run under the next forward as far as it does not gather their
+            parameters yet: then read them outside of the model only in GatheredParameters, or after
+            `engine.optimizer.synchronize()`. For `storage` see `StateAccess.commit`.
 
     Returns:
         A context manager that calls `disable` at its end. Existing engines stay as they are.
 
     Raises:
+        TypeError: For an option of another name.
         EngineError: For a version of DeepSpeed that is not tested, for an option that is not valid, and if engines
             exist already. `deepspeed.initialize` raises it for a configuration that is not supported.
         PolicyError: If the policy is not valid.
     """
+    inspect.signature(enable).bind(policy, beside=beside, **options)
     check_version()
-    policy = with_overlap_option(policy, overlap, "streamed", Overlap(forward=True))
-    settings = EngineOptions.of_arguments(
-        policy=policy,
-        machine=machine,
-        subgroup_params=subgroup_params,
-        memory_budget=memory_budget,
-        gradients="streamed",
-        device=device,
-        threads=threads,
-        storage=storage,
-        host_memory_budget=host_memory_budget,
-        supported=Overlap(forward=overlap_of(policy) != "none"),
-    )
+    settings = OptimizerOptions.of_arguments(Overlap(forward=True), policy=policy, gradients="streamed", **options)
+    check_policy(settings.policy)
 
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  derives from what is replaced below

@@ -97,7 +97,7 @@ class InterleavedStage3(StateAccess):
     @property
     def ebbtide_policy(self) -> str:
         """The policy of this optimizer."""
-        return self.settings.policy
+        return self.settings.policy.text
 
     # -- gradients ----------------------------------------------------------------------------------------------
 

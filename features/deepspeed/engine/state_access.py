@@ -17,7 +17,7 @@ from ebbtide.features.overlap.gates import MethodGate
 from ebbtide.features.storage.engine.commits import commit_place
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.options import EngineOptions
+from ebbtide.interleave.engine.options import OptimizerOptions
 from ebbtide.interleave.engine.params.state_dict import check_commit
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import Group, Scalars, UpdateRule
@@ -84,7 +84,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     Updates may run under the next forward. Gathers of parameters wait for those that they read. Everything else that
     uses parameters, gradients or state calls `synchronize` first."""
 
-    settings = EngineOptions(gradients="streamed")
+    settings: OptimizerOptions
     persistent_parameters: list[Any]
     _runner: AdaptiveRunner | None = None
     _gates: Sequence[MethodGate] = ()

@@ -5,7 +5,7 @@ from typing import Any
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.rules import UpdateRule, find_rule
-from ebbtide.interleave.policies import parse
+from ebbtide.interleave.policies import Policy
 
 _TESTED = "0.19.8"
 # By the class of the optimizer.
@@ -24,15 +24,13 @@ def check_version() -> None:
         raise EngineError(f"DeepSpeed {installed} is not tested with ebbtide: install {_TESTED}")
 
 
-def overlap_of(policy: str) -> str:
-    """Return the overlap of a policy: `none` or `forward`. Raises EngineError for updates inside the backward."""
-    overlap = parse(policy).options.get("overlap", "none")
-    if overlap not in ("none", "forward"):
+def check_policy(policy: Policy) -> None:
+    """Raise EngineError for a policy with updates inside the backward."""
+    if policy.speculates:
         raise EngineError(
             f"policy {policy}: updates inside the backward are not supported with DeepSpeed: choose overlap=none or "
             "overlap=forward"
         )
-    return overlap
 
 
 def check_engine(engine: Any) -> None:

@@ -9,7 +9,7 @@ from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import Policy
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
@@ -47,11 +47,12 @@ class LayerOptions(NamedTuple):
     activations: str = "auto"
     weights: str | None = None
 
-    def policy(self, fits: bool) -> str:
+    def policy(self, fits: bool) -> Policy:
         """Return the policy; `fits`: whether all layers fit, so that there is nothing to choose."""
         activations = "keep" if fits and self.activations == "auto" else self.activations
         weights = "resident" if fits and self.weights == "auto" else self.weights
-        return f"gpu-only,activations={activations}" + (f",weights={weights}" if weights else "")
+        options = {"activations": activations} | ({"weights": weights} if weights else {})
+        return Policy.make("gpu-only", **options)
 
 
 class PassTimes(NamedTuple):
@@ -130,7 +131,7 @@ def plan_orders(
     workload = workload_of_layers(layers, None if fits else budget_bytes, machine, options, outside)
     if options.activations not in ("keep", "offload") and not any(layer.is_recomputable for layer in layers):
         options = options._replace(activations="keep" if options.activations == "recompute" else "offload")
-    plan = make_plan(options.policy(fits), workload, machine)
+    plan = options.policy(fits).plan(workload, machine)
     assert plan.layers is not None
     placed = place(workload, plan.layers)
     if placed.missing_bytes:

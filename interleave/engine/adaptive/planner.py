@@ -16,7 +16,7 @@ from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule, needed_host_bytes
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
-from ebbtide.interleave.policies import depends_on_rates, make_plan, parse, refuse_simulation_only
+from ebbtide.interleave.policies import Policy
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, StoragePath
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
@@ -111,16 +111,14 @@ class Planner:
 
     def __init__(
         self,
-        policy: str,
+        policy: Policy,
         machine: Machine,
         subgroups: Sequence[Subgroup],
         streamed: bool,
         supported: Overlap = NO_OVERLAP,
     ) -> None:
-        refuse_simulation_only(policy)
+        policy.refuse_simulation_only()
         self.policy = policy
-        self._is_adaptive = parse(policy).name == "adaptive"
-        self._replans = depends_on_rates(policy)
         self._supported = supported
         self.machine = machine
         self._subgroups = subgroups
@@ -161,7 +159,7 @@ class Planner:
         self._planned_step = self._steps
         plan, needed_bytes = self._plan_and_bytes(budget)
         # `adaptive` fits phases by its own rates: with the slow link of the worst case it would use no window.
-        limit = max_budget(budget) if self._is_adaptive else min_budget(budget)
+        limit = max_budget(budget) if self.policy.is_adaptive else min_budget(budget)
         for smaller in self._smaller_budgets(budget, limit, needed_bytes):
             if limit is None or needed_bytes <= limit:
                 break
@@ -186,7 +184,7 @@ class Planner:
         """Return what to plan with if a plan needs more than its budget."""
         if isinstance(budget, Mapping):
             return [float(min(budget.values()))]
-        if not self._is_adaptive or not limit or not needed_bytes:
+        if not self.policy.is_adaptive or not limit or not needed_bytes:
             return []
         # Blocks that uneven subgroups share are larger than most states in them.
         return [limit * limit / needed_bytes, 0.0]
@@ -195,8 +193,8 @@ class Planner:
         """Return a plan, and the device memory that it may use, in bytes."""
         self.workload = replace(self.workload, gpu_free=_free_memory(budget, self.workload))
         # A rank that has only empty shards has nothing to choose.
-        policy = self.policy if self.workload.params else "zero-offload"
-        plan = make_plan(policy, self.workload, self.machine)
+        policy = self.policy if self.workload.params else Policy.make("zero-offload")
+        plan = policy.plan(self.workload, self.machine)
         available, needed = self.machine.host_memory_bytes, needed_host_bytes(plan, self.workload)
         if self.machine.storage and available is not None and needed > available:
             raise EngineError(
@@ -242,7 +240,7 @@ class Planner:
 
     def replan_reason(self, budget: Budget | None) -> str | None:
         """Return why a new plan is due; None if it is not."""
-        if self._planned is None or not self._replans or self._steps <= _WARM_UP_STEPS:
+        if self._planned is None or not self.policy.depends_on_rates or self._steps <= _WARM_UP_STEPS:
             return None
         job, machine, planned_budget = self._planned
         limit = max_budget(budget)

@@ -17,7 +17,7 @@ from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.forks import Rest, follow_forks
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.options import Budget, EngineOptions
+from ebbtide.interleave.engine.options import Budget, OptimizerOptions
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.arena import gradient_elements
@@ -26,7 +26,6 @@ from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.policies import depends_on_rates, parse
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
 
@@ -42,11 +41,11 @@ _CLOSED = "this optimizer is closed, or its state is lost: create a new one"
 class AdaptiveRunner:
     """Owns an engine, and replaces its plan when a better one is due or the device runs out of memory."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: OptimizerOptions) -> None:
         self.options = options
         self.storage = options.open_storage()
-        self._is_adaptive = parse(options.policy).name == "adaptive"
-        self._needs_rates = self.storage is not None or depends_on_rates(options.policy)
+        self._is_adaptive = options.policy.is_adaptive
+        self._needs_rates = self.storage is not None or options.policy.depends_on_rates
         self.kernel = CpuKernel(options.threads)
         self._device: Device | None = None
         # To call when the late operations of the last step have ended.

@@ -14,6 +14,7 @@ from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
+from ebbtide.units import ByteCount, byte_count
 
 # Copies are throttled in chunks of this size, so that a changed rate takes effect at once.
 _CHUNK_BYTES = 1 << 20
@@ -103,14 +104,14 @@ class EmulatedDevice(EmulatedStreams, Device):
 
     def __init__(
         self,
-        capacity_bytes: float | None = None,
+        capacity_bytes: ByteCount | None = None,
         h2d_bytes_per_s: float | None = None,
         d2h_bytes_per_s: float | None = None,
         gpu_update_params_per_s: float | None = None,
     ) -> None:
         super().__init__()
         # These may be changed at any time.
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = None if capacity_bytes is None else byte_count(capacity_bytes, "capacity_bytes")
         self.rates: dict[Direction, float | None] = {"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s}
         self.gpu_update_params_per_s = gpu_update_params_per_s
         # The high-water mark of `used_bytes` and of what the job has claimed.

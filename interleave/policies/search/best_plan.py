@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
@@ -13,7 +13,7 @@ from ebbtide.features.storage.policy import with_default_storage
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.registry import POLICIES, DefaultRun, parse, plan_in_memory
+from ebbtide.interleave.policies.registry import POLICIES, DefaultRun, Policy
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.placement_search import START_SHARE, Placement, PlacementSearch
@@ -48,11 +48,6 @@ _BOUND_TOLERANCE = 1e-6
 _REMEMBERED = 16
 # Another plan must be shorter than the own one by this share to be preferred.
 _LEAST_GAIN = 1e-12
-# Parameters of policies that are compared, besides those of their default runs.
-_VARIANTS = (
-    *(f"twin-flow:{share / 10:g},params=pipelined" for share in range(10)),
-    *(f"interleaved:{stride}@{share / 10:g}" for stride in range(1, 11) for share in range(10, 0, -1)),
-)
 # So many subgroups may the work of other plans differ by if subgroups are merged.
 _LOST_SUBGROUPS = 2
 # How many other plans are simulated at the level between few subgroups and all.
@@ -63,7 +58,7 @@ _OTHER_SUBGROUPS = 4_000
 _BUFFERS = 3
 
 
-def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: Overlap) -> Plan:
+def find_best_plan(workload: Workload, machine: Machine, policy: Policy, *overlaps: Overlap) -> Plan:
     """Return the fastest plan found, with a remark that says what it is.
 
     It is never slower than the one without overlap. The free device memory must be known. A machine without a rate of
@@ -75,7 +70,7 @@ def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: O
         fits_memory = not (best_cost[0] or best_cost[1])
         if fits_memory and min_iteration_s(workload, machine, overlap) > best_cost[2] * (1 + _BOUND_TOLERANCE):
             continue
-        plan = search_plan(workload, machine, parse(text).name, overlap)
+        plan = search_plan(workload, machine, policy.name, overlap)
         cost = best_cost
         if overlaps:
             stored = with_default_storage(plan, workload, machine)
@@ -83,7 +78,7 @@ def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: O
         if best is None or cost <= best_cost:
             best, best_cost = plan, cost
     assert best is not None
-    return replace(best, policy=text)
+    return replace(best, policy=policy.text)
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -106,11 +101,11 @@ def search_plan(workload: Workload, machine: Machine, text: str, overlap: Overla
     if best_other is not None and others[best_other] < INFINITE:
         remark += f"; the best of the others was {best_other}"
     best, best_cost = replace(plan, remark=remark), own_cost * (1 - _LEAST_GAIN)
-    for other_text in worth_comparing(others, levels, assignments):
-        other = plan_in_memory(other_text, workload, machine)
+    for other_policy in worth_comparing(others, levels, assignments):
+        other = other_policy.plan_in_memory(workload, machine)
         cost = costs.seconds_of_plan(other, best_cost)
         if cost < best_cost:
-            best, best_cost = replace(other, policy=text, remark=f"the plan of {other_text}"), cost
+            best, best_cost = replace(other, policy=text, remark=f"the plan of {other_policy}"), cost
     return best
 
 
@@ -206,24 +201,24 @@ class Level(NamedTuple):
     costs: PlanCosts
 
 
-def rank_others(costs: PlanCosts, own_text: str) -> dict[str, float]:
+def rank_others(costs: PlanCosts, own_name: str) -> dict[Policy, float]:
     """Return the costs of the plans of the other built-in policies, cheapest first; infinite if one does not fit or is
     not among the best. Policies that the machine lacks rates for are left out.
 
-    The first one's cost is exact; others are simulated only as far as is needed for that. The policy `own_text` is left
+    The first one's cost is exact; others are simulated only as far as is needed for that. The policy `own_name` is left
     out."""
-    texts = _texts(own_text, len(costs.workload.subgroups), costs.overlap)
-    plans = {text: plan for text in texts if (plan := _plan(costs, text))}
-    minimums = {text: costs.minimums.of_plan(plan) for text, plan in plans.items()}
+    others = _others(own_name, len(costs.workload.subgroups), costs.overlap)
+    plans = {policy: plan for policy in others if (plan := _plan(costs, policy))}
+    minimums = {policy: costs.minimums.of_plan(plan) for policy, plan in plans.items()}
     best = INFINITE
     ranked = {}
-    for text in sorted(plans, key=minimums.__getitem__):
-        ranked[text] = costs.seconds_of_plan(plans[text]) if minimums[text] < best else INFINITE
-        best = min(best, ranked[text])
+    for policy in sorted(plans, key=minimums.__getitem__):
+        ranked[policy] = costs.seconds_of_plan(plans[policy]) if minimums[policy] < best else INFINITE
+        best = min(best, ranked[policy])
     return dict(sorted(ranked.items(), key=lambda entry: entry[1]))
 
 
-def worth_comparing(others: dict[str, float], levels: list[Level], own: list[Assignment]) -> list[str]:
+def worth_comparing(others: dict[Policy, float], levels: list[Level], own: list[Assignment]) -> list[Policy]:
     """Return the policies whose plans with all subgroups may be faster than the own one, the likeliest first.
 
     Plans of merged subgroups cost about the same as those of all subgroups, except for the time in which the first and
@@ -232,46 +227,54 @@ def worth_comparing(others: dict[str, float], levels: list[Level], own: list[Ass
     to all, `own` is the assignment of each level."""
     own_cost = levels[-1].costs.seconds(own[-1])
     if len(levels) == 1:
-        return [text for text, cost in others.items() if cost < own_cost]
+        return [policy for policy, cost in others.items() if cost < own_cost]
     compute_s = levels[0].merged.workload.compute_s
 
     def limit_of(level: Level, assignment: Assignment) -> float:
         limit = max(own_cost, level.costs.seconds(assignment))
         return limit + (limit - compute_s) * _LOST_SUBGROUPS / len(level.merged.workload.subgroups)
 
-    texts = [text for text, cost in others.items() if cost < limit_of(levels[0], own[0])]
+    policies = [policy for policy, cost in others.items() if cost < limit_of(levels[0], own[0])]
     for level, assignment in list(zip(levels, own, strict=True))[1:-1]:
         limit = limit_of(level, assignment)
-        plans = {text: _plan(level.costs, text) for text in texts[:_OTHER_PLANS_BETWEEN]}
-        costs = {text: level.costs.seconds_of_plan(plan, limit) for text, plan in plans.items() if plan is not None}
-        texts = sorted((text for text in costs if costs[text] < limit), key=costs.__getitem__)
-    return texts[: max(1, _OTHER_SUBGROUPS // len(levels[-1].merged.workload.subgroups))]
+        plans = {policy: _plan(level.costs, policy) for policy in policies[:_OTHER_PLANS_BETWEEN]}
+        costs = {policy: level.costs.seconds_of_plan(plan, limit) for policy, plan in plans.items() if plan is not None}
+        policies = sorted((policy for policy in costs if costs[policy] < limit), key=costs.__getitem__)
+    return policies[: max(1, _OTHER_SUBGROUPS // len(levels[-1].merged.workload.subgroups))]
 
 
-def _texts(own_text: str, count: int, overlap: Overlap) -> Iterator[str]:
-    """Yield the strings of all policies that plans of so many subgroups are compared with.
+def _others(own_name: str, count: int, overlap: Overlap) -> Iterator[Policy]:
+    """Yield all policies that plans of so many subgroups are compared with.
 
     With an overlap these are the policies that have the option, since others are compared without it. Variants do not
     speculate: how much would have to be searched for each."""
-    option = "" if overlap == NO_OVERLAP else f",overlap={overlap.name}"
     for name, registered in POLICIES.items():
-        if not isinstance(registered.run, DefaultRun) or name == parse(own_text).name:
+        if not isinstance(registered.run, DefaultRun) or name == own_name:
             continue
-        if not option or "overlap" in registered.options:
-            yield registered.run.text + option
-    for text in _VARIANTS:
-        spec = parse(text)
-        if option and ("overlap" not in POLICIES[spec.name].options or not overlap.forward):
+        if overlap == NO_OVERLAP:
+            yield registered.typical
+        elif "overlap" in registered.options:
+            yield registered.typical.with_options(overlap=overlap.name)
+    for policy in _variants():
+        if overlap != NO_OVERLAP and not (overlap.forward and "overlap" in policy.options):
             continue
         # Larger strides than there are subgroups are all alike.
-        if spec.name != "interleaved" or int((spec.value or "").partition("@")[0]) <= count:
-            yield text + (",overlap=forward" if option else "")
+        if policy.name != "interleaved" or int((policy.value or "").partition("@")[0]) <= count:
+            yield policy if overlap == NO_OVERLAP else policy.with_options(overlap="forward")
 
 
-def _plan(costs: PlanCosts, text: str) -> Plan | None:
+@cache
+def _variants() -> list[Policy]:
+    """Return the policies that are compared, besides those of their default runs."""
+    splits = [Policy.make("twin-flow", f"{share / 10:g}", params="pipelined") for share in range(10)]
+    strides = itertools.product(range(1, 11), range(10, 0, -1))
+    return splits + [Policy.make("interleaved", f"{stride}@{share / 10:g}") for stride, share in strides]
+
+
+def _plan(costs: PlanCosts, policy: Policy) -> Plan | None:
     """Return a policy's plan, None if it has none for this machine or its resident state does not fit."""
     try:
-        plan = plan_in_memory(text, costs.workload, costs.machine)
+        plan = policy.plan_in_memory(costs.workload, costs.machine)
         costs.minimums.of_plan(plan)
     except (MachineError, PolicyError):
         return None

@@ -16,6 +16,7 @@ from ebbtide.features.advise.levers.keys import KEYS, TITLES, settings_text
 from ebbtide.features.advise.levers.search import cheapest_change, needed_bytes, single_changes, smallest_machine
 from ebbtide.features.advise.machine_plan import JobPlans, PlanRequest, plan_for_machine
 from ebbtide.features.advise.tables import plan_view
+from ebbtide.interleave.policies import as_policies
 from ebbtide.machines.catalog import preset, presets
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from tests.conftest import ebbtide
@@ -287,7 +288,7 @@ def test_single_changes__has_adapters_with_checkpointing_where_only_both_fit() -
 
 def test_plan_view__names_the_optimizer_of_ebbtide_and_the_bytes_of_a_parameter() -> None:
     job = sized(8e9)
-    plan = plan_for_machine(job, preset("rtx4090"), PlanRequest(policies=["zero-offload"]))
+    plan = plan_for_machine(job, preset("rtx4090"), PlanRequest(policies=as_policies(["zero-offload"])))
     lines = [line for line in plan_view(JobPlans(job, [plan])) if isinstance(line, str)]
     change = next(line for line in lines if "cheapest change" in line)
     assert "(plain torch with ebbtide's optimizer, " in change

@@ -16,6 +16,7 @@ from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace, job
 from ebbtide.features.advise.machine_plan import MachinePlan, PlanRequest, fastest_plans, place_job, plan_for_machine
 from ebbtide.features.advise.recommendation import recommend
 from ebbtide.interleave.model.workload import workload_from
+from ebbtide.interleave.policies import as_policies
 from ebbtide.interleave.replay.recorded_job import recorded_job
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.interleave.simulation.simulator import Steps
@@ -120,16 +121,18 @@ def test_plan_for_machine__its_lines_are_python(device: float, ranks: int, check
 
 def test_plan_for_machine__keeps_to_the_requested_policies() -> None:
     policies = ("zero-offload", "interleaved:2")
-    plan = plan_for_machine(sized(), gpu_machine(), PlanRequest(policies=policies))
+    plan = plan_for_machine(sized(), gpu_machine(), PlanRequest(policies=as_policies(policies)))
     assert {time.policy for time in plan.policies} == set(policies)
     assert plan.change == {"policy": plan.policy}
     assert plan.policy == plan.policies[0].policy
-    assert plan_for_machine(sized(), gpu_machine(), PlanRequest(policies=("gpu-only",))).policy == "gpu-only"
+    assert (
+        plan_for_machine(sized(), gpu_machine(), PlanRequest(policies=as_policies(("gpu-only",)))).policy == "gpu-only"
+    )
 
 
 def test_plan_for_machine__names_what_limits_the_iteration() -> None:
     """A slow CPU, a slow link and slow host memory, with everything offloaded; and a GPU without offload."""
-    offload = PlanRequest(policies=("zero-offload",))
+    offload = PlanRequest(policies=as_policies(("zero-offload",)))
     rates = {"box": None, "host_memory_bytes_per_s": 1e13}
     slow_cpu = gpu_machine(**rates, cpu_update_params_per_s=1e8)
     assert plan_for_machine(sized(), slow_cpu, offload).limited_by == "cpu update"

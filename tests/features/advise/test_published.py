@@ -9,6 +9,7 @@ import pytest
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace
 from ebbtide.features.advise.machine_plan import PlanRequest, plan_for_machine
+from ebbtide.interleave.policies import as_policies
 from ebbtide.interleave.replay.recorded_job import recorded_policy
 from ebbtide.machines.catalog import preset
 from ebbtide.profiler.trace import open_trace
@@ -29,7 +30,7 @@ def test_plan__of_one_run_has_the_order_of_all_measured_policies(name: str) -> N
         measured, policy = summarize(trace).iteration_ms, recorded_policy(trace)
         assert measured is not None
         assert policy is not None
-        plan = plan_for_machine(job, machine, PlanRequest(policies=(policy,)))
+        plan = plan_for_machine(job, machine, PlanRequest(policies=as_policies((policy,))))
         assert (plan.fits, plan.policy) == (True, policy)
         assert plan.iteration_ms is not None
         assert plan.iteration_low_ms is not None

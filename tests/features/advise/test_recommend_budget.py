@@ -11,6 +11,7 @@ from ebbtide.features.advise.lines.setups import memory_budget
 from ebbtide.interleave.engine.adaptive.planner import Planner
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import as_policy
 from tests.features.advise.test_ablation import ran
 from tests.interleave.job_files import machine, workload
 
@@ -23,7 +24,7 @@ def planner(policy: str, job: Workload) -> Planner:
     """Return the planner of an engine with the subgroups of a workload."""
     dtype = torch.bfloat16
     subgroups = [Subgroup(size, dtype, (), dtype) for size in job.subgroups]
-    return Planner(policy, machine(), subgroups, streamed=not job.gradients_held_until_step)
+    return Planner(as_policy(policy), machine(), subgroups, streamed=not job.gradients_held_until_step)
 
 
 @given(

@@ -11,7 +11,7 @@ from ebbtide.features.advise.lines.setups import PasteContext
 from ebbtide.features.advise.lines.systems import SystemSetup, other_systems, zero_infinity_config
 from ebbtide.features.advise.recommendation import recommend
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan, parse
+from ebbtide.interleave.policies import as_policy, make_plan
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import StoragePath
@@ -80,7 +80,7 @@ def test_other_systems__give_configurations_of_deepspeed() -> None:
 
 def test_recommend__never_takes_another_system() -> None:
     advice = recommend(TIGHT, FULL_BOX)
-    assert parse(advice.policy).name == "adaptive"
+    assert as_policy(advice.policy).name == "adaptive"
     assert {setup.policy for setup in advice.setups}.isdisjoint(system.policy for system in advice.systems)
     assert json.loads(json.dumps(advice.as_json()))["systems"][0].keys() == SystemSetup.__dataclass_fields__.keys()
 
@@ -120,7 +120,7 @@ def test_zero_infinity_config__is_read_by_deepspeed(deepspeed_extensions: None) 
     for gradients, block_bytes in (("storage", 2 * 2**20), ("device", 4 * 10**9)):
         policy = f"zero-infinity:12,pipeline_read=true,pipeline_write=true,gradients={gradients}"
         schedule, context = simulate(make_plan(policy, JOB, box), JOB, box), PasteContext(RecordedJob(), box)
-        values = json.loads(filled(json.dumps(zero_infinity_config(schedule, parse(policy), context))))
+        values = json.loads(filled(json.dumps(zero_infinity_config(schedule, as_policy(policy), context))))
         offload = DeepSpeedConfig(values).zero_config.offload_optimizer
         assert (str(offload.device), str(offload.nvme_path), offload.buffer_count) == ("nvme", "/nvme", 12)
         assert offload.pipeline_read

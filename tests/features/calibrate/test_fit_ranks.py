@@ -10,6 +10,7 @@ from ebbtide.errors import MachineError
 from ebbtide.features.calibrate.fitting.from_traces import fit, machine_of
 from ebbtide.features.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import as_policy
 from ebbtide.machines.machine import Box, Machine
 from ebbtide.profiler.trace import open_trace
 from tests.interleave.published import TRACES
@@ -34,7 +35,7 @@ TRUE = Machine(
 def sample(policy: str, params: float, ranks: int | None) -> FitSample:
     """Return a run of a model as the true machine does it."""
     workload = Workload("job", round(params), 250_000_000, forward_s=0.2, backward_s=0.5, other_s=0.1)
-    run = FitSample(f"{policy} {params:g} {ranks}", workload, policy, 1.0, None, ranks=ranks)
+    run = FitSample(f"{policy} {params:g} {ranks}", workload, as_policy(policy), 1.0, None, ranks=ranks)
     return replace(run, update_s=run.simulate(TRUE).update_s)
 
 

@@ -16,8 +16,7 @@ from ebbtide.interleave.model.operations import OVERLAPS
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, Op, Plan
 from ebbtide.interleave.model.schedule import needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import PlanBuilder, make_plan
-from ebbtide.interleave.policies.registry import plan_in_memory
+from ebbtide.interleave.policies import PlanBuilder, as_policy, make_plan
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.event_loop import STORAGE, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
@@ -104,7 +103,7 @@ def test_make_plan__state_in_storage_is_in_memory_when_it_is_used(case: tuple[Wo
     workload, machine, policy = case
     plan = make_plan(policy, workload, machine)
     assert workload.host_free_bytes is not None
-    in_memory = plan_in_memory(policy, workload, machine)
+    in_memory = as_policy(policy).plan_in_memory(workload, machine)
     if not plan.stored:
         # Nothing is in storage where memory suffices, or where all state is on the device.
         fits = needed_host_bytes(in_memory, workload) <= workload.host_free_bytes
@@ -120,7 +119,7 @@ def test_make_plan__state_in_storage_is_in_memory_when_it_is_used(case: tuple[Wo
 @settings(max_examples=examples(200, by_default=6))
 def test_bound__is_not_above_plans_with_storage(case: tuple[Workload, Machine, str]) -> None:
     workload, machine, policy = case
-    in_memory = plan_in_memory(policy, workload, machine)
+    in_memory = as_policy(policy).plan_in_memory(workload, machine)
     overlap = policy.rpartition("overlap=")[2] if "overlap=" in policy else "none"
     bounds = bound(workload, machine, OVERLAPS[overlap])
     assert bounds.exposed_s <= bounds.exposed_whole_s
@@ -138,7 +137,7 @@ THREE_BUFFERS = StorageLayout("spread", 3)
 
 def all_stored(policy: str = "pipelined") -> Plan:
     """Return a plan with all ten subgroups in storage, through three buffers."""
-    plan = stored_in(plan_in_memory(policy, ALL_STORED, MACHINE), ALL_STORED, MACHINE, THREE_BUFFERS)
+    plan = stored_in(as_policy(policy).plan_in_memory(ALL_STORED, MACHINE), ALL_STORED, MACHINE, THREE_BUFFERS)
     return plan.validate(ALL_STORED)
 
 
@@ -156,7 +155,7 @@ def test_stored_in__reads_ahead_in_the_backward_and_writes_in_the_next_forward()
 def test_make_plan__with_more_paths_shares_subgroups_by_their_rates() -> None:
     machine = replace(MACHINE, storage=(StoragePath(3 * GB, 3 * GB), StoragePath(1 * GB, 1 * GB)))
     job = with_host(COPIES + 7.2 * GB)
-    plan = stored_in(plan_in_memory("pipelined", job, machine), job, machine, THREE_BUFFERS)
+    plan = stored_in(as_policy("pipelined").plan_in_memory(job, machine), job, machine, THREE_BUFFERS)
     counts = [sum(op.kind == "read" and op.path == path for op in plan.ops) for path in range(2)]
     assert counts == [7, 2]
     twice = replace(MACHINE, storage=2 * MACHINE.storage)
@@ -216,7 +215,7 @@ def test_stored_in__fetches_in_the_forward_wait_for_the_backward() -> None:
 
 
 def test_redone__reads_state_in_storage_again() -> None:
-    plan = speculate(plan_in_memory("pipelined", ALL_STORED, MACHINE), ALL_STORED, 4)
+    plan = speculate(as_policy("pipelined").plan_in_memory(ALL_STORED, MACHINE), ALL_STORED, 4)
     plan = stored_in(plan, ALL_STORED, MACHINE, THREE_BUFFERS).validate(ALL_STORED)
     again = redone(plan)
     counts = again.counts()
@@ -272,7 +271,7 @@ def test_validate__refuses_lost_state_and_buffers_that_are_too_small() -> None:
     with pytest.raises(PlanError, match="larger than its buffer"):
         replace(plan, storage_buffers=(1e9,) * 3).validate(ALL_STORED)
     with pytest.raises(PlanError, match="nothing is in storage"):
-        replace(plan_in_memory("pipelined", JOB, MACHINE), storage_buffers=(1e9,)).validate(JOB)
+        replace(as_policy("pipelined").plan_in_memory(JOB, MACHINE), storage_buffers=(1e9,)).validate(JOB)
 
 
 def _renumbered(ops: tuple[Op, ...], removed: int) -> tuple[Op, ...]:
@@ -333,7 +332,7 @@ def test_make_plan__speculates_no_more_than_the_buffers_hold() -> None:
 
 def test_redone__reads_state_again_when_its_buffer_is_free() -> None:
     """An update that comes after a speculative one of another subgroup, in the buffer that this one had before."""
-    plan = speculate(plan_in_memory("pipelined", ALL_STORED, MACHINE), ALL_STORED, 4)
+    plan = speculate(as_policy("pipelined").plan_in_memory(ALL_STORED, MACHINE), ALL_STORED, 4)
     update = next(index for index, op in enumerate(plan.ops) if op.speculative)
     last = max(index for index, op in enumerate(plan.ops) if op.kind == "update")
     first = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and not op.speculative)

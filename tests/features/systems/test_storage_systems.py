@@ -13,8 +13,7 @@ from ebbtide.interleave.model.operations import NO_DEPARTURES, STATE_ONLY
 from ebbtide.interleave.model.plan import STEP, Op, Plan
 from ebbtide.interleave.model.schedule import needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.policies.registry import plan_in_memory
+from ebbtide.interleave.policies import as_policy, make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import ebbtide_in_process, examples
@@ -182,7 +181,7 @@ def test_mlp_offload__keeps_all_in_memory_where_it_fits() -> None:
     job = replace(JOB, host_free_bytes=COPIES + 12 * GB)
     plan = make_plan("mlp-offload", job, FULL)
     assert not plan.stored
-    assert [op.kind for op in plan.ops] == [op.kind for op in plan_in_memory("zero-offload", job, FULL).ops]
+    assert [op.kind for op in plan.ops] == [op.kind for op in as_policy("zero-offload").plan_in_memory(job, FULL).ops]
     with pytest.raises(PolicyError, match="needs to know how much host memory there is"):
         make_plan("mlp-offload", replace(JOB, host_free_bytes=None), replace(FULL, host_memory_bytes=None))
 

@@ -12,7 +12,7 @@ from ebbtide.errors import PlanError, PolicyError
 from ebbtide.interleave.model.operations import CLIPPING_FIRST, NO_DEPARTURES
 from ebbtide.interleave.model.plan import FORWARD, UPDATE, Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan, parse
+from ebbtide.interleave.policies import as_policy, make_plan
 from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
@@ -36,7 +36,7 @@ SYSTEMS = (
 
 def inexact_systems(plan: Plan, workload: Workload) -> bool:
     """Return whether a system's results differ from what the workload asks for."""
-    name = parse(plan.policy).name
+    name = as_policy(plan.policy).name
     if name == "zenflow":
         return not plan.policy.startswith("zenflow:1")
     if name in ("prime-rl", "torchao"):

@@ -21,6 +21,7 @@ from ebbtide.interleave.compare.runs import PhaseWaits, TrainingRun, find_shape,
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.policies import as_policy
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, StoragePath
 from ebbtide.state_bytes import STATE_BYTES
@@ -103,7 +104,7 @@ def test_run_policy__device_memory_is_that_of_the_device() -> None:
     )
     training = TrainingRun(shape, 0, 3, -(-shape.params // 7), lambda: None, PhaseWaits(), streamed=False)
     for policy in ("twin-flow:0.5", "interleaved:2", "zero-offload"):
-        run = run_policy(policy, training, testbed)
+        run = run_policy(as_policy(policy), training, testbed)
         assert max(schedule.peak_device_bytes for schedule in run.schedules) == testbed.devices[-1].peak_bytes
 
 

@@ -7,8 +7,7 @@ from ebbtide.features.overlap.policy import late
 from ebbtide.features.overlap.speculation import speculate
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import POLICIES, PolicySpec, policy
-from ebbtide.interleave.policies.registry import plan_in_memory
+from ebbtide.interleave.policies import POLICIES, Policy, as_policy, policy
 from ebbtide.machines.machine import Machine
 
 
@@ -17,12 +16,12 @@ def speculating() -> Iterator[None]:
     """Register a policy that speculates a number of subgroups; `speculating` alone does all."""
 
     @policy("speculating", overlap=("backward", "both"), base=("pipelined", "interleaved:2"))
-    def speculating(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    def speculating(workload: Workload, machine: Machine, chosen: Policy) -> Plan:
         """Speculate."""
-        plan = plan_in_memory(spec.options["base"], workload, machine)
-        count = round(spec.number("a number of subgroups", 1e6, 0, 1e6))
+        plan = as_policy(chosen.options["base"]).plan_in_memory(workload, machine)
+        count = round(chosen.number("a number of subgroups", 1e6, 0, 1e6))
         plan = speculate(plan, workload, count, uploads_first=count % 2 == 0)
-        return (late(plan, workload) if spec.options["overlap"] == "both" else plan).validate(workload)
+        return (late(plan, workload) if chosen.options["overlap"] == "both" else plan).validate(workload)
 
     try:
         yield

@@ -9,7 +9,7 @@ from ebbtide.features.overlap.policy import late
 from ebbtide.features.overlap.speculation import speculate
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import PolicySpec, make_plan, policy
+from ebbtide.interleave.policies import Policy, make_plan, policy
 from ebbtide.machines.machine import Machine
 from tests.interleave.engine.late_rank_jobs import late_optimizer, on_all_ranks, train
 from tests.interleave.engine.rank_jobs import Result, sharded
@@ -19,11 +19,11 @@ def speculative_shards(rank: int, folder: Path) -> Result:
     """Return whether speculative updates change nothing, by whether all steps are clipped, and overlap."""
 
     @policy("speculating", overlap=("backward", "both"))
-    def speculating(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    def speculating(workload: Workload, machine: Machine, chosen: Policy) -> Plan:
         """Speculate all subgroups."""
         plan = speculate(make_plan("pipelined", workload, machine), workload, 100, uploads_first=False)
         assert plan.speculated
-        return (late(plan, workload) if spec.options["overlap"] == "both" else plan).validate(workload)
+        return (late(plan, workload) if chosen.options["overlap"] == "both" else plan).validate(workload)
 
     results: Result = {}
     for name, max_grad_norm in (("clipped", 0.3), ("not clipped", 1e6)):

@@ -35,7 +35,7 @@ from ebbtide.interleave.model.operations import OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, STEP, Op, Plan, gradient_ready_points
 from ebbtide.interleave.model.schedule import exceeds_host
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import POLICIES, PolicySpec, policy
+from ebbtide.interleave.policies import POLICIES, Policy, policy
 from ebbtide.machines.machine import Machine, StoragePath
 from tests.interleave.engine import plans
 from tests.interleave.engine.rank_jobs import Result, sharded, train
@@ -210,9 +210,9 @@ def random_policy() -> Iterator[None]:
     """Register the policy `random:SEED`: any placement and order, as the option `overlap` says."""
 
     @policy("random", overlap=tuple(OVERLAPS))
-    def random_plan(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    def random_plan(workload: Workload, machine: Machine, chosen: Policy) -> Plan:
         """Make a random plan."""
-        draw, overlap = random.Random(spec.value), OVERLAPS[spec.options["overlap"]]
+        draw, overlap = random.Random(chosen.value), OVERLAPS[chosen.options["overlap"]]
         for _ in range(_DRAWS):
             # An operation of a random plan may wait for one that comes later, or is late, in one with overlap.
             with suppress(PlanError):

@@ -12,9 +12,10 @@ from hypothesis import given
 from ebbtide import seams
 from ebbtide.errors import PolicyError
 from ebbtide.interleave import policies
+from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import BUILT_IN, POLICIES, SYSTEMS, PlanBuilder, PolicySpec, make_plan, parse, policy
+from ebbtide.interleave.policies import BUILT_IN, POLICIES, SYSTEMS, PlanBuilder, Policy, as_policy, make_plan, policy
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
@@ -61,14 +62,51 @@ def test_make_plan__refuses_bad_strings() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_parse__reads_values_and_options() -> None:
+def test_with_options__leaves_defaults_out_and_the_rest_of_the_text_as_it_is() -> None:
+    chosen = as_policy("interleaved:2, grads=async ,overlap=auto")
+    assert chosen.with_options(overlap="none").text == "interleaved:2, grads=async "
+    assert chosen.with_options(overlap="forward").text == "interleaved:2, grads=async ,overlap=forward"
+    assert chosen.with_options(overlap="forward") == as_policy("interleaved:2, grads=async ,overlap=forward")
+    assert as_policy("adaptive,overlap=none").with_options(weights="auto").text == "adaptive,overlap=none,weights=auto"
+    with pytest.raises(PolicyError, match="has no option 'overlap=forward'"):
+        as_policy("twin-flow:0.5").with_options(overlap="forward")
+
+
+def test_make__is_what_the_text_of_the_parts_is() -> None:
+    for made, text in (
+        (Policy.make("gpu-only"), "gpu-only"),
+        (Policy.make("interleaved", 3), "interleaved:3"),
+        (Policy.make("twin-flow", "0.5", params="pipelined"), "twin-flow:0.5,params=pipelined"),
+    ):
+        assert made == as_policy(text)
+        assert (made.value, made.options) == (as_policy(text).value, as_policy(text).options)
+        assert str(made) == text
+    with pytest.raises(PolicyError, match="no policy 'interleave'"):
+        Policy.make("interleave")
+
+
+def test_policy__answers_questions_about_its_overlap() -> None:
+    for text, *answers in (
+        ("pipelined", "none", False, False, False),
+        ("pipelined,overlap=none", "none", False, False, True),
+        ("pipelined,overlap=forward", "forward", False, False, True),
+        ("pipelined,overlap=auto", "auto", True, True, True),
+        ("adaptive", "none", False, True, False),
+        ("gpu-only", "none", False, False, False),
+    ):
+        one = as_policy(text)
+        assert [one.overlap, one.speculates, one.depends_on_rates, one.states("overlap")] == answers, text
+    assert as_policy("megatron-hybrid:0.5,overlap=copies").widest_overlap == NO_OVERLAP
+
+
+def test_as_policy__reads_values_and_options() -> None:
     layers = {"weights": "resident", "activations": "keep"}
-    assert parse("zero-offload").options == {"grads": "async", "params": "blocking", **layers}
-    assert parse("pipelined").options == {"grads": "async", "params": "pipelined", "overlap": "none", **layers}
-    spec = parse(" interleaved:2@0.8 , grads = blocking")
-    assert (spec.name, spec.value) == ("interleaved", "2@0.8")
-    assert spec.options == {"grads": "blocking", "params": "pipelined", "overlap": "none", **layers}
-    assert spec.text == " interleaved:2@0.8 , grads = blocking"
+    assert as_policy("zero-offload").options == {"grads": "async", "params": "blocking", **layers}
+    assert as_policy("pipelined").options == {"grads": "async", "params": "pipelined", "overlap": "none", **layers}
+    chosen = as_policy(" interleaved:2@0.8 , grads = blocking")
+    assert (chosen.name, chosen.value) == ("interleaved", "2@0.8")
+    assert chosen.options == {"grads": "blocking", "params": "pipelined", "overlap": "none", **layers}
+    assert chosen.text == " interleaved:2@0.8 , grads = blocking"
     # Counts may be written as integral floats.
     assert (
         make_plan("interleaved:2e0", even(4), TEST_MACHINE).ops == make_plan("interleaved:2", even(4), TEST_MACHINE).ops
@@ -89,7 +127,7 @@ def test_built_in__is_in_the_order_of_the_table() -> None:
 def test_built_in__has_every_policy_with_a_summary() -> None:
     # Policies that decide about layers are for workloads that have them.
     others = {name for name, registered in POLICIES.items() if registered.plans_layers}
-    assert {parse(text).name for text in (*BUILT_IN, *SYSTEMS)} == set(POLICIES) - others
+    assert {as_policy(text).name for text in (*BUILT_IN, *SYSTEMS)} == set(POLICIES) - others
     assert all(len(registered.summary) > 10 for registered in POLICIES.values())
 
 
@@ -183,13 +221,13 @@ def test_interleaved__keeps_only_gradients_that_fit_at_every_moment() -> None:
 
 def test_policy__registers_a_function_of_the_user() -> None:
     @policy("half-resident", order=("first", "last"))
-    def half_resident(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    def half_resident(workload: Workload, machine: Machine, chosen: Policy) -> Plan:
         """The first half, or the last, stays on the GPU.
 
         More of it."""
         count = len(workload.subgroups)
-        resident = range(count // 2) if spec.options["order"] == "first" else range(count // 2, count)
-        builder = PlanBuilder(spec.text, workload)
+        resident = range(count // 2) if chosen.options["order"] == "first" else range(count // 2, count)
+        builder = PlanBuilder(chosen.text, workload)
         builder.gradients(keep=frozenset(resident))
         for subgroup in range(count):
             builder.resident(subgroup) if subgroup in resident else builder.on_cpu(subgroup)

@@ -16,7 +16,7 @@ from ebbtide.errors import MachineError, PlanError
 from ebbtide.interleave.model.plan import UPDATE, Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import Policy, make_plan
 from ebbtide.interleave.simulation.event_loop import link_factors
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.machine import Machine
@@ -30,7 +30,7 @@ quick_plans = pytest.fixture(autouse=True)(plan_quickly)
 CLOSE = 1e-9
 
 
-def ran(policy: str, workload: Workload, machine: Machine) -> Schedule:
+def ran(policy: Policy | str, workload: Workload, machine: Machine) -> Schedule:
     return simulate(make_plan(policy, workload, machine), workload, machine)
 
 

@@ -19,7 +19,7 @@ from ebbtide.interleave.engine.adaptive.planner import Planner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.runtime.layout import divide
 from ebbtide.interleave.model.operations import BOTH
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import as_policy, make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.engine.jobs import closing
@@ -140,7 +140,7 @@ def test_adaptive__corrects_wrong_rates() -> None:
 def test_planner__follows_a_change_after_many_fluctuations() -> None:
     """In virtual time: the measured schedules are simulated on the true machine."""
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
-    planned = Planner("adaptive", machine(), subgroups, False)
+    planned = Planner(as_policy("adaptive"), machine(), subgroups, False)
     plan = planned.plan(ROOM)
     plans = 0
 
@@ -167,7 +167,7 @@ def test_planner__spends_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPat
     """Steps that take no time do not pay for a plan, even if rates change."""
     monkeypatch.undo()
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
-    planned = Planner("adaptive", machine(), subgroups, False)
+    planned = Planner(as_policy("adaptive"), machine(), subgroups, False)
     plan = planned.plan(ROOM)
     plan_count = 0
     for number in range(30):
@@ -182,7 +182,7 @@ def test_planner__spends_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPat
 
 def test_replan_reason__is_that_more_steps_are_clipped() -> None:
     subgroups = divide([torch.zeros(SUBGROUP * COUNT)], SUBGROUP)
-    planning = Planner("pipelined,overlap=auto", machine(), subgroups, streamed=True, supported=BOTH)
+    planning = Planner(as_policy("pipelined,overlap=auto"), machine(), subgroups, streamed=True, supported=BOTH)
     planning.workload = replace(planning.workload, forward_s=0.1, backward_s=0.3)
     plan = planning.plan(None)
     assert plan.speculated

@@ -15,7 +15,7 @@ from ebbtide.interleave.engine.adaptive.planner import Planner, correct_rates
 from ebbtide.interleave.engine.runtime.layout import divide
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import as_policy, make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import examples
@@ -78,7 +78,7 @@ def test_planner__moves_state_from_a_drive_that_has_become_slower(monkeypatch: p
     monkeypatch.setattr(planner, "_PLANNING_SHARE", math.inf)
     subgroups = divide([torch.zeros(8000, dtype=torch.bfloat16)], 1000)
     same = replace(MACHINE, host_memory_bytes=80e3, storage=2 * (StoragePath(2e6, 2e6),))
-    planning = Planner("adaptive", same, subgroups, streamed=True)
+    planning = Planner(as_policy("adaptive"), same, subgroups, streamed=True)
     planning.workload = replace(planning.workload, forward_s=0.01, backward_s=0.02)
     plan = planning.plan(0.0)
     assert reads(plan) == [4, 4]

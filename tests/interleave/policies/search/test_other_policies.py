@@ -18,22 +18,22 @@ def test_rank_others__finds_the_best_of_all(workload: Workload, machine: Machine
     others = rank_others(PlanCosts(workload, machine, "adaptive", 10**6), "adaptive")
     best_s = min(
         schedule.iteration_s
-        for schedule in (ran(text, workload, machine) for text in others)
+        for schedule in (ran(policy, workload, machine) for policy in others)
         if schedule.fits_device(None)
     )
-    text, cost = next(iter(others.items()))
+    policy, cost = next(iter(others.items()))
     assert cost == best_s
-    assert ran(text, workload, machine).iteration_s == best_s
+    assert ran(policy, workload, machine).iteration_s == best_s
 
 
 def test_rank_others__has_every_built_in_policy() -> None:
     workload = even(4, gpu_free=((0.0, 1e12),))
     others = rank_others(PlanCosts(workload, TEST_MACHINE, "adaptive", 10**6), "adaptive")
-    assert others.keys() >= set(BUILT_IN) - {"adaptive"}
+    assert {*map(str, others)} >= set(BUILT_IN) - {"adaptive"}
 
 
 def test_rank_others__leaves_out_what_cannot_fit() -> None:
     workload = even(4, gpu_free=((0.0, 1e9),))
     others = rank_others(PlanCosts(workload, TEST_MACHINE, "adaptive", 10**6), "adaptive")
-    assert "gpu-only" not in others
+    assert "gpu-only" not in map(str, others)
     assert min(others.values()) < INFINITE
