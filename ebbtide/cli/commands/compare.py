@@ -133,7 +133,6 @@ def compare(
     from ebbtide.interleave.compare.compare import CompareConfig
     from ebbtide.interleave.compare.results import save_traces
     from ebbtide.interleave.replay.inputs import own_policies
-    from ebbtide.machines.catalog import find_machine
 
     compared: Any = seams.service("layer-comparison") if layers else policies
     # All outputs are complete before anything is printed.
@@ -145,7 +144,7 @@ def compare(
             subgroup_params=subgroup_params,
             memory_budget=memory_budget_bytes,
             link_bytes_per_s=link_bytes_per_s,
-            machine=find_machine(machine) if machine is not None else None,
+            machine=machine,
             waits=_phase_waits(forward_ms, backward_ms),
             baselines=[name.strip() for name in against.split(",")] if against is not None else [],
             seed=seed,

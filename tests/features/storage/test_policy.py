@@ -180,7 +180,7 @@ def test_make_plan__keeps_all_state_in_memory_without_storage_or_where_it_fits()
 
 
 def test_choose_among__uses_storage_where_host_memory_is_short() -> None:
-    choice = choose_among(["pipelined"], ALL_STORED, MACHINE)
+    choice = choose_among([as_policy("pipelined")], ALL_STORED, MACHINE)
     assert choice.best.plan.storage_buffers
     assert choice.excess is None
 
