@@ -40,9 +40,9 @@ def _with_weights_on_host(job: Job) -> Job:
     The reference updates them: it has no storage, and a step that is interrupted is half done. Gradients that have not
     come to the host when a backward fails are lost, a checkpoint within a layer finds its weights on the host, and so
     does a twin that has the same parameters.
-    Norms of all gradients are sums in another order, and the stand-in has no operation on tensors of both."""
+    Norms over tensors of both are sums in another order, and the stand-in has no operation on tensors of both."""
     faults = tuple(event for event in job.faults if event.kind != "interrupted step")
-    edits = tuple(event for event in job.edits if event.kind not in ("failed backward", "all", "twin"))
+    edits = tuple(event for event in job.edits if event.kind not in ("failed backward", "all", "twin", "norm"))
     kinds = tuple("residual" if kind == "custom" else kind for kind in job.kinds)
     return replace(job, storage=False, faults=faults, edits=edits, kinds=kinds, clipping=None)
 
