@@ -9,6 +9,7 @@ so that a command loads what it needs alone.
 | commands | a module with the function of a command, decorated with `cli.command.command` | the command line |
 | findings | a module of rules, decorated with `analysis.findings.rule.rule` | `all_rules` |
 | importers | a list of `Importer` | `import_trace` |
+| kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
 | plots | a `PlotKind` | `ebbtide plot` |
 | policies | a module of policies, decorated with `policies.registry.policy` | `interleave.policies` |
@@ -41,7 +42,7 @@ from typing import Any, NamedTuple
 
 from ebbtide.errors import UserError
 
-SEAMS = ("commands", "findings", "importers", "names", "plots", "policies", "recover", "rules", "services")
+SEAMS = ("commands", "findings", "importers", "kinds", "names", "plots", "policies", "recover", "rules", "services")
 _GROUP = "ebbtide.features"
 
 

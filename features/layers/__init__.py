@@ -5,6 +5,7 @@ from ebbtide.seams import Feature
 FEATURE = Feature(
     "layers",
     {
+        "kinds": {"layers": "kinds:KINDS"},
         "names": {
             "interleave.offload_activations": "engine.activations:offload_activations",
             "interleave.stream_weights": "engine.weights:stream_weights",

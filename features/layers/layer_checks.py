@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PlanError
 from ebbtide.features.layers.model import LayerPlan, Stretch, stretches_of
-from ebbtide.interleave.model.operations import LAYER_KINDS, UPDATE, Op
+from ebbtide.interleave.model.kinds import find_kind
+from ebbtide.interleave.model.operations import UPDATE, Op
 from ebbtide.interleave.model.workload import Workload
 
 
@@ -13,7 +14,7 @@ def check_layers(policy: str, ops: Sequence[Op], plan: LayerPlan | None, workloa
     """Check that no compute uses weights or activations that are not on the device, or more slots than there are.
 
     The workload is a placed one. Raises PlanError."""
-    on_layers = [op for op in ops if op.kind in LAYER_KINDS]
+    on_layers = [op for op in ops if find_kind(op.kind).on_layer]
     if plan is None:
         if on_layers:
             raise PlanError(f"policy {policy}: {on_layers[0].kind} without a plan for layers")

@@ -6,8 +6,9 @@ from functools import cache
 
 from ebbtide.features.overlap.speculation import speculate
 from ebbtide.features.storage.policy import with_fitting_storage
+from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.operations import OVERLAPS, Overlap, from_backward
-from ebbtide.interleave.model.plan import BACKWARD, LATE_KINDS, WRITES_PARAMETERS, Op, Plan, forward_points
+from ebbtide.interleave.model.plan import BACKWARD, Op, Plan, forward_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
@@ -81,9 +82,9 @@ def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) 
     on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked | used_in_place)
 
     def late_op(op: Op) -> Op:
-        if op.kind not in LATE_KINDS or op.subgroup in on_time:
+        if not find_kind(op.kind).may_be_late or op.subgroup in on_time:
             return op
-        due = needed[op.subgroup] if op.kind in WRITES_PARAMETERS else BACKWARD
+        due = needed[op.subgroup] if find_kind(op.kind).writes_parameters else BACKWARD
         # Without `_replace`, which takes several times as long.
         return Op._make((*op[:_POINT], max(op.point, BACKWARD), *op[_POINT + 1 : _DUE], due, *op[_DUE + 1 :]))
 
@@ -100,7 +101,8 @@ def _with_predecessors(plan: Plan, subgroups: frozenset[int]) -> frozenset[int]:
         before = len(result)
         for op in plan.ops:
             if op.subgroup in result:
-                result |= {plan.ops[index].subgroup for index in op.after if plan.ops[index].kind in LATE_KINDS}
+                inputs = (plan.ops[index] for index in op.after)
+                result |= {one.subgroup for one in inputs if find_kind(one.kind).may_be_late}
         if len(result) == before:
             break
     return frozenset(result)

@@ -2,4 +2,11 @@
 
 from ebbtide.seams import Feature
 
-FEATURE = Feature("storage", {"findings": {"storage": "findings"}, "policies": {"storage": "policy"}})
+FEATURE = Feature(
+    "storage",
+    {
+        "findings": {"storage": "findings"},
+        "kinds": {"storage": "kinds:KINDS"},
+        "policies": {"storage": "policy"},
+    },
+)

@@ -1,12 +1,10 @@
 """Durations of the operations of a plan if nothing else runs, and the host memory that they read and write."""
 
-from ebbtide.errors import MachineError
+from ebbtide.interleave.model.kinds import CAST_READ_BYTES, find_kind
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Op, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 
-# A cast reads fp32 and writes half precision.
-_CAST_READ_BYTES = 4.0
 # Collectives that need more than a phase has leave this much of the link: their bytes or the rates are not exact.
 _LEAST_LINK_SHARE = 0.05
 # Phases before the update, by the number of the point at which they begin.
@@ -16,15 +14,7 @@ _PHASES = ("other", "forward", "backward")
 def host_traffic(op: Op, workload: Workload) -> float:
     """Return the bytes of host memory that an operation reads and writes: an update on the CPU gradient, state and
     parameter; a copy its bytes once; clipping all gradients if their norm is computed on the host."""
-    if op.resource == "gpu":
-        return 0.0
-    if op.kind == "update":
-        return workload.cpu_update_bytes * op.params
-    if op.kind == "cast":
-        return (_CAST_READ_BYTES + workload.param_bytes) * op.params
-    if op.kind == "clip":
-        return workload.grad_bytes * workload.params if workload.norm == "host" else 0.0
-    return op.nbytes
+    return 0.0 if op.resource == "gpu" else find_kind(op.kind).host_bytes(op, workload)
 
 
 def norm_s(workload: Workload, machine: Machine) -> float:
@@ -82,58 +72,42 @@ def phase_before(point: float) -> str:
 
 
 class Durations:
-    """Durations of a plan's operations if nothing else runs; a cast on the GPU of unknown rate is as much shorter than
-    an update as it moves fewer bytes. Raises MachineError if the machine lacks a rate that the plan needs."""
+    """Durations of a plan's operations if nothing else runs, and the rates behind them.
+
+    A cast on the GPU of unknown rate is as much shorter than an update as it moves fewer bytes. Raises MachineError if
+    the machine lacks a rate that the plan needs."""
 
     def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
+        samples = {(op.kind, op.resource, op.pageable): op for op in plan.ops}.values()
         needed = {"host_memory_bytes_per_s"}
-        for kind, resource, pageable in {(op.kind, op.resource, op.pageable) for op in plan.ops}:
-            if kind in ("update", "cast"):
-                needed.add(f"{resource}_{kind}_params_per_s")
-            elif kind not in ("clip", "read", "write"):
-                needed |= {f"{resource}_bytes_per_s", *([f"{resource}_pageable_bytes_per_s"] if pageable else [])}
+        needed.update(rate for op in samples for rate in find_kind(op.kind).rates(op))
         gpu_cast = machine.gpu_cast_params_per_s
         if "gpu_cast_params_per_s" in needed and gpu_cast is None:
             needed = needed - {"gpu_cast_params_per_s"} | {"gpu_update_params_per_s"}
-            moved_share = (_CAST_READ_BYTES + workload.param_bytes) / workload.cpu_update_bytes
+            moved_share = (CAST_READ_BYTES + workload.param_bytes) / workload.cpu_update_bytes
             gpu_cast = (machine.gpu_update_params_per_s or 1.0) / moved_share
         machine.need(sorted(needed), f"policy {plan.policy}")
-        if (paths := max((op.path + 1 for op in plan.ops if op.kind in ("read", "write")), default=0)) > len(
-            machine.storage
-        ):
-            raise MachineError(
-                f"machine {machine.name} has {len(machine.storage)} paths of storage, and policy {plan.policy} needs "
-                f"{paths}: measure them with `ebbtide calibrate --storage FOLDER`"
-            )
+        for name in dict.fromkeys(op.kind for op in samples):
+            check = find_kind(name).check
+            if check is not None:
+                check([op for op in plan.ops if op.kind == name], machine, plan.policy)
+        self.machine = machine
         pinned = link_rates(workload, machine)
         # A job that uses the link leaves less of it to pageable copies too.
         limited = {
             "h2d": min(machine.h2d_pageable_bytes_per_s or 1.0, pinned["h2d"]),
             "d2h": min(machine.d2h_pageable_bytes_per_s or 1.0, pinned["d2h"]),
         }
-        self._storage_rates = {
-            "storage_read": [path.read_bytes_per_s for path in machine.storage],
-            "storage_write": [path.write_bytes_per_s for path in machine.storage],
-        }
-        self._copy_rates = {False: pinned, True: limited}
+        self.copy_rates = {False: pinned, True: limited}
         own = workload.own_update_s
-        self._update_rates = {
+        self.update_rates = {
             "cpu": (machine.cpu_update_rate(workload.master) or 1.0) * plan.cpu_share,
             "gpu": workload.params / own if own else machine.gpu_update_params_per_s or 1.0,
         }
-        self._speculative_share = 1.0 if plan.rolls_back else machine.out_of_place_share
-        self._cast_rates = {"cpu": machine.cpu_cast_params_per_s or 1.0, "gpu": gpu_cast or 1.0}
-        self._norm_s = norm_s(workload, machine)
-        self._operation_s = 0.0 if own else machine.operation_s or 0.0
+        self.speculative_share = 1.0 if plan.rolls_back else machine.out_of_place_share
+        self.cast_rates = {"cpu": machine.cpu_cast_params_per_s or 1.0, "gpu": gpu_cast or 1.0}
+        self.norm_s: float = norm_s(workload, machine)
+        self.operation_s = 0.0 if own else machine.operation_s or 0.0
 
     def seconds(self, op: Op) -> float:
-        if op.kind == "clip":
-            return self._norm_s
-        if op.kind == "update":
-            share = self._speculative_share if op.speculative else 1.0
-            return self._operation_s + op.params / (self._update_rates[op.resource] * share)
-        if op.kind == "cast":
-            return self._operation_s + op.params / self._cast_rates[op.resource]
-        if op.kind in ("read", "write"):
-            return self._operation_s + op.nbytes / self._storage_rates[op.resource][op.path]
-        return self._operation_s + op.nbytes / self._copy_rates[op.pageable][op.resource]
+        return find_kind(op.kind).seconds(op, self)

@@ -6,12 +6,11 @@ from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
 from ebbtide.errors import PlanError
+from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.workload import Workload
 
-OpKind = Literal[
-    "gradient down", "gradient up", "clip", "read", "fetch", "update", "flush", "cast", "upload", "write",
-    "weights up", "weights down", "activation down", "activation up", "layer gradient down", "layer gradient up",
-]  # fmt: skip
+# The name of a kind: see `kinds`.
+OpKind = str
 Resource = Literal["cpu", "gpu", "h2d", "d2h", "storage_read", "storage_write"]
 # Each path of the storage (see `Op.path`) has both of the others.
 RESOURCES: tuple[Resource, ...] = ("cpu", "gpu", "h2d", "d2h")
@@ -22,42 +21,13 @@ STORAGE_RESOURCES: tuple[Resource, ...] = ("storage_read", "storage_write")
 # The update begins at UPDATE. At STEP the overhead of the optimizer's step is over and its operations are issued.
 OTHER, FORWARD, BACKWARD, UPDATE, STEP = 0.0, 1.0, 2.0, 3.0, 4.0
 
-RESOURCES_OF_KIND: dict[OpKind, tuple[Resource, ...]] = {
-    "gradient down": ("d2h",),
-    "gradient up": ("h2d",),
-    "clip": ("cpu",),
-    "fetch": ("h2d",),
-    "update": ("cpu", "gpu"),
-    "flush": ("d2h",),
-    "cast": ("cpu", "gpu"),
-    "upload": ("h2d",),
-    "read": ("storage_read",),
-    "write": ("storage_write",),
-    "weights up": ("h2d",),
-    "weights down": ("d2h",),
-    "activation down": ("d2h",),
-    "activation up": ("h2d",),
-    "layer gradient down": ("d2h",),
-    "layer gradient up": ("h2d",),
-}
-# Operations on layers: `Op.subgroup` is the number of the layer.
-LAYER_KINDS: frozenset[OpKind] = frozenset(
-    {"weights up", "weights down", "activation down", "activation up", "layer gradient down", "layer gradient up"}
-)
-
-
-# Operations that may end in the next iteration, and those of them that write parameters.
-LATE_KINDS: frozenset[OpKind] = frozenset(
-    {"gradient up", "read", "fetch", "update", "flush", "cast", "upload", "write"}
-)
-WRITES_PARAMETERS: frozenset[OpKind] = frozenset({"update", "cast", "upload"})
 _NAMES = ("none", "forward", "backward", "both")
 # Workloads whose points are remembered: searches ask for them with every plan.
 _REMEMBERED = 8
 
 
 class Op(NamedTuple):
-    """One operation on one subgroup, or on one layer (`LAYER_KINDS`)."""
+    """One operation on one subgroup, or on one layer (`Kind.on_layer`)."""
 
     kind: OpKind
     resource: Resource
@@ -89,7 +59,7 @@ class Op(NamedTuple):
 
 def from_backward(op: Op) -> Op:
     """Return an operation of an iteration with late operations before it, which begins when these have ended."""
-    if op.point >= BACKWARD or op.kind in LAYER_KINDS:
+    if op.point >= BACKWARD or find_kind(op.kind).on_layer:
         return op
     return op._replace(point=BACKWARD)
 

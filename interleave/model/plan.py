@@ -8,24 +8,21 @@ from ebbtide.errors import PlanError
 from ebbtide.features.layers.layer_checks import check_layers
 from ebbtide.features.layers.model import LayerPlan
 from ebbtide.features.storage.storage_checks import check_storage
+from ebbtide.interleave.model.kinds import find_kind, kinds
 from ebbtide.interleave.model.operations import (
     BACKWARD,
     CLIPPING_FIRST,
     FORWARD,
-    LATE_KINDS,
-    LAYER_KINDS,
     NO_DEPARTURES,
     ONE_UPDATE,
     ONE_UPLOAD,
     OTHER,
     OWN_GRADIENT,
     RESOURCES,
-    RESOURCES_OF_KIND,
     STATE_ONLY,
     STEP,
     STORAGE_RESOURCES,
     UPDATE,
-    WRITES_PARAMETERS,
     Departures,
     Op,
     OpKind,
@@ -44,13 +41,11 @@ from ebbtide.interleave.model.workload import Workload
 __all__ = [
     "BACKWARD",
     "FORWARD",
-    "LATE_KINDS",
     "OTHER",
     "RESOURCES",
     "STEP",
     "STORAGE_RESOURCES",
     "UPDATE",
-    "WRITES_PARAMETERS",
     "Op",
     "OpKind",
     "Plan",
@@ -174,22 +169,24 @@ class PlanChecker:
             [UPDATE] * plan.subgroups if workload.gradients_held_until_step else gradient_ready_points(workload)
         )
         self._clip = -1
-        kinds = [kind for kind in RESOURCES_OF_KIND if kind != "clip" and kind not in LAYER_KINDS]
         # By kind and subgroup: the index of the operation, -1 before it has been reached.
-        self._indices: dict[str, list[int]] = {kind: [-1] * plan.subgroups for kind in kinds}
+        self._indices: dict[str, list[int]] = {
+            name: [-1] * plan.subgroups for name, kind in kinds().items() if name != "clip" and not kind.on_layer
+        }
 
     def run(self) -> None:
         """Check the plan. Raises PlanError if it is not valid."""
         allocated = 0.0
         for index, op in enumerate(self._plan.ops):
-            if op.resource not in RESOURCES_OF_KIND[op.kind]:
+            kind = find_kind(op.kind)
+            if op.resource not in kind.resources:
                 raise self._error(op, f"cannot run on {op.resource}")
             if op.after and not 0 <= min(op.after) <= max(op.after) < index:
                 raise self._error(op, "waits for a later operation")
             if not OTHER <= op.point <= STEP:
                 raise self._error(op, f"starts at point {op.point}, which is outside of the iteration")
             allocated += op.acquire - op.release
-            if op.kind in LAYER_KINDS:
+            if kind.on_layer:
                 continue
             if op.kind == "clip":
                 self._check_clip(op)
@@ -327,18 +324,19 @@ class PlanChecker:
         and that the next iteration begins when all late operations have ended, as the engine does."""
         ops, needed = self._plan.ops, forward_points(self._workload)
         for op in ops:
-            if op.point < BACKWARD and op.kind not in LAYER_KINDS:
+            kind = find_kind(op.kind)
+            if op.point < BACKWARD and not kind.on_layer:
                 raise self._error(op, "may start before the late operations of the iteration before have ended")
             if op.due is None:
                 if any(ops[index].due is not None for index in op.after):
                     raise self._error(op, "waits for a late operation and is not late")
                 continue
-            if op.kind not in LATE_KINDS:
+            if not kind.may_be_late:
                 raise self._error(op, "cannot be late")
             in_place = self._workload.gradients_held_until_step and op.subgroup in self._plan.kept_gradients
             if in_place and op.kind == "update":
                 raise self._error(op, "cannot be late: the job holds its gradient only until the step returns")
-            limit = needed[op.subgroup] if op.kind in WRITES_PARAMETERS else BACKWARD
+            limit = needed[op.subgroup] if kind.writes_parameters else BACKWARD
             if not FORWARD <= op.due <= limit:
                 raise self._error(op, f"is due at point {op.due}, which must be from {FORWARD} to {limit}")
 

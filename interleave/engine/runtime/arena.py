@@ -9,6 +9,7 @@ import torch
 from ebbtide.interleave.engine.devices.device import Device, Mark
 from ebbtide.interleave.engine.forks import fork_lock
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
+from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -30,7 +31,6 @@ _WORST_CASE = Machine(
 )
 _FAST_STORAGE = StoragePath(read_bytes_per_s=1e13, write_bytes_per_s=1e13)
 # What the blocks contain that operations take and give back.
-_CONTENTS = {"fetch": "state", "flush": "state", "gradient up": "gradient", "update": "gradient"}
 
 
 @dataclass
@@ -146,9 +146,10 @@ def gradient_elements(subgroup: Subgroup) -> int:
 
 def acquired_elements(op: Op, subgroups: Sequence[Subgroup]) -> int:
     """Return the number of fp32 elements of device memory that an operation takes."""
-    if op.kind == "fetch":
+    content = find_kind(op.kind).takes
+    if content == "state":
         return state_elements(subgroups[op.subgroup])
-    return gradient_elements(subgroups[op.subgroup]) if op.kind == "gradient up" else 0
+    return gradient_elements(subgroups[op.subgroup]) if content == "gradient" else 0
 
 
 def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
@@ -160,10 +161,11 @@ def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
         for subgroup in sorted(schedule.plan.parked):
             blocks.take(("state", subgroup), state_elements(subgroups[subgroup]))
         for op in _memory_changes(schedule):
-            if op.kind in ("fetch", "gradient up"):
-                blocks.take((_CONTENTS[op.kind], op.subgroup), acquired_elements(op, subgroups))
-            else:
-                blocks.give((_CONTENTS[op.kind], op.subgroup))
+            kind = find_kind(op.kind)
+            if kind.takes is not None:
+                blocks.take((kind.takes, op.subgroup), acquired_elements(op, subgroups))
+            elif kind.gives is not None:
+                blocks.give((kind.gives, op.subgroup))
     return blocks.sizes
 
 
@@ -177,9 +179,10 @@ def _memory_changes(schedule: Schedule) -> list[Op]:
     """Return the operations that take device memory when they start, or give it back when they end, in that order."""
     changes = []
     for index, (op, start, end) in enumerate(schedule.items()):
-        if op.kind in ("fetch", "gradient up"):
+        kind = find_kind(op.kind)
+        if kind.takes is not None:
             changes.append((start, index, op))
-        elif op.kind in ("flush", "update"):
+        elif kind.gives is not None:
             changes.append((end, index, op))
     return [op for _, _, op in sorted(changes, key=lambda change: change[:2])]
 

@@ -15,8 +15,9 @@ from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.store import Store
+from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.operations import STORAGE_RESOURCES
-from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, WRITES_PARAMETERS, Plan
+from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan
 from ebbtide.interleave.model.schedule import MeasuredBytes, Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.profiler.agent import start
@@ -27,7 +28,6 @@ _BACKWARD_END = UPDATE - 1e-9
 # Inputs beside gradients (by subgroup): the scalars of the step, and those that speculative updates assume.
 _SCALARS, _ASSUMED_SCALARS = -1, -2
 # Operations that use the scalars, or write parameters, which the backward reads.
-_STEP_KINDS = ("clip", "gradient up", "update", "upload")
 
 
 class Engine:
@@ -75,7 +75,7 @@ class Engine:
         self._speculates = bool(plan.speculated)
         self._late_writes = [[] for _ in self.store.subgroups]
         for index, op in enumerate(plan.ops):
-            if op.due is not None and op.kind in WRITES_PARAMETERS:
+            if op.due is not None and find_kind(op.kind).writes_parameters:
                 self._late_writes[op.subgroup].append(index)
         self._begin()
 
@@ -238,7 +238,7 @@ class Engine:
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.
         speculated = self.plan.speculated
         for index, op in enumerate(self.plan.ops):
-            if op.kind in _STEP_KINDS or (op.kind == "write" and op.subgroup in speculated):
+            if find_kind(op.kind).needs_scalars or (op.kind == "write" and op.subgroup in speculated):
                 inputs[index] = _ASSUMED_SCALARS if op.speculative else _SCALARS
         self._storage_before = self.store.states.storage_bytes
         self._executor.begin(self.plan, inputs, begin_s)

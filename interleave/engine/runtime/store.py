@@ -16,6 +16,7 @@ from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_eleme
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, segment_rows, state_rows
 from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates, StepInputs
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
+from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.plan import Op, Plan
 
 
@@ -173,7 +174,7 @@ class Store:
         """Release what nobody needs any more, after an operation was done."""
         if op.kind == "gradient down":
             self._drop_gradients(op.subgroup)
-        elif op.kind in ("flush", "update"):
+        elif find_kind(op.kind).gives is not None:
             self._arena.trim()
 
     @property

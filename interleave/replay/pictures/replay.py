@@ -12,8 +12,9 @@ from matplotlib.patches import Patch
 
 from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.operations import NO_OVERLAP
-from ebbtide.interleave.model.plan import LATE_KINDS, RESOURCES, STORAGE_RESOURCES
+from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.replay.pictures import policy_bars
 from ebbtide.interleave.replay.replay import Replay
@@ -92,7 +93,7 @@ def _draw_strips(axes: Axes, schedules: list[Schedule]) -> float:
 def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
     """Return (start, length) in ms of the intervals in which updates, or copies of state or parameters, run."""
     spans: list[list[float]] = []
-    for start, end in sorted((start, end) for op, start, end in schedule.items() if op.kind in LATE_KINDS):
+    for start, end in sorted((start, end) for op, start, end in schedule.items() if find_kind(op.kind).may_be_late):
         if spans and start <= spans[-1][1]:
             spans[-1][1] = max(spans[-1][1], end)
         else:

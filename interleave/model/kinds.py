@@ -1,0 +1,151 @@
+"""Kinds of operations of plans: where each runs, what it costs, and when it may run. Features add theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from ebbtide import seams
+from ebbtide.errors import PlanError
+from ebbtide.machines.machine import Machine
+
+if TYPE_CHECKING:
+    from ebbtide.interleave.model.durations import Durations
+    from ebbtide.interleave.model.operations import Op, Resource
+    from ebbtide.interleave.model.workload import Workload
+
+# Contents of device memory that an operation takes when it starts, or gives back when it ends.
+Content = Literal["state", "gradient"]
+
+
+def copy_seconds(op: Op, durations: Durations) -> float:
+    """Return the seconds of a copy at the rate of its direction."""
+    return durations.operation_s + op.nbytes / durations.copy_rates[op.pageable][op.resource]
+
+
+def copy_rates(op: Op) -> Iterable[str]:
+    """Return the names of the rates that a copy needs."""
+    pageable = [f"{op.resource}_pageable_bytes_per_s"] if op.pageable else []
+    return [f"{op.resource}_bytes_per_s", *pageable]
+
+
+def moved_bytes(op: Op, workload: Workload) -> float:
+    """Return the bytes of host memory that a copy reads or writes: its own, once."""
+    return op.nbytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of operations. By default it is a copy over the link that ends with its iteration.
+
+    Attributes:
+        resources: Resources that it may run on.
+        seconds: Seconds of an operation if nothing else runs.
+        rates: Names of the rates of a machine that an operation needs.
+        host_bytes: Bytes of host memory that an operation reads and writes.
+        on_layer: Whether `Op.subgroup` is the number of a layer.
+        may_be_late: Whether it may end in the next iteration.
+        writes_parameters: Whether compute reads what it writes.
+        needs_scalars: Whether it waits for the factors of the step.
+        takes: What it takes device memory for.
+        gives: What it gives device memory back of.
+        check: Raises MachineError where a machine lacks what operations of a policy need besides rates.
+    """
+
+    name: str
+    resources: tuple[Resource, ...]
+    seconds: Callable[[Op, Durations], float] = copy_seconds
+    rates: Callable[[Op], Iterable[str]] = copy_rates
+    host_bytes: Callable[[Op, Workload], float] = moved_bytes
+    on_layer: bool = False
+    may_be_late: bool = False
+    writes_parameters: bool = False
+    needs_scalars: bool = False
+    takes: Content | None = None
+    gives: Content | None = None
+    check: Callable[[Iterable[Op], Machine, str], None] | None = None
+
+
+# A cast reads fp32 and writes half precision.
+CAST_READ_BYTES = 4.0
+
+
+def _update_seconds(op: Op, durations: Durations) -> float:
+    share = durations.speculative_share if op.speculative else 1.0
+    return durations.operation_s + op.params / (durations.update_rates[op.resource] * share)
+
+
+def _cast_seconds(op: Op, durations: Durations) -> float:
+    return durations.operation_s + op.params / durations.cast_rates[op.resource]
+
+
+def _update_bytes(op: Op, workload: Workload) -> float:
+    """Return the bytes of gradient, state and parameter."""
+    return workload.cpu_update_bytes * op.params
+
+
+def _cast_bytes(op: Op, workload: Workload) -> float:
+    return (CAST_READ_BYTES + workload.param_bytes) * op.params
+
+
+def _clip_bytes(op: Op, workload: Workload) -> float:
+    """Return the bytes of all gradients if their norm is computed on the host."""
+    return workload.grad_bytes * workload.params if workload.norm == "host" else 0.0
+
+
+_CORE = (
+    Kind("gradient down", ("d2h",)),
+    Kind("gradient up", ("h2d",), may_be_late=True, needs_scalars=True, takes="gradient"),
+    Kind(
+        "clip",
+        ("cpu",),
+        seconds=lambda op, durations: durations.norm_s,
+        rates=lambda op: (),
+        host_bytes=_clip_bytes,
+        needs_scalars=True,
+    ),
+    Kind("fetch", ("h2d",), may_be_late=True, takes="state"),
+    Kind(
+        "update",
+        ("cpu", "gpu"),
+        seconds=_update_seconds,
+        rates=lambda op: [f"{op.resource}_update_params_per_s"],
+        host_bytes=_update_bytes,
+        may_be_late=True,
+        writes_parameters=True,
+        needs_scalars=True,
+        gives="gradient",
+    ),
+    Kind("flush", ("d2h",), may_be_late=True, gives="state"),
+    Kind(
+        "cast",
+        ("cpu", "gpu"),
+        seconds=_cast_seconds,
+        rates=lambda op: [f"{op.resource}_cast_params_per_s"],
+        host_bytes=_cast_bytes,
+        may_be_late=True,
+        writes_parameters=True,
+    ),
+    Kind("upload", ("h2d",), may_be_late=True, writes_parameters=True, needs_scalars=True),
+)
+
+
+@cache
+def kinds() -> Mapping[str, Kind]:
+    """Return all kinds by name: those of the core, then those of features."""
+    table = {kind.name: kind for kind in _CORE}
+    for added in seams.load_all("kinds"):
+        for kind in added:
+            assert kind.name not in table, f"two kinds of operations are named {kind.name}"
+            table[kind.name] = kind
+    return table
+
+
+def find_kind(name: str) -> Kind:
+    """Return the kind of a name. Raises PlanError for any other."""
+    try:
+        return kinds()[name]
+    except KeyError:
+        raise PlanError(f"there is no operation {name!r}: {', '.join(kinds())}") from None
