@@ -1,0 +1,59 @@
+"""Kinds of operations: those of the core, and others that a feature plugs in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from ebbtide import seams
+from ebbtide.errors import PlanError
+from ebbtide.interleave.model.kinds import Kind, find_kind, kinds
+from ebbtide.interleave.model.operations import BACKWARD, Op
+from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.simulation.simulator import simulate
+from tests.interleave.job_files import machine, workload
+
+COMPRESSION_S = 0.25
+COMPRESSION = Kind(
+    "compress",
+    ("cpu",),
+    seconds=lambda op, durations: COMPRESSION_S,
+    rates=lambda op: (),
+    host_bytes=lambda op, workload: 0.0,
+)
+
+
+@pytest.fixture
+def plugged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kind]]:
+    """Kinds that a feature adds, besides those that are there."""
+    added: list[Kind] = []
+    load_all = seams.load_all
+    monkeypatch.setattr(seams, "load_all", lambda seam: [*load_all(seam), *([added] if seam == "kinds" else [])])
+    kinds.cache_clear()
+    yield added
+    kinds.cache_clear()
+
+
+def test_kinds__of_a_feature_are_checked_and_simulated(plugged: list[Kind]) -> None:
+    plugged.append(COMPRESSION)
+    plan = make_plan("pipelined", workload(), machine())
+    first = next(index for index, op in enumerate(plan.ops) if op.kind == "gradient down")
+    op = Op("compress", "cpu", plan.ops[first].subgroup, params=0, nbytes=0.0, point=BACKWARD, after=(first,))
+    longer = replace(plan, ops=(*plan.ops, op))
+    schedule = simulate(longer.validate(workload()), workload(), machine())
+    assert schedule.ends[-1] - schedule.starts[-1] == pytest.approx(COMPRESSION_S)
+    with pytest.raises(PlanError, match="cannot run on h2d"):
+        replace(plan, ops=(*plan.ops, op._replace(resource="h2d"))).validate(workload())
+
+
+def test_find_kind__names_all_kinds_where_there_is_none_of_a_name() -> None:
+    with pytest.raises(PlanError, match="there is no operation 'compress': gradient down, gradient up, clip"):
+        find_kind("compress")
+
+
+def test_kinds__of_one_name_are_refused(plugged: list[Kind]) -> None:
+    plugged.append(replace(COMPRESSION, name="fetch"))
+    with pytest.raises(AssertionError, match="two kinds of operations are named fetch"):
+        kinds()
