@@ -1,11 +1,13 @@
 """The simulator: runs a plan in virtual time."""
 
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from ebbtide.features.layers.model import place
 from ebbtide.features.overlap.speculation import redone
 from ebbtide.interleave.model.durations import Durations, host_traffic, link_shares
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, OpKind, Plan, Resource
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Plan
 from ebbtide.interleave.model.schedule import Schedule, exceeds_host
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.event_loop import COMPUTE, CPU, D2H, GPU, H2D, INFINITE, STORAGE
@@ -15,9 +17,9 @@ from ebbtide.machines.machine import Machine
 
 # Reads and writes of the first path of the storage; those of the next path follow.
 _INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H, "storage_read": STORAGE, "storage_write": STORAGE + 1}
-# What the duration of an operation depends on: kind, resource, parameters, bytes, whether host memory is pageable,
-# whether an update writes beside the old state, the path of the storage, and the share of the CPU's update rate.
-_OpClass = tuple[OpKind, Resource, int, float, bool, bool, int, float]
+# What the duration of an operation depends on, beside the plan's share of the CPU's rate and where it updates state.
+_cost_fields = attrgetter("kind", "resource", "params", "nbytes", "pageable", "speculative", "path")
+_OpClass = tuple[tuple[Any, ...], float, bool]
 
 
 def simulate(plan: Plan, workload: Workload, machine: MachineArgument) -> Schedule:
@@ -87,12 +89,8 @@ class Simulator:
 
     def _work_of(self, plan: Plan) -> tuple[list[int], list[float], list[float]]:
         """Return resource, seconds alone, and bytes/s of host memory traffic of each operation."""
-        share = plan.cpu_share
         work = self._work
-        in_place = plan.rolls_back
-        classes: list[_OpClass] = [
-            (op[0], op[1], op[3], op[4], op[7], op[12] and not in_place, op[13], share) for op in plan.ops
-        ]
+        classes: list[_OpClass] = [(_cost_fields(op), plan.cpu_share, plan.rolls_back) for op in plan.ops]
         try:
             entries = [work[op_class] for op_class in classes]
         except KeyError:
