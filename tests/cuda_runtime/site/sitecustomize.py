@@ -19,25 +19,28 @@ INSTALLERS = {
 class AfterImport:
     """A finder that calls `install` of a module of the stand-in after the import of one of the job."""
 
-    def __init__(self, name):
-        self._name = name
+    def __init__(self, installers):
+        self._installers = dict(installers)
         self._is_searching = False
 
     def find_spec(self, name, path=None, target=None):
         """Return the spec of other finders, with a loader that installs kernels; None for other modules."""
-        if name != self._name or self._is_searching:
+        # Pytest's finder, which comes first, takes modules of packages that have plugins.
+        sys.meta_path.remove(self)
+        sys.meta_path.insert(0, self)
+        if self._is_searching or name not in self._installers:
             return None
         self._is_searching = True
         spec = importlib.util.find_spec(name)
         self._is_searching = False
         if spec is None or spec.loader is None:
             return spec
+        installer = self._installers.pop(name)
         execute = spec.loader.exec_module
 
         def execute_and_install(module):
             execute(module)
-            sys.meta_path.remove(self)
-            importlib.import_module(INSTALLERS[name]).install()
+            importlib.import_module(installer).install()
 
         spec.loader.exec_module = execute_and_install
         return spec
@@ -51,7 +54,7 @@ def _remove_counters():
 
 
 if "CUDA_RUNTIME_COUNTERS" in os.environ:
-    sys.meta_path[:0] = map(AfterImport, INSTALLERS)
+    sys.meta_path.insert(0, AfterImport(INSTALLERS))
     atexit.register(_remove_counters)
     if seconds := os.environ.get("CUDA_RUNTIME_DUMP_S"):
         faulthandler.dump_traceback_later(float(seconds), exit=True)
