@@ -122,6 +122,7 @@ class DryRun:
     Attributes:
         clock, memory, host_memory, stacks, mode, tracker, attention, deepspeed, user_files:
             What was counted.
+        machine, capacity_bytes: Those of the options, read.
         model, optimizers: Descriptions of the job's model and optimizers, as in meta.json.
         finished: Whether all iterations were reached.
 

@@ -193,7 +193,7 @@ class OptimizerOptions:
 def shows_options(arguments: type, others: str | None = None) -> Callable[[Function], Function]:
     """Let the signature of a function name the options that it takes as keywords: those of a TypedDict, with the
     defaults of `OptimizerOptions`; `others`: the name of its other keywords, None if there are none."""
-    known = inspect.signature(OptimizerOptions).parameters
+    options = inspect.signature(OptimizerOptions).parameters
     types = inspect.get_annotations(arguments)
 
     def decorate(function: Function) -> Function:
@@ -201,7 +201,7 @@ def shows_options(arguments: type, others: str | None = None) -> Callable[[Funct
         own = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
         shown = [
             one.replace(annotation=types[name], default=_DEFAULT_POLICY if name == "policy" else one.default)
-            for name, one in known.items()
+            for name, one in options.items()
             if name in types and name not in own
         ]
         rest = [] if others is None else [inspect.Parameter(others, inspect.Parameter.VAR_KEYWORD)]

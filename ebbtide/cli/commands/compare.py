@@ -127,7 +127,6 @@ def compare(
     from ebbtide.interleave.compare.results import save_traces
     from ebbtide.interleave.compare.tables import comparison_view, layer_comparison_view
     from ebbtide.interleave.replay.inputs import own_policies
-    from ebbtide.machines.catalog import find_machine
 
     run: Callable[..., Any] = compare_layers if layers else policies.compare
     draw: Callable[..., Figure] = draw_layer_comparison if layers else draw_comparison
@@ -141,7 +140,7 @@ def compare(
             subgroup_params=subgroup_params,
             memory_budget=memory_budget_bytes,
             link_bytes_per_s=link_bytes_per_s,
-            machine=find_machine(machine) if machine is not None else None,
+            machine=machine,
             waits=_phase_waits(forward_ms, backward_ms),
             baselines=[name.strip() for name in against.split(",")] if against is not None else [],
             seed=seed,
