@@ -135,6 +135,6 @@ def test_optimizer__takes_auto_as_what_gradients_and_model_allow(
         model=job.net if has_model else None,
     )
     with closing(optimizer):
-        assert optimizer._runner.options.policy == policy
+        assert optimizer._runner.options.policy.text == policy
         for step in range(3):
             job.step(optimizer, step)
