@@ -16,6 +16,26 @@ INSTALLERS = {
 }
 
 
+class InstallingLoader:
+    """A loader that calls `install` of a module of the stand-in when another one has loaded a module of the job."""
+
+    def __init__(self, loader, installer):
+        self._loader = loader
+        self._installer = installer
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def create_module(self, spec):
+        """Create the module as the other loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        """Execute the module, then install."""
+        self._loader.exec_module(module)
+        importlib.import_module(self._installer).install()
+
+
 class AfterImport:
     """A finder that calls `install` of a module of the stand-in after the import of one of the job."""
 
@@ -35,14 +55,7 @@ class AfterImport:
         self._is_searching = False
         if spec is None or spec.loader is None:
             return spec
-        installer = self._installers.pop(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_install(module):
-            execute(module)
-            importlib.import_module(installer).install()
-
-        spec.loader.exec_module = execute_and_install
+        spec.loader = InstallingLoader(spec.loader, self._installers.pop(name))
         return spec
 
 

@@ -16,7 +16,7 @@ from ebbtide.interleave.model.operations import OVERLAPS
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, Op, Plan
 from ebbtide.interleave.model.schedule import needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import PlanBuilder, as_policy, make_plan
+from ebbtide.interleave.policies import PlanBuilder, as_policies, as_policy, make_plan
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.event_loop import STORAGE, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
@@ -180,7 +180,7 @@ def test_make_plan__keeps_all_state_in_memory_without_storage_or_where_it_fits()
 
 
 def test_choose_among__uses_storage_where_host_memory_is_short() -> None:
-    choice = choose_among([as_policy("pipelined")], ALL_STORED, MACHINE)
+    choice = choose_among(as_policies(["pipelined"]), ALL_STORED, MACHINE)
     assert choice.best.plan.storage_buffers
     assert choice.excess is None
 
