@@ -6,8 +6,8 @@ from functools import cache
 
 from ebbtide.features.overlap.speculation import speculate
 from ebbtide.features.storage.policy import with_fitting_storage
-from ebbtide.interleave.model.kinds import find_kind
-from ebbtide.interleave.model.operations import OVERLAPS, Overlap, from_backward
+from ebbtide.interleave.model.kinds import find_kind, from_backward
+from ebbtide.interleave.model.operations import OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, Op, Plan, forward_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps

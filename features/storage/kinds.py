@@ -1,23 +1,17 @@
 """Operations that read state from storage and write it there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.model.kinds import Kind
+from ebbtide.interleave.model.kinds import Kind, Rates
+from ebbtide.interleave.model.operations import Op
 from ebbtide.machines.machine import Machine
 
-if TYPE_CHECKING:
-    from ebbtide.interleave.model.durations import Durations
-    from ebbtide.interleave.model.operations import Op
 
-
-def _seconds(op: Op, durations: Durations) -> float:
-    paths = durations.machine.storage
+def _seconds(op: Op, rates: Rates) -> float:
+    paths = rates.machine.storage
     rate = paths[op.path].read_bytes_per_s if op.resource == "storage_read" else paths[op.path].write_bytes_per_s
-    return durations.operation_s + op.nbytes / rate
+    return rates.operation_s + op.nbytes / rate
 
 
 def _rates(op: Op) -> Iterable[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from ebbtide.interleave.model.operations import from_backward
+from ebbtide.interleave.model.kinds import from_backward
 from ebbtide.interleave.model.plan import BACKWARD, Op, OpKind, Plan, Resource, uses_state_on_host
 from ebbtide.interleave.model.schedule import available_host_bytes, exceeds_host, needed_host_bytes
 from ebbtide.interleave.model.workload import Workload

@@ -1,28 +1,35 @@
 """Kinds of operations of plans: where each runs, what it costs, and when it may run. Features add theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from ebbtide import seams
 from ebbtide.errors import PlanError
+from ebbtide.interleave.model.operations import BACKWARD, Op, Resource
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
-
-if TYPE_CHECKING:
-    from ebbtide.interleave.model.durations import Durations
-    from ebbtide.interleave.model.operations import Op, Resource
-    from ebbtide.interleave.model.workload import Workload
 
 # Contents of device memory that an operation takes when it starts, or gives back when it ends.
 Content = Literal["state", "gradient"]
 
 
-def copy_seconds(op: Op, durations: Durations) -> float:
+class Rates(Protocol):
+    """Rates for a plan on a machine, per second, by resource."""
+
+    machine: Machine
+    copy_rates: dict[bool, dict[str, float]]  # Bytes, by whether host memory is pageable.
+    update_rates: dict[str, float]  # Parameters.
+    cast_rates: dict[str, float]  # Parameters.
+    speculative_share: float  # The share of its rate at which a speculative update runs.
+    norm_s: float  # Seconds that clipping waits for the norm of all gradients.
+    operation_s: float  # Seconds that each operation takes besides.
+
+
+def copy_seconds(op: Op, rates: Rates) -> float:
     """Return the seconds of a copy at the rate of its direction."""
-    return durations.operation_s + op.nbytes / durations.copy_rates[op.pageable][op.resource]
+    return rates.operation_s + op.nbytes / rates.copy_rates[op.pageable][op.resource]
 
 
 def copy_rates(op: Op) -> Iterable[str]:
@@ -56,7 +63,7 @@ class Kind:
 
     name: str
     resources: tuple[Resource, ...]
-    seconds: Callable[[Op, Durations], float] = copy_seconds
+    seconds: Callable[[Op, Rates], float] = copy_seconds
     rates: Callable[[Op], Iterable[str]] = copy_rates
     host_bytes: Callable[[Op, Workload], float] = moved_bytes
     on_layer: bool = False
@@ -72,13 +79,13 @@ class Kind:
 CAST_READ_BYTES = 4.0
 
 
-def _update_seconds(op: Op, durations: Durations) -> float:
-    share = durations.speculative_share if op.speculative else 1.0
-    return durations.operation_s + op.params / (durations.update_rates[op.resource] * share)
+def _update_seconds(op: Op, rates: Rates) -> float:
+    share = rates.speculative_share if op.speculative else 1.0
+    return rates.operation_s + op.params / (rates.update_rates[op.resource] * share)
 
 
-def _cast_seconds(op: Op, durations: Durations) -> float:
-    return durations.operation_s + op.params / durations.cast_rates[op.resource]
+def _cast_seconds(op: Op, rates: Rates) -> float:
+    return rates.operation_s + op.params / rates.cast_rates[op.resource]
 
 
 def _update_bytes(op: Op, workload: Workload) -> float:
@@ -101,7 +108,7 @@ _CORE = (
     Kind(
         "clip",
         ("cpu",),
-        seconds=lambda op, durations: durations.norm_s,
+        seconds=lambda op, rates: rates.norm_s,
         rates=lambda op: (),
         host_bytes=_clip_bytes,
         needs_scalars=True,
@@ -149,3 +156,10 @@ def find_kind(name: str) -> Kind:
         return kinds()[name]
     except KeyError:
         raise PlanError(f"there is no operation {name!r}: {', '.join(kinds())}") from None
+
+
+def from_backward(op: Op) -> Op:
+    """Return an operation of an iteration with late operations before it, which begins when these have ended."""
+    if op.point >= BACKWARD or find_kind(op.kind).on_layer:
+        return op
+    return op._replace(point=BACKWARD)

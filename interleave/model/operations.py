@@ -6,10 +6,9 @@ from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.workload import Workload
 
-# The name of a kind: see `kinds`.
+# The name of a kind: see `kinds.py`.
 OpKind = str
 Resource = Literal["cpu", "gpu", "h2d", "d2h", "storage_read", "storage_write"]
 # Each path of the storage (see `Op.path`) has both of the others.
@@ -55,13 +54,6 @@ class Op(NamedTuple):
     def lane(self) -> str:
         """The name of its resource, with the number of the path of the storage if that is not the first."""
         return f"{self.resource} {self.path}" if self.path else self.resource
-
-
-def from_backward(op: Op) -> Op:
-    """Return an operation of an iteration with late operations before it, which begins when these have ended."""
-    if op.point >= BACKWARD or find_kind(op.kind).on_layer:
-        return op
-    return op._replace(point=BACKWARD)
 
 
 def uses_state_on_host(op: Op, casts_on_gpu: Collection[int]) -> bool:

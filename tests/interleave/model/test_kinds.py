@@ -19,7 +19,7 @@ COMPRESSION_S = 0.25
 COMPRESSION = Kind(
     "compress",
     ("cpu",),
-    seconds=lambda op, durations: COMPRESSION_S,
+    seconds=lambda op, rates: COMPRESSION_S,
     rates=lambda op: (),
     host_bytes=lambda op, workload: 0.0,
 )
