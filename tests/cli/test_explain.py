@@ -17,7 +17,7 @@ from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import CAPACITY, MS, PEAK, Job, async_copies, devices, offloaded, on_cpu
 from tests.analysis.findings.test_find import troubled
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
-from tests.conftest import ebbtide, ebbtide_in_process, slow
+from tests.conftest import ebbtide_in_process, slow
 
 BY = ("summary --by link", "summary --by iteration", "summary --by substep")
 COMMANDS = ("findings", "memory", "windows", "activity", *BY)
@@ -163,19 +163,6 @@ def test_findings__are_in_order_with_their_gains(written: dict[str, Path], capsy
     assert "This trace cannot answer:" in text(capsys, "findings", written["no-memory"], "-v")
 
 
-def test_link__has_a_row_per_phase_and_direction(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "summary --by link", written["troubled"])
-    assert [entry["source"] for entry in result["ranks"]] == ["copies", "copies"]
-    assert len(result["phases"]) == 2 * 4 * 2
-    (use,) = [p for p in result["phases"] if (p["rank"], p["phase"], p["direction"]) == (0, "backward", "d2h")]
-    assert use["busy_ms"] == pytest.approx(400)
-    assert use["share_of_peak"] == pytest.approx(2e9 / 0.9 / PEAK)
-    output = text(capsys, "summary --by link", written["troubled"])
-    assert "rank 0 of 2 ranks" in output
-    assert "pageable" in output
-    assert re.search(r"backward +d2h .* 400\.0 ", output)
-
-
 def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict[str, Path], capsys: Printed) -> None:
     result = answer(capsys, "summary --by substep", written["deepspeed"])
     assert set(result) == {"pool", "tiles", "steps", "subgroups", "resources", "storage"}
@@ -200,16 +187,6 @@ def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict
     assert "do not add their times" in text(capsys, "summary --by substep", written["simulated"])
 
 
-def test_memory__has_a_row_per_pool_and_gap(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "memory", written["troubled"])
-    assert {g["gap"] for g in result["gaps"]} == {"fragmentation", "outside torch", "free"}
-    assert {g["low_bytes"] for g in result["gaps"] if g["gap"] == "outside torch"} == {10 << 30}
-    assert " 20.00 " in text(capsys, "memory", written["troubled"])
-    # Use beyond the capacity leaves nothing free, and no gap is negative.
-    gaps = answer(capsys, "memory", written["extreme-figures"])["gaps"]
-    assert {(g["low_bytes"], g["peak_bytes"]) for g in gaps} == {(0, 0)}
-
-
 def test_commands__show_whole_traces_without_iterations(written: dict[str, Path], capsys: Printed) -> None:
     path = written["no-phases"]
     memory = answer(capsys, "memory", path)
@@ -224,39 +201,6 @@ def test_commands__show_whole_traces_without_iterations(written: dict[str, Path]
     printed = text(capsys, "summary --by link", path)
     assert "figures are of the whole trace: no phases were recorded" in printed
     assert re.search(r"h2d +9\.54 ", printed)
-
-
-def test_commands__show_copies_without_iterations(written: dict[str, Path], capsys: Printed, tmp_path: Path) -> None:
-    builder = TraceBuilder()
-    builder.rank(0, devices=[GPU]).transfer("h2d", 0, MS, 10**6).transfer("d2h", 3 * MS, 4 * MS, 5 * 10**5)
-    path = tmp_path / "copies.ebb"
-    builder.write(path)
-    down, up = answer(capsys, "summary --by link", path)["phases"]
-    assert (down["bytes"], down["busy_ms"], down["mean_bytes_per_s"]) == (1e6, 1.0, pytest.approx(1e6 / 4e-3))
-    assert (up["bytes"], up["busy_ms"]) == (5e5, 1.0)
-    printed = text(capsys, "summary", path, "-v")
-    assert "figures are of the whole trace" in printed
-    assert "Medians" not in printed
-    assert "Copies, whole trace" in printed
-    assert answer(capsys, "summary", path)["iterations"] == 0
-
-
-def test_summary__of_one_rank_has_its_times(written: dict[str, Path], capsys: Printed) -> None:
-    whole, one = (answer(capsys, "summary", written["troubled"], *rank) for rank in ((), ("--rank", 1)))
-    assert (whole["ranks"], one["ranks"]) == (2, 1)
-    assert one["iteration_ms"] <= whole["iteration_ms"]
-    assert "times of the slowest rank" in text(capsys, "summary", written["troubled"])
-    assert "times of the slowest rank" not in text(capsys, "summary", written["troubled"], "--rank", 1)
-    assert run(["summary", str(written["troubled"]), "--rank", "9"]) == 2
-
-
-def test_iterations__names_the_slowest_rank(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "summary --by iteration", written["troubled"])
-    assert (result["counted"], result["warmup"], result["slowest_rank"]) == (6, [0, 1], {"0": 0, "1": 6})
-    assert len(result["rows"]) == 2 * 8
-    output = text(capsys, "summary --by iteration", written["troubled"])
-    assert "most often the slowest: rank 1, in 6 of 6 iterations" in output
-    assert "no training iteration was seen" in text(capsys, "summary --by iteration", written["unfinished"])
 
 
 def test_rank_option__selects_a_rank(written: dict[str, Path], capsys: Printed) -> None:
@@ -293,22 +237,6 @@ def test_windows__selects_by_length_and_iteration(written: dict[str, Path], caps
         assert run(["windows", str(path), *wrong]) == 2
         out, err = capsys.readouterr()
         assert (out, len(err.splitlines())) == ("", 1)
-
-
-def test_commands__refuse_other_folders_in_one_line(tmp_path: Path, capsys: Printed) -> None:
-    for command in COMMANDS:
-        (tmp_path / "meta.json").write_text("{}")
-        for path in (tmp_path, tmp_path / "missing.ebb"):
-            assert run([*command.split(), str(path), "--json"]) == 2
-            out, err = capsys.readouterr()
-            assert (out, len(err.splitlines())) == ("", 1)
-
-
-@pytest.mark.slow
-def test_findings__runs_as_a_process(written: dict[str, Path]) -> None:
-    shown = ebbtide("findings", written["troubled"], "--json")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert len(json.loads(shown.stdout)["findings"]) == len(troubled().results.findings)
 
 
 def test_windows__tells_a_link_without_a_peak_from_one_that_was_not_recorded(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.cli import run
 from ebbtide.interleave.policies import BUILT_IN, POLICIES
-from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
@@ -100,27 +99,6 @@ def test_replay__json_has_the_documented_keys(folder: Path, capsys: Printed) -> 
     assert {key: printed["workload"][key] for key in WORKLOAD} == WORKLOAD
 
 
-def test_replay__results_are_in_the_order_of_the_policies(folder: Path, capsys: Printed) -> None:
-    options = "--policy interleaved:2,grads=blocking --policy zero-offload --policy interleaved:2.0"
-    printed = answer(capsys, f"--workload w.json --machine m.json {options}")
-    policies = [result["policy"] for result in printed["results"]]
-    assert policies == ["interleaved:2,grads=blocking", "zero-offload", "interleaved:2.0"]
-
-
-def test_replay__unknown_values_are_null(folder: Path, capsys: Printed) -> None:
-    printed = answer(capsys, f"no-memory.ebb --machine m.json {' '.join(OPTIONS)}")
-    assert printed["workload"]["gpu_free_bytes"] is None
-    assert [result["fits"] for result in printed["results"]] == [True, None, None]
-    # By default, a policy that needs the free memory is left out; if it is given, it is refused (below).
-    by_default = answer(capsys, "no-memory.ebb --machine m.json")
-    assert list(by_default["skipped"]) == ["adaptive"]
-    assert "adaptive" not in [result["policy"] for result in by_default["results"]]
-    output = text(capsys, "no-memory.ebb --machine m.json")
-    assert "note: the free memory of the device is not known" in output
-    assert "left out: adaptive" in output
-    assert "not known" in output
-
-
 def test_replay__puts_the_gpu_of_a_machine_into_another_host(folder: Path, capsys: Printed) -> None:
     options = "--workload w.json --policy zero-offload"
     by_name = answer(capsys, f"{options} --machine rtx4090@ddr5-2ch,8-cores")
@@ -146,18 +124,6 @@ def test_replay__is_deterministic_and_its_output_can_be_replayed(folder: Path) -
         "replay", "--workload", "again-w.json", "--machine", "again-m.json", *OPTIONS, "--json", cwd=folder
     )
     assert again.stdout == first.stdout
-
-
-def test_replay__takes_the_workload_from_the_trace(folder: Path, capsys: Printed) -> None:
-    workload = answer(capsys, f"run.ebb --machine m.json {' '.join(OPTIONS)}")["workload"]
-    job = workload_of(open_trace("run.ebb"))
-    assert (workload["name"], workload["params"], workload["forward_s"]) == ("run", PARAMS, 0.1)
-    # The trace is of a larger GPU than the machine has.
-    less = 80 * 2**30 - MACHINE["gpu_memory_bytes"]
-    assert less > 0
-    assert workload["gpu_free_bytes"] == [
-        {"at_s": start_s, "bytes": size - less} for start_s, size in job.gpu_free or ()
-    ]
 
 
 def test_replay__table_has_a_row_per_policy_and_the_bound(folder: Path, capsys: Printed) -> None:
@@ -235,13 +201,6 @@ def test_replay__other_commands_read_saved_traces(folder: Path, capsys: Printed)
     capsys.readouterr()
     # A simulated trace contains its machine.
     assert answer(capsys, "new/zero-offload.ebb --policy pipelined")["machine"] == printed["machine"]
-
-
-@pytest.mark.slow
-def test_replay__draws_in_each_format(folder: Path, capsys: Printed) -> None:
-    for suffix, head in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
-        text(capsys, f"--workload w.json --machine m.json {' '.join(OPTIONS)} --plot new.{suffix}")
-        assert (folder / f"new.{suffix}").read_bytes().startswith(head)
 
 
 def test_replay__replaces_outputs_with_force(folder: Path, capsys: Printed) -> None:

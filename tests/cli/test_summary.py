@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -45,23 +44,6 @@ def test_summary__prints_smallest_mean_and_largest_value_per_phase(tmp_path: Pat
     assert any("NVML's own mean over 1/6 to 1 s" in line for line in lines)
     assert "temperature" not in run.stdout
     assert max(len(line) for line in run.stdout.splitlines() if not line.endswith(".")) <= 140
-
-
-def test_summary__json_has_a_figure_per_quantity_and_phase(tmp_path: Path) -> None:
-    printed = json.loads(ebbtide_in_process("summary", trained(tmp_path / "t.ebb", True), "--json").stdout)
-    assert {(figure["quantity"], figure["phase"]) for figure in printed["gpu"]} == {
-        (quantity, phase) for quantity in ("utilization", "power", "sm_clock") for phase in ("forward", "update")
-    }
-    assert {"quantity": "utilization", "unit": "%", "phase": "update", "min": 40.0, "mean": 68.0, "max": 96.0} in (
-        printed["gpu"]
-    )
-
-
-def test_summary__omits_the_state_if_it_was_not_recorded(tmp_path: Path) -> None:
-    path = trained(tmp_path / "t.ebb", with_state=False)
-    assert not (path / "rank-0" / "gpu.parquet").exists()
-    assert "GPU: smallest" not in ebbtide_in_process("summary", path).stdout
-    assert json.loads(ebbtide_in_process("summary", path, "--json").stdout)["gpu"] is None
 
 
 @pytest.mark.parametrize(

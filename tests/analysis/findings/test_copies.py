@@ -73,11 +73,6 @@ def test_pageable_copies__needs_one_percent_of_iteration() -> None:
     assert finding.potential_gain_ms == pytest.approx(5.5 * (1 - 1e9 / PEAK))
 
 
-def test_pageable_copies__asks_for_kind_of_host_memory() -> None:
-    assert isinstance(offloaded().result(pageable_copies), Unknown)
-    assert isinstance(offloaded().copy("d2h", "update", 0, 40, GB, None).result(pageable_copies), Unknown)
-
-
 @pytest.mark.parametrize(
     ("h2d", "d2h", "both"), [((0, 30), (30, 30), 0), ((0, 30), (20, 60), 10), ((10, 80), (0, 90), 80)]
 )
@@ -109,11 +104,6 @@ def test_one_direction__sums_phases_and_compares_within_phase_and_rank() -> None
 def test_one_direction__needs_one_percent_of_iteration(length: float, reported: bool) -> None:
     job = offloaded().copy("h2d", "update", 0, 20, GB // 10).copy("d2h", "update", 30, length, GB // 10)
     assert (job.result(one_direction) is not None) == reported
-
-
-def test_one_direction__asks_for_copies() -> None:
-    assert isinstance(offloaded().sample("update", 0.5, 0.5).result(one_direction), Unknown)
-    assert on_cpu().result(one_direction) is None
 
 
 @pytest.mark.parametrize("together", [15, 40])

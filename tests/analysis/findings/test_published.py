@@ -10,7 +10,6 @@ import pytest
 
 from ebbtide.analysis.findings import find
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.features.advise.trace_advice import TraceAdviser
 from ebbtide.profiler.trace import Trace, open_trace
 
@@ -56,17 +55,3 @@ def test_cpu_bound_update__measures_cpu_rate_of_published_runs(job: str) -> None
     saved = (before.phase_ms("update") or 0) - (after.phase_ms("update") or 0)
     assert update.potential_gain_ms is not None
     assert saved < update.potential_gain_ms < 2 * saved
-
-
-def test_find_windows__finds_free_update_of_published_run() -> None:
-    trace = run("h100-20b-blocking")
-    windows = find_windows(trace, 40 * 2**30)
-    assert {w.rank for w in windows.windows} == {0, 1, 2, 3}
-    for rank in trace.ranks:
-        recurring = [w for w in windows.guaranteed if (w.rank, w.phase) == (rank, "update")]
-        longest = max(recurring, key=lambda w: w.end_ms - w.start_ms)
-        assert longest.end_ms - longest.start_ms > 2000  # of 2272 ms
-        assert longest.free_bytes > 60 * 2**30
-        assert longest.d2h_idle_share is not None
-        assert longest.d2h_idle_share > 0.9
-    assert not any(word in text for f in find(trace).findings for text in f.evidence for word in ("nan", "None"))

@@ -94,16 +94,6 @@ def test_guaranteed__is_free_in_every_iteration(lengths: Any, samples: dict[int,
     assert recurring == [(w.phase, w.free_bytes, w.start_ms, w.end_ms) for w in result.guaranteed]
 
 
-@given(st.lists(iteration, min_size=1, max_size=1), memory, st.integers(1, CAPACITY))
-def test_guaranteed__of_one_iteration_equals_its_windows(lengths: Any, samples: dict[int, int], min_bytes: int) -> None:
-    result = find_windows(built(lengths, samples), min_bytes)
-    figures = [
-        [(w.phase, pytest.approx(w.start_ms), pytest.approx(w.end_ms), w.free_bytes, w.h2d_idle_share) for w in windows]
-        for windows in (result.windows, result.guaranteed)
-    ]
-    assert figures[0] == figures[1]
-
-
 def test_guaranteed__idle_share_is_that_of_busiest_iteration() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0).memory(0, 0)

@@ -16,10 +16,8 @@ from tests.analysis.plot.pictures import (
     boxes,
     labels,
     notes,
-    steps,
     train,
     trained,
-    with_counters,
 )
 from tests.conftest import slow_case
 
@@ -62,17 +60,6 @@ def test_draw_windows__draws_recurring_windows_in_each_iteration() -> None:
     assert max(100 - bottom for *_, bottom, _ in drawn) <= max(100 - bottom for *_, bottom, _ in boxes(panel, "≥"))
 
 
-def test_draw_windows__draws_boxes_between_line_and_capacity() -> None:
-    panel, _ = draw([uneven()], kind="windows", min_bytes=1).axes
-    edges, values = steps(panel, "device")
-    for left, right, bottom, top in boxes(panel, "≥"):
-        within = [
-            v for v, start, end in zip(values, edges[:-1], edges[1:], strict=True) if start < right and end > left
-        ]
-        assert bottom == pytest.approx(max(within))
-        assert top == 100
-
-
 def test_draw_windows__fills_the_strip_by_idle_share() -> None:
     trace = uneven()
     windows = find_windows(trace, 1).windows
@@ -95,12 +82,6 @@ def test_draw_windows__labels_boxes_with_least_free_bytes() -> None:
     assert "100 %" in [text.get_text() for text in strip.texts]
 
 
-def test_draw_windows__draws_only_visible_windows() -> None:
-    panel, _ = draw([uneven()], span=(1, 2), kind="windows", min_bytes=1).axes
-    windows = [w for w in find_windows(uneven(), 1).windows if w.iteration == 1]
-    assert [box[:2] for box in boxes(panel, "≥")] == [pytest.approx((w.start_ms, w.end_ms)) for w in windows]
-
-
 def test_draw_windows__splits_a_trace_without_iterations() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
@@ -115,16 +96,6 @@ def test_draw_windows__says_when_nothing_is_free() -> None:
     (panel,) = draw([trained()], kind="windows").axes
     assert "never 1.00 GiB free" in notes(panel)
     assert labels(panel)[:2] == ["device", "capacity 100.00 MiB"]
-
-
-def test_draw_windows__says_when_a_rank_has_no_memory_samples() -> None:
-    builder = TraceBuilder()
-    train(builder.rank(0, devices=[GPU]))
-    builder.rank(1, devices=[GPU]).phase("forward", 0, 5 * MS, 0)
-    (panel,) = draw([builder.build()], kind="windows", rank=1).axes
-    assert "no device memory was recorded for this rank" in notes(panel)
-    assert "never" not in notes(panel)
-    assert "capacity 100.00 MiB" in labels(panel)
 
 
 def test_draw_windows__has_a_high_capacity_on_the_scale() -> None:
@@ -155,10 +126,3 @@ def test_draw_windows__refuses_a_trace_without_capacity_or_memory() -> None:
     builder.rank(0, devices=[GPU]).phase("forward", 0, 5, 0)
     with pytest.raises(TraceError, match="no memory of a device was recorded"):
         draw([builder.build()], kind="windows")
-
-
-def test_draw_windows__fills_the_strip_from_counters() -> None:
-    _, strip = draw([with_counters()], kind="windows", min_bytes=1).axes
-    texts = [text.get_text() for text in strip.texts]
-    assert "20 %" in texts
-    assert "98 %" in texts

@@ -24,21 +24,6 @@ def values(table: Table, label: str) -> list[float | None]:
     return [cell.value for cell in column.cells]
 
 
-def test_activity_tables__have_the_figures_of_gpu_activity() -> None:
-    activity = gpu_activity(with_kernels(trained(), kernels=60).build())
-    tables = {table.name: table for table in activity_tables(activity)}
-    assert list(tables) == ["activity", "activity-total", "causes", "streams", "kernels"]
-    assert values(tables["activity"], "compute") == [phase.compute_ms for phase in activity.phases]
-    assert values(tables["activity"], "idle") == [phase.idle_ms for phase in activity.phases]
-    total = activity.total
-    assert values(tables["activity-total"], "time") == [
-        total.compute_ms, total.communication_ms, total.copy_ms, total.idle_ms
-    ]  # fmt: skip
-    assert values(tables["causes"], "time") == [time_ms for time_ms in activity.without_compute.values() if time_ms]
-    assert values(tables["kernels"], "time") == [kernel.time_ms for kernel in activity.kernels[:20]]
-    assert tables["kernels"].cut == "The first 20 of 50 rows: ebbtide summary --by activity --json has more."
-
-
 def test_activity_view__has_a_few_kernels_and_says_where_the_rest_is() -> None:
     trace = with_kernels(trained(), kernels=60).build()
     short, verbose = ([*activity_view(trace, gpu_activity(trace), flag)] for flag in (False, True))

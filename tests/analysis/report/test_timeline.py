@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
@@ -24,7 +23,7 @@ from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
-from tests.analysis.report.report_traces import GIB, GPU, MS, train, trained, with_copies
+from tests.analysis.report.report_traces import GIB, GPU, MS, trained
 
 
 def content_of(trace: Trace, max_points: int = 10_000, min_bytes: int | None = None) -> TimelineContent:
@@ -52,15 +51,6 @@ def test_timeline_content__has_lines_in_units_from_the_first_iteration_on() -> N
     assert (host.lines[0].x.tolist(), host.lines[0].y.tolist(), host.level) == ([-5, 112], [100, 100], None)
 
 
-def test_timeline_content__leaves_a_high_capacity_off_scale_and_says_so() -> None:
-    builder = TraceBuilder()
-    train(builder.rank(0, devices=[{**GPU, "capacity_bytes": 4000 * GIB}]))
-    panel = panel_of(builder.build(), "memory")
-    assert panel.is_level_off_scale
-    assert panel.top == pytest.approx(33.6)
-    assert panel.level_label == "capacity 3.91 TiB"
-
-
 def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknown_pools() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
@@ -74,41 +64,6 @@ def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknow
         ("yours", "extra-2"),
     ]
     assert memory.free_pool == "reserved"
-
-
-def test_timeline_content__notes_a_reduced_line() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[GPU])
-    sizes = np.random.default_rng(0).integers(0, GIB, 5000)
-    rank.extend("memory", t_ns=np.arange(5000), device="cuda:0", pool="device", bytes=sizes)
-    memory = panel_of(builder.build(), "memory", 300)
-    (line,) = memory.lines
-    assert line.lowest is not None
-    assert len(line.x) <= 101
-    assert line.y.max() * memory.scale.size == sizes.max()
-    assert line.lowest.min() * memory.scale.size == sizes.min()
-    assert "smallest to largest" in memory.notes[0]
-
-
-def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
-    builder = trained()
-    for number in range(10):
-        rate = 9e10 if number == 4 else 1e9
-        builder.rank(0).link((number + 1) * 10 * MS, 10 * MS, "gpm", h2d_bytes_per_s=rate)
-    link = panel_of(builder.build(), "link")
-    (line,) = link.lines
-    assert np.isnan(line.y[4])
-    assert np.nanmax(line.y) == pytest.approx(1.0)
-    assert line.above_peak.tolist() == [50]
-    assert link.notes == ["1 × h2d above the link's peak, which is impossible: marked at the edge"]
-
-
-def test_timeline_content__draws_d2h_downwards_by_kind_of_host_memory() -> None:
-    link = panel_of(with_copies(trained()).build(), "link")
-    assert [line.label for line in link.lines] == ["h2d pinned", "h2d pageable", "d2h pinned", "d2h pageable"]
-    assert [line.y.max() for line in link.lines] == pytest.approx([25, 25, 0, 0])
-    assert [line.y.min() for line in link.lines] == pytest.approx([0, 0, -25, -25])
-    assert link.bottom == -link.top < -32
 
 
 def test_timeline_content__has_windows_between_memory_and_capacity() -> None:

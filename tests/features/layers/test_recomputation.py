@@ -143,26 +143,6 @@ def train(
     return [*results, torch.tensor([*later, CALLS[0], Counted.calls])], owner
 
 
-def test_recomputation__leaves_layers_with_effects_alone() -> None:
-    for kind in EFFECTS:
-        for activations in ["recompute", "auto"]:
-            expected, _ = train(EFFECTS[kind])
-            results, owner = train(EFFECTS[kind], activations=activations, memory_budget=2700.0)
-            assert same(results, expected)
-            assert owner is not None
-            assert len(owner.not_recomputed) == 4
-            assert not any("recompute" in kind for kind in owner.choices.values())
-
-
-def test_recomputation__recomputes_layers_without_effects() -> None:
-    expected, _ = train(lambda _: torch.rand(()))
-    results, owner = train(lambda _: torch.rand(()), activations="recompute")
-    assert same(results, expected)
-    assert owner is not None
-    assert owner.not_recomputed == {}
-    assert set(owner.choices.values()) == {"recompute"}
-
-
 def late(source: Callable[[Layer], Any]) -> Callable[[Layer], Any]:
     """Return a source that only starts in iteration 5."""
     steps = [0]

@@ -15,7 +15,7 @@ from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.rule import UpdateRange
-from tests.conftest import FUZZ, slow_case
+from tests.conftest import FUZZ
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import MACHINE
 
@@ -134,29 +134,6 @@ def train(**options: Any) -> tuple[list[float], list[torch.Tensor]]:
         losses.append(loss.item())
     optimizer.close()
     return losses, [param.detach().clone() for param in net.parameters()]
-
-
-OFFLOADED: list[dict[str, Any]] = [
-    {"policy": "zero-offload"},
-    {"policy": "interleaved:2", "subgroup_params": 700, "overlap": "forward"},
-    {"policy": "pipelined", "gradients": "streamed", "overlap": "both", "subgroup_params": 100, "threads": 1},
-]
-
-
-@pytest.fixture(scope="module")
-def without_offload() -> tuple[list[float], list[torch.Tensor]]:
-    return train(policy="gpu-only")
-
-
-@pytest.mark.parametrize("options", [*map(slow_case, OFFLOADED[:2]), OFFLOADED[2]], ids=str)
-def test_muon__with_offload_is_that_without(
-    options: dict[str, Any], without_offload: tuple[list[float], list[torch.Tensor]]
-) -> None:
-    """The same job went wrong elsewhere: DeepSpeed#8463."""
-    losses, params = without_offload
-    other_losses, other_params = train(**options)
-    assert losses == other_losses
-    assert all(torch.equal(one, other) for one, other in zip(params, other_params, strict=True))
 
 
 def test_muon__refuses_matrices_in_another_order_of_memory() -> None:

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
-from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.features.overlap.test_late_updates import late_optimizer
 from tests.interleave.engine.jobs import closing
-from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer
+from tests.interleave.engine.training import MACHINE, Job
 
 pytestmark = pytest.mark.usefixtures("speculating_policy")
 
@@ -38,33 +36,6 @@ def _end_of_updates_beside(optimizer: InterleavedAdamW) -> threading.Event:
 
     optimizer._runner.kernel.update_beside = update_and_tell  # type: ignore[method-assign]
     return ended
-
-
-def test_step__goes_on_after_a_speculative_update_failed() -> None:
-    """It has changed nothing, so the step is completed on the CPU."""
-    job, same = Job(), Job()
-    expected = ReferenceOptimizer(same.net.parameters())
-    with speculating_optimizer(job) as optimizer:
-        update, failed = optimizer._runner.kernel.update_beside, threading.Event()
-        for step in range(5):
-            if step == 3:
-
-                def fail(*arguments: Any) -> None:
-                    update(*arguments)
-                    failed.set()
-                    raise RuntimeError("the update failed")
-
-                optimizer._runner.kernel.update_beside = fail  # type: ignore[method-assign]
-                job.net.zero_grad()
-                optimizer.scale(job.loss(step)).backward()
-                assert failed.wait(30)  # a step that comes first takes the update back
-                with pytest.raises(EngineError, match="the update failed; the step was completed on the CPU"):
-                    optimizer.step()
-                optimizer._runner.kernel.update_beside = update  # type: ignore[method-assign]
-            else:
-                job.step(optimizer, step)
-            same.step(expected, step)
-        assert job.outcome() == same.outcome()
 
 
 def test_last_schedule__has_updates_inside_the_backward_as_speculative_and_others_not() -> None:
@@ -94,22 +65,6 @@ def test_host_bytes__count_the_spares_of_speculated_subgroups() -> None:
         spares = sum(12 * subgroups[number].params for number in few.plan.speculated)
         assert len(few.plan.speculated) == 3
         assert few._runner.engine.store.host_bytes - none._runner.engine.store.host_bytes == spares
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_step__gives_the_same_bits_in_a_compiled_model(backend: str) -> None:
-    def losses(text: str, **options: Any) -> list[float]:
-        job = Job(torch.float32)
-        plain = job.net
-        with late_optimizer(job, text, "streamed", machine=MACHINE, **options) as optimizer:
-            job.net = torch.compile(plain, backend=backend)
-            for step in range(5):
-                job.step(optimizer, step)
-            job.net = plain
-            assert bool(optimizer.plan.speculated) == (text == "speculating")
-        return job.losses
-
-    assert losses("speculating", overlap="both") == losses("pipelined", overlap="none", model=None)
 
 
 @pytest.mark.parametrize("asked", [{"policy": "pipelined", "overlap": "auto"}, {"policy": "pipelined,overlap=auto"}])

@@ -288,22 +288,3 @@ def test_step__refuses_another_rule_under_way(streamed: bool) -> None:
             assert torch.equal(before, param) == (rule == "adam")
     finally:
         optimizer.close()
-
-
-def test_sgd__keeps_its_momentum_in_steps_without_one() -> None:
-    """As torch, whose steps without momentum do not dampen either."""
-    own, other = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
-    optimizer = InterleavedOptimizer([own], "sgd", lr=0.5, momentum=0.5, policy="zero-offload")
-    expected = torch.optim.SGD([other], lr=0.5, momentum=0.5)
-    try:
-        for number, (momentum, dampening) in enumerate(
-            [(0.5, 0.25), (0.5, 0.25), (0.0, 0.25), (0.0, 0.5), (0.25, 0.5)]
-        ):
-            for param, steps in ((own, optimizer), (other, expected)):
-                steps.param_groups[0] |= {"momentum": momentum, "dampening": dampening}
-                param.grad = torch.full((8,), 2.0**-number)
-                steps.step()
-            # These numbers are exact.
-            assert torch.equal(own, other)
-    finally:
-        optimizer.close()

@@ -20,7 +20,7 @@ from ebbtide.cli import run as command
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents
-from tests.conftest import ebbtide, ebbtide_in_process, slow
+from tests.conftest import ebbtide, slow
 from tests.interleave.job_files import MACHINE, write_files
 
 FAST = ("--workload", "w.json", "--machine", "m.json", "--policy", "zero-offload", "--policy", "interleaved:2")
@@ -229,30 +229,6 @@ def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep)
     assert slow["update_ms"] > 2 * fast["update_ms"]
 
 
-def test_sweep__of_a_trace_has_the_figures_of_its_replay(folder: Path, sweep: Sweep) -> None:
-    """Sweep a job with bf16 moments on the device, which `gpu-only` keeps."""
-    moments = {"class": "AdamW", "params": 10**8, "state_devices": ["cuda:0"], "state_bytes": 4 * 10**8}
-    moments["state_names"] = {"exp_avg": 10**8, "exp_avg_sq": 10**8}
-    builder = TraceBuilder("recorded", machine=MACHINE)
-    gpu = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 * 10**9}
-    rank = builder.rank(0, optimizers=[moments], devices=[gpu])
-    for number in range(3):
-        for index, phase in enumerate(PHASES):
-            begin = (3 * number + index) * 10**7
-            rank.phase(phase, begin, begin + 10**7, number).memory(begin, 10**9, "reserved", "cuda:0")
-    builder.write(folder / "a.ebb")
-    policies = ("--policy", "gpu-only", "--policy", "zero-offload")
-    sweep("a.ebb", *policies, "--scale-params", "1,2", "-o", "s.parquet")
-    replayed = json.loads(ebbtide_in_process("replay", "a.ebb", *policies, "--json", cwd=folder).stdout)["results"]
-    of_sweep = rows(folder / "s.parquet")
-    for result, row in zip(replayed, of_sweep[:2], strict=True):
-        assert {name: row[name] for name in ("iteration_ms", "update_ms", "peak_device_bytes")} == {
-            name: result[name] for name in ("iteration_ms", "update_ms", "peak_device_bytes")
-        }
-    assert of_sweep[0]["update_ms"] == pytest.approx(10)
-    assert of_sweep[2]["update_ms"] == pytest.approx(20)
-
-
 def test_sweep__a_trace_that_cannot_be_replayed_has_rows_with_the_reason(folder: Path, sweep: Sweep) -> None:
     TraceBuilder("recorded").write(folder / "empty.ebb")
     (folder / "broken.ebb").mkdir()
@@ -278,16 +254,6 @@ def test_sweep__writes_a_picture(folder: Path, sweep: Sweep, ending: str) -> Non
     sweep(*FAST, "-o", "s.parquet", "--plot", f"s.{ending}")
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
     assert (folder / f"s.{ending}").read_bytes().startswith(start)
-
-
-@pytest.mark.slow
-def test_sweep__replaces_outputs_only_with_force(folder: Path, sweep: Sweep, refuses: Refuses) -> None:
-    for name in ("s.parquet", "s.png"):
-        (folder / name).write_text("kept")
-        assert "--force" in refuses(*FAST, "-o", "s.parquet", "--plot", "s.png")
-        sweep(*FAST, "-o", "s.parquet", "--plot", "s.png", "--force")
-        assert len(rows(folder / "s.parquet")) == 2
-        (folder / "s.parquet").unlink()
 
 
 BOTH = "--workload w.json --machine m.json"

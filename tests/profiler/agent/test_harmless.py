@@ -209,7 +209,3 @@ def _bare(job: Path, **env: str) -> Run:
     run = run_process([sys.executable, job], cwd=job.parent, env=environment)
     assert run.returncode == 0, run.stderr
     return run
-
-
-def _job_lines(stderr: str) -> str:
-    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("ebbtide: "))

@@ -59,10 +59,6 @@ rows = st.fixed_dictionaries(
 )
 
 
-def is_label(column: TraceColumn) -> bool:
-    return column.categorical or pa.types.is_dictionary(column.type)
-
-
 def built(rows: Rows) -> TraceBuilder:
     builder = TraceBuilder()
     for table, group in rows.items():
