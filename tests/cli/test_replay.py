@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,12 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.cli import run
-from ebbtide.interleave.policies import BUILT_IN, POLICIES
+from ebbtide.interleave.policies import POLICIES
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
 from tests.conftest import ebbtide, ebbtide_in_process, needs_all_features, slow_case
 from tests.interleave.job_files import MACHINE, WORKLOAD, write_files
-from tests.interleave.replay.test_replay import BOUND, RESULT
 
 Printed = pytest.CaptureFixture[str]
 FIXED = ("zero-offload", "twin-flow:0.5", "interleaved:2")
@@ -84,19 +81,6 @@ def text(capsys: Printed, arguments: str) -> str:
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
-
-
-def test_replay__json_has_the_documented_keys(folder: Path, capsys: Printed) -> None:
-    printed = answer(capsys, "--workload w.json --machine m.json")
-    # `skipped`, `accuracy`, `limited_by`, speculation and `overlap` are additions.
-    assert list(printed) == ["workload", "machine", "results", "bound", "skipped", "late", "accuracy"]
-    assert all(list(result) == RESULT for result in printed["results"])
-    assert list(printed["bound"]) == BOUND
-    assert [result["policy"] for result in printed["results"]] == list(BUILT_IN)
-    assert {result["fits"] for result in printed["results"]} == {True, False}
-    assert {key: value for key, value in printed["machine"].items() if value not in (None, [], False)} == MACHINE
-    assert {"duplex_bytes_per_s", "step_overhead_s", "box"} <= set(printed["machine"])
-    assert {key: printed["workload"][key] for key in WORKLOAD} == WORKLOAD
 
 
 def test_replay__puts_the_gpu_of_a_machine_into_another_host(folder: Path, capsys: Printed) -> None:
@@ -302,16 +286,6 @@ def test_replay__bad_input_is_one_line_and_changes_no_file(folder: Path, capsys:
         assert message in err, arguments
         after = contents(folder)
         assert {name: after[name] for name in after if "__pycache__" not in name} == before, arguments
-
-
-@pytest.mark.slow
-def test_replay__does_not_import_torch_and_exits_with_2_as_a_process(folder: Path) -> None:
-    failed = ebbtide("replay", "--workload", "truncated.json", "--machine", "m.json", cwd=folder)
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert len(failed.stderr.splitlines()) == 1
-    probe = "import sys; from ebbtide.cli import run; run(sys.argv[1:]); assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", probe, "replay", "--workload", "w.json", "--machine", "m.json", *OPTIONS]
-    assert subprocess.run(command, cwd=folder, capture_output=True, timeout=240, check=False).returncode == 0
 
 
 def test_replay__shows_late_updates_and_their_bound_where_no_policy_is_named(folder: Path, capsys: Printed) -> None:

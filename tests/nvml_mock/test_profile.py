@@ -51,7 +51,6 @@ WITHOUT_LINK = {
     FORBIDDEN: "nvml-counters: Insufficient Permissions; gpm: not on this card; "
     "nvml-throughput: Insufficient Permissions",
 }
-H200_PEAK_BYTES_PER_S = 63e9
 NAMES = {card: card.name for card in CARDS}
 
 
@@ -246,34 +245,6 @@ def test_link__gives_rates_or_the_reason_for_none(box: RecordedBox) -> None:
         assert f"no GPU link was recorded: {reason}; " in " ".join(shown.split())
     silent = {box.rank(card) for card in WITHOUT_LINK}
     assert [use for use in printed["phases"] if use["rank"] in silent and use["bytes"] is not None] == []
-
-
-def test_summary__has_the_state_of_the_cards(box: RecordedBox) -> None:
-    printed = read_json("summary", box.path)
-    assert printed["ranks"] == len(CARDS)
-    extremes = {(row["min"], row["max"]) for row in printed["gpu"] if row["quantity"] == "power"}
-    assert extremes == {(A100.power_mw / 1e3, H100.instant_power_mw / 1e3)}
-    phases = {row["phase"]: row for row in printed["phases"]}
-    assert phases["update"]["h2d_bytes"] > 0
-    assert [remark for remark in printed["remarks"] if remark.startswith("no link use")] == [
-        f"no link use of rank {box.rank(card)}: {reason}" for card, reason in WITHOUT_LINK.items()
-    ]
-
-
-def test_windows__finds_the_memory_that_is_free_for_part_of_the_time(box: RecordedBox) -> None:
-    windows = pd.DataFrame(read_json("windows", box.path)["windows"])
-    of_rank = {CARDS[number]: rows for number, rows in windows.groupby("rank")}
-    assert set(of_rank[H100]["free_bytes"]) == {H100.total - H100.used, H100.total - H100.used_high}
-    assert set(of_rank[A100]["free_bytes"]) == {A100.total - A100.used}
-    ours = MIG.mig_devices[-1]
-    assert set(of_rank[MIG]["free_bytes"]) == {ours.total - ours.used}
-    # An unknown link is not an idle one.
-    for card in (GB200, MIG, VGPU):
-        assert of_rank[card][["h2d_idle_share", "d2h_idle_share"]].isna().all(axis=None)
-        shown = ebbtide_in_process("windows", box.path, "--rank", box.rank(card)).stdout
-        assert f"link use was not recorded ({WITHOUT_LINK[card]}), so idle shares are not known" in shown
-    idle = of_rank[H200]["h2d_idle_share"].median()
-    assert idle == pytest.approx(1 - H200.h2d / H200_PEAK_BYTES_PER_S, abs=0.02)
 
 
 Alone = Callable[..., tuple[Trace, list[str]]]

@@ -70,6 +70,7 @@ def test_recommend__marks_values_that_are_not_known(capsys: pytest.CaptureFixtur
     assert "max_grad_norm" not in text
 
 
+@pytest.mark.slow
 def test_recommend__marks_values_of_the_configuration() -> None:
     config = recommended().deepspeed_config
     marked = [

@@ -16,7 +16,6 @@ from ebbtide.analysis.metrics.summary import summarize, whole_trace
 from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread
 from ebbtide.features.diff.comparison import Change, Diff, SettingChange, compare
 from ebbtide.features.diff.tables import diff_view, headline
-from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples, slow_case
 
@@ -166,22 +165,6 @@ def test_compare__has_totals_of_traces_without_iterations() -> None:
     assert set(asdict(whole_trace(TraceBuilder().build())).values()) == {None}
 
 
-def test_compare__has_the_time_of_kernels_in_an_iteration() -> None:
-    runs = []
-    for kernels in ({"gemm": 3, "relu": 2}, {"gemm": 5, "gelu": 1}):
-        builder = with_updates([5] * 4)
-        for number in range(4):
-            for position, (name, length) in enumerate(kernels.items()):
-                start = (number * 36 + 2 + 10 * position) * MS
-                builder.rank(0).kernel(start, start + length * MS, "compute", name)
-        runs.append(builder.build())
-    changes = [(change.name, change.a, change.b) for change in compare(*runs).kernels]
-    assert sorted(changes) == [("gelu", 0.0, 1.0), ("gemm", 3.0, 5.0), ("relu", 2.0, 0.0)]
-    assert changes[-1][0] == "gelu"
-    assert compare(runs[0], with_updates([5] * 4).build()).kernels == []
-    assert compare(*runs).operators == []
-
-
 def test_compare__has_the_time_of_operators_in_an_iteration() -> None:
     runs = []
     for lengths in ((3, 2), (5, 1)):
@@ -246,16 +229,6 @@ def test_compare__equals_summaries_and_is_antisymmetric(a: Trace, b: Trace) -> N
         summary = summarize(trace)
         expected = {phase.phase: phase.median_ms for phase in summary.phases} | {"iteration": summary.iteration_ms}
         assert {change.name: getattr(change, side) for change in diff.median_ms} == expected
-
-
-@settings(max_examples=examples(20, by_default=4))
-@given(RUNS)
-def test_compare__run_equals_itself(trace: Trace) -> None:
-    diff = compare(trace, trace)
-    assert all(change.difference in (None, 0) for change in figures(diff))
-    assert not any(change.beyond_spread for change in diff.median_ms)
-    assert diff.setting_changes == []
-    assert {change.name for change in diff.median_ms} == {"iteration", *ITERATION_PARTS}
 
 
 VALUES = st.lists(st.integers(0, 10**6), max_size=12)

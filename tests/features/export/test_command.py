@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -119,15 +118,3 @@ def test_export_and_tables__a_full_file_system_leaves_no_partial_output(folder: 
     run = subprocess.run(["bash", "-c", limited], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert "cannot write" in refused(run)
     assert contents(folder) == before
-
-
-@pytest.mark.slow
-def test_export_and_tables__import_neither_torch_nor_matplotlib(folder: Path) -> None:
-    for command_line in ("export a.ebb -o x.json", "export --format csv a.ebb -o out"):
-        command = [sys.executable, "-X", "importtime", "-m", "ebbtide", *command_line.split()]
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-        assert run.returncode == 0
-        imported = {row.rpartition("|")[2].strip() for row in run.stderr.splitlines() if row.startswith("import time:")}
-        assert "pandas" in imported
-        assert not imported & {"torch", "matplotlib"}
-    assert sorted(os.listdir(folder)) == ["a.ebb", "file.json", "folder", "folder.json", "out", "x.json"]

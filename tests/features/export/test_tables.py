@@ -102,15 +102,6 @@ def test_iterations_table__has_the_medians_of_the_summary(lengths: list[list[int
     assert parts.to_numpy() == pytest.approx(table["iteration_ms"].to_numpy())
 
 
-def test_windows__to_pandas_has_a_row_per_window() -> None:
-    trace = trained()
-    windows = find_windows(trace, 3 * GIB).windows
-    table = find_windows(trace, 3 * GIB).to_pandas()
-    assert len(windows) == len(table) > 0
-    for window, row in zip(windows, table.to_dict("records"), strict=True):
-        assert {key: None if pd.isna(value) else value for key, value in row.items()} == vars(window)
-
-
 def test_write_tables__leaves_unrecorded_cells_empty(tmp_path: Path) -> None:
     builder = TraceBuilder()
     builder.rank(0).phase("forward", 0, MS, 0)

@@ -19,6 +19,7 @@ from ebbtide.interleave import InterleavedAdamW, offload_activations, stream_wei
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.machines.machine import StoragePath
+from tests.conftest import slow_case
 from tests.features.layers.stacks import (
     LAYER_BYTES,
     LENGTH,
@@ -52,8 +53,8 @@ def trained(model: Any, device: EmulatedDevice | None = None, interleaved: bool 
     return [*results, *(param.grad for param in model.parameters()), *(param.detach() for param in model.parameters())]
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("layers", [2.1, 1.1, 9])
+@pytest.mark.parametrize("interleaved", [slow_case(False), True])
+@pytest.mark.parametrize("layers", [2.1, 1.1, slow_case(9)])
 def test_stream_weights__has_the_bits_of_the_plain_job_within_the_budget(layers: float, interleaved: bool) -> None:
     expected, model = trained(stack(), EmulatedDevice(), interleaved), stack()
     device = EmulatedDevice(h2d_bytes_per_s=2e7, d2h_bytes_per_s=2e7)

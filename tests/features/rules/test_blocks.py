@@ -39,7 +39,7 @@ def any_rows(length: int, has_remainders: bool, generator: torch.Generator) -> l
 @pytest.mark.parametrize("length", [0, 1, 256, 1000, 40_000])
 # Loops convert each dtype as those of AdamW do, and take seconds to compile.
 @pytest.mark.parametrize(
-    "kind", ["bfloat16", slow_case("float16"), slow_case("float32"), "remainder", "beside", "state"]
+    "kind", ["bfloat16", slow_case("float16"), slow_case("float32"), "remainder", "beside", slow_case("state")]
 )
 def test_kernel__gives_the_bits_of_the_reference(kernel: CpuKernel, length: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(length)

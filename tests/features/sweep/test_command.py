@@ -102,20 +102,6 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.slow
-def test_sweep__a_stopped_sweep_ends_its_workers_and_writes_nothing(folder: Path) -> None:
-    process = start(folder, *SLOW, "--jobs", "2")
-    wait_until(lambda: len(children(process.pid)) >= 2, process)
-    workers = children(process.pid)
-    # Ctrl-C goes to the whole group.
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate() == ("", "")
-    assert process.returncode == 130
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        time.sleep(0.01)
-    assert sorted(os.listdir(folder)) == ["m.json", "w.json"]
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     distributed = pytest.importorskip("distributed", reason="dask.distributed is not installed")
@@ -192,26 +178,6 @@ def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
         for row in table_rows
     ]
     assert len(table_rows) == 18
-
-
-def test_sweep__json_has_the_best_policies(folder: Path, sweep: Sweep) -> None:
-    output = sweep(*FAST, "--policy", "twin-flow", "-o", "s.parquet", "--json")
-    assert output.err == ""
-    printed = json.loads(output.out)
-    first, second, third = rows(folder / "s.parquet")
-    assert (printed["output"], printed["rows"], printed["errors"], printed["baseline"]) == (
-        "s.parquet",
-        3,
-        1,
-        "zero-offload",
-    )
-    (best,) = printed["best"]
-    assert (best["policy"], best["iteration_ms"]) == ("interleaved:2", second["iteration_ms"])
-    assert best["speed_up"] == first["iteration_ms"] / second["iteration_ms"]
-    for name in ("peak_device_bytes", "host_bytes", "storage_read_bytes", "storage_written_bytes"):
-        assert best[name] == second[name]
-    assert "lacks the share" in third["error"]
-    assert third["iteration_ms"] is None
 
 
 def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -148,16 +147,6 @@ def test_find_best__one_that_may_fit_comes_before_none() -> None:
     (none,) = find_best(actual[1:])
     assert (none.row, none.speed_up, none.above_bound) == (None, None, None)
     assert none.as_json()["policy"] is None
-
-
-def test_sweep__less_host_memory_means_more_state_in_storage() -> None:
-    rates = replace(machine(), storage=(StoragePath(2e9, 1e9),))
-    sizes = (12e9, 20e9, None)
-    actual = rows(["pipelined"], [Scenario(host_free_bytes=size) for size in sizes], machines=[rates])
-    assert [row["host_free_bytes"] for row in actual] == list(sizes)
-    assert actual[0]["stored_subgroups"] > actual[1]["stored_subgroups"] > actual[2]["stored_subgroups"] == 0
-    assert all(row["fits"] and row["host_bytes"] <= (row["host_free_bytes"] or math.inf) for row in actual)
-    assert [best.group["host_free_bytes"] for best in find_best(actual)] == list(sizes)
 
 
 def test_find_best__is_over_policies_and_subgroups_of_each_scenario() -> None:

@@ -63,22 +63,6 @@ def test_draw_comparison__each_operation_is_in_its_lane_at_its_time(comparison: 
         assert max(extent[2] for extent in extents) <= right
 
 
-def test_draw_comparison__labels_have_units_and_name_the_emulated_device(
-    comparison: Comparison, figure: Figure
-) -> None:
-    assert "emulated device: these times say nothing about a GPU; losses equal bit for bit" in figure.get_suptitle()
-    bottom = figure.subfigs[1]
-    assert bottom.axes[-1].get_xlabel().endswith("(s)")
-    for measured, predicted, result in zip(bottom.axes[::2], bottom.axes[1::2], comparison.results, strict=True):
-        assert measured.get_title(loc="left").startswith(f"{result.policy}: update measured ")
-        assert predicted.get_title(loc="left") == "predicted"
-        for axes in (measured, predicted):
-            assert [label.get_text() for label in axes.get_yticklabels()] == ["phase", *RESOURCES]
-    (legend,) = bottom.legends
-    kinds = {op.kind for result in comparison.results for op in result.predicted.plan.ops} - {"clip"}
-    assert {text.get_text() for text in legend.get_texts()} == kinds
-
-
 def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(figure: Figure) -> None:
     figure.draw_without_rendering()
     all_axes = [axes for part in figure.subfigs for axes in part.axes]

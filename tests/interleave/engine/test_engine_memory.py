@@ -149,6 +149,7 @@ def test_optimizer__releases_all_memory_and_threads(
     assert device.used_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("kept", marks=pytest.mark.slow), "streamed"])
 def test_optimizer__memory_does_not_grow_over_many_steps(mode: str) -> None:
     more_steps = 1000 if FUZZ > 1 else 125

@@ -138,6 +138,7 @@ def test_profile__reports_an_unwritable_output_in_one_line(path: str) -> None:
     assert len(run.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_profile__keeps_only_the_requested_iterations(record: Record) -> None:
     recorded = record(PRELUDE + PLAIN.replace("STEPS", "12"), options=("--iterations", "4:7"))
     trace = recorded.trace

@@ -194,26 +194,6 @@ def test_trace_builder__refuses_missing_values_of_required_columns(missing: str)
         built({"memory": [{"t_ns": 0, "device": "cpu", "pool": "heap", "bytes": 1, missing: None}]}).build()
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "trace", "dangling link"])
-def test_write__does_not_overwrite_what_exists(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "t.ebb"
-    if kind == "trace":
-        sample(path)
-    elif kind == "folder":
-        path.mkdir()
-        (path / "kept.txt").write_text("kept")
-    elif kind == "file":
-        path.write_text("kept")
-    else:
-        path.symlink_to(tmp_path / "nowhere")
-    before = contents(tmp_path)
-    assert "--force" in refusal(lambda: built({}).write(path))
-    if kind != "trace":
-        assert "replaces only traces" in refusal(lambda: built({}).write(path, force=True))
-    assert contents(tmp_path) == before
-    assert path.is_symlink() == (kind == "dangling link")
-
-
 def test_write__force_replaces_only_the_trace_at_the_path(tmp_path: Path) -> None:
     sample(tmp_path / "kept.ebb")
     (tmp_path / "t.ebb").symlink_to(tmp_path / "kept.ebb")

@@ -106,6 +106,7 @@ class Broken(RuntimeError):
     pass
 
 
+@pytest.mark.slow
 def test_memory_budget__is_respected(deepspeed: Any) -> None:
     params = sum(param.numel() for param in Model().parameters())
     device = EmulatedDevice(capacity_bytes=12.0 * params)

@@ -146,6 +146,7 @@ def test_import_trace__a_monitor_adds_the_device_of_each_rank(
     assert next(note for note in trace.notes if "rank 0 only" in note).endswith("get the same phases")
 
 
+@pytest.mark.slow
 @published
 def test_clock_offset__refuses_a_monitor_of_another_run(tmp_path: Path) -> None:
     log, other = MONITORED_LOGS[:2]
