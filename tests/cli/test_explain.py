@@ -203,6 +203,30 @@ def test_commands__show_whole_traces_without_iterations(written: dict[str, Path]
     assert re.search(r"h2d +9\.54 ", printed)
 
 
+def test_commands__show_copies_without_iterations(written: dict[str, Path], capsys: Printed, tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    builder.rank(0, devices=[GPU]).transfer("h2d", 0, MS, 10**6).transfer("d2h", 3 * MS, 4 * MS, 5 * 10**5)
+    path = tmp_path / "copies.ebb"
+    builder.write(path)
+    down, up = answer(capsys, "summary --by link", path)["phases"]
+    assert (down["bytes"], down["busy_ms"], down["mean_bytes_per_s"]) == (1e6, 1.0, pytest.approx(1e6 / 4e-3))
+    assert (up["bytes"], up["busy_ms"]) == (5e5, 1.0)
+    printed = text(capsys, "summary", path, "-v")
+    assert "figures are of the whole trace" in printed
+    assert "Medians" not in printed
+    assert "Copies, whole trace" in printed
+    assert answer(capsys, "summary", path)["iterations"] == 0
+
+
+def test_summary__of_one_rank_has_its_times(written: dict[str, Path], capsys: Printed) -> None:
+    whole, one = (answer(capsys, "summary", written["troubled"], *rank) for rank in ((), ("--rank", 1)))
+    assert (whole["ranks"], one["ranks"]) == (2, 1)
+    assert one["iteration_ms"] <= whole["iteration_ms"]
+    assert "times of the slowest rank" in text(capsys, "summary", written["troubled"])
+    assert "times of the slowest rank" not in text(capsys, "summary", written["troubled"], "--rank", 1)
+    assert run(["summary", str(written["troubled"]), "--rank", "9"]) == 2
+
+
 def test_rank_option__selects_a_rank(written: dict[str, Path], capsys: Printed) -> None:
     path = written["troubled"]
     assert {p["rank"] for p in answer(capsys, "summary --by link", path, "--rank", 1)["phases"]} == {1}
@@ -237,6 +261,15 @@ def test_windows__selects_by_length_and_iteration(written: dict[str, Path], caps
         assert run(["windows", str(path), *wrong]) == 2
         out, err = capsys.readouterr()
         assert (out, len(err.splitlines())) == ("", 1)
+
+
+def test_commands__refuse_other_folders_in_one_line(tmp_path: Path, capsys: Printed) -> None:
+    for command in COMMANDS:
+        (tmp_path / "meta.json").write_text("{}")
+        for path in (tmp_path, tmp_path / "missing.ebb"):
+            assert run([*command.split(), str(path), "--json"]) == 2
+            out, err = capsys.readouterr()
+            assert (out, len(err.splitlines())) == ("", 1)
 
 
 def test_windows__tells_a_link_without_a_peak_from_one_that_was_not_recorded(tmp_path: Path) -> None:

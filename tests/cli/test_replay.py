@@ -11,7 +11,7 @@ import pytest
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.cli import run
 from ebbtide.interleave.policies import POLICIES
-from ebbtide.phases import ITERATION_PARTS
+from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
 from tests.conftest import ebbtide, ebbtide_in_process, needs_all_features, slow_case
@@ -110,6 +110,18 @@ def test_replay__is_deterministic_and_its_output_can_be_replayed(folder: Path) -
     assert again.stdout == first.stdout
 
 
+def test_replay__takes_the_workload_from_the_trace(folder: Path, capsys: Printed) -> None:
+    workload = answer(capsys, f"run.ebb --machine m.json {' '.join(OPTIONS)}")["workload"]
+    job = workload_of(open_trace("run.ebb"))
+    assert (workload["name"], workload["params"], workload["forward_s"]) == ("run", PARAMS, 0.1)
+    # The trace is of a larger GPU than the machine has.
+    less = 80 * 2**30 - MACHINE["gpu_memory_bytes"]
+    assert less > 0
+    assert workload["gpu_free_bytes"] == [
+        {"at_s": start_s, "bytes": size - less} for start_s, size in job.gpu_free or ()
+    ]
+
+
 def test_replay__table_has_a_row_per_policy_and_the_bound(folder: Path, capsys: Printed) -> None:
     arguments = f"--workload w.json --machine m.json {' '.join(OPTIONS)}"
     results = {result["policy"]: result for result in answer(capsys, arguments)["results"]}
@@ -163,28 +175,6 @@ def test_replay__explain_and_recommend_are_printed_and_in_the_json(folder: Path,
     fits = "--params 1e9 --forward-ms 100 --backward-ms 300 --free-bytes 20GB --machine m.json --policy pipelined"
     assert text(capsys, f"{fits} --recommend").startswith("Do not offload: ")
     assert "recommended: do not offload: " in text(capsys, f"{fits} --recommend --all")
-
-
-def test_replay__other_commands_read_saved_traces(folder: Path, capsys: Printed) -> None:
-    printed = answer(capsys, f"--workload w.json --machine m.json {' '.join(OPTIONS)} --policy zero-offload --save new")
-    names = ["interleaved_2", "twin-flow_0.5", "zero-offload"]
-    assert sorted(path.name for path in (folder / "new").iterdir()) == [f"{name}.ebb" for name in names]
-    assert run(["summary", "new/interleaved_2.ebb", "--json"]) == 0
-    phases = {phase["phase"]: phase for phase in json.loads(capsys.readouterr().out)["phases"]}
-    (result,) = [result for result in printed["results"] if result["policy"] == "interleaved:2"]
-    for phase in ITERATION_PARTS:
-        assert phases[phase]["median_ms"] == pytest.approx(result[f"{phase}_ms"], abs=3e-6)
-    assert sum(phase["h2d_bytes"] for phase in phases.values()) == pytest.approx(result["h2d_bytes"])
-    assert run(["windows", "new/interleaved_2.ebb", "--json"]) == 0
-    windows = json.loads(capsys.readouterr().out)
-    assert windows["capacity_bytes"] == MACHINE["gpu_memory_bytes"]
-    # Free memory of the job minus two buffers of state and the gradients on the device.
-    assert 0 < min(window["free_bytes"] for window in windows["guaranteed"]) < 6e9
-    assert run(["report", "new/interleaved_2.ebb", "-o", "page.html"]) == 0
-    assert (folder / "page.html").read_text().rstrip().endswith("</html>")
-    capsys.readouterr()
-    # A simulated trace contains its machine.
-    assert answer(capsys, "new/zero-offload.ebb --policy pipelined")["machine"] == printed["machine"]
 
 
 def test_replay__replaces_outputs_with_force(folder: Path, capsys: Printed) -> None:

@@ -73,6 +73,11 @@ def test_pageable_copies__needs_one_percent_of_iteration() -> None:
     assert finding.potential_gain_ms == pytest.approx(5.5 * (1 - 1e9 / PEAK))
 
 
+def test_pageable_copies__asks_for_kind_of_host_memory() -> None:
+    assert isinstance(offloaded().result(pageable_copies), Unknown)
+    assert isinstance(offloaded().copy("d2h", "update", 0, 40, GB, None).result(pageable_copies), Unknown)
+
+
 @pytest.mark.parametrize(
     ("h2d", "d2h", "both"), [((0, 30), (30, 30), 0), ((0, 30), (20, 60), 10), ((10, 80), (0, 90), 80)]
 )

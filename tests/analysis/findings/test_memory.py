@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.findings import Finding
+from ebbtide.analysis.findings import Finding, Rule, Unknown
 from ebbtide.analysis.findings.rules.memory import does_not_fit, fragmentation, free_memory, memory_outside_torch
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.static_split import largest_split
@@ -156,6 +156,15 @@ def without_capacity(job: Job) -> Job:
     for number in job.ranks:
         job.builder.rank(number).meta["devices"][0]["capacity_bytes"] = None
     return job
+
+
+@pytest.mark.parametrize("rule", [free_memory, memory_outside_torch, fragmentation])
+def test_memory_rules__ask_for_missing_records(rule: Rule) -> None:
+    for job in (devices(Job(2)), without_capacity(on_gpu()), without_capacity(offloaded())):
+        result = job.result(rule)
+        assert isinstance(result, Unknown)
+        assert result.record
+    assert on_cpu().result(rule) is None
 
 
 def test_free_memory__infers_offload_from_state_devices() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from ebbtide.analysis.metrics.iteration_stats import Iterations, Spread, compare
 from ebbtide.analysis.timeseries.statistics import scaled_mad
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+from tests.conftest import ebbtide_in_process
 
 lengths = st.integers(1, 10**8)
 
@@ -136,3 +138,16 @@ def test_compare_iterations__phase_that_never_ran_has_no_spread() -> None:
     assert {s.phase for s in result.spreads} == {"iteration", "forward", "other"}
     assert result.rows[0]["backward_ms"] is None
     json.dumps(result.as_json(), allow_nan=False)
+
+
+def test_iterations_command__says_if_rank_has_no_iterations(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    train(builder.rank(0), [[1, 5, 5, 5]] * 3)
+    builder.rank(1)
+    builder.write(tmp_path / "t.ebb")
+    shown = ebbtide_in_process("summary", "--by", "iteration", tmp_path / "t.ebb", "--rank", "1").stdout
+    assert "no finished iteration of this rank was recorded" in shown
+    assert (
+        "no finished"
+        not in ebbtide_in_process("summary", "--by", "iteration", tmp_path / "t.ebb", "--rank", "0").stdout
+    )

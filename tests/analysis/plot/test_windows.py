@@ -98,6 +98,16 @@ def test_draw_windows__says_when_nothing_is_free() -> None:
     assert labels(panel)[:2] == ["device", "capacity 100.00 MiB"]
 
 
+def test_draw_windows__says_when_a_rank_has_no_memory_samples() -> None:
+    builder = TraceBuilder()
+    train(builder.rank(0, devices=[GPU]))
+    builder.rank(1, devices=[GPU]).phase("forward", 0, 5 * MS, 0)
+    (panel,) = draw([builder.build()], kind="windows", rank=1).axes
+    assert "no device memory was recorded for this rank" in notes(panel)
+    assert "never" not in notes(panel)
+    assert "capacity 100.00 MiB" in labels(panel)
+
+
 def test_draw_windows__has_a_high_capacity_on_the_scale() -> None:
     (panel,) = draw([trained(size=MIB)], kind="windows", min_bytes=MIB).axes
     assert panel.get_ylim()[1] > 100

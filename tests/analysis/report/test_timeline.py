@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
@@ -64,6 +65,19 @@ def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknow
         ("yours", "extra-2"),
     ]
     assert memory.free_pool == "reserved"
+
+
+def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
+    builder = trained()
+    for number in range(10):
+        rate = 9e10 if number == 4 else 1e9
+        builder.rank(0).link((number + 1) * 10 * MS, 10 * MS, "gpm", h2d_bytes_per_s=rate)
+    link = panel_of(builder.build(), "link")
+    (line,) = link.lines
+    assert np.isnan(line.y[4])
+    assert np.nanmax(line.y) == pytest.approx(1.0)
+    assert line.above_peak.tolist() == [50]
+    assert link.notes == ["1 × h2d above the link's peak, which is impossible: marked at the edge"]
 
 
 def test_timeline_content__has_windows_between_memory_and_capacity() -> None:

@@ -10,12 +10,6 @@ from ebbtide.features.advise.printing import print_recommendation
 from ebbtide.features.advise.recommendation import Recommendation, recommend
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from tests.interleave.job_files import machine, workload
-from tests.interleave.quick_plans import plan_quickly
-
-
-@pytest.fixture(autouse=True)
-def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_quickly(monkeypatch)
 
 
 def recommended(**job: object) -> Recommendation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,20 +113,6 @@ def test_calibrate__the_slowest_rank_counts(tmp_path: Path) -> None:
         assert getattr(box, f"one_rank_{key}") > 0
 
 
-@without_gpu
-@pytest.mark.slow
-def test_calibrate__under_a_launcher_only_the_first_rank_prints(tmp_path: Path) -> None:
-    import subprocess
-
-    path = tmp_path / "launched.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ebbtide"]
-    arguments = ["calibrate", "--seconds", "1", "--json", "-o", str(path)]
-    run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == json.loads(path.read_text())
-    assert load_machine(path).extra["ranks"]["count"] == 2
-
-
 JOB = Workload("job", params=1_000_000_000, subgroup_params=100_000_000, forward_s=0.2, backward_s=0.5, other_s=0.1)
 
 
@@ -201,18 +186,6 @@ def test_calibrate__says_how_accurate_predictions_are(measured: tuple[Run, Path]
     assert "ebbtide: not determined by the runs: " in run.stderr
     # One run cannot tell the overhead of a step from rates.
     assert "stand on one size" in " ".join(run.stderr.split())
-
-
-@pytest.mark.slow
-def test_calibrate__traces_with_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
-    paths = []
-    for folder, offload in (("a", {"ratio": 1.0}), ("b", interleaved(2))):
-        (tmp_path / folder).mkdir()
-        paths.append(write_trace(tmp_path / folder, "run", **offload))
-    out = tmp_path / "m.json"
-    run = ebbtide_in_process("calibrate", "--from-trace", paths[0], "--from-trace", paths[1], "-o", out)
-    assert run.returncode == 0, run.stderr
-    assert list(load_machine(out).extra["fit"]["residuals"]) == [str(path) for path in paths]
 
 
 def assert_refused(run: Run, *messages: str) -> None:

@@ -50,18 +50,6 @@ def fitted() -> Machine:
 
 
 @pytest.mark.slow
-def test_fit__one_and_two_ranks_predict_four_on_the_same_host(fitted: Machine) -> None:
-    assert fitted.box is not None
-    assert fitted.box.ranks == 2
-    for policy in ("zero-offload", "pipelined", "interleaved:2@1", "interleaved:4@1"):
-        four = sample(policy, 2e9, 4)
-        assert four.simulate(fitted).update_s == pytest.approx(four.update_s, rel=0.05), policy
-        # With the rates of a rank alone the prediction is far too short.
-        alone = replace(four, ranks=None).simulate(replace(fitted.for_ranks(1), box=None))
-        assert alone.update_s < 0.75 * four.update_s
-
-
-@pytest.mark.slow
 def test_fit__finds_the_total_and_the_rates_of_a_rank_alone(fitted: Machine) -> None:
     box = fitted.box
     assert box is not None
@@ -69,16 +57,6 @@ def test_fit__finds_the_total_and_the_rates_of_a_rank_alone(fitted: Machine) -> 
     assert box.cpu_update_params_per_s == 2 * (fitted.cpu_update_params_per_s or 0)
     assert box.host_memory_bytes_per_s == 2 * (fitted.host_memory_bytes_per_s or 0)
     assert box.one_rank_cpu_update_params_per_s == pytest.approx(1.95e9, rel=0.1)
-
-
-@pytest.mark.slow
-def test_fit__several_models_tell_the_overhead_from_the_rates() -> None:
-    one_model = fit(samples(1e9, 1))
-    two_models = fit([*samples(1e9, 1), *samples(4e9, 1)])
-    assert "step_overhead_s" not in two_models.unidentified
-    assert two_models.uncertainty["step_overhead_s"] < one_model.uncertainty["step_overhead_s"]
-    assert two_models.machine.step_overhead_s == pytest.approx(0.25, rel=0.2)
-    assert two_models.machine.box is None
 
 
 def test_fit__runs_with_the_same_number_of_ranks_have_a_box_of_so_many() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +11,7 @@ import pytest
 
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import Recorded, ebbtide_in_process, slow_case
+from tests.conftest import ebbtide_in_process, slow_case
 from tests.features.export.trace_event_file import check
 from tests.profiler.agent.jobs import PRELUDE
 
@@ -44,27 +40,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "folder" / "kept").touch()
     (tmp_path / "folder.json").mkdir()
     return tmp_path
-
-
-@pytest.mark.slow
-def test_export_and_tables__a_recorded_job_opens_in_perfetto_and_pandas(
-    record: Callable[..., Recorded], tmp_path: Path
-) -> None:
-    job = record(JOB)
-    run = ebbtide_in_process("export", job.path, "-o", "x.json.gz", cwd=tmp_path)
-    assert (run.returncode, run.stdout) == (0, "")
-    text = gzip.decompress((tmp_path / "x.json.gz").read_bytes()).decode()
-    check(text)
-    events = json.loads(text)["traceEvents"]
-    assert Counter(e["cat"] for e in events if e["ph"] == "X") == {"iteration": 6, "phase": 30}
-    memory = Counter(e["name"] for e in events if e["ph"] == "C")
-    assert memory == Counter(f"memory cpu {pool}" for pool in job.trace.memory(0)["pool"])
-    run = ebbtide_in_process("export", "--format", "csv", job.path, "-o", "out", "--min-bytes", "1MB", cwd=tmp_path)
-    assert (run.returncode, run.stdout) == (0, "")
-    phases = pd.read_csv(tmp_path / "out" / "phases.csv")
-    assert phases["start_ns"].tolist() == job.trace.phases(0)["start_ns"].tolist()
-    assert len(pd.read_csv(tmp_path / "out" / "iterations.csv")) == 6
-    assert len(pd.read_csv(tmp_path / "out" / "windows.csv")) > 0
 
 
 def test_export_and_tables__force_replaces_existing_output(folder: Path) -> None:

@@ -15,7 +15,7 @@ from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.rule import UpdateRange
-from tests.conftest import FUZZ
+from tests.conftest import FUZZ, slow_case
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import MACHINE
 
@@ -23,7 +23,7 @@ MUON = find_rule("muon")
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 50), (50, 3), (70, 70), (33, 280), (300, 41), (8, 257)])
-@pytest.mark.parametrize("out_of_place", [False, True])
+@pytest.mark.parametrize("out_of_place", [slow_case(False), True])
 def test_kernel__gives_the_bits_of_the_reference(kernel: CpuKernel, shape: tuple[int, int], out_of_place: bool) -> None:
     generator = torch.Generator().manual_seed(shape[0])
     count = shape[0] * shape[1]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from ebbtide.analysis.plot import save
 from ebbtide.interleave.compare.picture import draw_comparison
 from ebbtide.interleave.compare.results import Comparison
 from ebbtide.interleave.model.plan import RESOURCES
@@ -73,13 +71,3 @@ def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(figure: Figure)
     boxes = [text.get_window_extent() for text in texts if text is not None and text.get_text() and text.get_visible()]
     assert all(figure.bbox.contains(*corner) for text_box in boxes for corner in (text_box.min, text_box.max))
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-
-
-# The command writes one by default.
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "head"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_draw_comparison__is_written_in_all_formats(
-    comparison: Comparison, tmp_path: Path, kind: str, head: bytes
-) -> None:
-    save(draw_comparison(comparison), tmp_path / "picture", kind)
-    assert (tmp_path / "picture").read_bytes().startswith(head)
