@@ -163,30 +163,6 @@ def test_findings__are_in_order_with_their_gains(written: dict[str, Path], capsy
     assert "This trace cannot answer:" in text(capsys, "findings", written["no-memory"], "-v")
 
 
-def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "summary --by substep", written["deepspeed"])
-    assert set(result) == {"pool", "tiles", "steps", "subgroups", "resources", "storage"}
-    assert len(result["steps"]) == 11
-    assert len(result["subgroups"]) == 5 * 5
-    assert set(result["steps"][0]["h2d"]) == {
-        "bytes",
-        "busy_share",
-        "pinned_share",
-        "pageable_share",
-        "busy_bytes_per_s",
-        "share_of_peak",
-    }
-    output = text(capsys, "summary --by substep", written["deepspeed"])
-    assert "They follow each other" in output
-    assert "update: cpu 240.0 ms (67 %)" in output
-    (row,) = [table_row.split() for table_row in output.splitlines() if table_row.startswith("parameters ")]
-    assert row[:4] == ["parameters", "update", "host", "100.0"]
-    assert row[-2:] == ["h2d", "20.00"]
-    assert "By subgroup" not in output
-    assert "By subgroup" in text(capsys, "summary --by substep", written["deepspeed"], "-v")
-    assert "do not add their times" in text(capsys, "summary --by substep", written["simulated"])
-
-
 def test_commands__show_whole_traces_without_iterations(written: dict[str, Path], capsys: Printed) -> None:
     path = written["no-phases"]
     memory = answer(capsys, "memory", path)

@@ -41,17 +41,3 @@ def test_blocking_gradients__gain_matches_asynchronous_run(job: str) -> None:
     assert (RULE in findings[0].removes) == job.startswith("h100")
     assert waiting.potential_gain_ms == pytest.approx(before - after, rel=0.15)
     assert RULE not in {f.rule for f in find(asynchronous).findings}
-
-
-@pytest.mark.parametrize("job", [slow("h100-20b"), slow("h100-20b-ratio0.8"), "h100-20b-ratio0.5"])
-def test_cpu_bound_update__measures_cpu_rate_of_published_runs(job: str) -> None:
-    results = find(run(f"{job}-async"))
-    (update,) = [f for f in results.findings if f.rule == "cpu-bound-update"]
-    # The CPU updates as fast whichever share it has; the update of the resident subgroups on the GPU takes some time.
-    rate = float(update.evidence[2].split("updates ")[1].split(" G")[0])
-    assert rate == pytest.approx(1.64, rel=0.05)
-    # Interleaving, as published, brought a part of what the idle link could.
-    before, after = JobMetrics(run(f"{job}-blocking")), JobMetrics(run(f"{job}-interleaved-2"))
-    saved = (before.phase_ms("update") or 0) - (after.phase_ms("update") or 0)
-    assert update.potential_gain_ms is not None
-    assert saved < update.potential_gain_ms < 2 * saved

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.windows import (
     PhaseSegment,
-    _lower_envelope,
     find_windows,
     phase_table,
     recurring_segments,
@@ -46,23 +45,6 @@ def built(lengths: list[tuple[int, ...]], samples: dict[int, int]) -> Trace:
     for t, used in samples.items():
         rank.memory(t * MS, used)
     return builder.build()
-
-
-@given(st.lists(st.tuples(st.integers(-50, 50), steps), min_size=1, max_size=7))
-def test_lower_envelope__is_minimum_on_fine_grid(functions: list[tuple[int, Any]]) -> None:
-    envelopes = []
-    tables = []
-    for start, values in functions:
-        values = [start, *values]
-        starts = [n for n, value in enumerate(values) if value is not None]
-        envelopes.append((np.array(starts) / 13, np.array([values[n] for n in starts], np.int64)))
-        tables.append([values[max(m for m in starts if m <= n)] for n in range(13)])
-    positions, lowest = _lower_envelope(envelopes)
-    assert positions[0] == 0
-    assert (np.diff(positions) > 0).all()
-    for n in range(13):
-        value = lowest[np.searchsorted(positions, (n + 0.5) / 13, side="right") - 1]
-        assert value == min(table[n] for table in tables)
 
 
 @given(iterations, memory, st.integers(1, CAPACITY))

@@ -19,7 +19,6 @@ from tests.analysis.plot.pictures import (
     train,
     trained,
 )
-from tests.conftest import slow_case
 
 
 def uneven() -> Trace:
@@ -29,19 +28,6 @@ def uneven() -> Trace:
     rank.memory(14 * MS + 1, 90 * MIB).memory(15 * MS, 75 * MIB)
     rank.transfer("h2d", 1 * MS, 2 * MS, 10**6).transfer("d2h", 9 * MS, 10 * MS, 10**6)
     return builder.build("uneven.ebb")
-
-
-@pytest.mark.parametrize("min_bytes", [1, *map(slow_case, (20 * MIB, 45 * MIB))])
-def test_draw_windows__boxes_match_find_windows(min_bytes: int) -> None:
-    trace = uneven()
-    windows = find_windows(trace, min_bytes).windows
-    expected = [
-        (10 * w.iteration + w.start_ms, 10 * w.iteration + w.end_ms, 100 - w.free_bytes / MIB, 100)
-        for w in windows
-        if w.iteration is not None
-    ]
-    panel, _ = draw([trace], kind="windows", min_bytes=min_bytes).axes
-    assert boxes(panel, "≥") == [pytest.approx(box) for box in expected]
 
 
 def test_draw_windows__draws_recurring_windows_in_each_iteration() -> None:
