@@ -83,6 +83,20 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
+def test_replay__unknown_values_are_null(folder: Path, capsys: Printed) -> None:
+    printed = answer(capsys, f"no-memory.ebb --machine m.json {' '.join(OPTIONS)}")
+    assert printed["workload"]["gpu_free_bytes"] is None
+    assert [result["fits"] for result in printed["results"]] == [True, None, None]
+    # By default, a policy that needs the free memory is left out; if it is given, it is refused (below).
+    by_default = answer(capsys, "no-memory.ebb --machine m.json")
+    assert list(by_default["skipped"]) == ["adaptive"]
+    assert "adaptive" not in [result["policy"] for result in by_default["results"]]
+    output = text(capsys, "no-memory.ebb --machine m.json")
+    assert "note: the free memory of the device is not known" in output
+    assert "left out: adaptive" in output
+    assert "not known" in output
+
+
 def test_replay__puts_the_gpu_of_a_machine_into_another_host(folder: Path, capsys: Printed) -> None:
     options = "--workload w.json --policy zero-offload"
     by_name = answer(capsys, f"{options} --machine rtx4090@ddr5-2ch,8-cores")

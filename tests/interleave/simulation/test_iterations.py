@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError
+from ebbtide.features.overlap.policy import late
+from ebbtide.features.overlap.speculation import speculate
 from ebbtide.features.storage.policy import StorageLayout, stored_in
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, STEP, UPDATE, Plan
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
+from ebbtide.interleave.simulation import iterations
 from ebbtide.interleave.simulation.iterations import run_iterations
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
+from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine, StoragePath
+from ebbtide.units import ms_text
 from tests.conftest import examples
 from tests.interleave.simulation.explicit_iterations import Iteration, run_explicitly
 from tests.interleave.simulation.stored_plans import cases
@@ -125,6 +131,60 @@ def test_simulate__reads_into_a_buffer_when_the_iteration_before_has_written_it(
     assert schedule.iteration_s == pytest.approx(2.5)
     times = {op.kind: (start, end) for op, start, end in schedule.items()}
     assert times["read"][0] + schedule.iteration_s == pytest.approx(times["write"][1])
+
+
+def alternating_plan() -> tuple[Plan, Workload, Machine]:
+    """Return a plan of which every second iteration is longer: parked state leaves the device while late updates run.
+
+    The engine does not run it: it begins an iteration when the one before has ended."""
+    sizes = (831336019, 627972074, 768915099, 832627212, 793015361)
+    machine = find_machine("a100-40gb-pcie").for_ranks(4)
+    job = Workload(
+        "period two", sum(sizes), max(sizes), sizes=sizes, forward_s=0.428, backward_s=0.856,
+        gpu_free=((0.0, 20.4e9),), norm="host",
+    )  # fmt: skip
+    builder = PlanBuilder("alternating", job)
+    builder.leave((0, 2))
+    builder.gradients()
+    for subgroup in (0, 2):
+        builder.fetch(subgroup, after=(builder.leaving(2),), point=FORWARD)
+    for subgroup in (3, 1, 4):
+        builder.on_cpu(subgroup)
+    for subgroup in (0, 2):
+        builder.update_fetched(subgroup)
+    plan = late(speculate(builder.plan(), job, 3), job)
+    points = (OTHER, OTHER, *(op.point for op in builder.ops[2:]))
+    early = [
+        op._replace(point=point) if op.subgroup in (0, 2) else op for op, point in zip(plan.ops, points, strict=True)
+    ]
+    return replace(plan, ops=tuple(early), cpu_share=0.92), job, machine
+
+
+def test_simulate__rates_iterations_that_alternate_by_their_mean() -> None:
+    plan, job, machine = alternating_plan()
+    schedule = simulate(plan, job, machine)
+    lengths = [one.iteration_s for one in schedule.cycle]
+    assert len(lengths) == 2
+    assert max(lengths) > 1.1 * min(lengths)
+    run = run_explicitly(plan, job, machine, 40)
+    assert schedule.iteration_s == pytest.approx(fmean(one.length_s for one in run.iterations[20:40]), rel=1e-6)
+    phases = (schedule.other_s, schedule.forward_s, schedule.backward_s, schedule.update_s)
+    assert sum(phases) == pytest.approx(fmean(lengths))
+    assert schedule.note == f"its iterations alternate: {', '.join(ms_text(1e3 * length) for length in lengths)}"
+    assert schedule.settles
+    # Those of the whole cycle.
+    assert schedule.peak_device_bytes == pytest.approx(max(one.peak_device_bytes for one in schedule.cycle))
+    assert schedule.fits_device(None)
+    assert max(schedule.busy_shares().values()) <= 1.0
+
+
+def test_simulate__rates_iterations_that_do_not_settle_by_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iterations, "_period", lambda times: 0)
+    schedule = simulate(*alternating_plan())
+    assert len(schedule.cycle) == 32
+    assert schedule.note is not None
+    assert schedule.note.startswith("its iterations do not settle: from ")
+    assert schedule.rating_s > 100 * schedule.iteration_s
 
 
 @given(st.booleans().flatmap(lambda stored: cases(stored=stored)))
