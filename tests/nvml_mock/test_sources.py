@@ -11,14 +11,14 @@ import pytest
 
 from benchmarks.gpu.steps.link_counters import ReferenceCopies, check_counters, check_sources
 from ebbtide.profiler.agent.spool import LINK_SOURCES
-from ebbtide.profiler.sampler.gpu import open_gpus
+from ebbtide.profiler.sampler.gpu import GpuStateReader, open_gpus
 from ebbtide.profiler.sampler.links import (
     CounterSource,
     LinkSample,
     LinkSource,
     best_source,
 )
-from ebbtide.profiler.sampler.nvml import Nvml, NvmlError
+from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError
 from tests.nvml_mock.build import LoadedMock
 from tests.nvml_mock.cards import (
     A100,
@@ -27,9 +27,11 @@ from tests.nvml_mock.cards import (
     GH200,
     GPM_ONLY,
     H100,
+    H200,
     MIG,
     RTX_4090,
     SECOND_NS,
+    VGPU,
     WRAPPING,
     MockCard,
 )
@@ -68,6 +70,33 @@ def test_counter_source__gives_nothing_for_a_window_in_which_pcie_6_may_wrap_a_c
     samples = read_at(source, mock, [START_NS + ms * MS for ms in (0, 30, 70, 100)])
     assert samples[2] is None
     assert_exact(card, samples, count=2)
+
+
+@pytest.mark.parametrize(
+    ("card", "old_driver", "name"),
+    [
+        (H100, False, "nvml-counters"),
+        (H200, False, "gpm"),
+        (A100, False, "nvml-throughput"),
+        (RTX_4090, False, "nvml-counters"),
+        (replace(H100, c2c_links=10, c2c_status=0), False, "nvml-counters"),
+        (replace(H100, mig_mode=0), False, "nvml-counters"),
+        (H200, True, "nvml-throughput"),
+        (VGPU, False, None),
+        (FORBIDDEN, False, None),
+        (GB200, False, None),
+        (GH200, False, None),
+        (GPM_ONLY, False, "gpm"),
+        (GPM_ONLY, True, None),
+    ],
+)
+def test_best_source__chooses_the_source_that_counts_copies(
+    open_mock: OpenMock, card: MockCard, old_driver: bool, name: str | None
+) -> None:
+    (gpu,), _ = open_mock(card, old_driver=old_driver)
+    source, reasons = best_source(gpu)
+    assert (source.name if source else None) == name
+    assert all(reasons)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +148,17 @@ def test_open_gpus__keeps_a_partitioned_card_without_mig_devices(open_mock: Open
     (gpu,), _ = open_mock(replace(MIG, mig_devices=()))
     assert gpu.title == "GPU 0"
     assert gpu.link_obstacle() is not None
+
+
+def test_gpu__raises_from_the_moment_when_it_is_lost(open_mock: OpenMock) -> None:
+    (gpu,), mock = open_mock(replace(H100, lost_ns=3600 * SECOND_NS))
+    readers = (gpu.read_used_bytes, gpu.read_pcie_counters, gpu.read_link, GpuStateReader(gpu).read, gpu.mig_devices)
+    for read in readers:
+        read()
+    mock.set_time_ns(2**62)
+    for read in readers:
+        with pytest.raises(GpuLost, match="GPU is lost"):
+            read()
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,18 @@ def test_calibrate__says_how_accurate_predictions_are(measured: tuple[Run, Path]
     assert "stand on one size" in " ".join(run.stderr.split())
 
 
+@pytest.mark.slow
+def test_calibrate__traces_with_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
+    paths = []
+    for folder, offload in (("a", {"ratio": 1.0}), ("b", interleaved(2))):
+        (tmp_path / folder).mkdir()
+        paths.append(write_trace(tmp_path / folder, "run", **offload))
+    out = tmp_path / "m.json"
+    run = ebbtide_in_process("calibrate", "--from-trace", paths[0], "--from-trace", paths[1], "-o", out)
+    assert run.returncode == 0, run.stderr
+    assert list(load_machine(out).extra["fit"]["residuals"]) == [str(path) for path in paths]
+
+
 def assert_refused(run: Run, *messages: str) -> None:
     """Assert that a command refused its input: one line, nothing else, exit code 2."""
     assert run.returncode == 2, run.stderr

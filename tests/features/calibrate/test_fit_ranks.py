@@ -59,6 +59,16 @@ def test_fit__finds_the_total_and_the_rates_of_a_rank_alone(fitted: Machine) -> 
     assert box.one_rank_cpu_update_params_per_s == pytest.approx(1.95e9, rel=0.1)
 
 
+@pytest.mark.slow
+def test_fit__several_models_tell_the_overhead_from_the_rates() -> None:
+    one_model = fit(samples(1e9, 1))
+    two_models = fit([*samples(1e9, 1), *samples(4e9, 1)])
+    assert "step_overhead_s" not in two_models.unidentified
+    assert two_models.uncertainty["step_overhead_s"] < one_model.uncertainty["step_overhead_s"]
+    assert two_models.machine.step_overhead_s == pytest.approx(0.25, rel=0.2)
+    assert two_models.machine.box is None
+
+
 def test_fit__runs_with_the_same_number_of_ranks_have_a_box_of_so_many() -> None:
     machine = fit(samples(1e9, 2)).machine
     assert machine.box == Box(2, 2 * (machine.cpu_update_params_per_s or 0), 2 * (machine.host_memory_bytes_per_s or 0))

@@ -165,6 +165,22 @@ def test_compare__has_totals_of_traces_without_iterations() -> None:
     assert set(asdict(whole_trace(TraceBuilder().build())).values()) == {None}
 
 
+def test_compare__has_the_time_of_kernels_in_an_iteration() -> None:
+    runs = []
+    for kernels in ({"gemm": 3, "relu": 2}, {"gemm": 5, "gelu": 1}):
+        builder = with_updates([5] * 4)
+        for number in range(4):
+            for position, (name, length) in enumerate(kernels.items()):
+                start = (number * 36 + 2 + 10 * position) * MS
+                builder.rank(0).kernel(start, start + length * MS, "compute", name)
+        runs.append(builder.build())
+    changes = [(change.name, change.a, change.b) for change in compare(*runs).kernels]
+    assert sorted(changes) == [("gelu", 0.0, 1.0), ("gemm", 3.0, 5.0), ("relu", 2.0, 0.0)]
+    assert changes[-1][0] == "gelu"
+    assert compare(runs[0], with_updates([5] * 4).build()).kernels == []
+    assert compare(*runs).operators == []
+
+
 def test_compare__has_the_time_of_operators_in_an_iteration() -> None:
     runs = []
     for lengths in ((3, 2), (5, 1)):

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.features.overlap.test_late_updates import late_optimizer
 from tests.interleave.engine.jobs import closing
-from tests.interleave.engine.training import MACHINE, Job
+from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer
 
 pytestmark = pytest.mark.usefixtures("speculating_policy")
 
@@ -36,6 +37,34 @@ def _end_of_updates_beside(optimizer: InterleavedAdamW) -> threading.Event:
 
     optimizer._runner.kernel.update_beside = update_and_tell  # type: ignore[method-assign]
     return ended
+
+
+@pytest.mark.slow
+def test_step__goes_on_after_a_speculative_update_failed() -> None:
+    """It has changed nothing, so the step is completed on the CPU."""
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    with speculating_optimizer(job) as optimizer:
+        update, failed = optimizer._runner.kernel.update_beside, threading.Event()
+        for step in range(5):
+            if step == 3:
+
+                def fail(*arguments: Any) -> None:
+                    update(*arguments)
+                    failed.set()
+                    raise RuntimeError("the update failed")
+
+                optimizer._runner.kernel.update_beside = fail  # type: ignore[method-assign]
+                job.net.zero_grad()
+                optimizer.scale(job.loss(step)).backward()
+                assert failed.wait(30)  # a step that comes first takes the update back
+                with pytest.raises(EngineError, match="the update failed; the step was completed on the CPU"):
+                    optimizer.step()
+                optimizer._runner.kernel.update_beside = update  # type: ignore[method-assign]
+            else:
+                job.step(optimizer, step)
+            same.step(expected, step)
+        assert job.outcome() == same.outcome()
 
 
 def test_last_schedule__has_updates_inside_the_backward_as_speculative_and_others_not() -> None:

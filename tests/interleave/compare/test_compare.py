@@ -170,6 +170,20 @@ def test_compare__refuses_a_model_that_does_not_fit_the_host(monkeypatch: pytest
         compare_small()
 
 
+def test_compare__progress_counts_all_iterations() -> None:
+    calls: list[tuple[str, int, int]] = []
+    compare(
+        CompareConfig(
+            ("pipelined", "zero-offload"), 3, TINY, link_bytes_per_s=LINK, machine=MACHINE, baselines=("torch",)
+        ),
+        lambda *call: calls.append(call),
+    )
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+    assert {total for _, _, total in calls} == {9}
+    assert calls[-1] == ("torch", 9, 9)
+    assert list(dict.fromkeys(name for name, _, _ in calls))[1:] == ["pipelined", "zero-offload", "torch"]
+
+
 def test_as_json__is_valid_json(comparison: Comparison) -> None:
     printed = json.loads(json.dumps(comparison.as_json(), allow_nan=False))
     assert printed["device"]["emulated"] is True

@@ -124,6 +124,19 @@ def test_gpu_free__reduces_many_steps_without_promising_more() -> None:
     assert max(size for _, size in inside) > CAPACITY / 4
 
 
+def test_gpu_free__counts_state_of_the_recorded_job_as_free() -> None:
+    used, state = 40, 12 * PARAMS
+    free = CAPACITY - used * GIB
+    split = configured(offloaded(1, used=used), {"device": "cpu", "ratio": 0.75})
+    # Resident state, and the gradients in fp32 beside it.
+    assert workload_of(split.trace).min_free_bytes == free + (state + 4 * PARAMS) / 4
+    unsplit = offloaded(1, used=used)
+    assert workload_of(unsplit.trace).min_free_bytes == free
+    resident = devices(Job(1)).memory("device", {"other": used})
+    resident.meta(optimizers=[{"params": PARAMS, "state_bytes": state, "state_devices": ["cuda:0"]}])
+    assert workload_of(resident.trace).min_free_bytes == free + state
+
+
 def test_workload_of__removes_waiting_from_the_backward() -> None:
     waited = 0.15
     job = offloaded(1, used=40)

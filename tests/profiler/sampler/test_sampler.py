@@ -217,6 +217,13 @@ def test_sampler__stops_after_ten_errors_in_a_row(sample: Sample) -> None:
     assert [note for note in sampled.notes if note.endswith("Unknown Error")] != []
 
 
+def test_sampler__uses_throughput_if_gpm_does_not_count_the_link(sample: Sample) -> None:
+    refused = {pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: pynvml.NVML_ERROR_NOT_SUPPORTED}
+    card = hopper(returns=refused, throughput=(1000, 10), throughput_s=0.005)
+    sampled = sample(FakeNvml(card), reads(card, 6, "nvmlDeviceGetPcieThroughput"), patience_s=1.0)
+    assert "nvml-throughput" in set(sampled.link["source"])
+
+
 def test_sampler__closes_nvml(sample: Sample) -> None:
     library = FakeNvml(card := counting())
     sampled = sample(library, reads(card, 3))

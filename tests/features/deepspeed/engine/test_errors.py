@@ -14,8 +14,9 @@ from ebbtide.features.deepspeed.engine import supported
 from ebbtide.interleave.deepspeed import disable, enable
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
+from tests.conftest import slow_case
 
-from .training import Model, config, digest, engine, train
+from .training import Model, batches, config, digest, engine, loss_of, train
 
 
 def configured(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -104,6 +105,39 @@ def test_disable__restores_deepspeed(deepspeed: Any) -> None:
 
 class Broken(RuntimeError):
     pass
+
+
+class Breaking(EmulatedDevice):
+    """An emulated device of which one copy fails."""
+
+    after = -1
+
+    def copy(self, *args: Any) -> None:
+        self.after -= 1
+        if self.after == 0:
+            raise Broken("the link")
+        super().copy(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [slow_case(1), 4, slow_case(9)])
+def test_step__is_completed_after_a_failed_copy(deepspeed: Any, after: int) -> None:
+    digests = []
+    for breaks in (False, True):
+        device = Breaking()
+        with engine("interleaved:2", config("bf16"), device=device) as running:
+            train(running, 2)
+            for batch in batches(running, 1, seed=3):
+                running.backward(loss_of(running, batch))
+                device.after = after if breaks else -1
+                if breaks:
+                    with pytest.raises(EngineError, match="completed on the CPU"):
+                        running.step()
+                    device.after = -1
+                else:
+                    running.optimizer.step()
+            digests.append(digest(running))
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow

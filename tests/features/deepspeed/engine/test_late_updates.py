@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.deepspeed import enable
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from tests.conftest import slow_case
 
@@ -73,6 +74,31 @@ def test_forward__waits_for_what_it_gathers(deepspeed: Any, has_gates: bool) -> 
             losses.append(loss_of(running, next(batches(running, 1))).item())
             released.set()
     assert (losses[0] == losses[1]) == has_gates
+
+
+@pytest.mark.slow
+def test_step__goes_on_after_an_operation_failed_under_the_forward(deepspeed: Any) -> None:
+    digests = []
+    for fails in (False, True):
+        device = EmulatedDevice()
+        copy, failing = device.copy, iter([fails])
+
+        def fail_once(direction: Any, pairs: Any, copy: Any = copy, failing: Any = failing) -> None:
+            if direction == "h2d" and next(failing, False):
+                raise RuntimeError("the copy failed")
+            copy(direction, pairs)
+
+        with engine(LATE, config("bf16"), device=device) as running:
+            train(running, 2)
+            running.optimizer.synchronize()
+            device.copy = fail_once  # type: ignore[method-assign]
+            train(running, 1, seed=3)
+            if fails:
+                with pytest.raises(EngineError, match="the copy failed; the step was completed on the CPU"):
+                    running.optimizer.synchronize()
+            train(running, 2, seed=4)
+            digests.append(digest(running))
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(

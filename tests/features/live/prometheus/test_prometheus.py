@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,10 @@ from ebbtide.features.live.prometheus.server import (
 )
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.agent.spool import POOLS
-from tests.conftest import ebbtide_in_process
+from ebbtide.profiler.trace import open_trace
+from tests.conftest import ebbtide_in_process, running_process
 from tests.features.live.recording.growing import BACKWARD_MS, CAPACITY, OTHER_MS, PEAK, GrowingRecording
+from tests.profiler.agent.jobs import PRELUDE
 
 ROOT = Path(__file__).parents[4]
 # Name that queries use -> the name of its metric.
@@ -185,3 +188,45 @@ def test_dashboard__names_only_metrics_that_are_served() -> None:
         for name, matchers in re.findall(r"(ebbtide_\w+)\{([^}]*)\}", query):
             labels = set(re.findall(r"(\w+)=~?\"", matchers)) - {"instance", "job", "quantile"}
             assert labels <= set(FAMILIES[SERVED[name]].labels)
+
+
+@pytest.mark.slow
+def test_profile__serves_a_running_job_of_two_ranks(tmp_path: Path) -> None:
+    # The job ends when the file `done` exists, which rank 0 tells the other.
+    job = tmp_path / "job.py"
+    loop = """
+import os, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model)
+done = torch.zeros(1)
+while not done.item():
+    time.sleep(0.01)
+    F.mse_loss(model(batch()[0]), torch.zeros(8, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    done = torch.tensor([float(os.path.exists("done"))])
+    dist.broadcast(done, 0)
+"""
+    job.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{PRELUDE}{loop}")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    path = tmp_path / "run.ebb"
+    command = (sys.executable, "-m", "ebbtide", "profile", "-o", path, "--metrics", "0", "--", *torchrun, job)
+    log = tmp_path / "log"
+    with running_process(["bash", "-c", 'exec "$@" 2>"$0"', log, *command]) as process:
+        while not (url := re.search(r"http://\S+", log.read_text() if log.exists() else "")):
+            assert process.poll() is None, log.read_text()
+        values = scrape(url[0])
+        while (get(values, "ebbtide_iterations_total", rank="1") or 0) < 20:
+            assert process.poll() is None, log.read_text()
+            values = scrape(url[0])
+        (tmp_path / "done").touch()
+        assert process.wait() == 0, log.read_text()
+    for rank in ("0", "1"):
+        for phase in ITERATION_PARTS:
+            assert get(values, "ebbtide_phase_seconds", rank=rank, phase=phase, quantile="0.5")
+            assert get(values, "ebbtide_phase_seconds_sum", rank=rank, phase=phase)
+        assert get(values, "ebbtide_free_bytes", rank=rank, device="cpu")
+        assert get(values, "ebbtide_rank_recording", rank=rank) == 1
+    # Waits for the collector, which served.
+    assert open_trace(path).ranks == [0, 1]

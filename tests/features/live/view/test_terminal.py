@@ -156,6 +156,27 @@ def test_profile_watch__shows_a_real_job_and_ends_as_it_does(tmux: Tmux, tmp_pat
     tmux.wait_for(lambda text: "Findings" not in text)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tmux", [(100, 30)], indirect=True)
+@pytest.mark.parametrize("leaves_first", [False, True])
+def test_profile_watch__interrupts_the_job_as_a_terminal_does(tmux: Tmux, tmp_path: Path, leaves_first: bool) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    python = shlex.quote(sys.executable)
+    tmux.type(
+        f"PYTHONPATH={shlex.quote(os.getcwd())} {python} -m ebbtide profile --watch -o run.ebb -- {python} job.py"
+    )
+    tmux.wait_for(lambda text: "BB" in text)
+    if leaves_first:
+        tmux.press("q")
+        tmux.wait_for(lambda text: "the job goes on, and its output follows" in text)
+    tmux.press("C-c")
+    tmux.wait_for(lambda text: "output of the job: run.log" in text)
+    tmux.type("echo status=$?")
+    rows = tmux.wait_for(lambda text: re.search(r"status=\d", text) is not None)
+    assert "status=130" in "\n".join(rows)
+    assert "KeyboardInterrupt" in (tmp_path / "run.log").read_text()
+
+
 def test_watch__ends_with_one_line_where_the_cursor_cannot_move(tmp_path: Path) -> None:
     # A terminal of its own, of which it is told that it is dumb.
     primary, terminal = pty.openpty()
