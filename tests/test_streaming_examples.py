@@ -19,8 +19,8 @@ from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler import Tracer
 from examples.streaming import command, nmf, svd
-from examples.streaming.replay import measure_rates, predict_pass, replay
-from examples.streaming.tile_plan import LayoutError, TileLayout, fit_layout, pass_plan, pass_workload
+from examples.streaming.replay import measure_rates, predict_pass
+from examples.streaming.tile_plan import TileLayout, fit_layout, pass_plan, pass_workload
 from examples.streaming.tile_stream import TileFunction, TileStream
 from tests.interleave.engine.devices.fake_cuda import install, open_fake
 
@@ -156,13 +156,6 @@ def test_measure_rates__are_those_of_the_schedule_and_predict_its_time(
     assert prediction.bound_s <= prediction.pass_s * (1 + 1e-9)
 
 
-def test_measure_rates__tiles_of_two_sizes_tell_the_overhead_of_operations() -> None:
-    layouts = (TileLayout(100, 60, 20, tile_rows, 2, 3) for tile_rows in (8, 20))
-    measured = measure_rates([simulate(pass_plan(one, True, True), pass_workload(one), MACHINE) for one in layouts])
-    for key in ("h2d_bytes_per_s", "d2h_bytes_per_s", "gpu_update_params_per_s", "operation_s"):
-        assert getattr(measured, key) == pytest.approx(getattr(MACHINE, key))
-
-
 def test_predict_pass__a_second_slot_overlaps_copies_and_a_third_the_write_back() -> None:
     """With copies and computation of the same length."""
     machine = replace(MACHINE, h2d_bytes_per_s=4e8, d2h_bytes_per_s=4e8, gpu_update_params_per_s=1e6, operation_s=0.0)
@@ -171,25 +164,6 @@ def test_predict_pass__a_second_slot_overlaps_copies_and_a_third_the_write_back(
     # Write-back is 0.2 of a fetch: two slots wait for it.
     writes = [predict_pass(TileLayout(4000, 80, 20, 40, slots), True, True, machine).pass_s for slots in (1, 2, 3)]
     assert writes == pytest.approx([8.8e-3, 4.44e-3, 4.048e-3])
-
-
-def test_fit_layout__gives_free_memory_to_residents() -> None:
-    tile_bytes = 4 * 10 * (30 + 2)
-    assert fit_layout(100, 30, 2, 10, 2, 5.9 * tile_bytes).resident_count == 3
-    whole = fit_layout(100, 30, 2, 10, 2, 10 * tile_bytes)
-    assert (whole.resident_share, whole.device_bytes) == (1.0, 10 * tile_bytes)
-    with pytest.raises(LayoutError, match="2 slots of 10 rows need"):
-        fit_layout(100, 30, 2, 10, 2, 1.9 * tile_bytes)
-
-
-def test_replay__leaves_out_what_does_not_fit() -> None:
-    layout = TileLayout(100, 30, 2, 10, 2)
-    predictions = replay(layout, 4.0 * layout.tile_bytes, (10, 30), (1, 2, 5), False, False, MACHINE)
-    assert [(one.layout.tile_rows, one.layout.slots, one.layout.resident_count) for one in predictions] == [
-        (10, 1, 3),
-        (10, 2, 2),
-        (30, 1, 0),
-    ]
 
 
 def test_streams__of_a_gpu_order_every_access(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def test_run_on_cluster__refuses_workers_of_another_version(scheduler: str, monk
         list(run_on_cluster(double, {"1": 1}, scheduler))
 
 
+@pytest.mark.slow
 def test_run_on_cluster__gives_up_a_task_that_kills_its_workers(scheduler: str) -> None:
     ((key, died),) = run_on_cluster(die_at_three, {"3": 3}, scheduler)
     assert key == "3"

@@ -16,10 +16,10 @@ import ebbtide
 from ebbtide.analysis import TraceAnalysis
 from ebbtide.errors import UserError
 from ebbtide.machines.catalog import find_machine
-from tests.conftest import ebbtide_in_process
+from tests.conftest import ebbtide_in_process, slow_case
 
 RUN = Path(__file__).parents[2] / "traces" / "h100-20b-blocking.ebb"
-RUNS = (RUN, RUN.with_name("a100-13b-async.ebb"))
+RUNS = (RUN, slow_case(RUN.with_name("a100-13b-async.ebb")))
 # Method -> the command that prints the same, and its list that `to_pandas` makes a table of.
 METHODS = {
     "summary": ("summary", "phases"),

@@ -81,19 +81,6 @@ def test_runner__a_step_continues_with_its_figures_in_the_next_call(step: Any, r
     assert run(long)["long"]["figures"]["rounds"] == [0, 1, 2]
 
 
-def test_runner__tries_what_has_failed_in_a_step_that_continues_again_if_asked(step: Any, run: Any) -> None:
-    lines = """
-        file = pathlib.Path(sys.argv[sys.argv.index("--figures") + 1])
-        before = json.loads(file.read_text()) if file.exists() else {"failed": {"one": "why"}, "rounds": [0]}
-        add(**before, checks={"every one ran": not before.get("failed")})
-    """
-    long = step("long", lines, continues=True)
-    assert run(long)["long"]["status"] == "failed"
-    again = run(long, again=True)["long"]
-    assert again["status"] == "done"
-    assert again["figures"] == {"rounds": [0], "checks": {"every one ran": True}}
-
-
 def test_runner__keeps_the_figures_of_earlier_calls_of_a_step_that_has_too_little_time(step: Any, run: Any) -> None:
     long = step("long", "add(first=1)\nsys.exit(75)", continues=True, needs_s=30)
     run(long)
@@ -123,13 +110,6 @@ def test_runner__a_killed_call_leaves_what_a_step_had_measured_and_the_next_runs
     written.clear()
     run(step("slow", "add(whole=1)"), step("next", "add()"))
     assert [result["name"] for result in written if result["status"] == "done"] == ["next", "slow"]
-
-
-def test_runner__a_rehearsal_does_not_count_as_done(step: Any, run: Any) -> None:
-    good = step("good", COUNT)
-    rehearsed = run(good, rehearse=True)["good"]
-    assert "--rehearse" in rehearsed["command"]
-    assert "--rehearse" not in run(good)["good"]["command"]
 
 
 def test_runner__a_failed_step_stops_no_other(step: Any, run: Any) -> None:
@@ -171,14 +151,6 @@ def test_runner__does_not_start_a_step_with_too_little_time(step: Any, run: Any)
     assert results["long"]["status"] == "skipped"
     assert results["long"]["why"] == "30 s left, but it needs about 100 s"
     assert results["short"]["status"] == "done"
-
-
-def test_runner__skips_a_step_whose_input_is_missing(step: Any, run: Any) -> None:
-    second = step("second", "add()", reads=("machine.json",))
-    assert run(second)["second"]["why"] == "it reads machine.json, which is not there"
-    # Also of a step that has failed.
-    first = step("first", "(out / 'machine.json').touch()\nsys.exit('a check')")
-    assert run(first, second)["second"]["status"] == "done"
 
 
 def test_pack__the_archive_has_a_size_limit(

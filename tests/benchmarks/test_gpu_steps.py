@@ -211,6 +211,7 @@ def test_smoke__runs_the_kernels_without_a_tool_that_refuses_the_device(
         assert (result["under"], result["refused"]) == (None, "Device not supported")
 
 
+@pytest.mark.slow
 def test_memory__fills_more_than_seems_available_at_first(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

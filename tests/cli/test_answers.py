@@ -36,16 +36,6 @@ def test_replay__budgets_nothing_that_a_smaller_gpu_does_not_have() -> None:
     assert min(budgets) < (23.65 - 20.9) * 2**30
 
 
-@pytest.mark.slow
-def test_replay__recommends_what_its_table_calls_the_simpler_one() -> None:
-    table = ebbtide_in_process("replay", BLOCKING).stdout
-    recommended = ebbtide_in_process("replay", BLOCKING, "--recommend").stdout
-    (line,) = [line for line in table.splitlines() if "the simpler one wins" in line]
-    assert "gpu-only is within" in line
-    assert line in recommended.splitlines()
-    assert re.match(r"Do not offload: [\d,]+ -> [\d,]+ ms \([\d.]+x, simulated; 7,275 recorded\)", recommended)
-
-
 def test_replay__says_why_a_policy_does_not_fit() -> None:
     policies = ("--policy", "zero-offload", "--policy", "gpu-only")
     printed = ebbtide_in_process("replay", ASYNC, *policies, "--machine", "rtx4090", "--ranks-per-host", "4").stdout
@@ -95,16 +85,6 @@ def test_plan__refuses_a_recording_of_the_cpu(tmp_path: Path) -> None:
     assert "was recorded on a CPU" in done.stderr
     assert "ebbtide dry-run --gpu h100-80gb -o predicted.ebb -- python train.py --steps 3" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_recommend__names_no_plain_deepspeed_that_is_slower_or_not_used() -> None:
-    named = "Plain DeepSpeed"
-    assert named in ebbtide_in_process("replay", ASYNC, "--recommend").stdout
-    assert named not in ebbtide_in_process("replay", ASYNC, "--recommend", "--for", "script").stdout
-    # With rates this low the best split takes longer than the recording.
-    slower = ebbtide_in_process("replay", ASYNC, "--recommend", "--machine", "rtx3090", "--ranks-per-host", "8").stdout
-    assert named not in slower
 
 
 def test_free_memory__is_one_figure_on_all_screens() -> None:

@@ -93,15 +93,6 @@ def test_compare__tables_say_that_the_device_is_emulated_and_losses_are_equal(fo
     assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_compare__verbose_has_each_phase(folder: Path, capsys: Printed) -> None:
-    assert run(["compare", *TINY.split(), "--policy", "pipelined", "--policy", "zero-offload", "-v"]) == 0
-    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
-    for policy in ("pipelined", "zero-offload"):
-        first = next(number for number, row in enumerate(rows) if row[:1] == [policy])
-        assert (rows[first][1], *(row[0] for row in rows[first + 1 : first + 4])) == TIMES
-
-
 @pytest.mark.usefixtures("faulty")
 @pytest.mark.parametrize("options", [slow_case(["--plot", "new.svg"]), ["--json"]])
 def test_compare__exits_with_1_if_losses_differ(folder: Path, capsys: Printed, options: list[str]) -> None:

@@ -17,7 +17,7 @@ from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import CAPACITY, MS, PEAK, Job, async_copies, devices, offloaded, on_cpu
 from tests.analysis.findings.test_find import troubled
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
-from tests.conftest import ebbtide, ebbtide_in_process, slow
+from tests.conftest import ebbtide_in_process, slow
 
 BY = ("summary --by link", "summary --by iteration", "summary --by substep")
 COMMANDS = ("findings", "memory", "windows", "activity", *BY)
@@ -163,53 +163,6 @@ def test_findings__are_in_order_with_their_gains(written: dict[str, Path], capsy
     assert "This trace cannot answer:" in text(capsys, "findings", written["no-memory"], "-v")
 
 
-def test_link__has_a_row_per_phase_and_direction(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "summary --by link", written["troubled"])
-    assert [entry["source"] for entry in result["ranks"]] == ["copies", "copies"]
-    assert len(result["phases"]) == 2 * 4 * 2
-    (use,) = [p for p in result["phases"] if (p["rank"], p["phase"], p["direction"]) == (0, "backward", "d2h")]
-    assert use["busy_ms"] == pytest.approx(400)
-    assert use["share_of_peak"] == pytest.approx(2e9 / 0.9 / PEAK)
-    output = text(capsys, "summary --by link", written["troubled"])
-    assert "rank 0 of 2 ranks" in output
-    assert "pageable" in output
-    assert re.search(r"backward +d2h .* 400\.0 ", output)
-
-
-def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "summary --by substep", written["deepspeed"])
-    assert set(result) == {"pool", "tiles", "steps", "subgroups", "resources", "storage"}
-    assert len(result["steps"]) == 11
-    assert len(result["subgroups"]) == 5 * 5
-    assert set(result["steps"][0]["h2d"]) == {
-        "bytes",
-        "busy_share",
-        "pinned_share",
-        "pageable_share",
-        "busy_bytes_per_s",
-        "share_of_peak",
-    }
-    output = text(capsys, "summary --by substep", written["deepspeed"])
-    assert "They follow each other" in output
-    assert "update: cpu 240.0 ms (67 %)" in output
-    (row,) = [table_row.split() for table_row in output.splitlines() if table_row.startswith("parameters ")]
-    assert row[:4] == ["parameters", "update", "host", "100.0"]
-    assert row[-2:] == ["h2d", "20.00"]
-    assert "By subgroup" not in output
-    assert "By subgroup" in text(capsys, "summary --by substep", written["deepspeed"], "-v")
-    assert "do not add their times" in text(capsys, "summary --by substep", written["simulated"])
-
-
-def test_memory__has_a_row_per_pool_and_gap(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "memory", written["troubled"])
-    assert {g["gap"] for g in result["gaps"]} == {"fragmentation", "outside torch", "free"}
-    assert {g["low_bytes"] for g in result["gaps"] if g["gap"] == "outside torch"} == {10 << 30}
-    assert " 20.00 " in text(capsys, "memory", written["troubled"])
-    # Use beyond the capacity leaves nothing free, and no gap is negative.
-    gaps = answer(capsys, "memory", written["extreme-figures"])["gaps"]
-    assert {(g["low_bytes"], g["peak_bytes"]) for g in gaps} == {(0, 0)}
-
-
 def test_commands__show_whole_traces_without_iterations(written: dict[str, Path], capsys: Printed) -> None:
     path = written["no-phases"]
     memory = answer(capsys, "memory", path)
@@ -248,15 +201,6 @@ def test_summary__of_one_rank_has_its_times(written: dict[str, Path], capsys: Pr
     assert "times of the slowest rank" in text(capsys, "summary", written["troubled"])
     assert "times of the slowest rank" not in text(capsys, "summary", written["troubled"], "--rank", 1)
     assert run(["summary", str(written["troubled"]), "--rank", "9"]) == 2
-
-
-def test_iterations__names_the_slowest_rank(written: dict[str, Path], capsys: Printed) -> None:
-    result = answer(capsys, "summary --by iteration", written["troubled"])
-    assert (result["counted"], result["warmup"], result["slowest_rank"]) == (6, [0, 1], {"0": 0, "1": 6})
-    assert len(result["rows"]) == 2 * 8
-    output = text(capsys, "summary --by iteration", written["troubled"])
-    assert "most often the slowest: rank 1, in 6 of 6 iterations" in output
-    assert "no training iteration was seen" in text(capsys, "summary --by iteration", written["unfinished"])
 
 
 def test_rank_option__selects_a_rank(written: dict[str, Path], capsys: Printed) -> None:
@@ -302,13 +246,6 @@ def test_commands__refuse_other_folders_in_one_line(tmp_path: Path, capsys: Prin
             assert run([*command.split(), str(path), "--json"]) == 2
             out, err = capsys.readouterr()
             assert (out, len(err.splitlines())) == ("", 1)
-
-
-@pytest.mark.slow
-def test_findings__runs_as_a_process(written: dict[str, Path]) -> None:
-    shown = ebbtide("findings", written["troubled"], "--json")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert len(json.loads(shown.stdout)["findings"]) == len(troubled().results.findings)
 
 
 def test_windows__tells_a_link_without_a_peak_from_one_that_was_not_recorded(tmp_path: Path) -> None:

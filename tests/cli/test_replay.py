@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,12 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.cli import run
-from ebbtide.interleave.policies import BUILT_IN, POLICIES
+from ebbtide.interleave.policies import POLICIES
 from ebbtide.interleave.replay.workload_from_trace import workload_of
-from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
 from tests.conftest import ebbtide, ebbtide_in_process, needs_all_features, slow_case
 from tests.interleave.job_files import MACHINE, WORKLOAD, write_files
-from tests.interleave.replay.test_replay import BOUND, RESULT
 
 Printed = pytest.CaptureFixture[str]
 FIXED = ("zero-offload", "twin-flow:0.5", "interleaved:2")
@@ -85,26 +81,6 @@ def text(capsys: Printed, arguments: str) -> str:
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
-
-
-def test_replay__json_has_the_documented_keys(folder: Path, capsys: Printed) -> None:
-    printed = answer(capsys, "--workload w.json --machine m.json")
-    # `skipped`, `accuracy`, `limited_by`, speculation and `overlap` are additions.
-    assert list(printed) == ["workload", "machine", "results", "bound", "skipped", "late", "accuracy"]
-    assert all(list(result) == RESULT for result in printed["results"])
-    assert list(printed["bound"]) == BOUND
-    assert [result["policy"] for result in printed["results"]] == list(BUILT_IN)
-    assert {result["fits"] for result in printed["results"]} == {True, False}
-    assert {key: value for key, value in printed["machine"].items() if value not in (None, [], False)} == MACHINE
-    assert {"duplex_bytes_per_s", "step_overhead_s", "box"} <= set(printed["machine"])
-    assert {key: printed["workload"][key] for key in WORKLOAD} == WORKLOAD
-
-
-def test_replay__results_are_in_the_order_of_the_policies(folder: Path, capsys: Printed) -> None:
-    options = "--policy interleaved:2,grads=blocking --policy zero-offload --policy interleaved:2.0"
-    printed = answer(capsys, f"--workload w.json --machine m.json {options}")
-    policies = [result["policy"] for result in printed["results"]]
-    assert policies == ["interleaved:2,grads=blocking", "zero-offload", "interleaved:2.0"]
 
 
 def test_replay__unknown_values_are_null(folder: Path, capsys: Printed) -> None:
@@ -215,35 +191,6 @@ def test_replay__explain_and_recommend_are_printed_and_in_the_json(folder: Path,
     assert "recommended: do not offload: " in text(capsys, f"{fits} --recommend --all")
 
 
-def test_replay__other_commands_read_saved_traces(folder: Path, capsys: Printed) -> None:
-    printed = answer(capsys, f"--workload w.json --machine m.json {' '.join(OPTIONS)} --policy zero-offload --save new")
-    names = ["interleaved_2", "twin-flow_0.5", "zero-offload"]
-    assert sorted(path.name for path in (folder / "new").iterdir()) == [f"{name}.ebb" for name in names]
-    assert run(["summary", "new/interleaved_2.ebb", "--json"]) == 0
-    phases = {phase["phase"]: phase for phase in json.loads(capsys.readouterr().out)["phases"]}
-    (result,) = [result for result in printed["results"] if result["policy"] == "interleaved:2"]
-    for phase in ITERATION_PARTS:
-        assert phases[phase]["median_ms"] == pytest.approx(result[f"{phase}_ms"], abs=3e-6)
-    assert sum(phase["h2d_bytes"] for phase in phases.values()) == pytest.approx(result["h2d_bytes"])
-    assert run(["windows", "new/interleaved_2.ebb", "--json"]) == 0
-    windows = json.loads(capsys.readouterr().out)
-    assert windows["capacity_bytes"] == MACHINE["gpu_memory_bytes"]
-    # Free memory of the job minus two buffers of state and the gradients on the device.
-    assert 0 < min(window["free_bytes"] for window in windows["guaranteed"]) < 6e9
-    assert run(["report", "new/interleaved_2.ebb", "-o", "page.html"]) == 0
-    assert (folder / "page.html").read_text().rstrip().endswith("</html>")
-    capsys.readouterr()
-    # A simulated trace contains its machine.
-    assert answer(capsys, "new/zero-offload.ebb --policy pipelined")["machine"] == printed["machine"]
-
-
-@pytest.mark.slow
-def test_replay__draws_in_each_format(folder: Path, capsys: Printed) -> None:
-    for suffix, head in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
-        text(capsys, f"--workload w.json --machine m.json {' '.join(OPTIONS)} --plot new.{suffix}")
-        assert (folder / f"new.{suffix}").read_bytes().startswith(head)
-
-
 def test_replay__replaces_outputs_with_force(folder: Path, capsys: Printed) -> None:
     arguments = "--workload w.json --machine m.json --plot taken.png --save new"
     text(capsys, f"{arguments} --policy pipelined --policy zero-offload --force")
@@ -343,16 +290,6 @@ def test_replay__bad_input_is_one_line_and_changes_no_file(folder: Path, capsys:
         assert message in err, arguments
         after = contents(folder)
         assert {name: after[name] for name in after if "__pycache__" not in name} == before, arguments
-
-
-@pytest.mark.slow
-def test_replay__does_not_import_torch_and_exits_with_2_as_a_process(folder: Path) -> None:
-    failed = ebbtide("replay", "--workload", "truncated.json", "--machine", "m.json", cwd=folder)
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert len(failed.stderr.splitlines()) == 1
-    probe = "import sys; from ebbtide.cli import run; run(sys.argv[1:]); assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", probe, "replay", "--workload", "w.json", "--machine", "m.json", *OPTIONS]
-    assert subprocess.run(command, cwd=folder, capture_output=True, timeout=240, check=False).returncode == 0
 
 
 def test_replay__shows_late_updates_and_their_bound_where_no_policy_is_named(folder: Path, capsys: Printed) -> None:

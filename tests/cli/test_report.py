@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,12 +63,3 @@ def test_report__bad_input_is_one_line_and_changes_no_file(run: Path, arguments:
     (error,) = refused.stderr.splitlines()
     assert message in error
     assert [path.name for path in run.iterdir()] == ["run.ebb"]
-
-
-@pytest.mark.slow
-def test_report__imports_neither_torch_nor_matplotlib(run: Path) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "ebbtide", "report", "run.ebb", "-o", "run.html"]
-    done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=240, check=True)
-    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE))
-    assert "bokeh" in imported
-    assert not {"torch", "matplotlib"} & {name.split(".")[0] for name in imported}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from ebbtide.profiler.trace import TraceBuilder
-from tests.conftest import ebbtide_in_process, run_process
+from tests.conftest import run_process
 
 MS = 10**6
 
@@ -23,45 +22,6 @@ def trained(path: Path, with_state: bool) -> Path:
         rank.gpu(0, utilization_percent=40, power_w=310.4, sm_clock_mhz=1980)
         rank.gpu(200 * MS, utilization_percent=96, power_w=698.5)
     return builder.write(path).path
-
-
-def words_of(line: str) -> str:
-    return " ".join(line.split())
-
-
-def test_summary__prints_smallest_mean_and_largest_value_per_phase(tmp_path: Path) -> None:
-    run = ebbtide_in_process("summary", trained(tmp_path / "t.ebb", with_state=True), "-v")
-    lines = [words_of(line) for line in run.stdout.splitlines()]
-    start = lines.index("The GPU in each phase")
-    assert lines[start + 1] == "quantity phase smallest mean largest"
-    assert lines[start + 2 : start + 8] == [
-        "utilization (%) forward 40 40 40",
-        "utilization (%) update 40 68 96",
-        "power (W) forward 310 310 310",
-        "power (W) update 310 504 698",
-        "SM clock (MHz) forward 1,980 1,980 1,980",
-        "SM clock (MHz) update 1,980 1,980 1,980",
-    ]
-    assert any("NVML's own mean over 1/6 to 1 s" in line for line in lines)
-    assert "temperature" not in run.stdout
-    assert max(len(line) for line in run.stdout.splitlines() if not line.endswith(".")) <= 140
-
-
-def test_summary__json_has_a_figure_per_quantity_and_phase(tmp_path: Path) -> None:
-    printed = json.loads(ebbtide_in_process("summary", trained(tmp_path / "t.ebb", True), "--json").stdout)
-    assert {(figure["quantity"], figure["phase"]) for figure in printed["gpu"]} == {
-        (quantity, phase) for quantity in ("utilization", "power", "sm_clock") for phase in ("forward", "update")
-    }
-    assert {"quantity": "utilization", "unit": "%", "phase": "update", "min": 40.0, "mean": 68.0, "max": 96.0} in (
-        printed["gpu"]
-    )
-
-
-def test_summary__omits_the_state_if_it_was_not_recorded(tmp_path: Path) -> None:
-    path = trained(tmp_path / "t.ebb", with_state=False)
-    assert not (path / "rank-0" / "gpu.parquet").exists()
-    assert "GPU: smallest" not in ebbtide_in_process("summary", path).stdout
-    assert json.loads(ebbtide_in_process("summary", path, "--json").stdout)["gpu"] is None
 
 
 @pytest.mark.parametrize(

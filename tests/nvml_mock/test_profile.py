@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pynvml
 import pytest
 
 from ebbtide.profiler.trace import Trace, open_trace
@@ -52,7 +51,6 @@ WITHOUT_LINK = {
     FORBIDDEN: "nvml-counters: Insufficient Permissions; gpm: not on this card; "
     "nvml-throughput: Insufficient Permissions",
 }
-H200_PEAK_BYTES_PER_S = 63e9
 NAMES = {card: card.name for card in CARDS}
 
 
@@ -249,34 +247,6 @@ def test_link__gives_rates_or_the_reason_for_none(box: RecordedBox) -> None:
     assert [use for use in printed["phases"] if use["rank"] in silent and use["bytes"] is not None] == []
 
 
-def test_summary__has_the_state_of_the_cards(box: RecordedBox) -> None:
-    printed = read_json("summary", box.path)
-    assert printed["ranks"] == len(CARDS)
-    extremes = {(row["min"], row["max"]) for row in printed["gpu"] if row["quantity"] == "power"}
-    assert extremes == {(A100.power_mw / 1e3, H100.instant_power_mw / 1e3)}
-    phases = {row["phase"]: row for row in printed["phases"]}
-    assert phases["update"]["h2d_bytes"] > 0
-    assert [remark for remark in printed["remarks"] if remark.startswith("no link use")] == [
-        f"no link use of rank {box.rank(card)}: {reason}" for card, reason in WITHOUT_LINK.items()
-    ]
-
-
-def test_windows__finds_the_memory_that_is_free_for_part_of_the_time(box: RecordedBox) -> None:
-    windows = pd.DataFrame(read_json("windows", box.path)["windows"])
-    of_rank = {CARDS[number]: rows for number, rows in windows.groupby("rank")}
-    assert set(of_rank[H100]["free_bytes"]) == {H100.total - H100.used, H100.total - H100.used_high}
-    assert set(of_rank[A100]["free_bytes"]) == {A100.total - A100.used}
-    ours = MIG.mig_devices[-1]
-    assert set(of_rank[MIG]["free_bytes"]) == {ours.total - ours.used}
-    # An unknown link is not an idle one.
-    for card in (GB200, MIG, VGPU):
-        assert of_rank[card][["h2d_idle_share", "d2h_idle_share"]].isna().all(axis=None)
-        shown = ebbtide_in_process("windows", box.path, "--rank", box.rank(card)).stdout
-        assert f"link use was not recorded ({WITHOUT_LINK[card]}), so idle shares are not known" in shown
-    idle = of_rank[H200]["h2d_idle_share"].median()
-    assert idle == pytest.approx(1 - H200.h2d / H200_PEAK_BYTES_PER_S, abs=0.02)
-
-
 Alone = Callable[..., tuple[Trace, list[str]]]
 
 
@@ -303,48 +273,11 @@ def record_alone(drivers: Drivers, tmp_path: Path) -> Alone:
 
 
 @pytest.mark.slow
-def test_profile__names_the_reason_if_nvml_does_not_answer(record_alone: Alone) -> None:
-    code = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
-    trace, lines = record_alone(A100, cuda_device(A100), init_error=code)
-    (line,) = lines
-    assert line == f"rank 0: cuda:0 was not sampled: {pynvml.NVMLError(code)}"
-    assert trace.meta.host.nvml == str(pynvml.NVMLError(code))
-    assert len(device_memory(trace)) == 0
-    assert line in trace.notes
-
-
-@pytest.mark.slow
 def test_profile__says_that_a_job_on_the_cpu_used_no_gpu(record_alone: Alone) -> None:
     trace, lines = record_alone(A100)
     assert lines == ["no recorded process used a GPU: the samples of the GPU of this host are not in the trace"]
     assert trace.rank(0).main_device.kind == "cpu"
     assert len(trace.link(0)) == 0
-
-
-@pytest.mark.slow
-def test_profile__finds_the_mig_device_of_cuda_visible_devices(record_alone: Alone) -> None:
-    """CUDA may give the UUID of the card; the job sees one MIG device of it."""
-    ours = MIG.mig_devices[1]
-    trace, lines = record_alone(MIG, cuda_device(replace(MIG, mig_devices=())), env={"CUDA_VISIBLE_DEVICES": ours.uuid})
-    assert set(device_memory(trace)["bytes"]) == {ours.used}
-    assert [gpu.uuid for gpu in trace.meta.host.gpus] == [ours.uuid]
-    assert [line for line in lines if "was not sampled" in line] == []
-
-
-@pytest.mark.slow
-def test_profile__says_that_a_partitioned_card_needs_cuda_visible_devices(record_alone: Alone) -> None:
-    trace, lines = record_alone(MIG, cuda_device(replace(MIG, mig_devices=())))
-    assert len(device_memory(trace)) == 0
-    (line,) = [line for line in lines if "was not sampled" in line]
-    assert line.endswith("set CUDA_VISIBLE_DEVICES to one of them")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", SOURCES, ids=NAMES.get)
-def test_profile__records_a_card_alone(record_alone: Alone, card: MockCard) -> None:
-    trace, lines = record_alone(card, cuda_device(card))
-    assert not lines
-    assert trace.link(0)["h2d_bytes_per_s"].median() == pytest.approx(card.h2d, rel=0.03)
 
 
 @pytest.mark.slow
@@ -355,10 +288,3 @@ def test_profile__falls_back_under_an_old_driver(record_alone: Alone, drivers: D
     assert len(trace.gpu(0)) >= 1
     assert trace.gpu(0)["throttle_reasons"].notna().all()
     assert not lines
-
-
-@pytest.mark.slow
-def test_profile__names_the_reason_without_a_driver(record_alone: Alone) -> None:
-    trace, lines = record_alone(A100, cuda_device(A100), env={"NVML_MOCK": "/missing"})
-    assert lines == ["rank 0: cuda:0 was not sampled: Driver Not Loaded"]
-    assert trace.meta.host.nvml == "Driver Not Loaded"

@@ -5,30 +5,23 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
-import pynvml
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.gpu.steps.link_counters import ReferenceCopies, check_counters, check_sources
 from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.sampler.gpu import GpuStateReader, open_gpus
 from ebbtide.profiler.sampler.links import (
     CounterSource,
-    GpmSource,
     LinkSample,
     LinkSource,
-    ThroughputSource,
     best_source,
 )
-from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError, Unsupported
+from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError
 from tests.nvml_mock.build import LoadedMock
 from tests.nvml_mock.cards import (
     A100,
-    CARDS,
     FORBIDDEN,
     GB200,
     GH200,
@@ -47,7 +40,6 @@ from tests.nvml_mock.conftest import OpenMock
 MS = 1_000_000
 # Late enough for 64-bit counters beyond 2**32.
 START_NS = 5000 * SECOND_NS
-BURSTS = replace(H100, burst_ns=70 * MS)
 
 
 def read_at(source: LinkSource, mock: LoadedMock, times_ns: list[int]) -> list[LinkSample | None]:
@@ -71,16 +63,6 @@ def assert_exact(card: MockCard, samples: list[LinkSample | None], count: int, r
         )
 
 
-@pytest.mark.parametrize("counters", ["uint32", "wraps32", "uint64"])
-@pytest.mark.parametrize("card", [H100, BURSTS, WRAPPING], ids=["steady", "bursts", "wraps in 72 ms"])
-def test_counter_source__counts_every_byte(open_mock: OpenMock, card: MockCard, counters: str) -> None:
-    card = replace(card, counters=counters)
-    (gpu,), mock = open_mock(card)
-    source = CounterSource(gpu, clock=lambda: mock.t_ns)
-    times_ns = [START_NS + 10 * MS * n + 7919 * n * n for n in range(60)]
-    assert_exact(card, read_at(source, mock, times_ns), count=59)
-
-
 def test_counter_source__gives_nothing_for_a_window_in_which_pcie_6_may_wrap_a_counter(open_mock: OpenMock) -> None:
     card = replace(WRAPPING, generation=6, max_generation=6, h2d=120_000_000_000)
     (gpu,), mock = open_mock(card)
@@ -88,26 +70,6 @@ def test_counter_source__gives_nothing_for_a_window_in_which_pcie_6_may_wrap_a_c
     samples = read_at(source, mock, [START_NS + ms * MS for ms in (0, 30, 70, 100)])
     assert samples[2] is None
     assert_exact(card, samples, count=2)
-
-
-def test_counter_source__rejects_counters_in_floating_point(open_mock: OpenMock) -> None:
-    (gpu,), _ = open_mock(replace(H100, counters="double"))
-    with pytest.raises(Unsupported, match="type 0"):
-        CounterSource(gpu).read()
-
-
-@pytest.mark.parametrize("card", [H200, replace(H200, burst_ns=170 * MS)], ids=["steady", "bursts"])
-def test_gpm_source__gives_the_mean_of_each_window(open_mock: OpenMock, card: MockCard) -> None:
-    (gpu,), mock = open_mock(card)
-    source = GpmSource(gpu, clock=lambda: mock.t_ns)
-    assert_exact(card, read_at(source, mock, [START_NS + 120 * MS * n for n in range(20)]), count=19)
-
-
-def test_throughput_source__gives_the_rates_of_both_directions(open_mock: OpenMock) -> None:
-    (gpu,), mock = open_mock(A100)
-    source = ThroughputSource(gpu, clock=lambda: mock.t_ns)
-    samples = read_at(source, mock, [START_NS + 50 * MS * n for n in range(5)])
-    assert_exact(A100, samples, count=5, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -188,29 +150,6 @@ def test_open_gpus__keeps_a_partitioned_card_without_mig_devices(open_mock: Open
     assert gpu.link_obstacle() is not None
 
 
-def test_gpu_state_reader__reads_what_each_card_reports(open_mock: OpenMock) -> None:
-    gpus, _ = open_mock(H100, A100, VGPU)
-    values = [GpuStateReader(gpu).read() for gpu in gpus]
-    assert values[0] == {
-        "utilization": H100.utilization,
-        "memory_utilization": H100.memory_utilization,
-        "power": H100.instant_power_mw,
-        "sm_clock": H100.sm_clock_mhz,
-        "memory_clock": H100.memory_clock_mhz,
-        "temperature": H100.temperature_celsius,
-        "throttle_reasons": H100.throttle_reasons,
-    }
-    assert values[1]["power"] == A100.power_mw
-    assert set(values[0]) - set(values[2]) == {"power", "temperature"}
-
-
-def test_gpu_state_reader__takes_the_older_name_of_the_reasons_under_an_old_driver(open_mock: OpenMock) -> None:
-    (gpu,), _ = open_mock(replace(H100, throttle_reasons=0x24), old_driver=True)
-    with pytest.raises(Unsupported, match="Function Not Found"):
-        gpu.call("nvmlDeviceGetCurrentClocksEventReasons")
-    assert GpuStateReader(gpu).read()["throttle_reasons"] == 0x24
-
-
 def test_gpu__raises_from_the_moment_when_it_is_lost(open_mock: OpenMock) -> None:
     (gpu,), mock = open_mock(replace(H100, lost_ns=3600 * SECOND_NS))
     readers = (gpu.read_used_bytes, gpu.read_pcie_counters, gpu.read_link, GpuStateReader(gpu).read, gpu.mig_devices)
@@ -283,28 +222,3 @@ def test_check_sources__compares_each_source_with_the_bytes_of_copies(
             assert comparison["samples"] >= 2
             assert comparison["scale"] == pytest.approx(1.0, rel=0.02)
             assert comparison["dropouts"] == 0.0
-
-
-@given(
-    rate=st.integers(0, 10**11),
-    burst_ns=st.none() | st.integers(2, 10**9),
-    times_ns=st.lists(st.integers(0, 10**13), min_size=2, max_size=5, unique=True).map(sorted),
-)
-def test_mock_card__computes_the_bytes_of_adjacent_spans(rate: int, burst_ns: int | None, times_ns: list[int]) -> None:
-    """The expectations of these tests add up, and never exceed the rate."""
-    card = replace(H100, h2d=rate, burst_ns=burst_ns)
-    spans = [card.bytes_between("h2d", start, end) for start, end in pairwise(times_ns)]
-    assert sum(spans) == pytest.approx(card.bytes_between("h2d", times_ns[0], times_ns[-1]))
-    assert all(
-        0 <= moved <= rate * (end - start) / SECOND_NS * (1 + 1e-9)
-        for moved, (start, end) in zip(spans, pairwise(times_ns), strict=True)
-    )
-
-
-def test_mock__refuses_calls_after_the_shutdown(open_mock: OpenMock) -> None:
-    (gpu, *_), _ = open_mock(*CARDS)
-    Nvml().close()
-    gpu.read_link()
-    pynvml.nvmlShutdown()
-    with pytest.raises(NvmlError, match="Uninitialized"):
-        gpu.read_used_bytes()

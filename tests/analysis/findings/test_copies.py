@@ -111,11 +111,6 @@ def test_one_direction__needs_one_percent_of_iteration(length: float, reported: 
     assert (job.result(one_direction) is not None) == reported
 
 
-def test_one_direction__asks_for_copies() -> None:
-    assert isinstance(offloaded().sample("update", 0.5, 0.5).result(one_direction), Unknown)
-    assert on_cpu().result(one_direction) is None
-
-
 @pytest.mark.parametrize("together", [15, 40])
 def test_shared_link__gain_is_slowdown_of_concurrent_copies(together: float) -> None:
     finding = slow_pair(offloaded(2), together).finding(shared_link)

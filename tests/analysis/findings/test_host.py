@@ -36,10 +36,6 @@ def test_swapping__reports_full_host(used: float, reported: bool) -> None:
     assert job.result(swapping) is None
 
 
-def test_swapping__asks_for_missing_records() -> None:
-    assert isinstance(devices(Job(2)).result(swapping), Unknown)
-
-
 def placed(cpu_nodes: list[int], gib: dict[int, float]) -> dict[str, Any]:
     return {"cpu_nodes": cpu_nodes, "memory_bytes": {str(node): round(size * GIB) for node, size in gib.items()}}
 

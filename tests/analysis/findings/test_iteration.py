@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.analysis.findings import Unknown
-from ebbtide.analysis.findings.rules.iterations import between_phases, phases, slow_rank
+from ebbtide.analysis.findings.rules.iterations import between_phases, slow_rank
 from ebbtide.profiler.agent.without_gradients import NAME
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import MS, Job, on_cpu, on_gpu
@@ -104,11 +103,3 @@ def test_slow_rank__needs_most_iterations(slow_iterations: int, reported: bool) 
     job = Job(0)
     job.builder = builder
     assert (job.result(slow_rank) is not None) == reported
-
-
-def test_phases__asks_for_iterations() -> None:
-    job = Job(1, iterations=0)
-    assert isinstance(job.result(phases), Unknown)
-    assert Job(1, iterations=1).result(phases) is None
-    assert job.result(slow_rank) is None
-    assert job.result(between_phases) is None

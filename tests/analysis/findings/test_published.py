@@ -10,7 +10,6 @@ import pytest
 
 from ebbtide.analysis.findings import find
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.features.advise.trace_advice import TraceAdviser
 from ebbtide.profiler.trace import Trace, open_trace
 
@@ -42,31 +41,3 @@ def test_blocking_gradients__gain_matches_asynchronous_run(job: str) -> None:
     assert (RULE in findings[0].removes) == job.startswith("h100")
     assert waiting.potential_gain_ms == pytest.approx(before - after, rel=0.15)
     assert RULE not in {f.rule for f in find(asynchronous).findings}
-
-
-@pytest.mark.parametrize("job", [slow("h100-20b"), slow("h100-20b-ratio0.8"), "h100-20b-ratio0.5"])
-def test_cpu_bound_update__measures_cpu_rate_of_published_runs(job: str) -> None:
-    results = find(run(f"{job}-async"))
-    (update,) = [f for f in results.findings if f.rule == "cpu-bound-update"]
-    # The CPU updates as fast whichever share it has; the update of the resident subgroups on the GPU takes some time.
-    rate = float(update.evidence[2].split("updates ")[1].split(" G")[0])
-    assert rate == pytest.approx(1.64, rel=0.05)
-    # Interleaving, as published, brought a part of what the idle link could.
-    before, after = JobMetrics(run(f"{job}-blocking")), JobMetrics(run(f"{job}-interleaved-2"))
-    saved = (before.phase_ms("update") or 0) - (after.phase_ms("update") or 0)
-    assert update.potential_gain_ms is not None
-    assert saved < update.potential_gain_ms < 2 * saved
-
-
-def test_find_windows__finds_free_update_of_published_run() -> None:
-    trace = run("h100-20b-blocking")
-    windows = find_windows(trace, 40 * 2**30)
-    assert {w.rank for w in windows.windows} == {0, 1, 2, 3}
-    for rank in trace.ranks:
-        recurring = [w for w in windows.guaranteed if (w.rank, w.phase) == (rank, "update")]
-        longest = max(recurring, key=lambda w: w.end_ms - w.start_ms)
-        assert longest.end_ms - longest.start_ms > 2000  # of 2272 ms
-        assert longest.free_bytes > 60 * 2**30
-        assert longest.d2h_idle_share is not None
-        assert longest.d2h_idle_share > 0.9
-    assert not any(word in text for f in find(trace).findings for text in f.evidence for word in ("nan", "None"))

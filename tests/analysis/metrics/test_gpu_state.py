@@ -44,17 +44,6 @@ def figures_of(trace: Trace, quantity: str) -> dict[str, tuple[float, float, flo
     return {f.phase: (f.min, f.mean, f.max) for f in gpu_state(trace).figures if f.quantity == quantity}
 
 
-def test_gpu_state__is_a_step_function_that_phases_cut() -> None:
-    builder, rank = trained()
-    rank.gpu(0, power_w=100.0).gpu(200 * MS, power_w=300.0).gpu(400 * MS, power_w=700.0).gpu(900 * MS, power_w=200.0)
-    assert figures_of(builder.build(), "power") == {
-        "forward": (100.0, pytest.approx((100 * 100 + 100 * 300) / 200), 300.0),
-        "backward": (300.0, pytest.approx((100 * 300 + 300 * 700) / 400), 700.0),
-        "update": (200.0, pytest.approx((200 * 700 + 100 * 200) / 300), 700.0),
-        "other": (100.0, pytest.approx(100.0), 100.0),
-    }
-
-
 def test_gpu_state__without_iterations_is_of_the_whole_trace() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
@@ -73,27 +62,6 @@ def test_gpu_state__without_iterations_is_of_the_whole_trace() -> None:
     )
     assert list(summary_view(trace, summary, verbose=False))[-1] == "1 note, state of the GPU, pools of memory: -v"
     assert closing_lines(trace)[1] == "recorded: state of the GPU"
-
-
-def test_gpu_state__a_sample_at_the_border_belongs_to_the_phase_that_begins() -> None:
-    builder, rank = trained()
-    rank.gpu(100 * MS, power_w=1.0).gpu(300 * MS, power_w=9.0)
-    figures = figures_of(builder.build(), "power")
-    assert figures["forward"] == (1.0, 1.0, 1.0)
-    assert figures["backward"] == figures["update"] == (9.0, 9.0, 9.0)
-    assert "other" not in figures  # nothing was recorded before 100 ms
-
-
-def test_gpu_state__a_phase_shorter_than_the_sampling_has_the_value_before_it() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[GPU], first_iteration_start_ns=0)
-    rank.phase("forward", 10, 20, 0).phase("backward", 20, 40, 0)
-    rank.gpu(0, utilization_percent=30.0).gpu(100, utilization_percent=90.0)
-    assert figures_of(builder.build(), "utilization") == {
-        "forward": (30.0, 30.0, 30.0),
-        "backward": (30.0, 30.0, 30.0),
-        "other": (30.0, 30.0, 30.0),
-    }
 
 
 def test_gpu_state__uses_device_times_if_every_phase_has_them() -> None:

@@ -140,12 +140,6 @@ def test_compare_iterations__phase_that_never_ran_has_no_spread() -> None:
     json.dumps(result.as_json(), allow_nan=False)
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_compare_iterations__is_empty_without_iterations(ranks: int) -> None:
-    result = compared(*[[]] * ranks)
-    assert (result.counted, result.warmup, result.spreads, result.rows, result.slowest_rank) == (0, [], [], [], None)
-
-
 def test_iterations_command__says_if_rank_has_no_iterations(tmp_path: Path) -> None:
     builder = TraceBuilder()
     train(builder.rank(0), [[1, 5, 5, 5]] * 3)

@@ -88,19 +88,6 @@ def test_link_use__has_no_share_without_peak() -> None:
     assert use.mean_bytes_per_s == pytest.approx(1e9 / 0.17)
 
 
-def test_link_use__lists_each_rank_in_order_of_phases() -> None:
-    builder = TraceBuilder()
-    gpu(builder, 0).transfer("h2d", 0, 180 * MS, 180_000_000, device="cuda:0")
-    gpu(builder, 1)
-    result = link_use(builder.build())
-    assert [entry.source for entry in result.ranks] == ["copies", None]
-    assert use_of(result, "forward", "h2d", 0).mean_bytes_per_s == pytest.approx(1e9)
-    assert use_of(result, "forward", "h2d", 1).mean_bytes_per_s is None
-    order = [(u.rank, u.phase, u.direction) for u in result.phases]
-    assert order == [(r, p, d) for r in (0, 1) for p in PHASES for d in ("h2d", "d2h")]
-    assert {u.rank for u in link_use(builder.build(), [1]).phases} == {1}
-
-
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_link_use__is_empty_without_records(ranks: int) -> None:
     builder = TraceBuilder()

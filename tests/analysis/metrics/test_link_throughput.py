@@ -82,14 +82,6 @@ def test_traffic__of_copies_is_exact(h2d: Any, d2h: Any, spans: list[list[int]],
         assert 0 <= idle[number] <= 1
 
 
-@given(moved, st.lists(st.integers(0, 60), min_size=2, max_size=8, unique=True).map(sorted))
-def test_traffic_bytes__of_adjacent_intervals_add_up(h2d: Any, edges: list[int]) -> None:
-    moved_bytes = recorded(of_copies(h2d))
-    parts = moved_bytes.bytes(ints(*edges[:-1]), ints(*edges[1:]))
-    assert parts.min() >= 0
-    assert parts.sum() == pytest.approx(moved_bytes.bytes(ints(edges[0]), ints(edges[-1]))[0], abs=1e-3)
-
-
 @given(st.lists(st.floats(0, PEAK), min_size=1, max_size=12), st.lists(st.integers(0, 120), min_size=2, max_size=6))
 def test_traffic_bytes__of_samples_add_up_and_shares_are_within_0_and_1(rates: list[float], edges: list[int]) -> None:
     # Ten milliseconds each, from 0 on, without a gap.

@@ -131,14 +131,6 @@ def test_memory_use__has_gaps_of_recorded_pools() -> None:
     assert {use.rank for use in memory_use(builder.build(), [1]).pools} == {1}
 
 
-def test_memory_use__free_is_zero_if_use_exceeds_capacity() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[DEVICE])
-    train(rank, 1)
-    rank.memory(0, 130)
-    assert figures(memory_use(builder.build()), "free")["forward"] == (0, 0)
-
-
 @pytest.mark.parametrize("iterations", [0, 2])
 def test_memory_use__is_empty_without_records(iterations: int) -> None:
     builder = TraceBuilder()

@@ -123,19 +123,6 @@ def test_phase_peaks__equal_direct_maximum(lengths: Any, samples: dict[int, int]
             assert np.isnan(table.loc[iteration, phase])
 
 
-def test_phase_peaks__take_highest_part_of_phase() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
-    for n, phase in enumerate(("forward", "backward", "forward", "backward", "update")):
-        rank.phase(phase, 10 * n, 10 * n + 9, 0, n // 2).memory(10 * n, (30, 50, 40, 20, 10)[n])
-    assert phase_peaks(builder.build(), 0, "device").frame.loc[0].to_dict() == {
-        "forward": 40,
-        "backward": 50,
-        "update": 10,
-        "other": 50,  # between the parts, with what the one before left
-    }
-
-
 @pytest.mark.parametrize("trace", [built([]).build(), built([], [(0, 5, 9)], samples={0: 5}).build()])
 def test_phase_tables__are_empty_without_iterations(trace: Trace) -> None:
     assert phase_peaks(trace, 0, "device").frame.empty

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.windows import (
     PhaseSegment,
-    _lower_envelope,
     find_windows,
     phase_table,
     recurring_segments,
@@ -48,23 +47,6 @@ def built(lengths: list[tuple[int, ...]], samples: dict[int, int]) -> Trace:
     return builder.build()
 
 
-@given(st.lists(st.tuples(st.integers(-50, 50), steps), min_size=1, max_size=7))
-def test_lower_envelope__is_minimum_on_fine_grid(functions: list[tuple[int, Any]]) -> None:
-    envelopes = []
-    tables = []
-    for start, values in functions:
-        values = [start, *values]
-        starts = [n for n, value in enumerate(values) if value is not None]
-        envelopes.append((np.array(starts) / 13, np.array([values[n] for n in starts], np.int64)))
-        tables.append([values[max(m for m in starts if m <= n)] for n in range(13)])
-    positions, lowest = _lower_envelope(envelopes)
-    assert positions[0] == 0
-    assert (np.diff(positions) > 0).all()
-    for n in range(13):
-        value = lowest[np.searchsorted(positions, (n + 0.5) / 13, side="right") - 1]
-        assert value == min(table[n] for table in tables)
-
-
 @given(iterations, memory, st.integers(1, CAPACITY))
 def test_guaranteed__is_free_in_every_iteration(lengths: Any, samples: dict[int, int], min_bytes: int) -> None:
     trace = built(lengths, samples)
@@ -92,16 +74,6 @@ def test_guaranteed__is_free_in_every_iteration(lengths: Any, samples: dict[int,
                 for t in range(math.floor(first + 1e-6), math.ceil(last - 1e-6)):
                     assert CAPACITY - samples[max(s for s in samples if s <= t)] >= free
     assert recurring == [(w.phase, w.free_bytes, w.start_ms, w.end_ms) for w in result.guaranteed]
-
-
-@given(st.lists(iteration, min_size=1, max_size=1), memory, st.integers(1, CAPACITY))
-def test_guaranteed__of_one_iteration_equals_its_windows(lengths: Any, samples: dict[int, int], min_bytes: int) -> None:
-    result = find_windows(built(lengths, samples), min_bytes)
-    figures = [
-        [(w.phase, pytest.approx(w.start_ms), pytest.approx(w.end_ms), w.free_bytes, w.h2d_idle_share) for w in windows]
-        for windows in (result.windows, result.guaranteed)
-    ]
-    assert figures[0] == figures[1]
 
 
 def test_guaranteed__idle_share_is_that_of_busiest_iteration() -> None:

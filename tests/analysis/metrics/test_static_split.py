@@ -13,13 +13,11 @@ from ebbtide.analysis.metrics.memory import memory_use
 from ebbtide.analysis.metrics.static_split import largest_split
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.analysis.tables.summary import summary_view
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler.trace import open_trace
-from ebbtide.units import counted
 from tests.analysis.findings.jobs import GIB, PARAMS, Job, offloaded
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -59,21 +57,6 @@ def test_largest_split__agrees_with_replay_on_published_runs(name: str) -> None:
     (gap,) = [gap for gap in memory_use(trace, [0]).gaps if (gap.gap, gap.phase) == ("free", "update")]
     (update,) = [phase for phase in summarize(trace.of_ranks([0])).phases if phase.phase == "update"]
     assert update.min_free_bytes == pytest.approx(gap.low_bytes, abs=1)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PUBLISHED]
-)
-def test_commands__agree_on_free_memory_and_number_of_notes(name: str) -> None:
-    trace = open_trace(TRACES / f"{name}.ebb")
-    metrics = JobMetrics(trace)
-    summary, windows = metrics.summary(), metrics.windows(1)
-    # Those of phases are medians; these hold at every moment of the steady iterations.
-    steady = [window.free_bytes for window in windows.windows if window.iteration in metrics.steady_iterations]
-    assert min(steady) == metrics.always_free_bytes <= min(phase.min_free_bytes for phase in summary.phases)
-    *_, details = summary_view(trace, summary, verbose=False)
-    printed = [part for part in summary_view(trace, summary, verbose=True) if str(part).startswith("note: ")]
-    assert str(details).startswith(f"{counted(len(printed), 'note')}, ") or not printed
 
 
 @pytest.mark.parametrize(("free_bytes", "fits"), [(12.5e9, False), (14.5e9, False), (14.7e9, True)])

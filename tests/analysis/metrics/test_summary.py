@@ -69,13 +69,6 @@ def test_summarize__warm_up_of_metadata_takes_precedence(warmup: int, median: fl
     assert (summary.iteration_ms is None) == (median is None)
 
 
-def test_summarize__other_is_iteration_minus_phases() -> None:
-    summary = trained((5, 10, 20, 5), (10, 10, 20, 10))
-    assert of(summary, "other").median_ms == 7.5
-    assert summary.iteration_ms == 45
-    assert of(summary, "other").share == pytest.approx(7.5 / 45)
-
-
 @pytest.mark.parametrize("source", ["recorded", "simulated"])
 def test_summarize__remarks_on_the_state_of_a_gpu_that_was_not_recorded(source: str) -> None:
     builder = TraceBuilder(source)
@@ -127,19 +120,6 @@ def test_summarize__says_where_medians_do_not_add_up() -> None:
     assert not any("add up" in line for line in trained((0, 30, 40, 10), (0, 35, 40, 10), (0, 30, 42, 10)).remarks)
 
 
-def test_summarize__has_peak_and_least_free_memory_of_each_phase() -> None:
-    builder, rank = with_iterations(*[(10, 10, 10, 10)] * 3)
-    for begin in (0, 40 * MS, 80 * MS):
-        for after, size in ((5, 50), (15, 300), (25, 700), (29, 200), (35, 10)):
-            rank.memory(begin + after * MS, size)
-    summary = summarize(builder.build())
-    # A phase begins with the memory that the one before it left.
-    assert [phase.peak_bytes for phase in summary.phases] == [300, 700, 200, 50]
-    assert [phase.min_free_bytes for phase in summary.phases] == [700, 300, 800, 950]
-    assert summary.memory.peak_bytes == 700
-    assert summary.memory.capacity_bytes == 1000
-
-
 def test_summarize__free_memory_is_capacity_minus_reserved() -> None:
     builder, rank = with_iterations(*[(10, 10, 10, 10)] * 3)
     rank.memory(0, 300, "allocated").memory(0, 700, "reserved").memory(20 * MS, 800, "reserved")
@@ -168,43 +148,6 @@ def test_summarize__splits_bytes_of_copies_by_time_in_phase() -> None:
     assert [phase.h2d_bytes for phase in summary.phases] == [400, 400, 0, 0]
     assert [phase.d2h_bytes for phase in summary.phases] == [0, 0, 64, 0]
     assert summary.transfers == {"h2d": TransferSummary(2, 1600, 20.0), "d2h": TransferSummary(2, 128, 2.0)}
-
-
-def test_summarize__overlapping_copies_count_busy_time_once_per_rank() -> None:
-    builder = TraceBuilder()
-    builder.rank(0).transfer("h2d", 0, 10 * MS, 1).transfer("h2d", 4 * MS, 12 * MS, 2).transfer("d2h", 0, MS, 4)
-    builder.rank(1).transfer("h2d", 20 * MS, 25 * MS, 8).transfer("h2d", 21 * MS, 22 * MS, 16)
-    transfers = summarize(builder.build()).transfers
-    assert transfers["h2d"] == TransferSummary(4, 27, 17.0)
-    assert transfers["d2h"] == TransferSummary(1, 4, 1.0)
-
-
-def test_summarize__recording_without_copies_gives_zeros() -> None:
-    builder, _ = with_iterations((0, 1, 1, 1))
-    builder.rank(0, transfers_recorded=True)
-    summary = summarize(builder.build())
-    assert summary.transfers["h2d"] == TransferSummary(0, 0, 0.0)
-    assert of(summary, "forward").h2d_bytes == 0
-
-
-def test_summarize__bytes_are_none_if_no_copy_has_a_size() -> None:
-    builder, rank = with_iterations((0, 1, 1, 1))
-    rank.transfer("h2d", 0, MS, None)
-    summary = summarize(builder.build())
-    assert summary.transfers["h2d"] == TransferSummary(1, None, 1.0)
-    assert of(summary, "forward").h2d_bytes is None
-
-
-def test_summarize__bytes_come_from_counters_without_copies() -> None:
-    builder, rank = with_iterations((0, 10, 10, 10), (0, 10, 10, 10))
-    for t in range(10, 61, 10):
-        rank.link(t * MS, 5 * MS if t == 10 else 2 * MS, "gpm", h2d_bytes_per_s=1e6 * t)
-    rank.link(60 * MS, MS, "gpm", device="cuda:1", h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
-    summary = summarize(builder.build())
-    # Each sample covers the 10 ms since the one before; the first covers its window, which is half of the phase.
-    assert [phase.h2d_bytes for phase in summary.phases] == [(100_000 + 400_000) // 2, 350_000, 450_000, 0]
-    assert [phase.d2h_bytes for phase in summary.phases] == [None] * 4
-    assert summary.transfers["h2d"] == TransferSummary(None, None, None)
 
 
 POOLS = [
@@ -254,23 +197,6 @@ def test_summarize__device_times_may_begin_slightly_before_iteration() -> None:
     assert of(summary, "forward").median_ms == pytest.approx(2.0003)
     assert summary.iteration_ms == pytest.approx(3.0003)
     assert of(summary, "other").median_ms == 0
-
-
-def test_summarize__keeps_nanoseconds_of_wall_clock_times() -> None:
-    builder = TraceBuilder()
-    start = 1_700_000_000_000_000_001
-    for number in range(3):
-        builder.rank(0).phase("forward", start + 101 * number, start + 101 * (number + 1), number)
-    summary = summarize(builder.build())
-    assert summary.iteration_ms == pytest.approx(101e-6)
-    assert of(summary, "other").median_ms == 0
-
-
-def test_summarize__phase_that_never_ran_has_no_times() -> None:
-    builder = TraceBuilder()
-    builder.rank(0).phase("forward", 0, MS, 0).phase("update", 2 * MS, 3 * MS, 0)
-    backward = of(summarize(builder.build()), "backward")
-    assert (backward.count, backward.median_ms, backward.p95_ms, backward.share) == (0, None, None, None)
 
 
 def test_summarize__trace_without_iterations_has_memory_and_transfers() -> None:

@@ -95,35 +95,6 @@ def test_find_windows__covers_every_free_moment_exactly(
         assert end < start or (one.iteration, one.phase) != (two.iteration, two.phase)
 
 
-def test_guaranteed__is_free_at_same_relative_position_in_every_iteration() -> None:
-    # Forward of 10 and of 20 ms: free in its first half in both, in its third quarter only in the first.
-    lengths = [(0, 10, 10, 10), (0, 20, 10, 10)]
-    samples = {0: 10, 5: 20, 7: 95, 30: 30, 35: 40, 40: 95}
-    (window, *others) = find_windows(built(lengths, samples), 50).guaranteed
-    assert (window.phase, window.iteration) == ("forward", None)
-    assert (window.start_ms, window.end_ms) == (0.0, 7.5)  # half of the median length
-    assert window.free_bytes == 60
-    assert others == []
-
-
-@given(
-    st.lists(st.lists(st.integers(0, CAPACITY), min_size=30, max_size=30), min_size=1, max_size=4),
-    st.integers(1, CAPACITY),
-)
-def test_guaranteed__equals_common_windows_of_equal_iterations(timelines: list[list[int]], min_bytes: int) -> None:
-    lengths = [(5, 10, 10, 5)] * len(timelines)
-    trace = built(
-        lengths, {30 * n + t: used for n, timeline in enumerate(timelines) for t, used in enumerate(timeline)}
-    )
-    free = [CAPACITY - max(timeline[t] for timeline in timelines) for t in range(30)]
-    covered = [False] * 30
-    for window in find_windows(trace, min_bytes).guaranteed:
-        start, end = round(window.start_ms), round(window.end_ms)
-        assert min(free[start:end]) == window.free_bytes >= min_bytes
-        covered[start:end] = [True] * (end - start)
-    assert covered == [f >= min_bytes for f in free]
-
-
 def test_guaranteed__excludes_phase_missing_in_one_iteration() -> None:
     trace = built([(0, 10, 10, 10), (0, 10, 10, 10)], {0: 0})
     rows = trace.phases(0)
@@ -213,40 +184,6 @@ def test_find_windows__host_memory_has_no_room_for_optimizer_state(tmp_path: Pat
     )
 
 
-@given(iterations, memory, st.integers(1, CAPACITY), st.integers(1, CAPACITY))
-def test_find_windows__higher_threshold_only_shrinks_windows(
-    lengths: Any, samples: dict[int, int], one: int, other: int
-) -> None:
-    trace = built(lengths, samples)
-    few, many = (find_windows(trace, min_bytes) for min_bytes in sorted((one, other), reverse=True))
-    for narrow, wide in ((few.windows, many.windows), (few.guaranteed, many.guaranteed)):
-        for window in narrow:
-            around = [
-                w
-                for w in wide
-                if (w.iteration, w.phase) == (window.iteration, window.phase)
-                and w.start_ms <= window.start_ms
-                and window.end_ms <= w.end_ms
-            ]
-            assert len(around) == 1
-            assert around[0].free_bytes <= window.free_bytes
-
-
-@given(iterations, memory)
-def test_find_windows__windows_of_all_thresholds_add_up_to_free_area(lengths: Any, samples: dict[int, int]) -> None:
-    """Windows of all thresholds add up to the area under the timeline of free memory."""
-    trace = built(lengths, samples)
-    clock = phase_at(lengths)
-    first = min(samples)
-    free = [CAPACITY - samples[max(s for s in samples if s <= t)] for t in range(first, len(clock))]
-    levels = sorted({value for value in free if value > 0})
-    area = 0.0
-    for below, level in pairwise([0, *levels]):
-        result = find_windows(trace, level).windows
-        area += (level - below) * sum(w.end_ms - w.start_ms for w in result)
-    assert area == pytest.approx(sum(free))
-
-
 def test_find_windows__uses_memory_and_link_of_each_rank() -> None:
     builder = TraceBuilder()
     for number, used in ((0, 10), (3, 60)):
@@ -315,45 +252,6 @@ def test_find_windows__separates_micro_steps() -> None:
     assert len(result.windows) == 15
     assert [w.phase for w in result.guaranteed] == ["forward", "backward", "forward", "backward", "update"]
     assert [w.start_ms for w in result.guaranteed] == [0, 5, 10, 15, 20]
-
-
-def test_windows_command__prints_tables_and_json(tmp_path: Path) -> None:
-    path = tmp_path / "t.ebb"
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[{**DEVICE, "capacity_bytes": 3 << 30}])
-    for iteration in range(2):
-        for index, phase in enumerate(("forward", "backward", "update")):
-            begin = (30 * iteration + 10 * index) * MS
-            rank.phase(phase, begin, begin + 10 * MS, iteration).memory(begin, (1, 3, 0)[index] << 30)
-    builder.write(path)
-    printed = json.loads(ebbtide_in_process("windows", path, "--json").stdout)
-    assert printed["min_bytes"] == 1 << 30
-    assert printed["capacity_bytes"] == 3 << 30
-    assert printed["devices"] == [{"rank": 0, "device": "cuda:0", "capacity_bytes": 3 << 30, "iteration_ms": 30.0}]
-    assert [(w["phase"], w["free_bytes"] >> 30) for w in printed["windows"]] == [("forward", 2), ("update", 3)] * 2
-    assert [w["phase"] for w in printed["guaranteed"]] == ["forward", "update"]
-    assert set(printed["windows"][0]) == {
-        *(
-            "rank",
-            "device",
-            "iteration",
-            "phase",
-            "start_ms",
-            "end_ms",
-            "length_ms",
-            "free_bytes",
-            "h2d_idle_share",
-            "d2h_idle_share",
-            "resident_params",
-            "streamed_params",
-        )
-    }
-    table = ebbtide_in_process("windows", path, "--min-bytes", "2.5GiB").stdout
-    assert "update" in table
-    assert "forward" not in table
-    assert "never" in ebbtide_in_process("windows", path, "--min-bytes", "1TB").stdout
-    refused = ebbtide_in_process("windows", path, "--min-bytes", "some")
-    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
 
 
 def test_windows__say_when_memory_is_free_throughout_the_iteration() -> None:

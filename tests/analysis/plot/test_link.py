@@ -17,11 +17,9 @@ from tests.analysis.plot.pictures import (
     LINKED,
     MS,
     PEAK,
-    bands,
     labels,
     line,
     notes,
-    numbers,
     steps,
     train,
     trained,
@@ -84,12 +82,6 @@ def test_draw_link__draws_a_line_per_kind_of_host_memory() -> None:
     assert value_at(link, "h2d (up) unknown host memory", 4) == pytest.approx(20)
 
 
-def test_draw_link__draws_zero_for_a_job_without_copies() -> None:
-    (_, link) = draw([trained(transfers_recorded=True, devices=[LINKED])]).axes
-    assert steps(link, "h2d (up)")[1].tolist() == [0]
-    assert line(link, "peak 50")[1] == [50, 50]
-
-
 def test_draw_link__draws_no_rate_for_copies_without_sizes() -> None:
     rank, builder = started()
     rank.transfer("h2d", 0, 5 * MS, None)
@@ -104,17 +96,6 @@ def test_draw_link__draws_a_copy_without_length_as_mean_over_a_slot() -> None:
     link = draw_link(builder)
     assert max(steps(link, "h2d (up)")[1]) == pytest.approx(1)
     assert "link: means over 0.03 ms each" in notes(link)
-
-
-def test_draw_link__leaves_gaps_where_samples_are_missing() -> None:
-    rank, builder = started()
-    for t in (1, 2, 3, 4, 20, 21):
-        rank.link(t * MS, MS, "gpm", h2d_bytes_per_s=None if t == 3 else t * 1e9, d2h_bytes_per_s=t * 1e9)
-    link = draw_link(builder)
-    drawn = [value_at(link, "h2d (up)", t + 0.5) for t in (0, 1, 2, 3, 10, 18, 19, 20)]
-    np.testing.assert_allclose(drawn, [1, 2, np.nan, 4, np.nan, np.nan, 20, 21])
-    drawn = [-value_at(link, "d2h (down)", t + 0.5) for t in (0, 1, 2, 3, 10, 18, 19, 20)]
-    np.testing.assert_allclose(drawn, [1, 2, 3, 4, np.nan, np.nan, 20, 21])
 
 
 def test_draw_link__marks_samples_above_the_peak_off_scale() -> None:
@@ -170,37 +151,6 @@ def test_draw_link__reduces_many_copies_to_means_with_all_bytes() -> None:
     assert len(rates) == 1000
     assert (rates * 1e9 * np.diff(edges) / 1e3).sum() == pytest.approx(len(starts) * 10**5)
     assert "link: means over 0.03 ms each" in notes(link)
-
-
-def test_draw_link__uses_smaller_units_for_slow_links() -> None:
-    rank, builder = started()
-    rank.transfer("h2d", 0, 10 * MS, 20_000)
-    link = draw_link(builder)
-    assert link.get_ylabel() == "link (MB/s)"
-    assert max(steps(link, "h2d (up)")[1]) == pytest.approx(2)
-    assert "peak 50 GB/s, off scale" in labels(link)
-
-
-def test_draw_link__draws_phases_by_gpu_times() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[LINKED], transfers_recorded=True)
-    for number in range(2):
-        begin = number * 10 * MS
-        rank.phase("forward", begin, begin + 4 * MS, number, gpu_start_ns=begin + 3 * MS, gpu_end_ns=begin + 8 * MS)
-        rank.phase(
-            "update", begin + 4 * MS, begin + 5 * MS, number, gpu_start_ns=begin + 8 * MS, gpu_end_ns=begin + 9 * MS
-        )
-        rank.memory(begin, 5)
-    trace = builder.build()
-    memory, _ = draw([trace]).axes
-    (link,) = draw([trace], kind="link").axes
-    assert bands(memory)["forward"] == [(0, 4), (10, 14)]
-    assert bands(link)["forward"] == [(3, 8), (13, 18)]
-    # The GPU is done later than the host: that is shown too.
-    assert bands(link)["update"] == [(8, 9), (18, 19)]
-    assert "GPU times" in notes(memory)
-    (second,) = draw([trace], span=(1, 2), kind="link").axes
-    assert numbers(second) == [1]
 
 
 def test_draw_link__refuses_a_trace_without_link() -> None:

@@ -20,7 +20,6 @@ from tests.analysis.plot.pictures import (
     MS,
     labels,
     line,
-    notes,
     steps,
     train,
     trained,
@@ -29,13 +28,6 @@ from tests.analysis.plot.pictures import (
 from tests.conftest import examples
 
 GIB = 2**30
-
-
-def test_draw_memory__has_the_steps_of_the_trace() -> None:
-    (panel,) = draw([trained()]).axes
-    edges, values = steps(panel, "device")
-    assert edges.tolist() == [0, 4, 8, 10, 14, 18, 20, 24, 28, 30]
-    assert values.tolist() == [30, 60, 20] * 3
 
 
 @settings(max_examples=examples(15, by_default=4))
@@ -67,22 +59,6 @@ def test_draw_memory__has_the_recorded_size_at_every_time(changes: list[tuple[in
     assert max(steps(panel, "allocated")[1]) * scale == pytest.approx(max(size for t, size in samples if t <= 30_000))
 
 
-def test_draw_memory__keeps_every_extreme_in_a_band() -> None:
-    builder = TraceBuilder()
-    sizes = 50 + np.arange(25_000) % 7
-    sizes[1234], sizes[-1] = 3, 99
-    builder.rank(0).extend("memory", t_ns=np.arange(25_000), device="cuda:0", pool="device", bytes=sizes)
-    (panel,) = draw([builder.build()]).axes
-    (filled,) = [patch for patch in panel.patches if patch.get_fill()]
-    assert isinstance(filled, StepPatch)
-    values, edges, baseline = filled.get_data()
-    assert len(values) == 1000
-    assert (values.max(), np.min(baseline)) == (99, 3)
-    low = int(np.argmin(baseline))
-    assert edges[low] * MS <= 1234 <= edges[low + 1] * MS
-    assert "memory: smallest to largest over" in notes(panel)
-
-
 def test_draw_memory__reduces_a_very_short_trace_to_one_step() -> None:
     dense, long = TraceBuilder(), TraceBuilder()
     dense.rank(0).extend("memory", t_ns=np.arange(5000), device="cuda:0", pool="device", bytes=np.arange(5000) % 9)
@@ -95,50 +71,6 @@ def test_draw_memory__draws_a_capacity_that_fits_as_line() -> None:
     (panel,) = draw([trained(size=60 * MIB)]).axes
     assert line(panel, "capacity")[1] == [100, 100]
     assert panel.get_ylim()[1] > 100
-
-
-def test_draw_memory__lists_a_high_capacity_in_the_legend_only() -> None:
-    (panel,) = draw([trained(size=6 * MIB)]).axes
-    assert "capacity 100.00 MiB, off scale" in labels(panel)
-    assert panel.get_ylim()[1] < 10
-
-
-def test_draw_memory__omits_an_unknown_capacity() -> None:
-    (panel,) = draw([trained(devices=[])]).axes
-    assert labels(panel) == ["device", "forward", "backward", "update"]
-
-
-def test_draw_memory__gives_host_pools_a_scale_of_their_own() -> None:
-    builder = TraceBuilder()
-    rank = train(builder.rank(0, devices=[GPU]))
-    rank.memory(0, 373 * GIB, "host", "cpu").memory(0, 2 * GIB, "pinned", "cpu").memory(0, 0, "swap", "cpu")
-    trace = builder.build()
-    (panel,) = draw([trace]).axes
-    assert labels(panel)[:2] == ["device", "capacity 100.00 MiB"]
-    upper, lower = draw([trace], kind="memory").axes
-    assert upper.get_ylim() == panel.get_ylim()
-    assert labels(lower) == ["host", "pinned"]
-    assert lower.get_ylabel() == "host memory (GiB)"
-    assert steps(lower, "host")[1].tolist() == [373]
-
-
-def test_draw_memory__draws_pools_of_a_cpu_job_on_one_panel() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[{"device": "cpu", "kind": "cpu", "capacity_bytes": 64 * GIB}])
-    rank.memory(0, 3 * MIB, "heap", "cpu").memory(0, 5 * MIB, "rss", "cpu").memory(9 * MS, 4 * MIB, "heap", "cpu")
-    (panel,) = draw([builder.build()], kind="memory").axes
-    assert labels(panel) == ["heap", "rss", "host memory 64.00 GiB, off scale"]
-    assert panel.get_ylabel() == "host memory (MiB)"
-
-
-def test_draw_memory__gives_each_unknown_pool_a_style() -> None:
-    builder = TraceBuilder()
-    pools = ["tensors", "$a_b$", "_hidden", *(f"pool {number}" for number in range(8)), "allocated"]
-    for number, pool in enumerate(pools):
-        builder.rank(0).memory(0, number + 1, pool).memory(5, number + 2, pool)
-    (panel,) = draw([builder.build()]).axes
-    assert labels(panel) == ["allocated", "tensors", "$a_b$", " _hidden", *(f"pool {number}" for number in range(8))]
-    assert len({(patch.get_edgecolor(), str(patch.get_linestyle())) for patch in panel.patches}) == len(pools)
 
 
 def test_draw_memory__stacks_categories_below_the_line_of_all_tensors() -> None:

@@ -13,7 +13,6 @@ from tests.analysis.plot.pictures import (
     MIB,
     MS,
     bands,
-    boxes,
     labels,
     line,
     notes,
@@ -104,14 +103,6 @@ def test_draw__ends_with_the_gpu() -> None:
     assert steps(panel, "device")[0].tolist() == [0, 10, 20, 22]
     # Of the next iteration that much is seen, and no more.
     assert bands(panel)["forward"] == [(0, 9), (10, 19), (20, 22)]
-
-
-def test_draw__shows_windows_on_the_clock_of_the_gpu() -> None:
-    panel, _ = draw([lagging(), trained(4)], span=(0, 2), kind="windows", min_bytes=MIB).axes
-    assert steps(panel, "device")[0].tolist() == [0, 10, 19]
-    assert bands(panel)["forward"] == [(0, 9), (10, 19)]
-    assert max(right for _, right, *_ in boxes(panel, "≥")) == 19
-    assert max(right for _, right, *_ in boxes(panel, "free in every")) == 19
 
 
 def test_draw__shows_a_little_after_the_last_phase() -> None:

@@ -16,12 +16,9 @@ from tests.analysis.plot.pictures import (
     boxes,
     labels,
     notes,
-    steps,
     train,
     trained,
-    with_counters,
 )
-from tests.conftest import slow_case
 
 
 def uneven() -> Trace:
@@ -31,19 +28,6 @@ def uneven() -> Trace:
     rank.memory(14 * MS + 1, 90 * MIB).memory(15 * MS, 75 * MIB)
     rank.transfer("h2d", 1 * MS, 2 * MS, 10**6).transfer("d2h", 9 * MS, 10 * MS, 10**6)
     return builder.build("uneven.ebb")
-
-
-@pytest.mark.parametrize("min_bytes", [1, *map(slow_case, (20 * MIB, 45 * MIB))])
-def test_draw_windows__boxes_match_find_windows(min_bytes: int) -> None:
-    trace = uneven()
-    windows = find_windows(trace, min_bytes).windows
-    expected = [
-        (10 * w.iteration + w.start_ms, 10 * w.iteration + w.end_ms, 100 - w.free_bytes / MIB, 100)
-        for w in windows
-        if w.iteration is not None
-    ]
-    panel, _ = draw([trace], kind="windows", min_bytes=min_bytes).axes
-    assert boxes(panel, "≥") == [pytest.approx(box) for box in expected]
 
 
 def test_draw_windows__draws_recurring_windows_in_each_iteration() -> None:
@@ -60,17 +44,6 @@ def test_draw_windows__draws_recurring_windows_in_each_iteration() -> None:
     assert sorted(drawn) == [pytest.approx(box, abs=1e-5) for box in sorted(expected)]
     # Nothing that every iteration has is more than what one has.
     assert max(100 - bottom for *_, bottom, _ in drawn) <= max(100 - bottom for *_, bottom, _ in boxes(panel, "≥"))
-
-
-def test_draw_windows__draws_boxes_between_line_and_capacity() -> None:
-    panel, _ = draw([uneven()], kind="windows", min_bytes=1).axes
-    edges, values = steps(panel, "device")
-    for left, right, bottom, top in boxes(panel, "≥"):
-        within = [
-            v for v, start, end in zip(values, edges[:-1], edges[1:], strict=True) if start < right and end > left
-        ]
-        assert bottom == pytest.approx(max(within))
-        assert top == 100
 
 
 def test_draw_windows__fills_the_strip_by_idle_share() -> None:
@@ -93,12 +66,6 @@ def test_draw_windows__labels_boxes_with_least_free_bytes() -> None:
     assert texts
     assert set(texts) <= set(expected)
     assert "100 %" in [text.get_text() for text in strip.texts]
-
-
-def test_draw_windows__draws_only_visible_windows() -> None:
-    panel, _ = draw([uneven()], span=(1, 2), kind="windows", min_bytes=1).axes
-    windows = [w for w in find_windows(uneven(), 1).windows if w.iteration == 1]
-    assert [box[:2] for box in boxes(panel, "≥")] == [pytest.approx((w.start_ms, w.end_ms)) for w in windows]
 
 
 def test_draw_windows__splits_a_trace_without_iterations() -> None:
@@ -155,10 +122,3 @@ def test_draw_windows__refuses_a_trace_without_capacity_or_memory() -> None:
     builder.rank(0, devices=[GPU]).phase("forward", 0, 5, 0)
     with pytest.raises(TraceError, match="no memory of a device was recorded"):
         draw([builder.build()], kind="windows")
-
-
-def test_draw_windows__fills_the_strip_from_counters() -> None:
-    _, strip = draw([with_counters()], kind="windows", min_bytes=1).axes
-    texts = [text.get_text() for text in strip.texts]
-    assert "20 %" in texts
-    assert "98 %" in texts

@@ -13,7 +13,6 @@ from ebbtide.analysis.report.rank import RankView, Section
 from ebbtide.analysis.tables.table import Table
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
 from tests.analysis.metrics.ranks.fleets import fleet
 from tests.analysis.report.parsed_page import NONE, ParsedPage, parse, plain_page
 from tests.analysis.report.report_traces import GIB, GPU, ITERATION, MS, trained, with_copies
@@ -84,22 +83,6 @@ def section(view: RankView, name: str) -> Section:
     return named
 
 
-def test_page__has_tables_of_windows_iterations_and_copies() -> None:
-    (view,) = build_page(with_copies(trained()).build(), NONE, 20 * GIB).ranks
-    always, longest = section(view, "windows").tables
-    assert column(always, "phase") == ["other", "forward", "update"]
-    assert set(column(longest, "least free")) == {"30.00", "32.00"}
-    assert "at least 20.00 GiB of 40.00 GiB" in section(view, "windows").text
-    (iterations,) = section(view, "iterations").tables
-    assert column(iterations, "total") == ["17.0", *["19.0"] * 5]
-    assert column(iterations, "note")[:3] == ["warm-up", "warm-up", " "]
-    by_phase, kinds = section(view, "link").tables
-    assert column(kinds, "host memory") == ["pageable", "pinned"] * 2
-    assert column(kinds, "copies") == ["6"] * 4
-    assert column(kinds, "rate while busy") == ["25.00"] * 4
-    assert {"busy", "both at once"} <= {c.label for c in by_phase.columns}
-
-
 def test_page__shows_who_holds_the_memory_only_where_that_is_known() -> None:
     builder = trained()
     assert "Holders of memory" not in parse(builder.build()).text
@@ -112,45 +95,6 @@ def test_page__shows_who_holds_the_memory_only_where_that_is_known() -> None:
     shown = parse(builder.build()).text
     assert f"300 B of {device} at its peak, " in shown
     assert "activation by forward (model.py:9)" in shown
-
-
-def test_page__has_the_state_of_the_gpu_in_each_phase() -> None:
-    builder = trained()
-    for number in range(6):
-        forward, backward = number * ITERATION, number * ITERATION + 4 * MS
-        builder.rank(0).gpu(forward, power_w=300.0, sm_clock_mhz=1980).gpu(backward, power_w=700.0)
-    trace = builder.build()
-    content = build_page(trace, NONE, GIB)
-    table = content.gpu
-    assert table is not None
-    assert column(table, "quantity") == ["power (W)"] * 4 + ["SM clock (MHz)"] * 4
-    assert column(table, "phase") == ["forward", "backward", "update", "other"] * 2
-    assert column(table, "mean") == ["300", "700", "700", "700"] + ["1,980"] * 4
-    assert '<figure class="table" id="gpu">' in render_page(content)
-    assert plain_page()[0].gpu is None
-    assert 'id="gpu"' not in plain_page()[1]
-
-
-def test_page__has_tables_of_sub_steps_and_subgroups() -> None:
-    content = build_page(deepspeed_job().build(), NONE, GIB)
-    (view,) = content.ranks
-    steps, subgroups = section(view, "steps").tables
-    assert column(steps, "sub-step")[:2] == ["reduce", "gradient down (in reduce)"]
-    row = column(steps, "sub-step").index("parameters")
-    assert [column(steps, label)[row] for label in ("time", "of phase", "h2d", "rate", "pageable", "waits for")] == [
-        "100.0",
-        "28",
-        "953.67",
-        "13.33",
-        "75",
-        "h2d",
-    ]
-    assert column(subgroups, "subgroup")[::5] == ["0", "1", "2", "3", "4"]
-    assert subgroups.cut is None
-    (view,) = build_page(deepspeed_job(iterations=1, sizes=(SIZE,) * 30).build(), NONE, GIB).ranks
-    assert "ebbtide summary --by substep --json has more" in (section(view, "steps").tables[1].cut or "")
-    assert "Sub-steps" in ParsedPage(render_page(content)).texts["h2"]
-    assert "steps" not in {one.name for one in plain_page()[0].ranks[0].sections}
 
 
 def test_iteration_table__marks_outliers() -> None:
@@ -250,42 +194,3 @@ def test_page__of_few_ranks_shows_all_or_those_asked_for() -> None:
 def test_page__refuses_damaged_metadata(meta: dict[str, Any]) -> None:
     with pytest.raises(TraceError, match=f"is damaged: {next(iter(meta))} in its meta.json is not valid"):
         build_page(TraceBuilder("imported", **meta).build(), NONE, GIB)
-
-
-def test_page__says_when_a_rank_has_no_memory_samples() -> None:
-    builder = trained()
-    builder.rank(1, devices=[GPU]).phase("forward", 0, 5 * MS, 0)
-    view = build_page(builder.build(), NONE, GIB).ranks[1]
-    assert section(view, "windows").text == "rank 1: device memory was not recorded, so its windows are not known"
-    assert section(view, "windows").tables == []
-
-
-def test_page__names_the_pool_of_free_memory() -> None:
-    builder = TraceBuilder()
-    for number in range(2):
-        rank = builder.rank(number, devices=[GPU])
-        rank.phase("forward", 0, 4 * MS, 0).phase("update", 4 * MS, 6 * MS, 0)
-        rank.memory(0, 30 * GIB, "allocated").memory(0, 35 * GIB, "reserved")
-    content = build_page(builder.build(), NONE, GIB)
-    assert content.phases is not None
-    assert content.compared is not None
-    for table in (content.phases, content.compared):
-        assert "Free memory is capacity minus reserved." in (table.note or "")
-    assert "capacity minus reserved" in section(content.ranks[0], "windows").text
-    # The peak is that of another pool.
-    assert column(content.compared, "peak allocated") == ["30.00"] * 2
-    assert column(content.compared, "least free") == ["5.00"] * 2
-
-
-def test_page__calls_memory_of_a_cpu_job_host_memory() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[{"device": "cpu", "kind": "cpu", "capacity_bytes": 64 * GIB}])
-    for number in range(3):
-        rank.phase("forward", number * MS, (number + 1) * MS, number)
-        rank.memory(number * MS, 3 * GIB, "heap", "cpu")
-    trace = builder.build()
-    text = parse(trace, find(trace)).text
-    assert "of 64.00 GiB of host memory" in text
-    assert "Free memory is host memory minus this job's heap; what other processes use counts as free." in text
-    assert "capacity minus" not in text
-    assert "device memory" not in text

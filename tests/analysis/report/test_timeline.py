@@ -25,7 +25,7 @@ from ebbtide.analysis.timeline.panels import TimelinePanel
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
-from tests.analysis.report.report_traces import GIB, GPU, MS, train, trained, with_copies
+from tests.analysis.report.report_traces import GIB, GPU, MS, trained
 
 
 def content_of(trace: Trace, max_points: int = 10_000, min_bytes: int | None = None) -> TimelineContent:
@@ -54,15 +54,6 @@ def test_timeline_content__has_lines_in_units_from_the_first_iteration_on() -> N
     assert (host.lines[0].values.tolist(), host.level) == ([100 * GIB], None)
 
 
-def test_timeline_content__leaves_a_high_capacity_off_scale_and_says_so() -> None:
-    builder = TraceBuilder()
-    train(builder.rank(0, devices=[{**GPU, "capacity_bytes": 4000 * GIB}]))
-    panel = panel_of(builder.build(), "memory")
-    assert panel.is_level_off_scale
-    assert panel.scale.units == pytest.approx(33.6)
-    assert panel.level_label == "capacity 3.91 TiB"
-
-
 def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknown_pools() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
@@ -78,20 +69,6 @@ def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknow
     assert memory.free_pool == "reserved"
 
 
-def test_timeline_content__notes_a_reduced_line() -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[GPU])
-    sizes = np.random.default_rng(0).integers(0, GIB, 5000)
-    rank.extend("memory", t_ns=np.arange(5000), device="cuda:0", pool="device", bytes=sizes)
-    memory = panel_of(builder.build(), "memory", 300)
-    (line,) = memory.lines
-    assert line.lowest is not None
-    assert len(line.edges) <= 101
-    assert line.values.max() == sizes.max()
-    assert line.lowest.min() == sizes.min()
-    assert "smallest to largest" in panel_notes(memory)[0]
-
-
 def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
     builder = trained()
     for number in range(10):
@@ -103,14 +80,6 @@ def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
     assert np.nanmax(line.values) == 1e9
     assert line.above_peak_ns.tolist() == [50 * MS]
     assert panel_notes(link) == ["1 × h2d above the link's peak, which is impossible: marked at the edge"]
-
-
-def test_timeline_content__draws_d2h_downwards_by_kind_of_host_memory() -> None:
-    link = panel_of(with_copies(trained()).build(), "link")
-    assert [line.label for line in link.lines] == ["h2d pinned", "h2d pageable", "d2h pinned", "d2h pageable"]
-    assert [line.sign for line in link.lines] == [1, 1, -1, -1]
-    assert [line.values.max() for line in link.lines] == pytest.approx([25e9] * 4)
-    assert link.scale.units > 32
 
 
 def test_timeline_content__has_windows_between_memory_and_capacity() -> None:

@@ -65,19 +65,6 @@ def test_memory_panels__separate_device_and_host() -> None:
     assert [line.name for line in free_memory_panel(trace, 0, axis, FINE).lines] == ["device"]
 
 
-def test_memory_panels__reduce_long_lines_to_bands_with_all_extremes() -> None:
-    builder = TraceBuilder()
-    sizes = np.random.default_rng(0).integers(0, GIB, 5000)
-    builder.rank(0, devices=[GPU]).extend("memory", t_ns=np.arange(5000), device="cuda:0", pool="device", bytes=sizes)
-    trace = builder.build()
-    panel = device_memory_panel(trace, 0, axis_of(trace), Resolution(slots=100, steps_per_slot=1))
-    (line,) = panel.lines
-    assert line.lowest is not None
-    assert len(line.edges) == 101
-    assert (line.values.max(), line.lowest.min()) == (sizes.max(), sizes.min())
-    assert panel.reduction_note == "memory: smallest to largest over 0.00 ms each"
-
-
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=80), st.integers(1, 60))
 def test_pool_line__keeps_the_extremes_of_each_slot(changes: list[int], slots: int) -> None:
     sizes = np.array(changes) + 9

@@ -68,22 +68,12 @@ def test_peak_between__is_largest_value_in_interval(samples: list[Pair], spans: 
             assert np.isnan(peak)
 
 
-def test_peak_between__is_nan_before_first_sample() -> None:
-    got = peak_between(ints([10, 20]), ints([5, 3]), ints([0, 0, 12, 20, 25]), ints([9, 10, 15, 20, 99]))
-    assert np.isnan(got[0])
-    assert got[1:].tolist() == [5, 5, 3, 3]
-
-
 def test_peak_between__is_nan_without_samples() -> None:
     assert np.isnan(peak_between(ints([]), ints([]), ints([0, 5]), ints([1, 9]))).all()
 
 
 def test_peak_between__is_empty_without_intervals() -> None:
     assert len(peak_between(ints([1]), ints([2]), ints([]), ints([]))) == 0
-
-
-def test_peak_between__keeps_negative_values() -> None:
-    assert peak_between(ints([1, 2]), ints([-7, -9]), ints([1]), ints([5])).tolist() == [-7]
 
 
 @given(amounts, offsets)
@@ -95,36 +85,6 @@ def test_cumulative__is_exact_at_every_time(copies: list[Amount], offset: int) -
     slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
     for time, value in zip(times, got, strict=True):
         assert value == pytest.approx(float(passed(copies, time)), rel=0, abs=slack)
-
-
-@given(amounts)
-def test_cumulative__runs_from_zero_to_sum_of_amounts(copies: list[Amount]) -> None:
-    before, after = totals(copies, [-2, 10**6])
-    assert before == 0
-    assert after == pytest.approx(sum(amount for _, _, amount in copies), rel=1e-12)
-
-
-@given(amounts, st.lists(st.integers(-5, 60), min_size=2, max_size=20))
-def test_cumulative__never_decreases(copies: list[Amount], times: list[int]) -> None:
-    slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
-    assert (np.diff(totals(copies, sorted(times))) >= -slack).all()
-
-
-@given(amounts, intervals, offsets)
-def test_cumulative__differences_are_amounts_between(copies: list[Amount], between: Pair, offset: int) -> None:
-    start, end = between
-    first, last = totals(copies, [start, end], offset)
-    exact = passed(copies, end) - passed(copies, start)
-    slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
-    assert last - first == pytest.approx(float(exact), rel=0, abs=slack)
-
-
-def test_cumulative__amount_without_duration_passes_at_its_end() -> None:
-    assert totals([(10, 0, 64)], [8, 9, 10, 11]) == [0, 0, 64, 64]
-
-
-def test_cumulative__overlapping_amounts_add_up() -> None:
-    assert totals([(0, 10, 100), (5, 10, 200)], [0, 5, 10, 15]) == [0, 50, 200, 300]
 
 
 def test_cumulative__resolves_nanoseconds_after_long_uptime() -> None:

@@ -15,14 +15,8 @@ from tests.conftest import examples, seeded, slow_case
 from tests.features.advise import advice_checks as checks
 from tests.interleave.job_files import machine, workload
 from tests.interleave.published import TRACES
-from tests.interleave.quick_plans import plan_quickly
 
 A100 = "a100-40gb-published"
-
-
-@pytest.fixture(autouse=True)
-def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_quickly(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 from ebbtide.cli import run
 from ebbtide.features.advise import whole_job
 from ebbtide.machines.accuracy import ranges_text
-from tests.conftest import ebbtide_in_process
 from tests.features.advise.jobs import gpu_machine
 from tests.features.advise.test_levers import lora_trace
 from tests.interleave.job_files import write_files
@@ -45,22 +44,6 @@ def answer(capsys: Printed, arguments: str) -> Any:
     """Run `ebbtide plan` and return the JSON object that it prints."""
     assert run(["plan", *arguments.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None:
-    machines = ["--machine", "small.json", "large.json", "tiny.json", "--price-per-hour", "2"]
-    done = ebbtide_in_process("plan", *FEW.split(), *machines, "--json", cwd=folder)
-    assert (done.returncode, done.stderr) == (0, "")
-    printed = json.loads(done.stdout)
-    assert list(printed) == ["job", "plans", "smallest_machine", "whole_job"]
-    assert printed["job"]["params"] == 2e9
-    small, large, tiny = printed["plans"]
-    assert small.keys() >= KEYS
-    assert [plan["machine"] for plan in (small, large, tiny)] == ["small", "large", "tiny"]
-    assert (large["fits"], large["change"], large["policy"]) == (True, None, "gpu-only")
-    assert (small["fits"], small["change"]) == (False, {"policy": small["policy"]})
-    assert small["cost_per_billion_tokens"] == pytest.approx(2 / 3600 * 1e9 / small["tokens_per_s"])
-    assert (tiny["fits"], tiny["change"], tiny["policy"], tiny["iteration_ms"]) == (False, None, None, None)
 
 
 def test_plan__of_a_shape_also_moves_layers_and_saves_them(folder: Path, capsys: Printed) -> None:
@@ -187,15 +170,6 @@ def test_plan__answers_first_in_the_settings_of_the_framework(
     assert "Cheapest, in the settings of TRL (micro-batch):" in capsys.readouterr().out
     assert run(["plan", "lora.ebb", "--machine", "a100-40gb-pcie"]) == 0
     assert capsys.readouterr().out.startswith("lora: fits on a100-40gb-pcie as it is\n")
-
-
-def test_plan__at_80_columns_has_memory_time_and_tokens(
-    folder: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run(["plan", *FEW.split(), "--machine", "small.json", "large.json"]) == 0
-    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("machine"))
-    assert {"GiB", "s/iteration", "tokens/s"} <= {*header.replace("device GiB", "GiB").split()}
 
 
 @pytest.mark.parametrize("text", ["2B", "2e9", "2G", "2000M"])

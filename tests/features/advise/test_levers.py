@@ -39,23 +39,6 @@ STREAMED = """
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device=args.device))], lr=1.0)
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(1, device=args.device)
 """
-FROZEN = """
-    class Adapted(nn.Module):
-        def __init__(self, linear):
-            super().__init__()
-            self.linear = linear
-            self.a = nn.Linear(linear.in_features, 16, bias=False).to(linear.weight)
-            self.b = nn.Linear(16, linear.out_features, bias=False).to(linear.weight)
-        def forward(self, x):
-            return self.linear(x) + self.b(self.a(x))
-    model.requires_grad_(False)
-    for block in model.blocks:
-        for parent in [*block.modules()]:
-            for name, child in [*parent.named_children()]:
-                if isinstance(child, nn.Linear):
-                    setattr(parent, name, Adapted(child))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-"""
 TRAINER = """
 import sys, torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -150,33 +133,6 @@ def test_levers__save_what_streamed_gradients_save(tmp_path: Path) -> None:
     job, before = job_of_trace(trace, BatchSettings()), reserved_bytes(trace)
     streamed = reserved_bytes(predicted(tmp_path, SCRIPT.replace(LOOP, STREAMED + LOOP), *SIZE, "--batch", "1"))
     assert 0.7 <= saved_bytes(job, "streamed gradients") / (before - streamed) <= 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", ["1", "2"])
-def test_levers__need_for_adapters_what_a_dry_run_with_adapters_needs(accumulate: str, tmp_path: Path) -> None:
-    words = [*SIZE, "--width", "4096", "--heads", "32", "--batch", "1", "--accumulate", accumulate]
-    job = job_of_trace(predicted(tmp_path, SCRIPT, *words), BatchSettings())
-    frozen = predicted(tmp_path, SCRIPT.replace(LOOP, FROZEN + LOOP), *words)
-    assert job_of_trace(frozen, BatchSettings()).facts.has_adapters
-    alone = {one.text: one.device_bytes for one in single_changes(job, preset("a10"))}
-    # Gradients of the full job are taken to be computed evenly; those of a thick layer come at once.
-    assert 1.0 <= alone["LoRA"] / reserved_bytes(frozen) <= 1.25
-
-
-@pytest.mark.slow
-def test_levers__save_what_dry_runs_of_the_changed_trainer_save(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    trace = predicted(tmp_path, TRAINER, "8", "False")
-    job, before = job_of_trace(trace, BatchSettings()), reserved_bytes(trace)
-    assert (job.settings.micro_batch, job.facts.framework) == (8, "transformers")
-    assert job.facts.embedding_share == pytest.approx((8192 + 512) * 768 / (job.facts.total_params or 1), rel=0.01)
-    for lever, words, settings in (
-        ("micro-batch", ("4", "False"), {"micro_batch": 4}),
-        ("checkpointing", ("8", "True"), {}),
-    ):
-        after = reserved_bytes(predicted(tmp_path, TRAINER, *words))
-        assert saved_bytes(job, lever, **settings) == pytest.approx(before - after, abs=0.05 * before), lever
 
 
 def adamw(params: int, state_bytes: int, dtype: str) -> dict[str, Any]:

@@ -12,20 +12,14 @@ from hypothesis import strategies as st
 from ebbtide.errors import MachineError
 from ebbtide.features.advise import choice
 from ebbtide.features.advise.job.memory import place
-from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace, job_of_workload
+from ebbtide.features.advise.job.sources import BatchSettings, job_of_workload
 from ebbtide.features.advise.machine_plan import MachinePlan, PlanRequest, fastest_plans, place_job, plan_for_machine
-from ebbtide.features.advise.recommendation import recommend
 from ebbtide.interleave.model.workload import workload_from
 from ebbtide.interleave.policies import as_policies
-from ebbtide.interleave.replay.recorded_job import recorded_job
-from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.interleave.simulation.simulator import Steps
-from ebbtide.machines.catalog import preset
-from ebbtide.profiler.trace import open_trace
 from tests.conftest import examples, slow_case
 from tests.features.advise.jobs import gpu_machine, sized
 from tests.interleave.job_files import WORKLOAD, machine
-from tests.interleave.published import TRACES
 
 FIGURES = ("policy", "device_bytes", "host_bytes", "iteration_ms", "tokens_per_s", "limited_by", "code")
 
@@ -76,32 +70,6 @@ def test_plan_for_machine__costs_the_hosts_for_the_time_of_a_billion_tokens() ->
     # Sixteen ranks need two hosts of eight.
     assert plan_for_machine(sized(ranks=16), gpu_machine()).hosts == 2
     assert fitting_plan().cost_per_billion_tokens is None
-
-
-@pytest.mark.slow
-def test_plan_for_machine__chooses_as_replay_recommends() -> None:
-    """A workload file, offloaded: policy, iteration and lines are those of `replay --recommend`."""
-    workload, target = workload_from(WORKLOAD | {"subgroup_params": 5e8}, "job"), machine()
-    plan = plan_for_machine(job_of_workload(workload, BatchSettings()), target)
-    advice = recommend(workload, target)
-    assert advice.policy == "adaptive,overlap=auto"
-    assert plan.change == {"policy": advice.policy}
-    assert plan.iteration_ms == pytest.approx(advice.setups[0].iteration_ms)
-    assert plan.lines is not None
-    assert plan.lines.optimizer == advice.optimizer_code
-    assert [time.policy for time in plan.policies] == [setup.policy for setup in advice.setups]
-
-
-@pytest.mark.slow
-def test_plan_for_machine__of_a_trace_on_its_own_machine_is_the_recommendation() -> None:
-    trace, target = open_trace(TRACES / "a100-13b-async.ebb"), preset("a100-40gb-published").for_ranks(4)
-    plan = plan_for_machine(job_of_trace(trace, BatchSettings()), target)
-    advice = recommend(workload_of(trace), target, recorded_job(trace))
-    assert (plan.change, plan.policy) == (None, advice.policy)
-    assert [time.policy for time in plan.policies] == [setup.policy for setup in advice.setups]
-    times = [setup.iteration_ms for setup in advice.setups]
-    assert [time.iteration_ms for time in plan.policies] == pytest.approx(times)
-    assert plan.code == advice.code
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,6 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.machine import Machine
 from tests.interleave.job_files import machine, workload
-from tests.interleave.quick_plans import plan_quickly
-
-quick_plans = pytest.fixture(autouse=True)(plan_quickly)
 
 
 def steps_of(policy: str) -> Steps:

@@ -10,12 +10,6 @@ from ebbtide.features.advise.printing import print_recommendation
 from ebbtide.features.advise.recommendation import Recommendation, recommend
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from tests.interleave.job_files import machine, workload
-from tests.interleave.quick_plans import plan_quickly
-
-
-@pytest.fixture(autouse=True)
-def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_quickly(monkeypatch)
 
 
 def recommended(**job: object) -> Recommendation:
@@ -70,6 +64,7 @@ def test_recommend__marks_values_that_are_not_known(capsys: pytest.CaptureFixtur
     assert "max_grad_norm" not in text
 
 
+@pytest.mark.slow
 def test_recommend__marks_values_of_the_configuration() -> None:
     config = recommended().deepspeed_config
     marked = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,20 +111,6 @@ def test_calibrate__the_slowest_rank_counts(tmp_path: Path) -> None:
     for key in ("cpu_update_params_per_s", "host_memory_bytes_per_s"):
         assert getattr(box, key) == sum(ranks["each"][key])
         assert getattr(box, f"one_rank_{key}") > 0
-
-
-@without_gpu
-@pytest.mark.slow
-def test_calibrate__under_a_launcher_only_the_first_rank_prints(tmp_path: Path) -> None:
-    import subprocess
-
-    path = tmp_path / "launched.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ebbtide"]
-    arguments = ["calibrate", "--seconds", "1", "--json", "-o", str(path)]
-    run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == json.loads(path.read_text())
-    assert load_machine(path).extra["ranks"]["count"] == 2
 
 
 JOB = Workload("job", params=1_000_000_000, subgroup_params=100_000_000, forward_s=0.2, backward_s=0.5, other_s=0.1)

@@ -51,18 +51,6 @@ def fitted() -> Machine:
 
 
 @pytest.mark.slow
-def test_fit__one_and_two_ranks_predict_four_on_the_same_host(fitted: Machine) -> None:
-    assert fitted.box is not None
-    assert fitted.box.ranks == 2
-    for policy in ("zero-offload", "pipelined", "interleaved:2@1", "interleaved:4@1"):
-        four = sample(policy, 2e9, 4)
-        assert four.simulate(fitted).update_s == pytest.approx(four.update_s, rel=0.05), policy
-        # With the rates of a rank alone the prediction is far too short.
-        alone = replace(four, ranks=None).simulate(replace(fitted.for_ranks(1), box=None))
-        assert alone.update_s < 0.75 * four.update_s
-
-
-@pytest.mark.slow
 def test_fit__finds_the_total_and_the_rates_of_a_rank_alone(fitted: Machine) -> None:
     box = fitted.box
     assert box is not None

@@ -81,6 +81,7 @@ def test_ranks__stop_when_a_rank_fails_or_dies(work: Callable[[Ranks], object], 
             ranks.wait()
 
 
+@pytest.mark.slow
 def test_ranks__stop_when_a_rank_dies_before_it_connects() -> None:
     with pytest.raises(MachineError, match="one of 2 ranks was killed"), join_ranks(2, DiesAtStart()):
         pass

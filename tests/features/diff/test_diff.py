@@ -16,7 +16,6 @@ from ebbtide.analysis.metrics.summary import summarize, whole_trace
 from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread
 from ebbtide.features.diff.comparison import Change, Diff, SettingChange, compare
 from ebbtide.features.diff.tables import diff_view, headline
-from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples, slow_case
 
@@ -246,16 +245,6 @@ def test_compare__equals_summaries_and_is_antisymmetric(a: Trace, b: Trace) -> N
         summary = summarize(trace)
         expected = {phase.phase: phase.median_ms for phase in summary.phases} | {"iteration": summary.iteration_ms}
         assert {change.name: getattr(change, side) for change in diff.median_ms} == expected
-
-
-@settings(max_examples=examples(20, by_default=4))
-@given(RUNS)
-def test_compare__run_equals_itself(trace: Trace) -> None:
-    diff = compare(trace, trace)
-    assert all(change.difference in (None, 0) for change in figures(diff))
-    assert not any(change.beyond_spread for change in diff.median_ms)
-    assert diff.setting_changes == []
-    assert {change.name for change in diff.median_ms} == {"iteration", *ITERATION_PARTS}
 
 
 VALUES = st.lists(st.integers(0, 10**6), max_size=12)

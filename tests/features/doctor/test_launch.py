@@ -95,6 +95,7 @@ def test_launch_line__binds_a_single_rank_and_refuses_unknown_launchers(tmp_path
         launch_line(make_host(tmp_path / "c", ("./job",), environment={"LOCAL_WORLD_SIZE": "4"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     ["torchrun --nproc-per-node 2", pytest.param("deepspeed --num_gpus 2 --master_port 29611", marks=pytest.mark.slow)],

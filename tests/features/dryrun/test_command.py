@@ -163,17 +163,6 @@ def test_commands__read_the_trace(
     assert expected in output_of(capsys, words[0], str(trace), *words[1:])
 
 
-@pytest.mark.slow
-def test_plot__draws_the_trace(trace: Path, tmp_path: Path) -> None:
-    assert run_command(["plot", str(trace), "-o", str(tmp_path / "run.png")]) == 0
-
-
-@pytest.mark.slow
-def test_report__says_that_the_trace_is_predicted(trace: Path, tmp_path: Path) -> None:
-    assert run_command(["report", str(trace), "-o", str(tmp_path / "run.html")]) == 0
-    assert "predicted by a dry run" in (tmp_path / "run.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("script", "status", "line"),
     [

@@ -198,6 +198,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_dry_run__leaves_checkpoints_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(bytes(4000))
     output = tmp_path / "output"

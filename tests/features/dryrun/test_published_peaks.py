@@ -11,7 +11,7 @@ from tests.features.dryrun.published_jobs import JOBS
 
 # cuDNN's workspaces are not predicted: allocations of the recording beside them are not found among the predicted ones.
 WITH_CUDNN = {"resnet50-v100"}
-QUICK = {"cs336-ctx128-forward", "linear-grad", "resnet50-v100"}
+QUICK = {"linear-grad", "resnet50-v100"}
 
 
 @pytest.mark.parametrize("name", slow(JOBS, but=QUICK))

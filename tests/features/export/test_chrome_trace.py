@@ -128,45 +128,6 @@ def test_write_chrome_trace__has_a_counter_per_quantity_of_the_gpu(tmp_path: Pat
     assert counter(file, "gpu cuda:1 power") == [(START + 100, 71.25)]
 
 
-def test_write_chrome_trace__separates_overlapping_copies_by_stream(tmp_path: Path) -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0)
-    for stream, start, end in ((7, 0, 10), (8, 10, 20), (7, 20, 30)):
-        rank.transfer("h2d", start, end, 1, stream=stream)
-    for stream, start, end in ((7, 0, 10), (8, 5, 15), (8, 12, 14), (None, 20, 30)):
-        rank.transfer("d2h", start, end, 1, stream=stream)
-    file = export_and_read(builder.build(), tmp_path / "x.json")
-    tracks = [(e["track"], e["start_ns"]) for e in slices(file, "copy")]
-    assert sorted(tracks) == [
-        ("d2h copies cuda:0 stream 7", 0),
-        ("d2h copies cuda:0 stream 8", 5),
-        ("d2h copies cuda:0 stream 8 (2)", 12),
-        ("d2h copies cuda:0 stream ?", 20),
-        ("h2d copies cuda:0", 0),
-        ("h2d copies cuda:0", 10),
-        ("h2d copies cuda:0", 20),
-    ]
-
-
-def test_write_chrome_trace__nests_ops_in_parents_of_their_resource(tmp_path: Path) -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0)
-    for name, resource, start, end, parent in (
-        ("step", "cpu", 0, 100, None),
-        ("fetch", "h2d", 5, 20, 0),
-        ("update", "cpu", 20, 60, 0),
-        ("also", "cpu", 50, 90, 0),
-    ):
-        rank.add("ops", name=name, resource=resource, start_ns=start, end_ns=end, parent=parent)
-    file = export_and_read(builder.build(), tmp_path / "x.json")
-    assert {e["name"]: e["track"] for e in slices(file, "op")} == {
-        "step": "ops cpu",
-        "update": "ops cpu",
-        "also": "ops cpu (2)",
-        "fetch": "ops h2d",
-    }
-
-
 def test_write_chrome_trace__marks_time_without_link_samples(tmp_path: Path) -> None:
     builder = TraceBuilder()
     rank = builder.rank(0)
@@ -193,15 +154,6 @@ def test_write_chrome_trace__gz_is_reproducible_and_equals_plain_file(tmp_path: 
     assert export_and_read(builder.build(), tmp_path / "x.json.gz") == plain
     write_chrome_trace(builder.build(), tmp_path / "y.json.gz")
     assert (tmp_path / "x.json.gz").read_bytes() == (tmp_path / "y.json.gz").read_bytes()
-
-
-def test_write_chrome_trace__writes_no_events_for_an_empty_trace(tmp_path: Path) -> None:
-    assert export_and_read(TraceBuilder().build(), tmp_path / "x.json")["traceEvents"] == []
-    builder = TraceBuilder()
-    builder.rank(0)
-    file = export_and_read(builder.build(), tmp_path / "y.json")
-    assert [e["ph"] for e in file["traceEvents"]] == ["M", "M"]
-    assert file["otherData"]["start_ns"] == 0
 
 
 @pytest.mark.parametrize("kind", ["phase", "copy", "op"])

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +11,7 @@ import pytest
 
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import Recorded, ebbtide_in_process, slow_case
+from tests.conftest import ebbtide_in_process, slow_case
 from tests.features.export.trace_event_file import check
 from tests.profiler.agent.jobs import PRELUDE
 
@@ -45,27 +40,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "folder" / "kept").touch()
     (tmp_path / "folder.json").mkdir()
     return tmp_path
-
-
-@pytest.mark.slow
-def test_export_and_tables__a_recorded_job_opens_in_perfetto_and_pandas(
-    record: Callable[..., Recorded], tmp_path: Path
-) -> None:
-    job = record(JOB)
-    run = ebbtide_in_process("export", job.path, "-o", "x.json.gz", cwd=tmp_path)
-    assert (run.returncode, run.stdout) == (0, "")
-    text = gzip.decompress((tmp_path / "x.json.gz").read_bytes()).decode()
-    check(text)
-    events = json.loads(text)["traceEvents"]
-    assert Counter(e["cat"] for e in events if e["ph"] == "X") == {"iteration": 6, "phase": 30}
-    memory = Counter(e["name"] for e in events if e["ph"] == "C")
-    assert memory == Counter(f"memory cpu {pool}" for pool in job.trace.memory(0)["pool"])
-    run = ebbtide_in_process("export", "--format", "csv", job.path, "-o", "out", "--min-bytes", "1MB", cwd=tmp_path)
-    assert (run.returncode, run.stdout) == (0, "")
-    phases = pd.read_csv(tmp_path / "out" / "phases.csv")
-    assert phases["start_ns"].tolist() == job.trace.phases(0)["start_ns"].tolist()
-    assert len(pd.read_csv(tmp_path / "out" / "iterations.csv")) == 6
-    assert len(pd.read_csv(tmp_path / "out" / "windows.csv")) > 0
 
 
 def test_export_and_tables__force_replaces_existing_output(folder: Path) -> None:
@@ -119,15 +93,3 @@ def test_export_and_tables__a_full_file_system_leaves_no_partial_output(folder: 
     run = subprocess.run(["bash", "-c", limited], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert "cannot write" in refused(run)
     assert contents(folder) == before
-
-
-@pytest.mark.slow
-def test_export_and_tables__import_neither_torch_nor_matplotlib(folder: Path) -> None:
-    for command_line in ("export a.ebb -o x.json", "export --format csv a.ebb -o out"):
-        command = [sys.executable, "-X", "importtime", "-m", "ebbtide", *command_line.split()]
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-        assert run.returncode == 0
-        imported = {row.rpartition("|")[2].strip() for row in run.stderr.splitlines() if row.startswith("import time:")}
-        assert "pandas" in imported
-        assert not imported & {"torch", "matplotlib"}
-    assert sorted(os.listdir(folder)) == ["a.ebb", "file.json", "folder", "folder.json", "out", "x.json"]

@@ -6,13 +6,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import TraceError
-from ebbtide.features.export import trace_events
 from ebbtide.features.export.chrome_trace import write_chrome_trace
 from ebbtide.features.importers.load import import_trace
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -192,16 +190,3 @@ def test_write_chrome_trace__refuses_kernels_and_annotations_of_negative_length(
     builder.rank(0).add(table, start_ns=5, end_ns=4, name="n", **others)
     with pytest.raises(TraceError, match="ends before it starts"):
         write_chrome_trace(builder.build(), tmp_path / "x.json")
-
-
-def test_write_chrome_trace__keeps_kernels_of_many_chunks_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trace_events, "_CHUNK", 7)
-    builder = TraceBuilder()
-    starts = START + np.arange(300) * 700
-    columns = {"stream": 7, "kind": "compute", "name": "gemm", "device": "cuda:0", "launch_ns": starts - 333}
-    builder.rank(0).extend("kernels", start_ns=starts, end_ns=starts + 600, **columns)
-    file = export_and_read(builder.build(), tmp_path / "x.json")
-    assert [event["start_ns"] for event in slices(file, "kernel")] == starts.tolist()
-    assert len(flows(file)) == len(starts)

@@ -79,20 +79,6 @@ def test_raw_table__has_every_rank_with_its_number() -> None:
         assert len(table) == sum(len(trace.table(rank, name)) for rank in trace.ranks)
 
 
-def test_iterations_table__has_times_peaks_and_bytes_by_phase() -> None:
-    table = iterations_table(trained())
-    assert table[["rank", "iteration"]].values.tolist() == [[r, i] for r in (0, 1) for i in (0, 1, 2)]
-    second = table.iloc[4].to_dict()  # of rank 1
-    assert (second["start_ns"], second["end_ns"]) == (START + 10 * MS, START + 20 * MS)
-    times = [second[f"{name}_ms"] for name in ("iteration", *ITERATION_PARTS)]
-    assert times == [10, 2, 4, 3, 1]
-    assert second["pool"] == "device"
-    # Both ends of a phase are part of it: at the end of forward the backward's first value counts.
-    assert [second[f"{phase}_peak_bytes"] // GIB for phase in ITERATION_PARTS] == [5, 5, 4, 4]
-    assert [second[f"{phase}_h2d_bytes"] for phase in ITERATION_PARTS] == [201, 401, 301, 0]
-    assert [second[f"{phase}_d2h_bytes"] for phase in ITERATION_PARTS] == [0, 0, 0, 0]
-
-
 @given(st.lists(st.lists(st.integers(0, 10**7), min_size=4, max_size=4), min_size=1, max_size=7))
 def test_iterations_table__has_the_medians_of_the_summary(lengths: list[list[int]]) -> None:
     builder = TraceBuilder()
@@ -114,15 +100,6 @@ def test_iterations_table__has_the_medians_of_the_summary(lengths: list[list[int
         assert table[f"{phase.phase}_h2d_bytes"].isna().all()
     parts = table[[f"{phase}_ms" for phase in ITERATION_PARTS]].sum(axis=1)
     assert parts.to_numpy() == pytest.approx(table["iteration_ms"].to_numpy())
-
-
-def test_windows__to_pandas_has_a_row_per_window() -> None:
-    trace = trained()
-    windows = find_windows(trace, 3 * GIB).windows
-    table = find_windows(trace, 3 * GIB).to_pandas()
-    assert len(windows) == len(table) > 0
-    for window, row in zip(windows, table.to_dict("records"), strict=True):
-        assert {key: None if pd.isna(value) else value for key, value in row.items()} == vars(window)
 
 
 def test_write_tables__leaves_unrecorded_cells_empty(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli import run
-from ebbtide.profiler.trace import open_trace
 from tests.cli.test_bad_input import contents, refused
 from tests.conftest import Run, ebbtide_in_process
 
@@ -92,60 +91,6 @@ def test_import__a_bad_file_exits_with_2(folder: Path) -> None:
     assert "turn on wall_clock_breakdown" in refused(
         ebbtide_in_process("import", "quiet.log", "-o", "x.ebb", cwd=folder)
     )
-
-
-def test_import__a_log_up_to_its_windows(folder: Path) -> None:
-    done = ebbtide_in_process("import", "run.log", "-o", "x.ebb", cwd=folder)
-    assert (done.returncode, done.stdout) == (0, "")
-    *notes, written, recorded, last = done.stderr.splitlines()
-    assert [note.removeprefix("ebbtide: ") for note in notes] == open_trace(folder / "x.ebb").notes
-    assert written == "ebbtide: trace: x.ebb, 2 iterations on 2 ranks"
-    assert recorded.startswith("ebbtide: recorded: phases")
-    assert last == "ebbtide: next: ebbtide summary x.ebb"
-    summary = json.loads(ebbtide_in_process("summary", "x.ebb", "--json", cwd=folder).stdout)
-    assert (summary["iterations"], summary["warmup_iterations"], summary["ranks"]) == (2, 0, 2)
-    assert summary["memory"]["pool"] == "allocated"
-    assert summary["memory"]["capacity_bytes"] is None
-    for phase in summary["phases"]:
-        assert phase["min_free_bytes"] is phase["h2d_bytes"] is phase["d2h_bytes"] is None
-    assert summary["transfers"] == {
-        direction: {"count": None, "bytes": None, "busy_ms": None} for direction in ("h2d", "d2h")
-    }
-    unknown = json.loads(ebbtide_in_process("windows", "x.ebb", "--json", cwd=folder).stdout)
-    assert unknown["windows"] == []
-    assert any("pass --capacity to `ebbtide import`" in line for line in unknown["missing"])
-    # With the capacity given there are windows of rank 0, the only one whose memory is in the log.
-    again = ebbtide_in_process("import", "run.log", "-o", "x.ebb", "--capacity", "1GiB", "--force", cwd=folder)
-    assert "capacity" not in again.stderr
-    windows = json.loads(ebbtide_in_process("windows", "x.ebb", "--json", "--min-bytes", "500MiB", cwd=folder).stdout)
-    assert windows["capacity_bytes"] == 2**30
-    assert {w["rank"] for w in windows["windows"]} == {0}
-    assert {w["iteration"] for w in windows["windows"]} == {0, 1}
-    assert all(w["h2d_idle_share"] is None and w["d2h_idle_share"] is None for w in windows["windows"])
-    assert all(2**30 - w["free_bytes"] >= 0.37 * 2**30 for w in windows["windows"])
-
-
-@pytest.mark.parametrize(
-    ("options", "peak"),
-    [("", None), ("--link 5x16", 63.0e9), ("--link gen4X8", 15.75e9), ("--link 3x16 --capacity 90GB", 15.75e9)],
-)
-def test_import__a_monitor_file_with_and_without_its_link(
-    folder: Path, options: str, peak: float | None, command: Callable[..., Run]
-) -> None:
-    done = command("import", "m.csv.gz", "-o", "x.ebb", *options.split())
-    assert done.returncode == 0, done.stderr
-    assert ("import with --link" in done.stderr) == (peak is None)
-    device = open_trace(folder / "x.ebb").rank(1).devices[0]
-    assert device.capacity_bytes == (90 if "90GB" in options else 80) * 10**9
-    windows = json.loads(command("windows", "x.ebb", "--json", "--min-bytes", "1GB").stdout)
-    assert {w["rank"] for w in windows["windows"]} == {0, 1}
-    for window in windows["windows"]:
-        assert window["iteration"] is window["phase"] is None
-        if peak is None:
-            assert window["h2d_idle_share"] is window["d2h_idle_share"] is None
-        else:
-            assert device.link.peak_bytes_per_s == pytest.approx(peak, rel=2e-3)
-            assert 0.99 < window["h2d_idle_share"] < 1.0 == window["d2h_idle_share"]
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not here (shared/published)")

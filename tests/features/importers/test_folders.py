@@ -21,6 +21,7 @@ def profiles(folder: Path, *names: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_expand_folders__imports_the_files_of_all_ranks(tmp_path: Path) -> None:
     names = [f"trace-rank-{rank}.json" for rank in range(11)]
     folder = profiles(tmp_path / "run", *names)

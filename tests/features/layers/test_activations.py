@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ebbtide.features.layers.engine import orders
 from ebbtide.features.layers.engine.activations import OffloadedActivations
 from ebbtide.features.layers.engine.orders import ONE_AT_A_TIME
-from ebbtide.features.layers.engine.saved_tensors import TensorVersion
 from ebbtide.interleave import offload_activations
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
@@ -56,13 +54,6 @@ def test_offload_activations__offloads_inputs_of_what_it_recomputes() -> None:
             train(model)
             peaks.append(one.peak_bytes)
     assert peaks[1] < peaks[0]
-
-
-def test_offload_activations__recomputes_where_copies_are_slow() -> None:
-    expected, model = train(stack(8), 4), stack(8)
-    with offloaded(model, 5.2, h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e5) as activations:
-        assert same(train(model, 4), expected)
-        assert "recompute" in activations.choices.values()
 
 
 def test_offload_activations__copies_nothing_where_the_memory_suffices() -> None:
@@ -128,40 +119,6 @@ def test_offload_activations__edits_in_place_are_errors_before_anything_is_wrong
         assert all(param.grad is None for param in model.layers[0].parameters())
 
 
-def test_offload_activations__edits_are_not_seen_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check above is what finds them."""
-    monkeypatch.setattr(TensorVersion, "is_changed", False)
-    model = stack()
-    model.layers[2].after = edited
-    with offloaded(model, 2.2):
-        train(model)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("steps", [1, 4])
-def test_offload_activations__goes_on_after_errors_in_forward_and_backward(
-    steps: int, error: type[BaseException]
-) -> None:
-    expected, model = train(stack(), 3), stack()
-
-    def fail(*_: Any) -> None:
-        raise error("broken")
-
-    with offloaded(model, 2.2, h2d_bytes_per_s=1e7, d2h_bytes_per_s=1e7) as activations:
-        train(model, steps)
-        model.layers[3].after = fail
-        with pytest.raises(error, match="broken"):
-            train(model)
-        model.layers[3].after = lambda value: value.register_hook(fail) if value.requires_grad else None
-        with pytest.raises(error, match="broken"):
-            train(model)
-        model.layers[3].after = lambda _: None
-        gc.collect()
-        assert same(train(model, 3), expected)
-        gc.collect()
-        assert activations.used_bytes == 0
-
-
 def test_offload_activations__releases_what_a_dropped_graph_had_saved() -> None:
     model = stack()
     with offloaded(model, 2.2) as activations:
@@ -203,25 +160,6 @@ def test_offload_activations__backwards_twice_and_gradients_of_gradients() -> No
     expected, model = second(stack()), stack()
     with offloaded(model, 9):
         assert same(second(model), expected)
-
-
-def test_offload_activations__leaves_a_jobs_own_checkpoints_alone() -> None:
-    class Checkpointed(nn.Module):  # type: ignore[misc]
-        def __init__(self, reentrant: bool) -> None:
-            super().__init__()
-            self.model, self.reentrant = stack(), reentrant
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.model.inputs(x)
-            for layer in self.model.layers:
-                x = checkpoint(layer, x, use_reentrant=self.reentrant)
-            return x
-
-    expected = train(stack(), 4)
-    for reentrant in (False, True):
-        model = Checkpointed(reentrant)
-        with offloaded(model, 2.2):
-            assert same(train(model, 4), expected)
 
 
 def test_offload_activations__two_forwards_before_their_backwards() -> None:

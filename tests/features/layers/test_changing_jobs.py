@@ -11,7 +11,6 @@ from torch import nn
 from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from tests.conftest import slow
 from tests.features.layers.stacks import (
     LAYER_BYTES,
     LENGTH,
@@ -95,16 +94,6 @@ def scaled(kind: str, activations: str | None, weights: str | None, gradients: s
             skipped += scaler.get_scale() < scale
             results.append(loss.detach())
     return [*results, *(param.detach() for param in model.parameters())], skipped
-
-
-@pytest.mark.parametrize("kind", slow(["torch", "none", "forward"], but=["forward"]))
-def test_grad_scaler__skips_the_same_steps(kind: str) -> None:
-    expected, skipped = scaled(kind, None, None)
-    assert 0 < skipped < 8
-    for activations, weights in [("offload", "streamed"), ("recompute", None), (None, "streamed")]:
-        results, also_skipped = scaled(kind, activations, weights)
-        assert same(results, expected)
-        assert also_skipped == skipped
 
 
 def test_grad_scaler__streamed_gradients_are_an_error_that_names_the_remedy() -> None:

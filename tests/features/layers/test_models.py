@@ -121,31 +121,6 @@ def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_t
             assert owner.used_bytes == 0
 
 
-# Some of the random jobs of tests/interleave/engine/grid are compiled.
-@pytest.mark.slow
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("what", ["weights", "activations"])
-def test_compiled_layers_and_models__have_their_own_bits(what: str, whole: bool) -> None:
-    def compiled(model: Any) -> Any:
-        if whole:
-            return torch.compile(model, backend="aot_eager")
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-        return model
-
-    torch.compiler.reset()
-    expected, model = train(compiled(stack()), 4), stack()
-    layers = model if whole else compiled(model)
-    move: Any
-    move, budget = (
-        (stream_weights, 2.1 * WEIGHT_BYTES) if what == "weights" else (offload_activations, 2.2 * LAYER_BYTES)
-    )
-    with move(layers, memory_budget=budget, device=EmulatedDevice()) as owner:
-        assert same(train(compiled(model) if whole else model, 4), expected)
-        assert 0.5 * budget < owner.peak_bytes <= budget
-        assert set(owner.choices.values()) & {"streamed", "offload"}
-
-
 def test_layer_forward__is_not_misled_by_what_a_recorder_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     call = property(lambda module: vars(module).get("_compiled_call_impl") or module._call_impl)
     model = stack()

@@ -228,12 +228,6 @@ def test_auto__is_near_the_best_choice_of_small_jobs(count: int, monkeypatch: py
     assert max(losses) <= 0.05
 
 
-@pytest.mark.slow
-def test_auto__is_near_the_best_choice_of_many_small_jobs() -> None:
-    losses = [*compare_with_all_choices(20, seed=2), *compare_with_all_choices(2, seed=3, layers=4)]
-    assert sum(loss <= 0.05 for loss in losses) >= 0.95 * len(losses)
-
-
 @pytest.mark.parametrize("jobs", [2, slow_case(5)])
 def test_auto__is_never_worse_than_a_single_choice(jobs: int) -> None:
     source = random.Random(3)

@@ -70,6 +70,7 @@ def test_time_limit__ends_a_case_whose_copies_never_end() -> None:
         released.set()
 
 
+@pytest.mark.slow
 def test_offload_activations__live_memory_is_within_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     results: Counter[str] = Counter()
     for seed in range(examples(200, by_default=12)):

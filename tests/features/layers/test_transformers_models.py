@@ -11,6 +11,7 @@ from tests.interleave.engine.grid.judge import first_difference
 pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
     [

@@ -102,6 +102,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "mode", "steps"), CASES)
 def test_state_dict__from_another_thread_is_that_of_one_step(overlap: str, mode: str, steps: int) -> None:
     state_dicts = _train_beside(steps, overlap, mode, lambda job, optimizer: optimizer.state_dict())

@@ -133,62 +133,6 @@ def test_last_schedule__has_ends_beyond_the_iteration_and_no_waiting_in_the_upda
         assert all(end <= schedule.iteration_s + 1e-6 for op, _, end in schedule.items() if op.due is None)
 
 
-def test_state_dict__is_that_of_the_step_that_has_returned() -> None:
-    job, same = Job(), Job()
-    expected = ReferenceOptimizer(same.net.parameters())
-    with late_optimizer(job, "pipelined", "kept") as optimizer:
-        for step in range(3):
-            job.step(optimizer, step)
-            same.step(expected, step)
-            state = optimizer.state_dict()["state"]
-            for index, param in enumerate(same.net.parameters()):
-                # Branches without a gradient have no state.
-                if index in state:
-                    assert torch.equal(state[index]["exp_avg"].reshape(-1), expected.state[param]["rows"][1])
-
-
-def test_load_state_dict__follows_a_step_that_has_not_ended() -> None:
-    job = Job()
-    with late_optimizer(job, "pipelined", "streamed") as optimizer:
-        job.step(optimizer)
-        state = optimizer.state_dict()
-        values = [param.detach().clone() for param in job.net.parameters()]
-        job.step(optimizer, 1)
-        optimizer.load_state_dict(state)
-        with torch.no_grad():
-            for param, value in zip(job.net.parameters(), values, strict=True):
-                param.copy_(value)
-        job.step(optimizer, 1)
-        optimizer.synchronize()
-        again = optimizer.state_dict()["state"]
-    assert all(entry["step"] == 2 for entry in again.values() if entry["step"] > 1)
-
-
-@pytest.mark.parametrize("through_views", [False, True])
-def test_load_state_dict__of_the_model_changes_the_masters(through_views: bool) -> None:
-    """Also if a checkpoint is loaded into the tensors of the state dict, as torch.distributed.checkpoint does."""
-    job, same = Job(), Job()
-    expected = ReferenceOptimizer(same.net.parameters())
-    saved = {name: value.clone() for name, value in job.net.state_dict().items()}
-    with late_optimizer(job, "pipelined", "kept") as optimizer:
-        for step in range(3):
-            job.step(optimizer, step)
-            same.step(expected, step)
-            if step == 1 and through_views:
-                for name, value in job.net.state_dict().items():
-                    value.copy_(saved[name])
-            elif step == 1:
-                job.net.load_state_dict(saved)
-            if step == 1:
-                same.net.load_state_dict(saved)
-                for param, entry in expected.state.items():
-                    values, master = param.detach().float().reshape(-1), entry["rows"][0]
-                    unchanged = master.to(param.dtype) == param.detach().reshape(-1)
-                    master.copy_(torch.where(unchanged, master, values))
-        optimizer.synchronize()
-        assert job.outcome() == same.outcome()
-
-
 def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
     job, same = Job(), Job()
     expected = ReferenceOptimizer(same.net.parameters())

@@ -18,8 +18,7 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.features.overlap.test_late_updates import late_optimizer
-from tests.interleave.engine.jobs import Outcome
-from tests.interleave.engine.training import Job, Net, ReferenceOptimizer, throttle_cpu
+from tests.interleave.engine.training import Job, ReferenceOptimizer, throttle_cpu
 
 
 @contextmanager
@@ -27,31 +26,6 @@ def _optimizer(job: Job, late: bool = True, **options: Any) -> Iterator[Interlea
     options |= {} if late else {"overlap": "none", "model": None}
     with late_optimizer(job, "pipelined", "kept", **options) as optimizer:
         yield optimizer
-
-
-# Random jobs of the grid write in other ways, and read in others than those below.
-WRITES: dict[str, Callable[[Net], object]] = {
-    "several": lambda net: torch._foreach_mul_([net.late.weight, net.late.bias, net.norm.bias], 0.5),
-    "out": lambda net: torch.mul(net.late.bias, 0.5, out=net.late.bias),
-    "bits": lambda net: net.late.weight.detach().view(torch.int16).numpy().fill(0),
-}
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_writes__after_a_step_wait_for_its_updates(write: Callable[[Net], object]) -> None:
-    def outcome(late: bool) -> Outcome:
-        job = Job()
-        with _optimizer(job, late) as optimizer:
-            for step in range(4):
-                job.step(optimizer, step)
-                if step == 1:
-                    with torch.no_grad():
-                        write(job.net)
-            optimizer.synchronize()
-            masters = [entry["master"] for entry in optimizer.state_dict()["state"].values()]
-            return Outcome(job.losses, [*job.outcome().params, *masters])
-
-    assert outcome(late=True) == outcome(late=False)
 
 
 def _saved(value: Any) -> Any:
@@ -150,21 +124,6 @@ def test_copies__wait_for_each_of_two_optimizers() -> None:
         first.close()
         copy.deepcopy(job.net)
         second.close()
-
-
-def test_step__waits_for_parameters_that_the_model_does_not_have() -> None:
-    job, same = Job(), Job()
-    expected = ReferenceOptimizer(same.net.parameters())
-    # Nothing waits for the others.
-    with _optimizer(job, model=job.net.late) as optimizer:
-        for step in range(4):
-            job.step(optimizer, step)
-            same.step(expected, step)
-            for name, param in job.net.named_parameters():
-                if not name.startswith("late"):
-                    assert torch.equal(param, same.net.get_parameter(name))
-        optimizer.synchronize()
-        assert job.outcome() == same.outcome()
 
 
 def test_forward__raises_the_error_of_a_late_operation_once() -> None:

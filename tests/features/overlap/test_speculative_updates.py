@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
@@ -40,6 +39,7 @@ def _end_of_updates_beside(optimizer: InterleavedAdamW) -> threading.Event:
     return ended
 
 
+@pytest.mark.slow
 def test_step__goes_on_after_a_speculative_update_failed() -> None:
     """It has changed nothing, so the step is completed on the CPU."""
     job, same = Job(), Job()
@@ -94,22 +94,6 @@ def test_host_bytes__count_the_spares_of_speculated_subgroups() -> None:
         spares = sum(12 * subgroups[number].params for number in few.plan.speculated)
         assert len(few.plan.speculated) == 3
         assert few._runner.engine.store.host_bytes - none._runner.engine.store.host_bytes == spares
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_step__gives_the_same_bits_in_a_compiled_model(backend: str) -> None:
-    def losses(text: str, **options: Any) -> list[float]:
-        job = Job(torch.float32)
-        plain = job.net
-        with late_optimizer(job, text, "streamed", machine=MACHINE, **options) as optimizer:
-            job.net = torch.compile(plain, backend=backend)
-            for step in range(5):
-                job.step(optimizer, step)
-            job.net = plain
-            assert bool(optimizer.plan.speculated) == (text == "speculating")
-        return job.losses
-
-    assert losses("speculating", overlap="both") == losses("pipelined", overlap="none", model=None)
 
 
 @pytest.mark.parametrize("asked", [{"policy": "pipelined", "overlap": "auto"}, {"policy": "pipelined,overlap=auto"}])

@@ -89,6 +89,7 @@ def test_update_beside__gives_the_bits_of_the_reference(
     check_update_beside(kernels[threads], state, new, ranges, data.draw(st.booleans()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("half", "length"), [(torch.bfloat16, 1_000_003), (torch.float16, 1_000_000)], ids=str)
 def test_update_beside__gives_the_bits_of_the_reference_for_many_elements(
     kernels: dict[int, CpuKernel], half: torch.dtype, length: int

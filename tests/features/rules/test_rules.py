@@ -19,7 +19,7 @@ from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import RULES, find_rule
 from ebbtide.interleave.engine.rules.rule import UpdateRange
-from tests.conftest import examples, slow
+from tests.conftest import examples, slow, slow_case
 from tests.interleave.engine.states import DTYPES, any_bits, bits
 
 GROUPS: dict[str, list[dict[str, Any]]] = {
@@ -230,8 +230,8 @@ def test_interleaved_adamw__is_the_rule_adamw() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("name", slow(sorted(RULES), but=("lion", "muon")))
-@pytest.mark.parametrize("master", ["fp32", "remainder"])
+@pytest.mark.parametrize("name", slow(sorted(RULES), but=("lion",)))
+@pytest.mark.parametrize("master", [slow_case("fp32"), "remainder"])
 def test_adaptive__measures_the_rates_of_each_rule(name: str, master: Any) -> None:
     """With all overlaps that the master allows: updates beside the old state are then measured, too."""
     options: dict[str, Any] = {"gradients": "streamed", "overlap": "auto", "memory_budget": 1e4, "threads": 1}
@@ -286,24 +286,5 @@ def test_step__refuses_another_rule_under_way(streamed: bool) -> None:
                 optimizer.step()
             optimizer.zero_grad()
             assert torch.equal(before, param) == (rule == "adam")
-    finally:
-        optimizer.close()
-
-
-def test_sgd__keeps_its_momentum_in_steps_without_one() -> None:
-    """As torch, whose steps without momentum do not dampen either."""
-    own, other = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
-    optimizer = InterleavedOptimizer([own], "sgd", lr=0.5, momentum=0.5, policy="zero-offload")
-    expected = torch.optim.SGD([other], lr=0.5, momentum=0.5)
-    try:
-        for number, (momentum, dampening) in enumerate(
-            [(0.5, 0.25), (0.5, 0.25), (0.0, 0.25), (0.0, 0.5), (0.25, 0.5)]
-        ):
-            for param, steps in ((own, optimizer), (other, expected)):
-                steps.param_groups[0] |= {"momentum": momentum, "dampening": dampening}
-                param.grad = torch.full((8,), 2.0**-number)
-                steps.step()
-            # These numbers are exact.
-            assert torch.equal(own, other)
     finally:
         optimizer.close()

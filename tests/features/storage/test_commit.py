@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 from pathlib import Path
 
 import pytest
@@ -77,56 +74,3 @@ def test_commit__is_what_another_optimizer_goes_on_from(tmp_path: Path, budget: 
             same.step(expected, step)
         assert [param.tolist() for param in resumed.net.parameters()] == [p.tolist() for p in same.net.parameters()]
     assert losses + resumed.losses == same.losses
-
-
-def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
-    """Each run goes on from the last commit and parameters that were saved, and is killed in some step."""
-    steps, draw = 24, random.Random(1)
-    same = Job()
-    expected = ReferenceOptimizer(same.net.parameters())
-    for step in range(steps):
-        same.step(expected, step)
-    checkpoint, runs = tmp_path / "checkpoint.pt", 0
-    while runs < 40:
-        runs += 1
-        child = os.fork()
-        if child == 0:
-            _run_to_the_end(checkpoint, tmp_path / "storage", steps, kill_after=draw.randrange(2, 9))
-        _, status = os.waitpid(child, 0)
-        draw.random()
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            break
-    saved = torch.load(checkpoint, weights_only=True)
-    assert saved["step"] == steps
-    assert all(torch.equal(a, b) for a, b in zip(saved["values"], same.net.parameters(), strict=True))
-    assert runs > 3
-
-
-def _run_to_the_end(checkpoint: Path, folder: Path, steps: int, kill_after: int) -> None:
-    """Run steps of a job with a commit after each second one, in a process that kills itself while a step runs."""
-    code = 1
-    try:
-        job, first = Job(), 0
-        with storing_optimizer(job, [folder], overlap="forward") as optimizer:
-            if checkpoint.exists():
-                saved = torch.load(checkpoint, weights_only=True)
-                first = saved["step"]
-                with torch.no_grad():
-                    for param, value in zip(job.net.parameters(), saved["values"], strict=True):
-                        param.copy_(value)
-                optimizer.load_state_dict(saved["commit"])
-            for _ in range(first):
-                next(job._batches)
-            for step in range(first, steps):
-                job.step(optimizer, step)
-                if step - first == kill_after:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if step % 2:
-                    commit = optimizer.commit()
-                    values = [param.detach().clone() for param in job.net.parameters()]
-                    torch.save({"step": step + 1, "values": values, "commit": commit}, checkpoint.with_suffix(".new"))
-                    checkpoint.with_suffix(".new").replace(checkpoint)
-        code = 0
-    finally:
-        os._exit(code)

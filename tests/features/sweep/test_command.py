@@ -20,7 +20,7 @@ from ebbtide.cli import run as command
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents
-from tests.conftest import ebbtide, ebbtide_in_process, slow
+from tests.conftest import ebbtide, slow
 from tests.interleave.job_files import MACHINE, write_files
 
 FAST = ("--workload", "w.json", "--machine", "m.json", "--policy", "zero-offload", "--policy", "interleaved:2")
@@ -102,20 +102,6 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.slow
-def test_sweep__a_stopped_sweep_ends_its_workers_and_writes_nothing(folder: Path) -> None:
-    process = start(folder, *SLOW, "--jobs", "2")
-    wait_until(lambda: len(children(process.pid)) >= 2, process)
-    workers = children(process.pid)
-    # Ctrl-C goes to the whole group.
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate() == ("", "")
-    assert process.returncode == 130
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        time.sleep(0.01)
-    assert sorted(os.listdir(folder)) == ["m.json", "w.json"]
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     distributed = pytest.importorskip("distributed", reason="dask.distributed is not installed")
@@ -194,26 +180,6 @@ def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
     assert len(table_rows) == 18
 
 
-def test_sweep__json_has_the_best_policies(folder: Path, sweep: Sweep) -> None:
-    output = sweep(*FAST, "--policy", "twin-flow", "-o", "s.parquet", "--json")
-    assert output.err == ""
-    printed = json.loads(output.out)
-    first, second, third = rows(folder / "s.parquet")
-    assert (printed["output"], printed["rows"], printed["errors"], printed["baseline"]) == (
-        "s.parquet",
-        3,
-        1,
-        "zero-offload",
-    )
-    (best,) = printed["best"]
-    assert (best["policy"], best["iteration_ms"]) == ("interleaved:2", second["iteration_ms"])
-    assert best["speed_up"] == first["iteration_ms"] / second["iteration_ms"]
-    for name in ("peak_device_bytes", "host_bytes", "storage_read_bytes", "storage_written_bytes"):
-        assert best[name] == second[name]
-    assert "lacks the share" in third["error"]
-    assert third["iteration_ms"] is None
-
-
 def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep) -> None:
     for name, rate in (("a", 1e9), ("b", 4e9)):
         builder = TraceBuilder("recorded", machine=MACHINE | {"name": name, "cpu_update_params_per_s": rate})
@@ -227,30 +193,6 @@ def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep)
     slow, fast = rows(folder / "s.parquet")
     assert [(row["workload"], row["machine"]) for row in (slow, fast)] == [("a", "a"), ("b", "b")]
     assert slow["update_ms"] > 2 * fast["update_ms"]
-
-
-def test_sweep__of_a_trace_has_the_figures_of_its_replay(folder: Path, sweep: Sweep) -> None:
-    """Sweep a job with bf16 moments on the device, which `gpu-only` keeps."""
-    moments = {"class": "AdamW", "params": 10**8, "state_devices": ["cuda:0"], "state_bytes": 4 * 10**8}
-    moments["state_names"] = {"exp_avg": 10**8, "exp_avg_sq": 10**8}
-    builder = TraceBuilder("recorded", machine=MACHINE)
-    gpu = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 * 10**9}
-    rank = builder.rank(0, optimizers=[moments], devices=[gpu])
-    for number in range(3):
-        for index, phase in enumerate(PHASES):
-            begin = (3 * number + index) * 10**7
-            rank.phase(phase, begin, begin + 10**7, number).memory(begin, 10**9, "reserved", "cuda:0")
-    builder.write(folder / "a.ebb")
-    policies = ("--policy", "gpu-only", "--policy", "zero-offload")
-    sweep("a.ebb", *policies, "--scale-params", "1,2", "-o", "s.parquet")
-    replayed = json.loads(ebbtide_in_process("replay", "a.ebb", *policies, "--json", cwd=folder).stdout)["results"]
-    of_sweep = rows(folder / "s.parquet")
-    for result, row in zip(replayed, of_sweep[:2], strict=True):
-        assert {name: row[name] for name in ("iteration_ms", "update_ms", "peak_device_bytes")} == {
-            name: result[name] for name in ("iteration_ms", "update_ms", "peak_device_bytes")
-        }
-    assert of_sweep[0]["update_ms"] == pytest.approx(10)
-    assert of_sweep[2]["update_ms"] == pytest.approx(20)
 
 
 def test_sweep__a_trace_that_cannot_be_replayed_has_rows_with_the_reason(folder: Path, sweep: Sweep) -> None:
@@ -278,16 +220,6 @@ def test_sweep__writes_a_picture(folder: Path, sweep: Sweep, ending: str) -> Non
     sweep(*FAST, "-o", "s.parquet", "--plot", f"s.{ending}")
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
     assert (folder / f"s.{ending}").read_bytes().startswith(start)
-
-
-@pytest.mark.slow
-def test_sweep__replaces_outputs_only_with_force(folder: Path, sweep: Sweep, refuses: Refuses) -> None:
-    for name in ("s.parquet", "s.png"):
-        (folder / name).write_text("kept")
-        assert "--force" in refuses(*FAST, "-o", "s.parquet", "--plot", "s.png")
-        sweep(*FAST, "-o", "s.parquet", "--plot", "s.png", "--force")
-        assert len(rows(folder / "s.parquet")) == 2
-        (folder / "s.parquet").unlink()
 
 
 BOTH = "--workload w.json --machine m.json"

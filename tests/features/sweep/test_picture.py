@@ -119,6 +119,7 @@ def test_draw_sweep__policies_are_bars_if_nothing_was_swept() -> None:
     assert axes.get_xlim()[1] > max(ends)
 
 
+@pytest.mark.slow
 def test_draw_sweep__an_error_is_written_into_an_empty_panel() -> None:
     unknown_free, other = workload(gpu_free_bytes=None, name="$bare_"), workload(subgroup_params=1e9)
     figure = draw_sweep(rows(["adaptive", "pipelined"], workloads=[unknown_free, other]))

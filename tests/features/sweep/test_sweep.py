@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,14 +14,12 @@ from ebbtide.features.sweep.task import (
     Row,
     Scenario,
     Task,
-    compute_rows,
     find_pairs,
     run_task,
 )
 from ebbtide.interleave.replay.replay import replay
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import StoragePath
-from ebbtide.workers import run_locally
 from tests.features.sweep.sweeps import rows, tasks
 from tests.interleave.job_files import machine, workload, write_files
 
@@ -74,19 +70,6 @@ def test_combinations__without_policies_are_those_of_a_replay() -> None:
     assert replayed.late is not None
     results = [*replayed.results, *replayed.late.results]
     assert [task.policy.text for task in tasks([])] == [*[result.policy for result in results], *replayed.skipped]
-
-
-@pytest.mark.slow
-def test_compute_rows__any_number_of_processes_gives_the_same_rows() -> None:
-    scenarios = [Scenario(scale_params=scale, free_bytes=free) for scale in (2.0, 0.5) for free in (4e9, None)]
-    sweep_tasks = tasks([*FAST, "twin-flow"], scenarios)
-    expected = [run_task(task) for task in sweep_tasks]
-    progress: list[tuple[int, int]] = []
-    for jobs in (1, 3):
-        actual = compute_rows(sweep_tasks, partial(run_locally, jobs=jobs), lambda *call: progress.append(call))
-        assert actual == expected
-        assert progress == [(finished, len(sweep_tasks)) for finished in range(len(sweep_tasks) + 1)]
-        progress.clear()
 
 
 def test_write_rows__writes_all_rows_workloads_and_machines(tmp_path: Path) -> None:
@@ -148,16 +131,6 @@ def test_find_best__one_that_may_fit_comes_before_none() -> None:
     (none,) = find_best(actual[1:])
     assert (none.row, none.speed_up, none.above_bound) == (None, None, None)
     assert none.as_json()["policy"] is None
-
-
-def test_sweep__less_host_memory_means_more_state_in_storage() -> None:
-    rates = replace(machine(), storage=(StoragePath(2e9, 1e9),))
-    sizes = (12e9, 20e9, None)
-    actual = rows(["pipelined"], [Scenario(host_free_bytes=size) for size in sizes], machines=[rates])
-    assert [row["host_free_bytes"] for row in actual] == list(sizes)
-    assert actual[0]["stored_subgroups"] > actual[1]["stored_subgroups"] > actual[2]["stored_subgroups"] == 0
-    assert all(row["fits"] and row["host_bytes"] <= (row["host_free_bytes"] or math.inf) for row in actual)
-    assert [best.group["host_free_bytes"] for best in find_best(actual)] == list(sizes)
 
 
 def test_find_best__is_over_policies_and_subgroups_of_each_scenario() -> None:

@@ -61,6 +61,7 @@ def test_job__parameters_are_in_half_precision_and_get_gradients() -> None:
     assert all(param.dtype == torch.bfloat16 and param.grad is not None for param in job.params)
 
 
+@pytest.mark.slow
 def test_job__the_loss_falls() -> None:
     values = losses(seed=0, steps=60, optimize=True)
     assert sum(values[-5:]) / 5 < values[0] - 0.5

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from ebbtide.analysis.plot import save
 from ebbtide.interleave.compare.picture import draw_comparison
 from ebbtide.interleave.compare.results import Comparison
 from ebbtide.interleave.model.plan import RESOURCES
@@ -63,22 +61,6 @@ def test_draw_comparison__each_operation_is_in_its_lane_at_its_time(comparison: 
         assert max(extent[2] for extent in extents) <= right
 
 
-def test_draw_comparison__labels_have_units_and_name_the_emulated_device(
-    comparison: Comparison, figure: Figure
-) -> None:
-    assert "emulated device: these times say nothing about a GPU; losses equal bit for bit" in figure.get_suptitle()
-    bottom = figure.subfigs[1]
-    assert bottom.axes[-1].get_xlabel().endswith("(s)")
-    for measured, predicted, result in zip(bottom.axes[::2], bottom.axes[1::2], comparison.results, strict=True):
-        assert measured.get_title(loc="left").startswith(f"{result.policy}: update measured ")
-        assert predicted.get_title(loc="left") == "predicted"
-        for axes in (measured, predicted):
-            assert [label.get_text() for label in axes.get_yticklabels()] == ["phase", *RESOURCES]
-    (legend,) = bottom.legends
-    kinds = {op.kind for result in comparison.results for op in result.predicted.plan.ops} - {"clip"}
-    assert {text.get_text() for text in legend.get_texts()} == kinds
-
-
 def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(figure: Figure) -> None:
     figure.draw_without_rendering()
     all_axes = [axes for part in figure.subfigs for axes in part.axes]
@@ -89,13 +71,3 @@ def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(figure: Figure)
     boxes = [text.get_window_extent() for text in texts if text is not None and text.get_text() and text.get_visible()]
     assert all(figure.bbox.contains(*corner) for text_box in boxes for corner in (text_box.min, text_box.max))
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-
-
-# The command writes one by default.
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "head"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_draw_comparison__is_written_in_all_formats(
-    comparison: Comparison, tmp_path: Path, kind: str, head: bytes
-) -> None:
-    save(draw_comparison(comparison), tmp_path / "picture", kind)
-    assert (tmp_path / "picture").read_bytes().startswith(head)

@@ -16,44 +16,8 @@ from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.interleave.engine.training import MODES, Job, maker
 
 
-def one_element(param: torch.Tensor) -> None:
-    param.data.view(-1)[3] = 0.5
-
-
-def test_step__new_values_of_a_parameter_leave_other_states_alone() -> None:
-    """Only the masters of its own subgroups are written, on the host or the device."""
-    job = Job()
-    optimizer = maker("twin-flow:0.4", "kept")(job.net.parameters())
-    job.step(optimizer)
-    written: list[int] = []
-    states = optimizer._runner.engine.store.states
-    edited = states.edited_masters
-    states.edited_masters = lambda number, spans: (written.append(number), edited(number, spans))[1]
-    states.write = forbidden
-    one_element(job.net.norm.weight)
-    job.step(optimizer)
-    index = next(i for i, param in enumerate(job.net.parameters()) if param is job.net.norm.weight)
-    assert set(written) == optimizer._runner.engine.store.subgroups_of(index)
-    optimizer.close()
-
-
 def forbidden(*_: object) -> None:
     raise AssertionError
-
-
-def test_state_dict__has_the_masters_as_they_were_during_a_swap() -> None:
-    """Averaged weights are in the model while a checkpoint is saved; the masters keep their bits."""
-    job = Job()
-    optimizer: InterleavedAdamW = maker("interleaved:2", "kept")(job.net.parameters())
-    job.step(optimizer)
-    before = optimizer.state_dict()
-    values = job.net.late.weight.detach().clone()
-    job.net.late.weight.data = torch.zeros_like(values)
-    during = optimizer.state_dict()
-    job.net.late.weight.data = values
-    for index, entry in before["state"].items():
-        assert torch.equal(entry["master"], during["state"][index]["master"])
-    optimizer.close()
 
 
 def test_step__reads_only_the_masters_of_subgroups_that_the_job_has_edited(monkeypatch: pytest.MonkeyPatch) -> None:

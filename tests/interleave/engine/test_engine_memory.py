@@ -13,7 +13,7 @@ import torch
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
-from tests.conftest import FUZZ
+from tests.conftest import FUZZ, slow
 from tests.interleave.engine.jobs import POLICIES, closing
 from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, finish, maker, run, throttle_cpu
 from tests.interleave.engine.twins import no_thread_left
@@ -79,7 +79,7 @@ def test_adaptive__reduces_its_memory_if_the_capacity_shrinks(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", [*POLICIES, "adaptive"])
+@pytest.mark.parametrize("policy", slow([*POLICIES, "adaptive"], but=("twin-flow:0.4", "adaptive")))
 def test_host_bytes__equals_that_of_the_schedule(policy: str, mode: str) -> None:
     job = Job()
     make = maker(policy, mode, machine=MACHINE, memory_budget=1.2 * STATE)
@@ -149,6 +149,7 @@ def test_optimizer__releases_all_memory_and_threads(
     assert device.used_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("kept", marks=pytest.mark.slow), "streamed"])
 def test_optimizer__memory_does_not_grow_over_many_steps(mode: str) -> None:
     more_steps = 1000 if FUZZ > 1 else 125

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,23 +176,6 @@ def test_fork__lets_a_child_call_the_optimizer_as_the_parent_does(job: ForkingJo
     if name in HAS_STATE:
         # The parent has the state of before.
         assert error or result == in_child()
-
-
-@pytest.mark.parametrize("in_flight", slow(STREAMED, but=("gradients", "weights")))
-def test_fork__leaves_the_parents_bits(in_flight: str, tmp_path: Path) -> None:
-    results = []
-    for calls in ((), CALLS.values()):
-        folder = tmp_path / f"{len(calls)}"
-        folder.mkdir()
-        job = ForkingJob(in_flight, folder)
-        job.begin()
-        for call in calls:
-            forked(partial(call, job))
-        job.end()
-        job.iterate()
-        results.append(job.fingerprint())
-        job.close()
-    assert results[0] == results[1]
 
 
 def test_fork__leaves_files_of_the_parent_alone_and_their_locks_to_it(tmp_path: Path) -> None:

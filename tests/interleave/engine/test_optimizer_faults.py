@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
@@ -16,11 +14,6 @@ from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from tests.interleave.engine.jobs import ReferenceAdamW, closing
 from tests.interleave.engine.states import bits
-from tests.interleave.engine.test_faults import CALLS, SEEDS, UPDATES, WHEN, Fault, FaultyDevice
-from tests.interleave.engine.twins import (
-    Jitter,
-    no_thread_left,
-)
 
 
 def gradients(params: list[torch.Tensor], seed: int) -> None:
@@ -49,42 +42,6 @@ def test_step__refuses_a_gradient_that_is_not_finite_and_changes_nothing(policy:
                 reference.step()
             for param, expected in zip(params, reference.params, strict=True):
                 assert torch.equal(bits(param.detach()), bits(expected))
-
-
-@given(
-    st.sampled_from(["zero-offload", "pipelined", "twin-flow:0.5", "interleaved:2", "gpu-only"]),
-    st.sampled_from(CALLS),
-    st.integers(0, 60),
-    st.sampled_from(WHEN),
-    SEEDS,
-)
-def test_optimizer__continues_after_a_failure_or_is_closed(
-    policy: str, call: str, number: int, when: str, seed: int
-) -> None:
-    """With the right number of steps and a new plan; or it is closed, and says so."""
-    generator = torch.Generator().manual_seed(seed)
-    params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (50, 200)]
-    reference = ReferenceAdamW([param.detach().clone() for param in params])
-    device = FaultyDevice(Jitter(seed, 1e-4))
-    with no_thread_left(), contextlib.closing(device):
-        optimizer = InterleavedAdamW(params, policy=policy, subgroup_params=60, threads=1, device=device)
-        with closing(optimizer):
-            fault = device.fault = Fault(call, number, when)
-            for step in range(6):
-                gradients(list(params), step)
-                gradients(reference.params, step)
-                try:
-                    optimizer.step()
-                except EngineError as error:
-                    assert fault.struck
-                    if "lost" in str(error):
-                        assert call in UPDATES
-                        with pytest.raises(EngineError, match="closed"):
-                            optimizer.step()
-                        return
-                reference.step()
-                for param, expected in zip(params, reference.params, strict=True):
-                    assert torch.equal(bits(param.detach()), bits(expected))
 
 
 class FullHost(EmulatedDevice):

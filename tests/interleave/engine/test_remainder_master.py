@@ -108,38 +108,6 @@ def test_step__does_not_write_returned_gradients_to_parameters() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("is_model_first", [True, False])
-@pytest.mark.parametrize("policies", [("pipelined", "gpu-only"), ("interleaved:2", "pipelined")])
-def test_load_state_dict__continues_with_the_same_bits(policies: tuple[str, str], is_model_first: bool) -> None:
-    job = ReferenceJob([200, 150], 4)
-    params = leaves(job)
-    optimizer = optimizer_of(params, policies[0])
-    run_steps(job, params, optimizer, 2, None)
-    saved = optimizer.state_dict()
-    optimizer.close()
-    params = [torch.zeros_like(param).requires_grad_() for param in job.params]
-    other = optimizer_of(params, policies[1])
-
-    def load_model() -> None:
-        with torch.no_grad():
-            for param, value in zip(params, job.params, strict=True):
-                param.copy_(value)
-
-    if is_model_first:
-        load_model()
-    other.load_state_dict(saved)
-    # What was loaded comes back, whatever the parameters are.
-    assert_states(other, job)
-    if not is_model_first:
-        load_model()
-    run_steps(job, params, other, 2, None)
-    # Again, while the engine runs.
-    other.load_state_dict(other.state_dict())
-    run_steps(job, params, other, 1, None)
-    assert_states(other, job)
-    other.close()
-
-
 def test_load_state_dict__takes_fp32_masters_and_gives_them() -> None:
     job = ReferenceJob([200], 5)
     params = leaves(job)

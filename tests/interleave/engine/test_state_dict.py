@@ -16,7 +16,7 @@ from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.conftest import slow
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.states import bits
-from tests.interleave.engine.training import Job, ReferenceOptimizer, finish, maker, run, two_groups
+from tests.interleave.engine.training import Job, ReferenceOptimizer, maker, run, two_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,26 +45,6 @@ def assert_equal(one: Any, other: Any) -> None:
             assert_equal(item, other_item)
     else:
         assert one == other
-
-
-def test_load_state_dict__keeps_the_state_of_frozen_parameters() -> None:
-    def trained(optimizer_of: Callable[..., Any], resume: bool) -> Any:
-        job = Job()
-        optimizer = optimizer_of(job.net.parameters())
-        for step in range(20):
-            if step == 10:
-                job.net.norm.requires_grad_(False)
-                if resume:
-                    state = optimizer.state_dict()
-                    optimizer.close()
-                    optimizer = optimizer_of(job.net.parameters())
-                    optimizer.load_state_dict(state)
-            if step == 15:
-                job.net.norm.requires_grad_(True)
-            job.step(optimizer)
-        return finish(job, optimizer)
-
-    assert trained(maker("interleaved:2", "streamed"), True) == trained(ReferenceOptimizer, False)
 
 
 def test_state_dict__is_exact_to_torch_and_back_for_fp32() -> None:
@@ -114,29 +94,6 @@ def test_load_state_dict__starts_masters_from_the_parameters_without_saved_maste
             assert_equal(entry["master"], params[index].detach().float())
             assert_equal(entry["exp_avg"], theirs.state[params[index]]["exp_avg"].float())
             assert entry["step"] == 3
-
-
-@pytest.mark.parametrize("mode", ["kept", "streamed"])
-def test_step__updates_masters_of_parameters_that_were_loaded(mode: str) -> None:
-    """Masters that round to the same parameter stay as they are."""
-
-    def trained(make: Callable[..., Any]) -> Any:
-        other = Job()
-        with torch.no_grad():
-            for param in other.net.first.parameters():
-                param += 1
-        job = Job()
-        optimizer = make(job.net.parameters())
-        for step in range(8):
-            job.step(optimizer)
-            if step == 3:
-                loaded = {**job.net.state_dict(), "first.weight": other.net.first.weight.detach()}
-                job.net.load_state_dict({**loaded, "last.weight": loaded["first.weight"]})
-                if isinstance(optimizer, ReferenceOptimizer):
-                    optimizer.state[job.net.first.weight]["rows"][0].copy_(loaded["first.weight"].reshape(-1))
-        return finish(job, optimizer)
-
-    assert trained(maker("interleaved:2", mode)) == trained(ReferenceOptimizer)
 
 
 def test_state_dict__does_not_change_with_later_steps() -> None:

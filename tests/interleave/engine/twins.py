@@ -208,11 +208,6 @@ def place(store: Store, plan: Plan, workload: Workload) -> None:
     store.apply_placement(plan, block_sizes(worst_case(plan, workload), store.subgroups))
 
 
-def schedule_of(run: PlanRun, workload: Workload) -> Schedule:
-    """Return the measured schedule, with phases of no length."""
-    return Schedule(run.plan, workload, run.starts, run.ends, 0.0, 0.0, 0.0, max(run.ends))
-
-
 @contextmanager
 def no_thread_left() -> Iterator[None]:
     """Check that every thread that starts in the block ends in it."""

@@ -63,29 +63,10 @@ def test_fits_device__agrees_with_a_fine_grid_of_times(policy: str, workload: Wo
         assert (on_device.used(schedule, close) - on_device.free(schedule, close)).max() > 0
 
 
-def test_fits_device__without_free_memory_is_rarely_known() -> None:
-    unknown = even(8)
-    assert ran("pipelined", unknown, TEST_MACHINE).fits_device(None) is True
-    assert ran("interleaved:2", unknown, TEST_MACHINE).fits_device(80e9) is None
-    assert ran("interleaved:2", unknown, TEST_MACHINE).fits_device(None) is None
-    # More than the whole device never fits.
-    assert ran("gpu-only", unknown, TEST_MACHINE).fits_device(8 * 14e8 - 1) is False
-    assert ran("gpu-only", unknown, TEST_MACHINE).fits_device(8 * 14e8) is None
-
-
 @pytest.mark.parametrize(("free", "fits"), [(14e8, True), (14e8 - 10, False)])
 def test_fits_device__is_exact_to_the_byte(free: float, fits: bool) -> None:
     workload = even(1, gpu_free=((0.0, 12e8), (1.0, free)))
     assert ran("gpu-only", workload, TEST_MACHINE).fits_device(None) is fits
-
-
-def test_fits_device__notices_a_short_dip_of_free_memory() -> None:
-    for begin in (0.0, 0.5, 3.0, 10.9, 11.2):
-        free = ((0.0, 20e9), (begin, 1e9), (begin + 0.05, 20e9))
-        assert ran("gpu-only", even(8, gpu_free=free[begin == 0.0 :]), TEST_MACHINE).fits_device(None) is False
-    # A dip after the iteration does not count.
-    late = even(8, gpu_free=((0.0, 20e9), (100.0, 0.0)))
-    assert ran("gpu-only", late, TEST_MACHINE).fits_device(None) is True
 
 
 def test_free_memory_line__is_stretched_by_waiting_in_the_backward() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ebbtide.errors import MachineError
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.bound import Bound, bound
+from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation import bound_lp
@@ -32,15 +32,6 @@ def update_s(workload: Workload, machine: Machine) -> float:
 def job(**values: Any) -> Workload:
     """Return a workload with two seconds of forward and twenty of backward."""
     return even(20, **{"forward_s": 2.0, "backward_s": 20.0, **values})
-
-
-def test_bound__without_device_memory_is_the_cpu_alone() -> None:
-    bounds = bound(job(gpu_free=((0.0, 0.0),)), TEST_MACHINE)
-    assert bounds.update_s == pytest.approx(OVERHEAD + N / C)
-    assert bounds.exposed_s == pytest.approx(bounds.update_s)
-    assert bounds.iteration_s == pytest.approx(22 + bounds.update_s)
-    # With whole subgroups the last one's upload follows its update.
-    assert bounds.exposed_whole_s == pytest.approx(OVERHEAD + N / C + 2e8 / UP)
 
 
 def test_bound__counts_all_memory_as_free_if_it_is_not_known() -> None:
@@ -75,45 +66,6 @@ def test_bound__updates_remainders_at_their_own_rate(ratio: float | None) -> Non
         assert update_s(on_cpu, machine) == pytest.approx(N / rate, rel=1e-3)
         schedule = simulate(make_plan("pipelined", on_cpu, machine), on_cpu, machine)
         assert sum(end - start for op, start, end in schedule.items() if op.kind == "update") == pytest.approx(N / rate)
-
-
-def test_bound__with_all_resident_shares_updates_between_cpu_and_gpu() -> None:
-    assert update_s(job(gpu_free=((0.0, 1e12),)), TEST_MACHINE) == pytest.approx(OVERHEAD + N / (C + G))
-    assert update_s(job(gpu_free=((0.0, 1e12),)), SLOW_CPU) == pytest.approx(OVERHEAD + N / G)
-
-
-def test_bound__is_set_by_the_link_if_the_cpu_is_slow() -> None:
-    """One free byte suffices to stream tiny shares through; gradients are copied down and back up."""
-    machine = replace(SLOW_CPU, step_overhead_s=0.0)
-    workload = job(gpu_free=((0.0, 1.0),))
-    assert update_s(workload, machine) == pytest.approx(max(14 * N / UP, 12 * N / DOWN))
-    # If gradients fit they stay.
-    roomy = job(gpu_free=((0.0, 0.0), (2.0, 2.0 * N), (22.0, 2.0 * N)))
-    assert update_s(roomy, machine) == pytest.approx(12 * N / DOWN)
-    both = replace(machine, duplex_bytes_per_s=40e9)
-    assert update_s(roomy, both) == pytest.approx(24 * N / 40e9)
-
-
-def test_bound__saves_the_link_time_of_resident_state() -> None:
-    machine = replace(SLOW_CPU, step_overhead_s=0.0, d2h_bytes_per_s=1e12)
-    resident_bytes = 12 * N / 4
-    # A quarter of the state is resident.
-    assert update_s(job(gpu_free=((0.0, resident_bytes),), grad_bytes=0.0), machine) == pytest.approx(
-        12 * N * 3 / 4 / UP
-    )
-
-
-def test_bound__is_set_by_host_memory_on_either_processor() -> None:
-    memory = 1e9
-    slow = replace(TEST_MACHINE, host_memory_bytes_per_s=memory, step_overhead_s=0.0)
-    # All gradients are copied down in a long backward.
-    long_backward = job(backward_s=100.0, gpu_free=((0.0, 0.0),))
-    assert update_s(long_backward, slow) == pytest.approx(30 * N / memory)
-    # On the GPU: state is fetched and flushed, and the gradient copied back up.
-    assert update_s(replace(long_backward, gpu_free=((0.0, 1.0),)), slow) == pytest.approx(26 * N / memory)
-    # A short backward has time for a part of the gradients.
-    short_backward = job(backward_s=1.0, gpu_free=((0.0, 0.0),))
-    assert update_s(short_backward, slow) == pytest.approx((32 * N - 1.0 * memory) / memory)
 
 
 def test_bound__parks_state_in_windows() -> None:
@@ -199,46 +151,6 @@ RATES = [
     "cpu_update_params_per_s",
     "gpu_update_params_per_s",
 ]
-
-
-def no_worse(before: Bound, after: Bound) -> None:
-    assert after.update_s <= before.update_s * (1 + RELATIVE) + ABSOLUTE
-    assert after.exposed_s <= before.exposed_s * (1 + RELATIVE) + ABSOLUTE
-
-
-@given(workloads(), machines(), st.sampled_from(RATES), st.floats(1, 10))
-def test_bound__never_grows_with_a_rate(workload: Workload, machine: Machine, rate: str, factor: float) -> None:
-    value = getattr(machine, rate)
-    faster = {rate: value * factor} if value is not None else {}
-    no_worse(bound(workload, machine), bound(workload, replace(machine, **faster)))
-
-
-@given(workloads(), machines())
-def test_bound__never_grows_without_the_duplex_limit(workload: Workload, machine: Machine) -> None:
-    no_worse(bound(workload, machine), bound(workload, replace(machine, duplex_bytes_per_s=None)))
-
-
-@given(workloads(), machines(), st.integers(0, 4), st.floats(0, 2))
-def test_bound__never_grows_with_free_memory(workload: Workload, machine: Machine, position: int, share: float) -> None:
-    steps = workload.gpu_free or ()
-    with_more = tuple(
-        (time, size + share * 12 * workload.params if number == position % len(steps) else size)
-        for number, (time, size) in enumerate(steps)
-    )
-    before, after = bound(workload, machine), bound(replace(workload, gpu_free=with_more), machine)
-    no_worse(before, after)
-    assert after.exposed_whole_s <= before.exposed_whole_s * (1 + RELATIVE) + ABSOLUTE
-
-
-@given(workloads(), machines(), st.sampled_from(["other_s", "forward_s", "backward_s"]), st.floats(1, 5))
-def test_bound__never_grows_with_the_length_of_a_phase(
-    workload: Workload, machine: Machine, phase: str, factor: float
-) -> None:
-    longer = replace(workload, **{phase: getattr(workload, phase) * factor})
-    stretched = replace(
-        longer, gpu_free=tuple((moved(workload, longer, time), size) for time, size in workload.gpu_free or ())
-    )
-    no_worse(bound(workload, machine), bound(stretched, machine))
 
 
 def moved(old: Workload, new: Workload, seconds: float) -> float:

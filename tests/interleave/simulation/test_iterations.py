@@ -18,7 +18,6 @@ from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
 from ebbtide.interleave.simulation import iterations
-from ebbtide.interleave.simulation.event_loop import COMPUTE, GPU, H2D, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.iterations import run_iterations
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.catalog import find_machine
@@ -27,6 +26,7 @@ from ebbtide.units import ms_text
 from tests.conftest import examples
 from tests.interleave.simulation.explicit_iterations import Iteration, run_explicitly
 from tests.interleave.simulation.stored_plans import cases
+from tests.interleave.strategies import fixed_policies, machines, workloads
 
 GB = 1e9
 # Iterations are equal if their lengths differ by less, relatively; some approach one length slowly.
@@ -67,6 +67,14 @@ def test_simulate__with_state_in_storage_equals_explicit_iterations(case: tuple[
 @settings(max_examples=examples(200, by_default=20))
 def test_simulate__equals_explicit_iterations(case: tuple[Plan, Workload, Machine]) -> None:
     assert_as_explicit(*case)
+
+
+@given(fixed_policies(), workloads(max_subgroups=12), machines())
+@settings(max_examples=examples(200, by_default=20))
+def test_simulate__equals_explicit_iterations_under_every_policy(
+    policy: str, workload: Workload, machine: Machine
+) -> None:
+    assert_as_explicit(make_plan(policy, workload, machine), workload, machine)
 
 
 @given(cases(again=False), st.data())
@@ -192,39 +200,3 @@ def test_simulate__rates_plans_by_the_mean_of_many_iterations(case: tuple[Plan, 
     half = _LONG_RUN // 2
     mean_s = (begins[-1] - begins[half]) / (_LONG_RUN - 1 - half)
     assert schedule.iteration_s == pytest.approx(mean_s, rel=1e-6, abs=1e-12)
-
-
-# Four subgroups of 1 G parameters: 2 s of update, 0.2 s of upload and of gradient copy each.
-LATE_JOB = Workload("late", 4 * 10**9, 10**9, forward_s=4.0, backward_s=8.0)
-LATE_MACHINE = replace(MACHINE, h2d_bytes_per_s=10 * GB, d2h_bytes_per_s=10 * GB, cpu_update_params_per_s=0.5e9)
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_simulate__has_the_whole_link_while_compute_waits(phase: str) -> None:
-    """The forward waits for the upload of each subgroup. Collectives that take half of the link slow none of these."""
-    job = replace(LATE_JOB, collective_bytes=((phase, 20 * GB, 0.0),))
-    plan = make_plan("pipelined,overlap=forward", job, LATE_MACHINE)
-    schedule = simulate(plan, job, LATE_MACHINE)
-    assert schedule.forward_s == pytest.approx(2.2 + 2 + 2 + 2 + 1)
-    assert schedule.backward_s == pytest.approx(8.0)
-
-
-def test_run_tasks__slows_copies_only_while_compute_goes_on() -> None:
-    """Compute for 2 s leaves half of the link. An update on the GPU stops it for its first second."""
-    graph = TaskGraph([COMPUTE, GPU, H2D], [2.0, 1.0, 1.5], [0.0, 0.0, 1.0])
-    graph.link_left = {0: (0.5, 1.0)}
-    graph.stops_compute = frozenset({1})
-    times = run_tasks(graph, 1e12, 1e12, 1e9)
-    assert times is not None
-    assert times[1] == pytest.approx([3.0, 1.0, 2.0])
-
-
-@pytest.mark.parametrize("resources", [[COMPUTE, GPU, COMPUTE], [GPU, COMPUTE, COMPUTE]])
-def test_run_tasks__lets_compute_of_no_length_pass_beside_updates_on_the_gpu(resources: list[int]) -> None:
-    """The beginning of an iteration is no compute: what waits for it may start."""
-    seconds = {COMPUTE: 0.0, GPU: 1.0}
-    graph = TaskGraph(resources, [seconds[resource] for resource in resources], [0.0] * 3)
-    graph.stops_compute = frozenset({resources.index(GPU)})
-    times = run_tasks(graph, 1e12, 1e12, 1e9)
-    assert times is not None
-    assert times[1] == [seconds[resource] for resource in resources]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError, PlanError
@@ -22,7 +21,6 @@ from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
 from tests.interleave.quick_plans import plan_quickly
-from tests.interleave.simulation.fluid import Fluid, traffic_bytes
 from tests.interleave.strategies import fixed_policies, machines, policies, workloads
 
 quick_plans = pytest.fixture(autouse=True)(plan_quickly)
@@ -38,78 +36,11 @@ def any_schedule(test: Callable[..., None]) -> Callable[..., None]:
     return settings(max_examples=examples(25, by_default=3))(given(policies(), workloads(), machines())(test))
 
 
-@any_schedule
-def test_simulate__starts_operations_after_their_inputs(policy: str, workload: Workload, machine: Machine) -> None:
-    schedule = ran(policy, workload, machine)
-    slack = CLOSE * max(schedule.iteration_s, 1e-9)
-    overhead = machine.step_overhead_s or 0.0
-    for op, start, end in schedule.items():
-        assert 0 <= start <= end <= schedule.iteration_s + slack
-        assert all(schedule.ends[index] <= start for index in op.after)
-        assert start >= reached(schedule, op.point, overhead) - slack
-
-
 def reached(schedule: Schedule, point: float, overhead: float) -> float:
     """Return the earliest time at which a point of the iteration is reached, s."""
     lengths = (schedule.workload.other_s, schedule.workload.forward_s, schedule.workload.backward_s)
     spent = sum(length * min(max(point - phase, 0.0), 1.0) for phase, length in enumerate(lengths))
     return spent + (overhead if point > UPDATE else 0.0)
-
-
-@any_schedule
-def test_simulate__runs_one_operation_per_resource_at_a_time(policy: str, workload: Workload, machine: Machine) -> None:
-    schedule = ran(policy, workload, machine)
-    for resource in ("cpu", "gpu", "h2d", "d2h"):
-        times = sorted((start, end) for op, start, end in schedule.items() if op.resource == resource)
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(times))
-
-
-@any_schedule
-def test_simulate__leaves_no_ready_operation_waiting(policy: str, workload: Workload, machine: Machine) -> None:
-    schedule = ran(policy, workload, machine)
-    assume(not any(op.blocking for op in schedule.plan.ops))
-    slack = CLOSE * max(schedule.iteration_s, 1e-9)
-    freed = {resource: {0.0} for resource in ("cpu", "gpu", "h2d", "d2h")}
-    for op, _, end in schedule.items():
-        freed[op.resource].add(end)
-    for op, start, _ in schedule.items():
-        inputs = (schedule.ends[index] for index in op.after)
-        ready = max(reached(schedule, op.point, machine.step_overhead_s or 0.0), *inputs, 0.0)
-        assert start <= ready + slack or start in freed[op.resource]
-
-
-@any_schedule
-def test_simulate__gives_every_operation_its_work_at_the_shared_speed(
-    policy: str, workload: Workload, machine: Machine
-) -> None:
-    schedule = ran(policy, workload, machine)
-    assume(not workload.collective_bytes or not any(op.blocking for op in schedule.plan.ops))
-    fluid = Fluid(schedule, machine)
-    for got, work in zip(fluid.done(), fluid.work, strict=True):
-        assert got == pytest.approx(work, rel=1e-6, abs=CLOSE * schedule.iteration_s)
-
-
-@any_schedule
-def test_simulate__keeps_link_and_host_memory_within_their_rates(
-    policy: str, workload: Workload, machine: Machine
-) -> None:
-    """Between any two ends: the traffic of the operations that run entirely between them."""
-    schedule = ran(policy, workload, machine)
-    limits = {
-        ("h2d",): (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share),
-        ("d2h",): (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share),
-        ("h2d", "d2h"): machine.duplex_bytes_per_s or math.inf,
-        ("cpu", "h2d", "d2h"): machine.host_memory_bytes_per_s or 0.0,
-    }
-    ends = sorted({0.0, *schedule.ends})[:: max(1, len(schedule.ends) // 20)]
-    for resources, rate in limits.items():
-        ops = [
-            (start, end, traffic_bytes(op, workload)) for op, start, end in schedule.items() if op.resource in resources
-        ]
-        for number, low in enumerate(ends):
-            for high in ends[number + 1 :]:
-                moved = sum(size for start, end, size in ops if low <= start and end <= high)
-                assert moved <= rate * (high - low) * (1 + 1e-6) + 1e-3
 
 
 @settings(max_examples=examples(25, by_default=3))
@@ -156,52 +87,6 @@ def test_simulate__gives_phases_that_sum_to_the_iteration(policy: str, workload:
         assert schedule.backward_s == pytest.approx(workload.backward_s)
     assert schedule.exposed_s == pytest.approx(schedule.iteration_s - workload.compute_s, abs=1e-9)
     assert all(0 <= share <= 1 for share in schedule.busy_shares().values())
-
-
-@any_schedule
-def test_simulate__is_deterministic_to_the_bit(policy: str, workload: Workload, machine: Machine) -> None:
-    one, other = (ran(policy, replace(workload), replace(machine)) for _ in range(2))
-    assert one == other
-
-
-@pytest.mark.slow
-@any_schedule
-def test_simulate__halves_with_twice_all_rates_to_the_bit(policy: str, workload: Workload, machine: Machine) -> None:
-    rates = {name: 2 * value for name, value in vars(machine).items() if name.endswith("_per_s") and value}
-    fixed = {name: (getattr(machine, name) or 0.0) / 2 for name in ("step_overhead_s", "operation_s")}
-    faster = replace(machine, **fixed, **rates)
-    free = workload.gpu_free or ()
-    shorter = replace(
-        workload,
-        forward_s=workload.forward_s / 2,
-        backward_s=workload.backward_s / 2,
-        other_s=workload.other_s / 2,
-        gpu_free=tuple((time / 2, size) for time, size in free),
-    )
-    long, short = ran(policy, workload, machine), ran(policy, shorter, faster)
-    assert [time / 2 for time in long.ends] == short.ends
-    assert long.iteration_s / 2 == short.iteration_s
-
-
-@given(
-    st.sampled_from(["zero-offload", "pipelined", "interleaved:2", "interleaved:3,params=blocking"]),
-    st.integers(1, 30),
-    machines(),
-)
-def test_simulate__halves_the_update_with_twice_the_machine_rates(policy: str, count: int, machine: Machine) -> None:
-    machine = replace(machine, step_overhead_s=0.0, operation_s=0.0)
-    size = 10_000_000
-    # Gradients are copied down as fast as they are computed, so only the last copy ends after the backward.
-    backward = 2 * count * size * 2 / min(machine.d2h_bytes_per_s or 0.0, machine.host_memory_bytes_per_s or 0.0)
-    if machine.duplex_bytes_per_s is not None:
-        backward *= max(1.0, (machine.d2h_bytes_per_s or 0.0) / machine.duplex_bytes_per_s)
-    workload = even(count, size, forward_s=1.0, backward_s=backward)
-    faster = replace(
-        machine, **{name: 2 * value for name, value in vars(machine).items() if name.endswith("_per_s") and value}
-    )
-    slow, fast = ran(policy, workload, machine), ran(policy, workload, faster)
-    assert fast.update_s == pytest.approx(slow.update_s / 2)
-    assert fast.backward_s == pytest.approx(slow.backward_s)
 
 
 @given(fixed_policies(), workloads(), machines(), st.sampled_from(["cpu_update", "gpu_update", "host_memory", "h2d"]))
@@ -258,28 +143,6 @@ def test_simulate__all_resident_takes_the_gpu_time(policy: str, count: int) -> N
     assert schedule.host_bytes() == 0
 
 
-def test_simulate__pipelined_is_limited_by_the_cpu() -> None:
-    workload = even(1000, 10**7)
-    schedule = ran("pipelined", workload, TEST_MACHINE)
-    assert schedule.update_s == pytest.approx(OVERHEAD + workload.params / C + 2 * 10**7 / UP)
-    assert schedule.busy_shares()["cpu"] == pytest.approx((schedule.update_s - OVERHEAD) / schedule.update_s, rel=1e-3)
-
-
-def test_simulate__pipelined_is_limited_by_host_memory() -> None:
-    workload = even(1000, 10**7)
-    memory = 28e9
-    schedule = ran("pipelined", workload, replace(TEST_MACHINE, host_memory_bytes_per_s=memory))
-    # The update reads state and gradient and writes state and parameter; then the upload.
-    assert schedule.update_s == pytest.approx(OVERHEAD + 30 * workload.params / memory, rel=2e-3)
-
-
-def test_simulate__interleaved_is_limited_by_host_memory() -> None:
-    workload = even(1000, 10**7)
-    memory = 28e9
-    schedule = ran("interleaved:2", workload, replace(TEST_MACHINE, host_memory_bytes_per_s=memory))
-    assert schedule.update_s == pytest.approx(OVERHEAD + (30 + 24) / 2 * workload.params / memory, rel=1e-2)
-
-
 def test_simulate__zero_offload_is_a_serial_sum() -> None:
     workload = even(20)
     schedule = ran("zero-offload", workload, TEST_MACHINE)
@@ -295,16 +158,6 @@ def test_simulate__blocking_gradients_lengthen_the_backward(policy: str, count: 
     down = sum(op.params for op in schedule.plan.ops if op.kind == "gradient down")
     assert schedule.backward_s == pytest.approx(workload.backward_s + 2 * down / PAGEABLE_DOWN)
     assert schedule.update_s == pytest.approx(ran(policy, workload, TEST_MACHINE).update_s)
-
-
-def test_simulate__interleaved_is_limited_by_a_slow_link() -> None:
-    """Every second subgroup is streamed: its state is fetched while the one before is flushed."""
-    count, slow = 200, 12e9
-    workload = even(count)
-    machine = replace(TEST_MACHINE, h2d_bytes_per_s=slow, d2h_bytes_per_s=slow, cpu_update_params_per_s=100e9)
-    schedule = ran("interleaved:2", workload, machine)
-    n = workload.params
-    assert schedule.update_s == pytest.approx(OVERHEAD + (12 + 2) / 2 * n / slow, rel=0.03)
 
 
 def test_simulate__interleaved_moves_state_and_gradients_that_are_not_kept() -> None:
@@ -334,21 +187,6 @@ def test_twin_flow__rounds_to_whole_subgroups(ratio: str, resident: int) -> None
     assert schedule.plan.counts().get("update on gpu", 0) == resident
     # With a gradient in fp32, which DeepSpeed keeps beside them.
     assert schedule.plan.resident_bytes == (12 + 4) * resident * 10**8
-
-
-def test_simulate__slows_copies_by_the_busy_share_of_the_job() -> None:
-    n = 10**9
-    workload = even(1, n, h2d_busy_share=0.5, backward_s=0.0)
-    schedule = ran("pipelined", workload, TEST_MACHINE)
-    assert schedule.update_s == pytest.approx(OVERHEAD + n / C + 2 * n / (UP / 2))
-
-
-def test_simulate__shares_the_duplex_limit() -> None:
-    """With one subgroup after the other on the GPU, a fetch and a flush run at the same time from the second one on."""
-    count, size = 500, 10**7
-    machine = replace(TEST_MACHINE, h2d_bytes_per_s=30e9, duplex_bytes_per_s=40e9)
-    schedule = ran("interleaved:1", even(count, size), machine)
-    assert schedule.update_s == pytest.approx(OVERHEAD + 24 * count * size / 40e9, rel=2e-2)
 
 
 def test_link_factors__a_faster_direction_takes_at_most_half_of_what_the_other_one_needs() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import sysconfig
 import textwrap
@@ -14,20 +13,10 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.trace import open_trace
-from ebbtide.profiler.trace.metadata import ExitStatus
 from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process
 from tests.profiler.agent.jobs import ADAMW, PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_profile__reports_the_signal_that_ended_the_job(number: int, record: Record) -> None:
-    recorded = record(PRELUDE + PLAIN + f"import os, time; time.sleep(0.5); os.kill(os.getpid(), {int(number)})\n")
-    assert recorded.run.returncode == -number
-    assert recorded.trace.meta.exit == ExitStatus(signal=int(number))
-    assert len(recorded.phases()) == 4
 
 
 @pytest.mark.slow
@@ -209,7 +198,3 @@ def _bare(job: Path, **env: str) -> Run:
     run = run_process([sys.executable, job], cwd=job.parent, env=environment)
     assert run.returncode == 0, run.stderr
     return run
-
-
-def _job_lines(stderr: str) -> str:
-    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("ebbtide: "))

@@ -71,16 +71,6 @@ def test_profile__warns_once_and_gives_no_time_of_updates(record: Record) -> Non
     assert times["update_ms"].isna().all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("job", "phases_each"), [(MANUAL, 2), (ACCUMULATION, 7)])
-def test_profile__records_a_range_of_iterations(job: str, phases_each: int, record: Record) -> None:
-    recorded = record(PRELUDE + job.replace("STEPS", "12"), options=["--iterations", "5:8"])
-    assert recorded.run.returncode == 0, recorded.run.stderr
-    phases = recorded.trace.phases(0)
-    assert sorted(phases["iteration"].unique()) == [5, 6, 7]
-    assert len(phases) == 3 * phases_each
-
-
 def records(phases: str, iteration_after: int | None = None, first: int = 0) -> np.ndarray:
     """Return the records of a spool with phases written as F, B and U, and an iteration that ends after one of them."""
     rows = []

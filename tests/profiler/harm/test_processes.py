@@ -67,44 +67,6 @@ def test_profile__names_a_process_without_an_optimizer_beside_one_with(tmp_path:
 
 
 @pytest.mark.slow
-def test_profile__writes_a_trace_for_each_independent_spawned_training(tmp_path: Path) -> None:
-    program = """
-    def work(index):
-        train([3, 5][index])
-    if __name__ == "__main__":
-        torch.multiprocessing.spawn(work, nprocs=2)
-    """
-    run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert job_lines(run.stderr) == []
-    assert trace_names(tmp_path) == ["run-2.ebb", "run.ebb"]
-    assert sorted(iterations_of(tmp_path / name) for name in trace_names(tmp_path)) == [3, 5]
-    for name in trace_names(tmp_path):
-        assert open_trace(tmp_path / name).ranks == [0]
-
-
-@pytest.mark.slow
-def test_profile__writes_one_trace_with_two_ranks_under_torchrun(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = training_program(tmp_path, "train(3 + int(os.environ['RANK']))\n")
-    run = run_profiled(*launcher, job, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert trace_names(tmp_path) == ["run.ebb"]
-    assert open_trace(tmp_path / "run.ebb").ranks == [0, 1]
-    assert [iterations_of(tmp_path / "run.ebb", rank) for rank in (0, 1)] == [3, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
-def test_profile__records_a_forked_child_that_trains(end: str, tmp_path: Path) -> None:
-    program = f"if os.fork() == 0:\n    train(4)\n    {end}\nsys.exit(os.wait()[1])\n"
-    run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
-    assert (run.returncode, job_lines(run.stderr)) == (0, [])
-    assert trace_names(tmp_path) == ["run.ebb"]
-    assert iterations_of(tmp_path / "run.ebb") == 4
-
-
-@pytest.mark.slow
 def test_profile__loses_no_iteration_of_a_process_that_becomes_a_daemon(tmp_path: Path) -> None:
     # Nothing is written before the fork, as on a slow file system.
     slow = "sys.modules['ebbtide.profiler.agent.spool'].Spool.flush_if_cheap = lambda self: None\n"
@@ -112,15 +74,6 @@ def test_profile__loses_no_iteration_of_a_process_that_becomes_a_daemon(tmp_path
     run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
     assert (run.returncode, job_lines(run.stderr)) == (0, [])
     assert [iterations_of(tmp_path / name) for name in ("run.ebb", "run-2.ebb")] == [7, 2]
-
-
-@pytest.mark.slow
-def test_profile__keeps_a_forked_training_apart_from_that_of_its_parent(tmp_path: Path) -> None:
-    program = "train(3)\nif os.fork() == 0:\n    train(5)\n    sys.exit(0)\nos.wait()\ntrain(4)\n"
-    run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
-    assert (run.returncode, job_lines(run.stderr)) == (0, [])
-    assert iterations_of(tmp_path / "run.ebb") == 7
-    assert open_trace(tmp_path / "run.ebb").ranks == [0]
 
 
 @pytest.mark.slow

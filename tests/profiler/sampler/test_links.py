@@ -57,33 +57,6 @@ def test_counter_increase__handles_wrapped_counters() -> None:
         assert counter_increase(before, after) == increase
 
 
-def test_counter_source__gives_the_mean_between_two_readings() -> None:
-    source = CounterSource(gpu_of(counting(step=(1_000_000, 20_000))), clock := FakeClock())
-    assert read_at(source, clock, 100, 110, 130) == [
-        None,
-        LinkSample(110 * MS, 10 * MS, 1e8, 2e6),
-        LinkSample(130 * MS, 20 * MS, 5e7, 1e6),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("bits", "value_type"),
-    [
-        (32, pynvml.NVML_VALUE_TYPE_UNSIGNED_INT),
-        (32, pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG),
-        (64, pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG),
-    ],
-)
-def test_counter_source__keeps_its_rate_when_a_counter_wraps(bits: int, value_type: int) -> None:
-    card = counting(counters=[2**bits - 1, 2**bits - 5], step=(1000, 10), bits=bits, value_type=value_type)
-    source = CounterSource(gpu_of(card), clock := FakeClock())
-    assert read_at(source, clock, 0, 10, 20) == [
-        None,
-        LinkSample(10 * MS, 10 * MS, 1e5, 1e3),
-        LinkSample(20 * MS, 10 * MS, 1e5, 1e3),
-    ]
-
-
 def test_counter_source__gives_nothing_for_two_readings_at_one_time() -> None:
     source = CounterSource(gpu_of(counting()), clock := FakeClock())
     assert read_at(source, clock, 1, 1) == [None, None]
@@ -143,36 +116,10 @@ def test_gpm_source__recovers_from_a_passing_error(function: str) -> None:
     assert len(library.samples) == 1
 
 
-def test_throughput_source__gives_a_sample_at_once() -> None:
-    source = ThroughputSource(gpu_of(older(throughput=(2_000_000, 3))), clock := FakeClock())
-    assert read_at(source, clock, 42) == [LinkSample(42 * MS, 20 * MS, 2e9, 3e3)]
-
-
 def test_throughput_source__raises_without_permission() -> None:
     source = ThroughputSource(gpu_of(older().fail("nvmlDeviceGetPcieThroughput", pynvml.NVML_ERROR_NO_PERMISSION)))
     with pytest.raises(Unsupported, match="Permission"):
         source.read()
-
-
-@pytest.mark.parametrize(
-    ("card", "name", "refused"),
-    [
-        (counting(gpm=(1.0, 1.0), throughput=(1, 1)), "nvml-counters", []),
-        (hopper(), "gpm", ["nvml-counters"]),
-        (older(), "nvml-throughput", ["nvml-counters", "gpm"]),
-        (FakeCard(), None, ["nvml-counters", "gpm", "nvml-throughput"]),
-        (counting(returns={TX: pynvml.NVML_ERROR_NOT_SUPPORTED}), None, ["nvml-counters", "gpm", "nvml-throughput"]),
-        (older(counters=[0, 0], returns={RX: pynvml.NVML_ERROR_NO_PERMISSION}), "nvml-throughput",
-         ["nvml-counters", "gpm"]),
-        (hopper().fail("nvmlGpmSampleGet", pynvml.NVML_ERROR_NO_PERMISSION), "nvml-throughput",
-         ["nvml-counters", "gpm"]),
-    ],
-)  # fmt: skip
-def test_best_source__chooses_the_first_that_answers(card: FakeCard, name: str | None, refused: list[str]) -> None:
-    source, reasons = best_source(gpu_of(card))
-    assert (source.name if source else None) == name
-    assert [reason.partition(": ")[0] for reason in reasons] == refused
-    assert all(reason.partition(": ")[2] for reason in reasons)
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlGpmSampleGet"])

@@ -17,7 +17,7 @@ from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, MISSI
 from ebbtide.profiler.recording.spools.recovery import recover
 from ebbtide.profiler.recording.spools.trainings import RankData
 from ebbtide.profiler.sampler.sampler import Sampler
-from tests.profiler.sampler.fake_nvml import GIB, FakeCard, FakeNvml, counting, hopper, older
+from tests.profiler.sampler.fake_nvml import GIB, FakeCard, FakeNvml, counting, hopper
 
 MEMORY_CALL = "nvmlDeviceGetMemoryInfo"
 STATE_CALL = "nvmlDeviceGetUtilizationRates"
@@ -116,31 +116,9 @@ def test_sampler__reads_the_link_from_counters(sample: Sample) -> None:
     assert [gpu["link_source"] for gpu in sampled.host["gpus"]] == ["nvml-counters"] * 2
 
 
-def test_sampler__reads_the_link_from_gpm(sample: Sample) -> None:
-    link = sample(FakeNvml(card := hopper(gpm=(1000.0, 2.0))), reads(card, 2, "nvmlGpmMetricsGet")).link
-    assert set(link["source"]) == {"gpm"}
-    assert set(link["h2d_bytes_per_s"]) == {1000 * 2**20}
-    assert set(link["d2h_bytes_per_s"]) == {2 * 2**20}
-
-
 def test_sampler__spaces_gpm_samples_as_nvml_requires(sample: Sample) -> None:
     link = sample(FakeNvml(card := hopper()), reads(card, 2, "nvmlGpmMetricsGet")).link
     assert link["window_ns"].min() >= 100_000_000
-
-
-def test_sampler__reads_the_link_from_the_throughput_of_an_older_card(sample: Sample) -> None:
-    link = sample(FakeNvml(card := older(generation=3)), reads(card, 8, "nvmlDeviceGetPcieThroughput")).link
-    assert len(link) >= 2
-    columns = ["source", "window_ns", "generation", "h2d_bytes_per_s", "d2h_bytes_per_s"]
-    assert list(link.iloc[0][columns]) == ["nvml-throughput", 20_000_000, 3, 12e9, 3e6]
-
-
-def test_sampler__leaves_an_unreported_generation_missing(sample: Sample) -> None:
-    card = counting().fail("nvmlDeviceGetCurrPcieLinkGeneration", pynvml.NVML_ERROR_NOT_SUPPORTED)
-    link = sample(FakeNvml(card), reads(card, 4, "nvmlDeviceGetFieldValues")).link
-    assert len(link) >= 1
-    assert link["generation"].isna().all()
-    assert set(link["width"]) == {16}
 
 
 def test_sampler__reads_memory_without_a_link_source(sample: Sample) -> None:
@@ -176,24 +154,6 @@ def test_sampler__stops_only_the_lost_card(sample: Sample) -> None:
     assert other.calls[MEMORY_CALL] >= 30
 
 
-def test_sampler__stores_the_state_under_the_device_name_of_the_rank(sample: Sample) -> None:
-    other, ours = FakeCard(uuid="GPU-a", celsius=90), FakeCard(uuid="GPU-b", utilization=(88, 12), celsius=44)
-    table = sample(FakeNvml(other, ours), reads(ours, 3, STATE_CALL), uuid="GPU-b").rank.tables["gpu"]
-    assert len(table) >= 2
-    assert table["t_ns"].is_monotonic_increasing
-    (row,) = table.drop(columns="t_ns").drop_duplicates().to_dict("records")
-    assert row == {
-        "device": "cuda:0",
-        "utilization_percent": 88.0,
-        "memory_utilization_percent": 12.0,
-        "power_w": 402.5,
-        "sm_clock_mhz": 1980.0,
-        "memory_clock_mhz": 2619.0,
-        "temperature_celsius": 44.0,
-        "throttle_reasons": 4,
-    }
-
-
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION])
 def test_sampler__leaves_refused_quantities_missing_with_one_note(sample: Sample, code: int) -> None:
     card = counting().fail("instant power", code).fail("nvmlDeviceGetPowerUsage", code).fail(STATE_CALL, code)
@@ -220,13 +180,6 @@ def test_sampler__stops_sampling_a_state_that_is_refused_altogether_with_one_not
     assert note.startswith("sampling the state of GPU 0 stopped after ")
     assert note.endswith("temperature, throttle reasons (Not Supported)")
     assert {card.calls[function] for function in STATE_CALLS} == {1, 2}  # two clocks by one function
-
-
-def test_sampler__leaves_out_a_card_lost_before_the_start(sample: Sample) -> None:
-    lost, ours = FakeCard(uuid="GPU-a").lose(), counting(uuid="GPU-b")
-    sampled = sample(FakeNvml(lost, ours), reads(ours, 5), uuid="GPU-b")
-    assert [gpu["uuid"] for gpu in sampled.host["gpus"]] == ["GPU-b"]
-    assert set(sampled.pool("device")["device"]) == {"cuda:0"}
 
 
 @pytest.mark.parametrize("first", [2, 4])  # 1: it can still be opened

@@ -59,10 +59,6 @@ rows = st.fixed_dictionaries(
 )
 
 
-def is_label(column: TraceColumn) -> bool:
-    return column.categorical or pa.types.is_dictionary(column.type)
-
-
 def built(rows: Rows) -> TraceBuilder:
     builder = TraceBuilder()
     for table, group in rows.items():
@@ -196,26 +192,6 @@ def test_trace_builder__refuses_rows_that_do_not_fit() -> None:
 def test_trace_builder__refuses_missing_values_of_required_columns(missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
         built({"memory": [{"t_ns": 0, "device": "cpu", "pool": "heap", "bytes": 1, missing: None}]}).build()
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "trace", "dangling link"])
-def test_write__does_not_overwrite_what_exists(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "t.ebb"
-    if kind == "trace":
-        sample(path)
-    elif kind == "folder":
-        path.mkdir()
-        (path / "kept.txt").write_text("kept")
-    elif kind == "file":
-        path.write_text("kept")
-    else:
-        path.symlink_to(tmp_path / "nowhere")
-    before = contents(tmp_path)
-    assert "--force" in refusal(lambda: built({}).write(path))
-    if kind != "trace":
-        assert "replaces only traces" in refusal(lambda: built({}).write(path, force=True))
-    assert contents(tmp_path) == before
-    assert path.is_symlink() == (kind == "dangling link")
 
 
 def test_write__force_replaces_only_the_trace_at_the_path(tmp_path: Path) -> None:

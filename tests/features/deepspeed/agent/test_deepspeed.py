@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ebbtide import cli
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import Trace
 from tests import torch_extensions
@@ -331,34 +329,3 @@ def test_profile__records_deepspeeds_fused_adam(profile: Profile, fused_adam: No
     assert recorded.phases() == [["forward", "backward", "update"]] * STEPS
     (optimizer,) = recorded.trace.rank(0).optimizers
     assert "FusedAdam" in optimizer.class_name
-
-
-@pytest.mark.slow
-def test_profile__writes_a_usable_trace_of_a_job_that_raises(
-    profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing = job("raises", 2, {}, after="raise RuntimeError('the tide is out')")
-    recorded = profile([sys.executable], failing)
-    assert recorded.run.returncode == 1
-    assert "RuntimeError: the tide is out" in recorded.run.stderr
-    assert recorded.phases() == [["forward", "backward", "update"]] * STEPS
-    assert recorded.trace.meta.deepspeed.stage == 2
-    path = str(recorded.path)
-    assert cli.run(["summary", path, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["iterations"] == STEPS
-    for command in (["windows", path], ["report", path, "-o", str(tmp_path / "report.html")]):
-        assert cli.run(command) == 0, capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_recorder__keeps_the_rows_of_a_killed_rank(profile: Profile) -> None:
-    killed = job("killed", 1, {}, after="import os, time; time.sleep(0.6); os.kill(os.getpid(), 9)")
-    port = environment()["MASTER_PORT"]
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1", "--master_port", port]
-    recorded = profile(launcher, killed)
-    assert recorded.run.returncode not in (0, 2)
-    assert f"return code = {-signal.SIGKILL}" in recorded.run.stderr + recorded.run.stdout
-    assert recorded.trace.rank(0).stopped == "cut off"
-    assert recorded.phases() == [["forward", "backward", "update"]] * STEPS
-    assert set(recorded.trace.ops(0)["iteration"]) == set(range(STEPS))
-    assert recorded.trace.meta.deepspeed.subgroup_params == (PARAMS,)

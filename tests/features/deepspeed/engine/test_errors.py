@@ -119,6 +119,7 @@ class Breaking(EmulatedDevice):
         super().copy(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [slow_case(1), 4, slow_case(9)])
 def test_step__is_completed_after_a_failed_copy(deepspeed: Any, after: int) -> None:
     digests = []
@@ -139,6 +140,7 @@ def test_step__is_completed_after_a_failed_copy(deepspeed: Any, after: int) -> N
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_memory_budget__is_respected(deepspeed: Any) -> None:
     params = sum(param.numel() for param in Model().parameters())
     device = EmulatedDevice(capacity_bytes=12.0 * params)

@@ -98,6 +98,7 @@ def test_safe_get_and_set__work_at_any_time(deepspeed: Any) -> None:
     assert results["twin-flow:0.5"][1] == results["interleaved:2,overlap=forward"][1]
 
 
+@pytest.mark.slow
 def test_zero_grad__drops_gradients(deepspeed: Any) -> None:
     """After zero_grad instead of a step, only the gradients of the next backward count."""
     results: dict[Any, Any] = {}
@@ -138,6 +139,7 @@ def test_other_training_loops__train_as_with_deepspeed(deepspeed: Any, kind: str
     assert losses[None][:2] == losses[TWO[0]][:2]
 
 
+@pytest.mark.slow
 def test_unused_parameters__have_a_gradient_of_zero(deepspeed: Any) -> None:
     """A step that does not use a parameter updates it with a gradient of zero."""
     results = {}

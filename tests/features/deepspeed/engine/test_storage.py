@@ -77,6 +77,7 @@ def read_and_set(running: Any) -> list[float]:
     return [*readings, *train(running, 2, seed=7)]
 
 
+@pytest.mark.slow
 def test_state__is_read_set_saved_and_loaded_as_without_storage(deepspeed: Any, tmp_path: Path) -> None:
     settings = config("bf16")
     with engine("zero-offload", settings) as running:

@@ -146,26 +146,10 @@ def test_import_trace__a_monitor_adds_the_device_of_each_rank(
     assert next(note for note in trace.notes if "rank 0 only" in note).endswith("get the same phases")
 
 
+@pytest.mark.slow
 @published
 def test_clock_offset__refuses_a_monitor_of_another_run(tmp_path: Path) -> None:
     log, other = MONITORED_LOGS[:2]
     with pytest.raises(SourceError, match=r"^.*share no time.*$"):
         import_trace([log, monitor_of(other)], tmp_path / "x.ebb")
     assert not (tmp_path / "x.ebb").exists()
-
-
-@published
-@each_log
-def test_import_trace__notes_what_is_missing_in_published_logs(
-    import_alone: Callable[[Path], Trace], log: Path
-) -> None:
-    said = sorted(note.split(",")[0].split(":")[0] for note in import_alone(log).notes)
-    expected = [
-        "allocated and reserved memory between two marks of the log is the peak between them",
-        "the capacity of the device is not known",
-    ]
-    expected += ["the log has timers of rank 0 only"] if world_size(log) > 1 else []
-    expected += [] if printed_ms(log) else ["the log has no timers of whole steps"]
-    # The earlier runs print no Unix times.
-    expected += [] if unix_times_ns(log, "step_start") else ["the log has local times without a time zone"]
-    assert said == sorted(expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 from ebbtide.features.importers.kineto.importer import KinetoImporter, read_trace
 from ebbtide.features.importers.load import import_trace
 from ebbtide.features.importers.source import Source, SourceError
-from ebbtide.profiler.trace import TraceBuilder, open_trace
-from ebbtide.profiler.trace.metadata import DeviceInfo, ImportedFile
-from tests.conftest import ebbtide_in_process, slow_case
+from ebbtide.profiler.trace import TraceBuilder
+from ebbtide.profiler.trace.metadata import DeviceInfo
+from tests.conftest import slow_case
 from tests.features.importers.kineto.made_kineto import (
     BASE,
     Event,
@@ -72,29 +71,10 @@ def test_read_trace__a_cpu_job_has_phases_and_memory_but_no_copies(recorded: Pat
     assert "ProfilerActivity.CUDA" in note
 
 
-def test_read_trace__gives_the_same_for_packed_files(recorded: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "run.json.gz"
-    packed.write_bytes(gzip.compress(recorded.read_bytes()))
-    a, b = import_files(recorded), import_files(packed)
-    for table in ("phases", "memory", "transfers"):
-        assert a.table(0, table).equals(b.table(0, table))
-
-
 def test_read_trace__reads_files_that_torch_packs(tmp_path: Path) -> None:
     job = Job()
     path = profiled(tmp_path / "run.json.gz", 3, lambda number: (job.forward().backward(), job.update())[1])
     assert shape(import_files(path).phases(0)) == {2: "fbu"}
-
-
-def test_import_command__writes_a_trace_that_opens(recorded: Path, tmp_path: Path) -> None:
-    run = ebbtide_in_process("import", recorded, "-o", tmp_path / "run.ebb")
-    assert run.returncode == 0, run.stderr
-    trace = open_trace(tmp_path / "run.ebb")
-    assert trace.meta.imported == (ImportedFile(format="kineto", file="run.json"),)
-    assert trace.phases(0).equals(import_files(recorded).phases(0))
-    summary = json.loads(ebbtide_in_process("summary", trace.path, "--json").stdout)
-    assert summary["iterations"] == 2
-    assert summary["transfers"]["h2d"]["bytes"] is None
 
 
 # -- made traces of GPU jobs -------------------------------------------------------------------------------------------
@@ -270,13 +250,6 @@ def test_read_trace__refuses_two_files_of_one_process(
         for n in (0, 1)
     ]
     assert import_files(*made).ranks == [0, 1]
-
-
-def test_read_trace__refuses_two_files_of_one_rank(tmp_path: Path) -> None:
-    for name in ("a.json", "b.json"):
-        write_trace(tmp_path / name, iteration(0, 0), distributedInfo={"rank": 5})
-    with pytest.raises(SourceError, match=r"a\.json and .*b\.json are both of rank 5"):
-        import_files(tmp_path / "a.json", tmp_path / "b.json")
 
 
 def test_read_trace__keeps_phases_of_another_file(tmp_path: Path) -> None:

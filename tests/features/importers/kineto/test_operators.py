@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.analysis import TraceAnalysis
 from ebbtide.profiler.chrome_trace.host_ranges import innermost
-from tests.conftest import examples, slow_case
-from tests.features.importers.kineto.made_kineto import events, import_files, iteration, launched, span, write_trace
-from tests.features.importers.kineto.test_kernels import PUBLISHED
+from tests.conftest import examples
+from tests.features.importers.kineto.made_kineto import import_files, iteration, launched, span, write_trace
 
 
 def operator_names(path: Path) -> list[str | None]:
@@ -71,44 +68,3 @@ def test_innermost__is_the_shortest_range_of_the_thread_around_a_time(
         if len(around):
             assert row in around
             assert (ends - starts)[row] == (ends - starts)[around].min()
-
-
-@pytest.mark.parametrize("name", [slow_case("control.json.gz"), "sampled_rank-0.json.gz"])
-def test_operators__have_the_time_that_pandas_counts_in_published_traces(name: str) -> None:
-    path = PUBLISHED / name
-    if not path.exists():
-        pytest.skip("the published traces are not beside this repository")
-    frame = pd.DataFrame([{**event.get("args", {}), **event} for event in events(path) if "cat" in event])
-    kernels = frame[frame["cat"] == "kernel"]
-    calls = frame[frame["cat"].isin(["cuda_runtime", "cuda_driver"])].drop_duplicates("correlation")
-    kernels = kernels.merge(calls[["correlation", "tid", "start"]], "left", "correlation", suffixes=("", "_call"))
-    ranges = frame[frame["cat"].isin(["cpu_op", "user_annotation"])]
-    ranges = ranges[~ranges["name"].str.startswith("ProfilerStep")].assign(length=ranges["end"] - ranges["start"])
-    # Of those that are equal to the microsecond the inner one comes later in the file.
-    by_thread = dict(iter(ranges[::-1].sort_values("length", kind="stable").groupby("tid")))
-
-    def shortest_around(kernel: Any) -> str | None:
-        own = by_thread.get(kernel.tid_call)
-        if own is None:
-            return None
-        inside = (own["start"].to_numpy() <= kernel.start_call) & (kernel.start_call < own["end"].to_numpy())
-        return str(own["name"].iloc[inside.argmax()]) if inside.any() else None
-
-    kernels = kernels.assign(
-        operator=[shortest_around(kernel) for kernel in kernels.itertuples()], ns=kernels["end"] - kernels["start"]
-    )
-    expected = kernels.groupby("operator", dropna=False)["ns"].agg(["size", "sum"])
-    trace = import_files(path)
-    counted = trace.kernels(trace.ranks[0])
-    counted = counted[counted["kind"].isin(["compute", "communication"])].astype({"operator": object})
-    lengths = counted["end_ns"] - counted["start_ns"]
-    pd.testing.assert_frame_equal(
-        lengths.groupby(counted["operator"], dropna=False).agg(["size", "sum"]),
-        expected,
-        check_names=False,
-        check_dtype=False,
-        check_index_type=False,
-    )
-    assert len(expected) > 20
-    largest = TraceAnalysis(trace).activity(trace.ranks[0]).operators[0]
-    assert largest.time_ms == pytest.approx(expected.loc[largest.name, "sum"] / 1e6)

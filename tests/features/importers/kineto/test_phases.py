@@ -222,6 +222,7 @@ def test_find_phases__a_closure_belongs_to_its_update(tmp_path: Path) -> None:
     assert shape(import_files(path).phases(0)) == {2: "u", 3: "u"}
 
 
+@pytest.mark.slow
 def test_find_phases__covers_compiled_models(tmp_path: Path) -> None:
     job = Job()
     job.model = torch.compile(job.model, backend="aot_eager")  # type: ignore[assignment]

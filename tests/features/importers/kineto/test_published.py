@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -83,27 +81,3 @@ def test_device_times__match_the_launches_of_published_traces(published: Path) -
         later = min((e["start"] for e in ran[number + 1][7]), default=max([0, *collectives]))
         end = max(max(e["end"] for e in work), min(max(collectives, default=0), later))
         assert (row.gpu_start_ns, row.gpu_end_ns) == (min(e["start"] for e in work), end)
-
-
-@pytest.mark.slow
-def test_find_phases__finds_the_same_without_annotations(tmp_path: Path) -> None:
-    path = PUBLISHED / "control.json.gz"
-    if not path.exists():
-        pytest.skip("the published measurements are not here (shared/published)")
-    document = json.loads(gzip.decompress(path.read_bytes()))
-    kept = ("ProfilerStep", "Optimizer.step")
-    document["traceEvents"] = [
-        event
-        for event in document["traceEvents"]
-        if event.get("cat") != "user_annotation" or event["name"].startswith(kept)
-    ]
-    bare = tmp_path / "bare.json"
-    bare.write_text(json.dumps(document))
-    annotated, derived = import_files(path).phases(3), import_files(bare).phases(3)
-    assert derived["phase"].tolist() == annotated["phase"].tolist()
-    assert derived["iteration"].tolist() == annotated["iteration"].tolist()
-    backward = derived["phase"] == "backward"
-    assert (derived["start_ns"] >= annotated["start_ns"])[backward].all()
-    assert (derived["end_ns"] <= annotated["end_ns"])[backward].all()
-    ratio = (derived["end_ns"] - derived["start_ns"]) / (annotated["end_ns"] - annotated["start_ns"])
-    assert (ratio[backward] > 0.9).all()

@@ -9,8 +9,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ebbtide.analysis.metrics.link import link_use
-from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.features.importers.importer import Hardware
 from ebbtide.features.importers.load import import_trace
 from ebbtide.features.importers.nvml_monitor.importer import MonitorImporter, parse_monitor
@@ -199,14 +197,6 @@ def test_parse_monitor__sorts_rows_and_keeps_duplicates(tmp_path: Path) -> None:
     assert "m.csv does not state the unit of its PCIe figures: MiB/s is assumed" in trace.notes
 
 
-def test_import_trace__keeps_rates_above_the_peak_of_the_link(tmp_path: Path) -> None:
-    rows = [f"0,{START + n * SECOND},{n * 30_000},0" for n in range(4)]
-    trace = import_text(tmp_path, "gpu,timestamp,rxpci,txpci\n" + "\n".join(rows), hardware=Hardware(link=(5, 16)))
-    assert [rate[1] for rate in rates(trace)] == [0, 30_000, 60_000, 90_000]
-    (of_rank,) = link_use(trace).ranks
-    assert of_rank.rejected_samples == {"h2d": 1, "d2h": 0}
-
-
 def test_import_trace__takes_the_link_from_the_file_or_the_user(tmp_path: Path) -> None:
     text = (
         "timestamp, index, pcie.link.gen.max, pcie.link.width.max, pcie.link.gen.current, pcie.link.width.current, "
@@ -237,17 +227,6 @@ def test_import_trace__notes_a_capacity_that_contradicts_the_file(tmp_path: Path
         SourceError, match=r"--capacity 8\.00 GiB is less than the 8\.79 GiB that were in use on cuda:0"
     ):
         import_text(tmp_path, text, hardware=Hardware(8 * GIB))
-
-
-def test_find_windows__has_no_phases_for_a_monitor_file_alone(tmp_path: Path) -> None:
-    rows = [f"0,{START + n * SECOND},{(1, 70, 1)[n]},{(79, 10, 79)[n]}" for n in range(3)]
-    trace = import_text(tmp_path, "gpu,timestamp,memory.used [GiB],memory.free [GiB]\n" + "\n".join(rows))
-    windows = find_windows(trace, 20 * GIB)
-    assert [(w.iteration, w.phase, w.start_ms, w.end_ms, w.free_bytes) for w in windows.windows] == [
-        (None, None, 0.0, 1000.0, 79 * GIB)
-    ]
-    assert windows.windows[0].h2d_idle_share is None
-    assert windows.as_json()["devices"][0]["capacity_bytes"] == 80 * GIB
 
 
 def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None:

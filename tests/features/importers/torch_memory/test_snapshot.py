@@ -140,13 +140,6 @@ def test_import_snapshot__has_every_device_the_busiest_first(tmp_path: Path) -> 
     assert trace.rank(0).transfers_recorded is False
 
 
-def test_import_snapshot__reads_packed_files(tmp_path: Path) -> None:
-    path = write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], device_traces=[[event("alloc", 512)]])
-    packed = tmp_path / "s.pickle.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert pool_sizes(import_files(packed), "requested") == pool_sizes(import_files(path), "requested")
-
-
 def test_import_snapshot__keeps_the_order_of_events_if_clocks_jump_back(tmp_path: Path) -> None:
     events = [event("alloc", 512, 9), event("alloc", 1024, 7), event("free_completed", 1024, 12)]
     trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], device_traces=[events]))
@@ -228,13 +221,6 @@ def test_rank_of__comes_from_names_then_position(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.pickle", "b.pickle", "rank-7_100.pickle", "rank_5/snapshot.pickle")]
     trace = import_files(*(write_snapshot(file, **parts) for file in files))
     assert trace.ranks == [0, 1, 5, 7]
-
-
-def test_rank_of__refuses_two_files_of_one_rank(tmp_path: Path) -> None:
-    parts = {"segments": [segment(4096, 512)], "device_traces": [[event("alloc", 512)]]}
-    files = [write_snapshot(tmp_path / name, **parts) for name in ("rank1.pickle", "other.pickle")]
-    with pytest.raises(SourceError, match=r"rank1\.pickle and .*other\.pickle are both of rank 1"):
-        import_files(*files)
 
 
 @pytest.mark.parametrize(

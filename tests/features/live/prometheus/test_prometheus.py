@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import socket
 import sys
 import urllib.request
@@ -165,23 +164,6 @@ def test_profile__refuses_a_port_in_use_before_the_job_starts(tmp_path: Path) ->
     (line,) = run.stderr.splitlines()
     assert f"cannot serve metrics on 127.0.0.1:{port}: Address already in use" in line
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_watch__serves_a_trace_where_there_is_no_terminal_until_it_is_interrupted() -> None:
-    trace = ROOT / "traces" / "a100-ranks2-async.ebb"
-    command = (sys.executable, "-m", "ebbtide", "watch", trace, "--metrics", "0")
-    with running_process(["bash", "-c", 'exec "$@" 2>&1', "-", *command]) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert str(trace) in line
-        values = scrape(line.split()[-1])
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 130
-    totals = open_trace(trace).phases(0)
-    updates = totals[totals["phase"] == "update"]["iteration"].nunique()
-    assert get(values, "ebbtide_phase_seconds_count", rank="0", phase="update") == updates
-    assert get(values, "ebbtide_rank_recording", rank="0") == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from ebbtide.features.live.view.app import LiveView
 from ebbtide.features.live.view.panels import level_rows
 from ebbtide.profiler.recording.lifecycle import finish
-from tests.conftest import slow
+from tests.conftest import slow, slow_case
 from tests.features.live.recording.growing import BACKWARD_MS, FORWARD_MS, OTHER_MS, UPDATE_MS, GrowingRecording
 from tests.features.live.view.screens import drive, make_view
 
@@ -60,7 +60,7 @@ def narrow_rows(recording: GrowingRecording) -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize(("name", "size", "bars"), [("narrow_rows", NARROW, 3), ("wide_rows", WIDE, 10)])
+@pytest.mark.parametrize(("name", "size", "bars"), [slow_case("narrow_rows", NARROW, 3), ("wide_rows", WIDE, 10)])
 def test_view__shows_every_panel_at_both_sizes(
     request: pytest.FixtureRequest, name: str, size: tuple[int, int], bars: int
 ) -> None:

@@ -110,6 +110,7 @@ def change(setup: Bench, link: float = LINK, cpu: float = CPU) -> Machine:
 KEYS = ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_update_params_per_s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -156,23 +156,6 @@ def test_executor__starts_the_first_operation_that_is_ready() -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_executor__ready_operations_overtake_waiting_ones() -> None:
-    """An operation later in the plan starts first if the one before it has to wait."""
-    order: list[int] = []
-    other = threading.Event()
-
-    def perform(op: Op) -> None:
-        if op.resource == "gpu":
-            other.wait(10)
-        elif op.subgroup == 2:
-            other.set()
-        order.append(op.subgroup)
-
-    with executing(perform) as executor:
-        one_step(executor, plan_of(op("gpu", number=0), op("cpu", 0, number=1), op("cpu", number=2)))
-    assert order == [2, 0, 1]
-
-
 def test_advance_to__starts_operations_at_their_point() -> None:
     began: list[float] = []
     with executing(lambda op: began.append(op.point)) as executor:

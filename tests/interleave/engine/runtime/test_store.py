@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.runtime.arena import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor
 from ebbtide.interleave.engine.runtime.store import Store
@@ -29,7 +28,6 @@ from tests.interleave.engine.twins import (
     no_thread_left,
     one_step,
     place,
-    schedule_of,
     twins,
 )
 
@@ -68,30 +66,6 @@ def bench(twin: Twin, seed: int) -> Iterator[Bench]:
 
 def width_of(twin: Twin) -> int:
     return max(subgroup.dtype.itemsize for subgroup in twin.subgroups)
-
-
-@given(twins(), st.data(), SEEDS)
-def test_store__random_plans_give_the_bits_of_the_reference(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """Steps with one plan after another; some plans have updates from the backward on."""
-    clipping = data.draw(st.booleans())
-    workload = workload_of(twin.sizes, clipping, data.draw(st.booleans()), width_of(twin))
-    with bench(twin, seed) as setup:
-        for _ in range(data.draw(st.integers(1, 3))):
-            plan = data.draw(plans(workload))
-            setup.device.capacity_bytes = None
-            place(setup.store, plan, workload)
-            if data.draw(st.booleans()):
-                setup.device.capacity_bytes = plan_bytes(worst_case(plan, workload), twin.subgroups)
-            for _ in range(data.draw(st.integers(1, 3))):
-                setup.store.inputs = twin.inputs(
-                    0.75 if clipping else 1.0, streamed=not workload.gradients_held_until_step
-                )
-                setup.device.peak_bytes = setup.device.used_bytes
-                run = one_step(setup.executor, plan, setup.jitter)
-                assert all(run.done)
-                assert setup.device.peak_bytes <= plan_bytes(worst_case(plan, workload), twin.subgroups)
-                twin.check()
-            twin.check(setup.store)
 
 
 @given(twins(), st.data(), SEEDS)
@@ -156,19 +130,6 @@ def test_recall_gradients__returns_offloaded_gradients_from_host_and_device(
         engine.close()
         device.close()
         kernel.close()
-
-
-@given(twins(mixed=False), st.data(), SEEDS)
-def test_host_bytes__equals_that_of_the_schedule(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """With one plan after another, before and after a step."""
-    workload = workload_of(twin.sizes, True, True, width_of(twin))
-    with bench(twin, seed) as setup:
-        for plan in (data.draw(plans(workload)), data.draw(plans(workload))):
-            place(setup.store, plan, workload)
-            before = setup.store.host_bytes
-            setup.store.inputs = twin.inputs()
-            run = one_step(setup.executor, plan)
-            assert before == setup.store.host_bytes == schedule_of(run, workload).host_bytes()
 
 
 @given(twins(), st.data(), SEEDS)
@@ -241,30 +202,6 @@ def test_apply_placement__pins_buffers_as_in_the_plan(data: st.DataObject) -> No
         assert copied == {(op.kind, op.subgroup): not op.pageable for op in plan.ops if op.kind in blocks}
     device.close()
     kernel.close()
-
-
-@pytest.mark.slow
-def test_engine__memory_does_not_grow_over_a_thousand_steps() -> None:
-    twin = Twin([64, 230], [torch.bfloat16] * 2, 60, 0)
-    workload = workload_of(twin.sizes, True, True)
-    device, kernel = JitteryDevice(Jitter(0, 0.0)), JitteryKernel(Jitter(0, 0.0))
-    engine = Engine(Store(twin.subgroups, device, kernel), len(twin.params))
-    twin.begin(engine.store)
-    engine.set_plan(make(workload, PLACEMENTS, kept=(2, 4)), workload)
-    try:
-        for step in range(1000):
-            twin.step(engine)
-            if step == 300:
-                early = in_use(engine, twin)
-        late = in_use(engine, twin)
-    finally:
-        engine.close()
-        device.close()
-        kernel.close()
-    twin.check()
-    # Less than one object per step.
-    assert late[0] - early[0] < 400
-    assert late[1:] == early[1:]
 
 
 def in_use(engine: Engine, twin: Twin) -> tuple[int, int, int, int]:
