@@ -180,6 +180,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self._states.setdefault(param, self._new_state(param)).load(entry)
             elif param in self._states:
                 self._states[param] = self._new_state(param)
+        # A frozen parameter that has state counts among those that are rounded by their number.
+        self._take_params()
         for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(saved)
         self._loss_scale.load_state_dict(state_dict["loss_scale"])
