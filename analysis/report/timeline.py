@@ -79,7 +79,7 @@ def draw_line(plot: Any, panel: TimelinePanel, line: TimelineLine, axis: TimeAxi
 
 
 def _until_end(values: Any) -> Any:
-    """Return the values of steps with that of the last one again, at its end."""
+    """Return the values of steps, and the last value again for the end of the last step."""
     return np.append(values, values[-1]).astype(np.float32)
 
 

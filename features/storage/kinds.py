@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.model.kinds import Kind, Rates
+from ebbtide.interleave.model.kinds import Kind, Rates, no_rates
 from ebbtide.interleave.model.operations import Op
 from ebbtide.machines.machine import Machine
 
@@ -12,11 +12,6 @@ def _seconds(op: Op, rates: Rates) -> float:
     paths = rates.machine.storage
     rate = paths[op.path].read_bytes_per_s if op.resource == "storage_read" else paths[op.path].write_bytes_per_s
     return rates.operation_s + op.nbytes / rate
-
-
-def _rates(op: Op) -> Iterable[str]:
-    """Return no names: rates of storage are those of its paths."""
-    return ()
 
 
 def _check_paths(ops: Iterable[Op], machine: Machine, policy: str) -> None:
@@ -29,6 +24,6 @@ def _check_paths(ops: Iterable[Op], machine: Machine, policy: str) -> None:
 
 
 KINDS = (
-    Kind("read", ("storage_read",), seconds=_seconds, rates=_rates, may_be_late=True, check=_check_paths),
-    Kind("write", ("storage_write",), seconds=_seconds, rates=_rates, may_be_late=True, check=_check_paths),
+    Kind("read", ("storage_read",), seconds=_seconds, rates=no_rates, may_be_late=True, check=_check_paths),
+    Kind("write", ("storage_write",), seconds=_seconds, rates=no_rates, may_be_late=True, check=_check_paths),
 )

@@ -9,7 +9,7 @@ from ebbtide.interleave.engine.options import OptimizerArguments, shows_options
 
 
 class AdamWArguments(OptimizerArguments, total=False):
-    """The options of InterleavedAdamW as callers write them, with those of torch.optim.AdamW."""
+    """The keywords of InterleavedAdamW: options of optimizers, and those of torch.optim.AdamW."""
 
     foreach: bool | None
     fused: bool | None

@@ -191,8 +191,12 @@ class OptimizerOptions:
 
 
 def shows_options(arguments: type, others: str | None = None) -> Callable[[Function], Function]:
-    """Let the signature of a function name the options that it takes as keywords: those of a TypedDict, with the
-    defaults of `OptimizerOptions`; `others`: the name of its other keywords, None if there are none."""
+    """Let the signature of a function name the keywords that it takes.
+
+    Args:
+        arguments: TypedDict of the keywords; their defaults are in `OptimizerOptions`.
+        others: Name under which the signature has any further keywords; None if there are none.
+    """
     options = inspect.signature(OptimizerOptions).parameters
     types = inspect.get_annotations(arguments)
 

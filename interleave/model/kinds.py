@@ -38,6 +38,11 @@ def copy_rates(op: Op) -> Iterable[str]:
     return [f"{op.resource}_bytes_per_s", *pageable]
 
 
+def no_rates(op: Op) -> Iterable[str]:
+    """Return no names, for operations whose time follows from other rates, or from none."""
+    return ()
+
+
 def moved_bytes(op: Op, workload: Workload) -> float:
     """Return the bytes of host memory that a copy reads or writes: its own, once."""
     return op.nbytes
@@ -109,7 +114,7 @@ _CORE = (
         "clip",
         ("cpu",),
         seconds=lambda op, rates: rates.norm_s,
-        rates=lambda op: (),
+        rates=no_rates,
         host_bytes=_clip_bytes,
         needs_scalars=True,
     ),
@@ -141,7 +146,7 @@ _CORE = (
 
 @cache
 def kinds() -> Mapping[str, Kind]:
-    """Return all kinds by name: those of the core, then those of features."""
+    """Return the kinds of the core and of features by name."""
     table = {kind.name: kind for kind in _CORE}
     for added in seams.load_all("kinds"):
         for kind in added:

@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide import seams
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.kinds import Kind, find_kind, kinds
+from ebbtide.interleave.model.kinds import Kind, find_kind, kinds, no_rates
 from ebbtide.interleave.model.operations import BACKWARD, Op
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
@@ -20,7 +20,7 @@ COMPRESSION = Kind(
     "compress",
     ("cpu",),
     seconds=lambda op, rates: COMPRESSION_S,
-    rates=lambda op: (),
+    rates=no_rates,
     host_bytes=lambda op, workload: 0.0,
 )
 
