@@ -10,6 +10,7 @@ so that a command loads what it needs alone.
 | findings | a module of rules, decorated with `analysis.findings.rule.rule` | `all_rules` |
 | importers | a list of `Importer` | `import_trace` |
 | kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
+| lanes | `lanes(machine)`, which yields each `Lane` and `Pool` | `interleave.simulation.lanes` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
 | plots | a `PlotKind` | `ebbtide plot` |
 | policies | a module of policies, decorated with `policies.registry.policy` | `interleave.policies` |
@@ -42,7 +43,19 @@ from typing import Any, NamedTuple
 
 from ebbtide.errors import UserError
 
-SEAMS = ("commands", "findings", "importers", "kinds", "names", "plots", "policies", "recover", "rules", "services")
+SEAMS = (
+    "commands",
+    "findings",
+    "importers",
+    "kinds",
+    "lanes",
+    "names",
+    "plots",
+    "policies",
+    "recover",
+    "rules",
+    "services",
+)
 _GROUP = "ebbtide.features"
 
 

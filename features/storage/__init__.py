@@ -7,6 +7,7 @@ FEATURE = Feature(
     {
         "findings": {"storage": "findings"},
         "kinds": {"storage": "kinds:KINDS"},
+        "lanes": {"storage": "lanes:storage_lanes"},
         "policies": {"storage": "policy"},
     },
 )
