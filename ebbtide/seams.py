@@ -16,6 +16,7 @@ so that a command loads what it needs alone.
 | recover | `recover(path) -> Trace`, for a trace that is not complete | `open_trace` |
 | rules | a module of update rules, registered by `rules.rule.register` | `engine.rules` |
 | services | a function that the core calls by name, below | `service` |
+| setups | `read(section) -> FrameworkSetup`, by the key of its section in meta.json | `framework_setup` |
 
 | service | signature |
 | --- | --- |
@@ -42,7 +43,19 @@ from typing import Any, NamedTuple
 
 from ebbtide.errors import UserError
 
-SEAMS = ("commands", "findings", "importers", "kinds", "names", "plots", "policies", "recover", "rules", "services")
+SEAMS = (
+    "commands",
+    "findings",
+    "importers",
+    "kinds",
+    "names",
+    "plots",
+    "policies",
+    "recover",
+    "rules",
+    "services",
+    "setups",
+)
 _GROUP = "ebbtide.features"
 
 
