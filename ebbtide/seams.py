@@ -6,8 +6,10 @@ so that a command loads what it needs alone.
 
 | seam | object | used by |
 | --- | --- | --- |
+| baselines | a `Baseline`: an optimizer that is not ebbtide's | `compare --against` |
 | commands | a module with the function of a command, decorated with `cli.command.command` | the command line |
 | findings | a module of rules, decorated with `analysis.findings.rule.rule` | `all_rules` |
+| frames | a pattern (`re`) of the lines of a stack that are in an optimizer | categories of memory |
 | importers | a list of `Importer` | `import_trace` |
 | kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
@@ -44,8 +46,10 @@ from typing import Any, NamedTuple
 from ebbtide.errors import UserError
 
 SEAMS = (
+    "baselines",
     "commands",
     "findings",
+    "frames",
     "importers",
     "kinds",
     "names",
