@@ -126,7 +126,7 @@ BAD = [
     ("--iterations 2", "--steps must be at least 3"),
     ("--policy magic", "there is no policy 'magic'"),
     ("--policy twin-flow", "lacks the share"),
-    ("--against magic", "choose from torch, deepspeed, torchao"),
+    ("--against magic", "choose from torch"),
     ("--emulate-link fast", "'fast' is not a size"),
     ("--subgroup-params 0", "at least 1"),
     ("--memory-budget none", "'none' is not a size"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ebbtide.analysis.report.job_description import describe_job
 from ebbtide.errors import TraceError
 from ebbtide.features.deepspeed.setup import deepspeed_of
 from ebbtide.profiler.trace import TraceBuilder, open_trace
@@ -74,3 +75,24 @@ def test_open_trace__refuses_a_malformed_section(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"deepspeed": "0.19.5"}))
     with pytest.raises(TraceError, match=r"damaged: deepspeed in its meta\.json"):
         open_trace(tmp_path / "run.ebb")
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        (
+            {"ratio": 0.5, "sizes": (SIZE,) * 3, "devices": ("cuda", "cpu", "cpu")},
+            "ZeRO-3, optimizer offloaded to the cpu, a share of 0.5 configured, 0.67 real on the CPU, 3 subgroups of "
+            "100 M parameters, 2 of them on the CPU, masters pageable, gradients pinned",
+        ),
+        (
+            {"sizes": (SIZE, 2 * SIZE), "policy": "adaptive", "masters_pinned": True, "gradients_pinned": None},
+            "ZeRO-3, updated by ebbtide under adaptive, optimizer offloaded to the cpu, a share of 1 on the CPU, 2 "
+            "subgroups of 100 M to 200 M parameters, 2 of them on the CPU, masters pinned",
+        ),
+    ],
+)
+def test_describe_job__describes_the_offload(meta: dict[str, Any], says: str) -> None:
+    job = describe_job(deepspeed_job(iterations=1, **meta).build())
+    assert dict(job.head)["DeepSpeed"] == says
+    assert "DeepSpeed 0.19.8" in dict(job.rest)["software"]
