@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from ebbtide.analysis.metrics.deepspeed_setup import resident_range, version_numbers
-from ebbtide.analysis.metrics.framework_setup import framework_setup
+from ebbtide.analysis.metrics.framework_setup import FrameworkSetup, framework_setup
 from ebbtide.json_files import section
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import GRAD_BYTES, MASTER_BYTES, PARAM_BYTES
@@ -224,7 +224,7 @@ class DeepSpeedSetup:
         return ", ".join(part for part in parts if part)
 
 
-def read_setup(values: dict[str, Any]) -> DeepSpeedSetup:
+def read_setup(values: dict[str, Any]) -> FrameworkSetup:
     """Convert the section of meta.json, each key by itself: DeepSpeed and its logs write these values, in forms that
     differ by version. Malformed values count as not recorded."""
     valid = {}
