@@ -6,8 +6,10 @@ so that a command loads what it needs alone.
 
 | seam | object | used by |
 | --- | --- | --- |
+| baselines | a `Baseline`: an optimizer that is not ebbtide's | `compare --against` |
 | commands | a module with the function of a command, decorated with `cli.command.command` | the command line |
 | findings | a module of rules, decorated with `analysis.findings.rule.rule` | `all_rules` |
+| frames | a pattern (`re`) of the lines of a stack that are in an optimizer | categories of memory |
 | importers | a list of `Importer` | `import_trace` |
 | kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
 | lanes | `lanes(machine)`, which yields each `Lane` and `Pool` | `interleave.simulation.lanes` |
@@ -17,6 +19,7 @@ so that a command loads what it needs alone.
 | recover | `recover(path) -> Trace`, for a trace that is not complete | `open_trace` |
 | rules | a module of update rules, registered by `rules.rule.register` | `engine.rules` |
 | services | a function that the core calls by name, below | `service` |
+| setups | `read(section) -> FrameworkSetup`, by the key of its section in meta.json | `framework_setup` |
 
 | service | signature |
 | --- | --- |
@@ -44,8 +47,10 @@ from typing import Any, NamedTuple
 from ebbtide.errors import UserError
 
 SEAMS = (
+    "baselines",
     "commands",
     "findings",
+    "frames",
     "importers",
     "kinds",
     "lanes",
@@ -55,6 +60,7 @@ SEAMS = (
     "recover",
     "rules",
     "services",
+    "setups",
 )
 _GROUP = "ebbtide.features"
 

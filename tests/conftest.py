@@ -103,6 +103,7 @@ def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
 # Set where features are deleted.
 WITHOUT_FEATURES = "EBBTIDE_WITHOUT_FEATURES"
 needs_all_features = pytest.mark.skipif(WITHOUT_FEATURES in os.environ, reason="names commands of features")
+needs_setups = pytest.mark.skipif(WITHOUT_FEATURES in os.environ, reason="a feature reads the setup of the framework")
 
 
 def slow_case(*values: Any, id: str | None = None) -> Any:

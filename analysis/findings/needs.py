@@ -25,21 +25,6 @@ CPU_UPDATE = Need(
     lambda metrics: bool(metrics.offloaded) or (not metrics.has_gpu and bool(metrics.trace.ranks)),
     ends_with_offload=True,
 )
-DEEPSPEED = Need("a DeepSpeed job", lambda metrics: metrics.deepspeed is not None)
-SUB_STEPS = Need(
-    "sub-steps of DeepSpeed, with the update in the job's own process (`ebbtide profile` records them)",
-    lambda metrics: metrics.sub_step("update") is not None,
-)
-SWAPPED = Need(
-    "DeepSpeed's optimizer state on storage (offload_optimizer: nvme)",
-    lambda metrics: metrics.deepspeed is not None and metrics.deepspeed.offload_config.get("device") == "nvme",
-    ends_with_offload=True,
-)
-STORAGE_WAITS = Need(
-    "waits for storage (`ebbtide profile` records those of DeepSpeed)",
-    lambda metrics: any(use.wait_ms is not None for use in metrics.storage),
-    ends_with_offload=True,
-)
 KERNELS = Need(
     "kernels of the GPU (import a torch.profiler trace)",
     lambda metrics: any(rank.busy_time is not None for rank in metrics.by_rank),
@@ -71,7 +56,6 @@ ENOUGH_VALUES = Need("20 steady iterations or more", _has_drifts)
 # A cause that costs less than this share of an iteration is not reported.
 MIN_SHARE = 0.01
 RECORD_COPIES = "record each copy: ebbtide profile --transfers"
-ENABLE_ENGINE = '`ebbtide.interleave.deepspeed.enable(policy="adaptive")`'
 
 
 def scope_text(metrics: JobMetrics, phase: str | None = None) -> str:

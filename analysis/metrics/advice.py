@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-SettingKind = Literal["deepspeed", "policy", "activations"]
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
 class Setting:
     """A change of a job's settings, and the iteration with it."""
 
-    # `deepspeed`: keys of the section zero_optimization; `policy`: arguments of ebbtide's `enable` or
-    # `InterleavedAdamW`; `activations`: numbers of layers that keep, recompute or offload theirs.
-    kind: SettingKind
+    # `policy`: arguments of ebbtide's `enable` or `InterleavedAdamW`; `activations`: numbers of layers that keep,
+    # recompute or offload theirs; the key of a framework: its own settings of the offload.
+    kind: str
     settings: Mapping[str, Any]
     text: str  # What to do, in words.
     iteration_ms: float | None = None  # The simulated iteration; None: not simulated.
@@ -22,6 +20,7 @@ class Setting:
     present_ms: float | None = None
     recorded_ms: float | None = None  # The recorded iteration; None: the job was not recorded there.
     fits: bool = True  # Whether it fits, by the byte counts of the framework that it is for.
+    ends_offload: bool = False  # Whether all optimizer state stays on the device.
 
     @property
     def gain_ms(self) -> float | None:
@@ -36,11 +35,6 @@ class Setting:
         others = {"recorded_ms": self.recorded_ms, "gain_ms": self.gain_ms, "fits": self.fits}
         return {"kind": self.kind, "settings": dict(self.settings), **times, **others}
 
-    @property
-    def ends_offload(self) -> bool:
-        """Whether all optimizer state stays on the device."""
-        return self.kind == "deepspeed" and self.settings.get("offload_optimizer", {}).get("device") == "none"
-
 
 class Adviser(Protocol):
     """Recommends settings for the job of a trace, all of which fit into its memory and are faster than what it has."""
@@ -49,8 +43,9 @@ class Adviser(Protocol):
     def can_simulate(self) -> bool:
         """Whether the job can be simulated: only then no setting is one that gains nothing."""
 
-    def deepspeed_setting(self) -> Setting | None:
-        """Return the best setting of what DeepSpeed has by itself; None where it gains nothing, or is not known."""
+    def split_setting(self) -> Setting | None:
+        """Return the best static split that the framework has by itself: no offload, or a part of the state on the
+        device for good; None where it gains nothing, or is not known."""
 
     def activations_setting(self) -> Setting | None:
         """Return the best choice of activations, with its gain over recomputing all; None if none gains, fits or is

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ebbtide.analysis.metrics.deepspeed_setup import DeepSpeedSetup, deepspeed_of
 from ebbtide.analysis.metrics.devices import free_pool, pool_peaks
+from ebbtide.analysis.metrics.framework_setup import FrameworkSetup, framework_setup
 from ebbtide.analysis.metrics.gpu_state import GpuState, gpu_state
 from ebbtide.analysis.metrics.iteration_stats import Iterations, compare_iterations
 from ebbtide.analysis.metrics.iterations import median_ms, on_device_clock, steady_iterations
@@ -266,14 +266,9 @@ class JobMetrics:
         return int(numbers.max()) + 1 if len(numbers) else None
 
     @cached_property
-    def deepspeed(self) -> DeepSpeedSetup | None:
-        """Setup of the DeepSpeed job; None for other jobs."""
-        return deepspeed_of(self.trace)
-
-    @property
-    def zero(self) -> dict[str, Any]:
-        """Section `zero_optimization` of the DeepSpeed configuration; empty if not recorded."""
-        return self.deepspeed.zero_config if self.deepspeed is not None else {}
+    def setup(self) -> FrameworkSetup | None:
+        """Setup of the framework that offloads the optimizer; None of other jobs."""
+        return framework_setup(self.trace)
 
     @cached_property
     def _substeps(self) -> SubSteps:
@@ -294,8 +289,8 @@ class JobMetrics:
         """Whether optimizer state is in host memory while the job trains on a GPU."""
         if not self.has_gpu:
             return False
-        if self.deepspeed is not None and isinstance(self.zero.get("offload_optimizer"), dict):
-            return self.deepspeed.offload_config.get("device") in ("cpu", "nvme") and self.deepspeed.cpu_share > 0
+        if self.setup is not None and self.setup.offloads is not None:
+            return self.setup.offloads
         optimizers = self.entry.optimizers
         if any("CPU" in (optimizer.class_name or "") for optimizer in optimizers):
             return True
@@ -306,13 +301,13 @@ class JobMetrics:
     @cached_property
     def offloaded_params(self) -> float | None:
         """Parameters whose state the first rank keeps in host memory; None if state is not offloaded."""
-        share = self.deepspeed.cpu_share if self.deepspeed is not None else 1.0
+        share = self.setup.cpu_share if self.setup is not None else 1.0
         return self.params * share if self.params is not None and self.offloaded else None
 
     @cached_property
     def checkpointing(self) -> bool | None:
         """Whether forwards are recomputed in the backward."""
-        configured = self.deepspeed.info.activation_checkpointing if self.deepspeed is not None else None
+        configured = self.setup.checkpointing if self.setup is not None else None
         return self.entry.model.checkpointing if configured is None else configured
 
     def phase_link(self, phase: str, direction: str) -> PhaseLink | None:

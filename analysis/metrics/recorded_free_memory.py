@@ -15,7 +15,7 @@ from ebbtide.analysis.timeseries.step_functions import FreeTimeline
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import OptimizerInfo, RankInfo
-from ebbtide.state_bytes import MASTER_BYTES, PARAM_BYTES
+from ebbtide.state_bytes import PARAM_BYTES
 
 _FP32_BYTES = 4.0
 # The name of masters in the recorded state of ebbtide's optimizers.
@@ -155,11 +155,10 @@ def with_few_steps(steps: list[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _state_on_device(metrics: JobMetrics) -> int:
-    """Return the bytes of optimizer state that the recorded job kept on the device of the first rank; under DeepSpeed
-    with the gradients in fp32 that it keeps beside it (`deepspeed_gradient_bytes`)."""
-    job = metrics.deepspeed
-    if job is not None and job.offload_config:
-        resident_params = (1 - job.cpu_share) * (metrics.params or 0)
-        gradient_bytes = MASTER_BYTES if job.info.policy is None and job.cpu_share > 0 else 0
-        return round((state_bytes(metrics.entry) + gradient_bytes) * resident_params)
+    """Return the bytes of optimizer state that the recorded job kept on the device of the first rank, with gradients
+    that its framework keeps beside it."""
+    if metrics.setup is not None:
+        kept = metrics.setup.state_on_device(metrics.params or 0, state_bytes(metrics.entry))
+        if kept is not None:
+            return kept
     return torch_state_on_device(metrics.entry.optimizers)

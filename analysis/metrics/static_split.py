@@ -58,20 +58,19 @@ def split_fits(metrics: JobMetrics, sizes: Sequence[int], resident: range) -> bo
 def recorded_sizes(metrics: JobMetrics) -> tuple[int, ...] | None:
     """Return the recorded sizes of the subgroups, which consist of whole tensors; None for those of another rank or
     model, which do not add up to these parameters."""
-    job, params = metrics.deepspeed, metrics.params or 0
-    if job is None or not params <= sum(job.subgroups) <= (1 + _MAX_PADDING) * params:
+    setup, params = metrics.setup, metrics.params or 0
+    if setup is None or not params <= sum(setup.subgroups) <= (1 + _MAX_PADDING) * params:
         return None
-    return job.subgroups
+    return setup.subgroups
 
 
 def subgroup_params(metrics: JobMetrics) -> int:
     """Return the configured parameters of a subgroup, else a default."""
-    configured = metrics.zero.get("sub_group_size")
-    return int(configured) if isinstance(configured, (int, float)) and configured >= 1 else _SUBGROUP_PARAMS
+    configured = metrics.setup.subgroup_params if metrics.setup is not None else None
+    return _SUBGROUP_PARAMS if configured is None else configured
 
 
 def rounding_version(metrics: JobMetrics) -> str | None:
-    """Return the version that chose the resident subgroups, empty if it is not known; None if no DeepSpeed did, or
+    """Return the version that chose the resident subgroups, empty if it is not known; None if no framework did, or
     ebbtide's engine ran the updates."""
-    job = metrics.deepspeed
-    return (job.info.version or "") if job is not None and job.info.policy is None else None
+    return metrics.setup.rounding_version if metrics.setup is not None else None

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from ebbtide.analysis.metrics.deepspeed_setup import deepspeed_of
+from ebbtide.analysis.metrics.framework_setup import FrameworkSetup, framework_setup
 from ebbtide.profiler.trace import Trace, metadata
 from ebbtide.units import bytes_text, count_text, rate_text
-
-# Lines that the head of the page has: model, cards, settings, date.
-_HEAD = ("model", "device", "optimizer", "DeepSpeed", "started", "first iteration")
 
 
 class JobDetail(NamedTuple):
@@ -31,6 +28,8 @@ class JobDescription(NamedTuple):
 def describe_job(trace: Trace) -> JobDescription:
     meta = trace.meta
     first = meta.ranks[0] if meta.ranks else metadata.RankInfo(rank=0)
+    setup = framework_setup(trace)
+    framework = [] if setup is None else [JobDetail(setup.name, setup.describe())]
     lines = [
         JobDetail("command", shlex.join(meta.command)),
         JobDetail("started", _time(meta.started_wall_ns)),
@@ -43,12 +42,14 @@ def describe_job(trace: Trace) -> JobDescription:
         JobDetail("host", _host(meta.host)),
         JobDetail("model", _model(first.model)),
         *(JobDetail("optimizer", _optimizer(optimizer)) for optimizer in first.optimizers),
-        JobDetail("DeepSpeed", _deepspeed(trace)),
-        JobDetail("software", _software(meta, first)),
+        *framework,
+        JobDetail("software", _software(first, setup)),
         JobDetail("clock", " of ".join(filter(None, (meta.clock.name, meta.clock.host))) if meta.clock.name else ""),
     ]
     recorded = [line for line in lines if line.value]
-    head = [line for name in _HEAD for line in recorded if line.name == name]
+    # Lines that the head of the page has: model, cards, settings, date.
+    names = ("model", "device", "optimizer", *(line.name for line in framework), "started", "first iteration")
+    head = [line for name in names for line in recorded if line.name == name]
     return JobDescription(head, [line for line in recorded if line not in head])
 
 
@@ -122,35 +123,10 @@ def _optimizer(optimizer: metadata.OptimizerInfo) -> str:
     return ", ".join(parts)
 
 
-def _deepspeed(trace: Trace) -> str:
-    """Describe the offload by DeepSpeed, or by ebbtide's engine in it. The line `software` has the version."""
-    setup = deepspeed_of(trace)
-    if setup is None or not (setup.info.config or setup.subgroups or setup.stage is not None):
-        return ""
-    parts = [f"ZeRO-{setup.stage}" if setup.stage is not None else ""]
-    if setup.info.policy:
-        parts.append(f"updated by ebbtide under {setup.info.policy}")
-    if setup.offload_config:
-        parts.append(f"optimizer offloaded to the {setup.offload_config.get('device')}")
-    if setup.ratio is not None:
-        real = f" configured, {setup.real_ratio:.2f} real" if setup.real_ratio not in (None, setup.ratio) else ""
-        parts.append(f"a share of {setup.ratio:g}{real} on the CPU")
-    if setup.subgroups:
-        smallest, largest = count_text(min(setup.subgroups)), count_text(max(setup.subgroups))
-        sizes = f"of {largest}" if smallest == largest else f"of {smallest} to {largest}"
-        parts.append(f"{len(setup.subgroups)} subgroup{'s' if len(setup.subgroups) > 1 else ''} {sizes} parameters")
-    if setup.on_cpu:
-        parts.append(f"{sum(setup.on_cpu)} of them on the CPU")
-    for name, pinned in (("masters", setup.info.masters_pinned), ("gradients", setup.info.gradients_pinned)):
-        if pinned is not None:
-            parts.append(f"{name} {'pinned' if pinned else 'pageable'}")
-    return ", ".join(part for part in parts if part)
-
-
-def _software(meta: metadata.TraceMeta, first: metadata.RankInfo) -> str:
+def _software(first: metadata.RankInfo, setup: FrameworkSetup | None) -> str:
     versions = [("torch", first.torch), ("cuda", first.cuda), ("python", first.python)]
-    if meta.deepspeed is not None:
-        versions.append(("DeepSpeed", meta.deepspeed.version))
+    if setup is not None:
+        versions.append((setup.name, setup.version))
     parts = [f"{name} {version}" for name, version in versions if version]
     if first.threads.torch:
         parts.append(f"{first.threads.torch} threads for torch")

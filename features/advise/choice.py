@@ -105,7 +105,7 @@ class PolicyChoice:
         policy = self.best.plan.policy
         if policy == "gpu-only":
             offload = {"offload_optimizer": {"device": "none"}}
-            return self.present.setting("deepspeed", offload, "do not offload at all", self.steps)
+            return self.present.setting("deepspeed", offload, "do not offload at all", self.steps, ends_offload=True)
         overlap = "none" if self.overlap is None else self.overlap.option
         settings = {"policy": policy, "overlap": overlap}
         return self.present.setting("policy", settings, f"use {self.steps.plan.policy}", self.steps)

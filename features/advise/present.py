@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from ebbtide.analysis.metrics.advice import Setting, SettingKind
+from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.units import ms_text
 
@@ -35,7 +35,9 @@ class Present:
         """Return whether a policy is the present one, whatever its copies are called."""
         return self.steps is not None and _without_copies(self.steps.plan.policy) == _without_copies(policy)
 
-    def setting(self, kind: SettingKind, settings: Mapping[str, Any], text: str, steps: Steps) -> Setting | None:
+    def setting(
+        self, kind: str, settings: Mapping[str, Any], text: str, steps: Steps, *, ends_offload: bool = False
+    ) -> Setting | None:
         """Return a setting that fits as advice; None where it gains too little over the present one."""
         if not self.is_slower_than(steps):
             return None
@@ -48,7 +50,15 @@ class Present:
             times = f"{ms_text(present_ms).removesuffix(' ms')} -> {times}"
         if self.steps is not None and recorded_ms is not None:
             times += f"; {ms_text(recorded_ms).removesuffix(' ms')} recorded"
-        return Setting(kind, settings, f"{text} (simulated: {times})", iteration_ms, present_ms, recorded_ms)
+        return Setting(
+            kind,
+            settings,
+            f"{text} (simulated: {times})",
+            iteration_ms,
+            present_ms,
+            recorded_ms,
+            ends_offload=ends_offload,
+        )
 
 
 # The job as it is where nothing of it is known.

@@ -46,7 +46,7 @@ class TraceAdviser:
         """Whether the job can be simulated: its parameters, phases and machine are known."""
         return self._job is not None
 
-    def deepspeed_setting(self) -> Setting | None:
+    def split_setting(self) -> Setting | None:
         """Return the best setting of DeepSpeed itself: no offload, or the fastest split that fits; None where neither
         is worth a change, or is known."""
         if self._job is None:
@@ -64,7 +64,9 @@ class TraceAdviser:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
             text = f"keep that part of the optimizer's state on the device (a static split: {part})"
         present = present_of(workload, machine, context.job)
-        return present.setting("deepspeed", {"offload_optimizer": offload}, text, steps)
+        return present.setting(
+            "deepspeed", {"offload_optimizer": offload}, text, steps, ends_offload=on_gpu is not None
+        )
 
     def activations_setting(self) -> Setting | None:
         """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""

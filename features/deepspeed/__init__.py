@@ -5,10 +5,19 @@ from ebbtide.seams import Feature
 FEATURE = Feature(
     "deepspeed",
     {
+        "baselines": {"deepspeed": "baseline:BASELINE"},
+        # Rules stand in the order of these names among the themes of the core.
+        "findings": {
+            "storage": "findings.storage",
+            "transfers": "findings.gradients",
+            "update_of_zero": "findings.update",
+        },
+        "frames": {"deepspeed": "frames:OPTIMIZER"},
         "importers": {"deepspeed": "log_importer:IMPORTERS"},
         "names": {
             "interleave.deepspeed.enable": "engine.patching:enable",
             "interleave.deepspeed.disable": "engine.patching:disable",
         },
+        "setups": {"deepspeed": "setup:read_setup"},
     },
 )

@@ -11,6 +11,7 @@ import msgspec
 import pandas as pd
 
 from ebbtide.analysis.metrics.activity.activity import kernels_ms
+from ebbtide.analysis.metrics.framework_setup import framework_setup
 from ebbtide.analysis.metrics.iterations import slowest_times, steady_iterations
 from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.metrics.summary import Totals, summarize, whole_trace
@@ -119,11 +120,9 @@ def job_settings(trace: Trace) -> dict[str, Any]:
     settings |= _with_prefix("model", entry.model)
     for number, optimizer in enumerate(entry.optimizers, start=1):
         settings |= _with_prefix("optimizer" if number == 1 else f"optimizer {number}", optimizer)
-    if meta.deepspeed is not None:
+    if (setup := framework_setup(trace)) is not None:
         keys = ("version", "stage", "policy", "subgroup_params", "subgroup_devices")
-        settings |= _with_prefix("deepspeed", meta.deepspeed, keys) | _with_prefix(
-            "deepspeed", _flat(meta.deepspeed.config)
-        )
+        settings |= _with_prefix(setup.key, setup.recorded, keys) | _with_prefix(setup.key, _flat(setup.config))
     settings |= _with_prefix("host", meta.host, ("name", "kernel")) | _with_prefix(
         "host.cpu", meta.host.cpu, ("name", "cores")
     )

@@ -5,7 +5,6 @@ from ebbtide.seams import Feature
 FEATURE = Feature(
     "storage",
     {
-        "findings": {"storage": "findings"},
         "kinds": {"storage": "kinds:KINDS"},
         "lanes": {"storage": "lanes:storage_lanes"},
         "policies": {"storage": "policy"},

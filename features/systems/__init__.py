@@ -5,6 +5,7 @@ from ebbtide.seams import Feature
 FEATURE = Feature(
     "systems",
     {
+        "baselines": {"torchao": "torchao:BASELINE"},
         "policies": {
             "deepspeed": "deepspeed",
             "megatron_hybrid": "megatron_hybrid",
@@ -12,6 +13,6 @@ FEATURE = Feature(
             "on_storage": "on_storage",
             "pytorch": "pytorch",
             "streamed_weights": "streamed_weights",
-        }
+        },
     },
 )

@@ -1,13 +1,12 @@
 """Runs a comparison: trains under every policy, then predicts every plan that ran."""
 
-import importlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +15,7 @@ from ebbtide.errors import UserError
 from ebbtide.features.storage.engine.stored_states import StorageOptions
 from ebbtide.interleave.compare import results as figures
 from ebbtide.interleave.compare import runs as training_runs
+from ebbtide.interleave.compare.baselines import baseline_names, find_baseline
 from ebbtide.interleave.compare.testbed import Testbed, find_testbed
 from ebbtide.interleave.policies import Policy, as_policy
 from ebbtide.interleave.simulation.simulator import simulate
@@ -37,8 +37,6 @@ _EXTRA_SUBGROUPS = 3
 # Called with the name of the current run, the iterations that are finished, and the number of all iterations.
 ProgressCallback = Callable[[str, int, int], object]
 Result = TypeVar("Result")
-# Of other optimizers; the weight decay is InterleavedAdamW's default.
-_SETTINGS = {"lr": training_runs.LR, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True)
@@ -147,8 +145,8 @@ def _checked_shape(config: CompareConfig, policies: Iterable[Policy]) -> trainin
     for policy in policies:
         policy.refuse_simulation_only()
     for name in config.baselines:
-        if name not in BASELINES:
-            raise UserError(f"--against {name!r}: choose from {', '.join(BASELINES)}")
+        if name not in (names := baseline_names()):
+            raise UserError(f"--against {name!r}: choose from {', '.join(names)}")
     if config.iterations < MIN_ITERATIONS:
         raise UserError(f"--steps must be at least {MIN_ITERATIONS}: the first {_WARMUP} are warm-up")
     shape = training_runs.find_shape(config.params)
@@ -182,62 +180,12 @@ def _bits(losses: Sequence[float]) -> bytes:
     return struct.pack(f"{len(losses)}d", *losses)
 
 
-Update = Callable[[], object]
-
-
-def _update_of_masters(params: list[Any], device: torch.device, make: Callable[..., Any], **settings: bool) -> Update:
-    """Return the step of an optimizer of fp32 masters, with the copies and casts of half-precision parameters."""
-    masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
-    for master in masters:
-        master.grad = torch.zeros_like(master)
-    optimizer = make(masters, **_SETTINGS, **settings)
-
-    def update() -> None:
-        for param, master in zip(params, masters, strict=True):
-            master.grad.copy_(param.grad)
-        optimizer.step()
-        for param, master in zip(params, masters, strict=True):
-            param.detach().copy_(master)
-
-    return update
-
-
-def _torch(params: list[Any]) -> Update:
-    return _update_of_masters(params, params[0].device, torch.optim.AdamW, fused=True)
-
-
-def _deepspeed(params: list[Any]) -> Update:
-    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    return _update_of_masters(params, torch.device("cpu"), adam, adamw_mode=True, fp32_optimizer_states=True)
-
-
-def _torchao(params: list[Any]) -> Update:
-    offload = importlib.import_module("torchao.optim").CPUOffloadOptimizer
-    if params[0].device.type != "cuda":
-        raise training_runs.CannotRun("it needs a GPU")
-    update: Update = offload(params, torch.optim.AdamW, **_SETTINGS, fused=True).step
-    return update
-
-
-class Baseline(NamedTuple):
-    """Another optimizer: a description for the user, and its step for the parameters of a job, without clipping."""
-
-    description: str
-    make: Callable[[list[Any]], Update]
-
-
-BASELINES = {
-    "torch": Baseline("fused AdamW of fp32 masters on the device itself", _torch),
-    "deepspeed": Baseline("CPU Adam of fp32 masters", _deepspeed),
-    "torchao": Baseline("CPUOffloadOptimizer, which keeps its state in the parameters' precision", _torchao),
-}
-
-
 def _baseline(name: str, training: training_runs.TrainingRun, testbed: Testbed) -> figures.BaselineResult:
     """Train with another optimizer. Raises CannotRun where it is not installed, or does not start."""
     job = training_runs.Job(training.shape, training.seed, testbed.device, training.waits)
+    baseline = find_baseline(name)
     try:
-        update = BASELINES[name].make(job.params)
+        update = baseline.make(job.params)
     except ImportError as error:
         installed = find_spec(name) is not None
         raise training_runs.CannotRun(
@@ -258,4 +206,4 @@ def _baseline(name: str, training: training_runs.TrainingRun, testbed: Testbed) 
         for phase in ("iteration", *PHASES)
     }
     losses = figures.finite_losses([step.loss for step in steps])
-    return figures.BaselineResult(name, BASELINES[name].description, **medians_ms, final_loss=losses[-1], losses=losses)
+    return figures.BaselineResult(name, baseline.description, **medians_ms, final_loss=losses[-1], losses=losses)

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.profiler.trace import Trace
 
-# The first version of DeepSpeed that copies gradients asynchronously by itself.
-_ASYNC_GRADIENTS = (0, 19, 5)
-
 
 @dataclass(frozen=True)
 class RecordedJob:
@@ -40,7 +37,7 @@ class RecordedJob:
 
     @property
     def is_configured(self) -> bool:
-        """Whether the configuration is all of a DeepSpeed job's: keys that are not there have their defaults."""
+        """Whether the configuration is all of the job's: keys that are not there have their defaults."""
         return bool(self.config) and (self.stage is not None or "zero_optimization" in self.config)
 
     @property
@@ -82,7 +79,7 @@ def recorded_job(trace: Trace) -> RecordedJob:
     from ebbtide.interleave.replay.inputs import own_machine
 
     metrics = JobMetrics(trace)
-    setup, machine, iteration_ms = metrics.deepspeed, own_machine(trace), metrics.iteration_ms
+    setup, machine, iteration_ms = metrics.setup, own_machine(trace), metrics.iteration_ms
     is_measured = trace.meta.source not in ("predicted", "simulated")
     job = RecordedJob(
         micro_steps=metrics.micro_steps,
@@ -94,7 +91,7 @@ def recorded_job(trace: Trace) -> RecordedJob:
         state, update_ms = state_bytes_on_device(metrics), metrics.phase_ms(UPDATE)
         own_s = state and update_ms and update_ms / 1e3
         return replace(job, state_bytes=state, own_update_s=own_s or None)
-    return replace(job, config=setup.info.config, stage=setup.stage)
+    return replace(job, config=setup.config, stage=setup.stage)
 
 
 def state_bytes_on_device(metrics: JobMetrics) -> float | None:
@@ -106,27 +103,11 @@ def state_bytes_on_device(metrics: JobMetrics) -> float | None:
 
 
 def recorded_policy(trace: Trace) -> str | None:
-    """Return the policy that a DeepSpeed job ran under: that of ebbtide's engine, or by its configuration, with the
-    keys of the published interleaving (`prefetch_optimizer`, `part_grads_async`); None: not known."""
-    from ebbtide.analysis.metrics.deepspeed_setup import deepspeed_of, version_numbers
+    """Return the policy that a job ran under its framework, or under ebbtide's engine in it; None: not known."""
+    from ebbtide.analysis.metrics.framework_setup import framework_setup
 
-    job = deepspeed_of(trace)
-    if job is None:
-        return None
-    if job.info.policy is not None:
-        return job.info.policy
-    offload = job.offload_config
-    stride = offload.get("prefetch_optimizer_gap") if offload.get("prefetch_optimizer") else None
-    if offload.get("device") != "cpu" or job.ratio is None or not isinstance(stride, (int, float, type(None))):
-        return None
-    asynchronous = offload.get("part_grads_async")
-    if asynchronous is None:
-        asynchronous = version_numbers(job.info.version) >= _ASYNC_GRADIENTS
-    grads = "async" if asynchronous else "blocking"
-    if stride:
-        return f"interleaved:{int(stride)}@{job.ratio:g},grads={grads}"
-    name = "zero-offload" if job.ratio == 1 else f"twin-flow:{job.ratio:g}"
-    return f"{name},grads={grads}"
+    setup = framework_setup(trace)
+    return None if setup is None else setup.recorded_policy
 
 
 def _is_set(value: Any) -> bool:

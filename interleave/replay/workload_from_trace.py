@@ -1,6 +1,5 @@
 """The workload of a recorded job."""
 
-from ebbtide.analysis.metrics.deepspeed_setup import DEFAULT_SWAP_BUFFERS
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
@@ -10,11 +9,9 @@ from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
-from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES
 from ebbtide.units import bytes_text
 
 _MAX_BUSY_SHARE = 0.9
-_FP32_BYTES = 4
 
 
 def workload_of(trace: Trace) -> Workload:
@@ -52,7 +49,7 @@ def workload_of(trace: Trace) -> Workload:
         notes.append("the free memory of the device is not known")
     else:
         notes.append(f"free device memory: capacity minus {metrics.free_pool}")
-    host_bytes = swap_buffer_bytes(metrics)
+    host_bytes = metrics.setup.host_buffer_bytes if metrics.setup is not None else None
     if host_bytes is not None:
         notes.append(
             f"the state is on storage: policies may use the {bytes_text(host_bytes)} of host memory that the job used "
@@ -83,20 +80,6 @@ def workload_of(trace: Trace) -> Workload:
         deepspeed_version=rounding_version(metrics),
         notes=tuple(notes),
     )
-
-
-def swap_buffer_bytes(metrics: JobMetrics) -> int | None:
-    """Return the bytes of host memory that a job used for state on storage; None if its state was not there.
-
-    DeepSpeed has `buffer_count` buffers of the largest subgroup in fp32, gradients and parameters in half precision,
-    and fp32 gradients unless these are stored (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py)."""
-    job = metrics.deepspeed
-    if job is None or job.offload_config.get("device") != "nvme" or not job.subgroups:
-        return None
-    count = job.offload_config.get("buffer_count", DEFAULT_SWAP_BUFFERS)
-    on_storage = job.info.largest_stored_gradient_bytes is not None
-    per_param = PARAM_BYTES + GRAD_BYTES + (0 if on_storage else _FP32_BYTES)
-    return int(count) * _FP32_BYTES * max(job.subgroups) + per_param * sum(job.subgroups)
 
 
 def _busy_share(metrics: JobMetrics, direction: str) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, Callable
 
-from .zero_optimizer import fp32_masters, is_deepspeed_object, torch_optimizers
+from .framework_objects import content, fp32_masters, further_gradients, torch_optimizers
 
 _MAX_HOLDERS = 1000
 _MAX_DEPTH = 4
@@ -20,8 +20,6 @@ _WRAPPERS = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
 }
-# Attributes with the gradients of ZeRO's optimizers, across its stages.
-_ZERO_GRADIENTS = ("averaged_gradients", "grad_partitions_flat_buffer", "temp_grad_buffer_for_cpu_offload")
 
 PARAMETER, BUFFER, GRADIENT, STATE = "parameter", "buffer", "gradient", "optimizer_state"
 
@@ -86,8 +84,7 @@ def _collect_without_overrides(
         for key, parameter in (*parameters.items(), *masters.items()):
             storages.add(parameter.grad, GRADIENT, names.get(key))
     for optimizer in optimizers:
-        for attribute in _ZERO_GRADIENTS if is_deepspeed_object(optimizer) else ():
-            storages.add(getattr(optimizer, attribute, None), GRADIENT, None)
+        storages.add(further_gradients(optimizer), GRADIENT, None)
     for master in masters.values():
         storages.add(master, STATE, None)
     for optimizer in inner_optimizers.values():
@@ -185,8 +182,10 @@ def _named_modules(roots: list[Any]) -> Iterator[tuple[str, Any]]:
 
 def _content(module: Any) -> Any:
     """Return the module that a wrapper contains; None if this is no wrapper."""
-    attribute = "module" if is_deepspeed_object(module) else _WRAPPERS.get(type(module).__name__)
-    return module._modules.get(attribute) if attribute else None
+    inner = content(module)
+    if inner is None and (attribute := _WRAPPERS.get(type(module).__name__)):
+        inner = module._modules.get(attribute)
+    return inner
 
 
 def _largest_first(sizes: Counter[Any]) -> list[dict[str, Any]]:

@@ -14,17 +14,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from .spool import within_limit
-from .zero_optimizer import (
+from .framework_objects import (
+    content,
     fp32_masters,
-    has_state_in_other_process,
-    is_deepspeed_object,
     local_tensor,
+    state_device,
     subgroup_sizes,
-    swaps_to_disk,
     torch_optimizers,
     total_elements,
 )
+from .spool import within_limit
 
 
 class JobInfo:
@@ -161,7 +160,7 @@ def _environment_number(variable: str, default: int) -> int:
 def describe_model(modules: list[Any], optimizers: list[Any], recomputes: bool) -> dict[str, Any]:
     """Return the trace's `model` entry: of the outermost modules, which together are the model. Its `params` counts the
     parameters whose optimizer state is on this rank. `recomputes`: whether modules were called in the backward."""
-    modules = [m.module if is_deepspeed_object(m) and hasattr(m, "module") else m for m in modules]
+    modules = [module if (inner := content(module)) is None else inner for module in modules]
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
     tensors = [local_tensor(p) for p in parameters]
     dtypes: Counter[str] = Counter()
@@ -197,10 +196,9 @@ def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
         "params": sum(sum(subgroup_sizes(o) or [local_tensor(p).numel() for p in _parameters(o)]) for o in optimizers),
         "param_dtypes": sorted({_dtype(p) for p in parameters}),
     }
-    if any(map(swaps_to_disk, optimizers)):
-        return {**description, "state_devices": ["nvme"]}
-    if any(map(has_state_in_other_process, optimizers)):
-        return {**description, "state_devices": ["cpu"]}
+    elsewhere = {device for device in map(state_device, optimizers) if device is not None}
+    if elsewhere:
+        return {**description, "state_devices": ["nvme" if "nvme" in elsewhere else "cpu"]}
     state = [(name, local_tensor(tensor)) for optimizer in optimizers for name, tensor in _state(optimizer)]
     dtypes: Counter[str] = Counter()
     names: Counter[str] = Counter()

@@ -192,7 +192,7 @@ class TorchHooks:
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
         self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
         hook_megatron(recorder, self._compiling, self._patches, self._wrap_megatron_step)
-        PipelineHooks(recorder, self._patches)
+        hook_pipelining(recorder, self._patches)
         scaler = torch.amp.GradScaler
         self._patches.set(scaler, "step", self._wrap_update(1, False, scaler.step))
         optimizer = torch.optim.Optimizer
@@ -278,28 +278,15 @@ class _Stage:
         self.numbers: dict[Any, int] = {}
 
 
-class PipelineHooks:
-    """Reports the current micro-batch to `recorder`, from creation to `patches.undo()`."""
+class MicroBatches:
+    """Reports the current micro-batch to `recorder`, by the methods of pipeline stages that it wraps."""
 
-    def __init__(self, recorder: Recorder, patches: Patches) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._patches = patches
         self._stages: WeakKeyDictionary[Any, _Stage] = WeakKeyDictionary()
-        begin, end = (functools.partial(self._wrap, begins) for begins in (True, False))
-        chunks = {"forward_one_chunk": begin, "backward_one_chunk": end, "backward_weight_one_chunk": end}
-        patches.wrap_when_imported("torch.distributed.pipelining.stage", {"_PipelineStageBase": chunks})
-        patches.when_imported("deepspeed.runtime.pipe.engine", self._patch_deepspeed)
-
-    def _patch_deepspeed(self, module: Any) -> None:
-        engine = module.PipelineEngine
-        instructions = dict(engine._INSTRUCTION_MAP)
-        for instruction, method in engine._INSTRUCTION_MAP.items():
-            if method.__name__ in ("_exec_forward_pass", "_exec_backward_pass"):
-                instructions[instruction] = self._wrap(method.__name__ == "_exec_forward_pass", method)
-        self._patches.set(engine, "_INSTRUCTION_MAP", instructions)
 
     @wrapper
-    def _wrap(self, begins: bool, original: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def wrap(self, begins: bool, original: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Wrap a method of a stage whose first argument names a micro-batch; the name may return after its backward."""
         name = args[0] if args else next(iter(kwargs.values()), None)
         stage = self._stages.setdefault(owner, _Stage())
@@ -311,3 +298,11 @@ class PipelineHooks:
             return original(owner, *args, **kwargs)
         finally:
             self._recorder.micro_batch = 0
+
+
+def hook_pipelining(recorder: Recorder, patches: Patches) -> None:
+    """Wrap the stages of torch's pipelines, once they are imported."""
+    batches = MicroBatches(recorder)
+    begin, end = (functools.partial(batches.wrap, begins) for begins in (True, False))
+    chunks = {"forward_one_chunk": begin, "backward_one_chunk": end, "backward_weight_one_chunk": end}
+    patches.wrap_when_imported("torch.distributed.pipelining.stage", {"_PipelineStageBase": chunks})

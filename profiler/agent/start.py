@@ -5,12 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import importlib
-import importlib.util
 import os
 import sys
 from typing import Any
 
+from .feature_agents import feature_hooks, load_feature_agents
 from .options import ERRORS_ONLY, OUT_OF_MEMORY, SPOOL_DIRECTORY, Options
 from .patches import ImportFinder, when_imported
 
@@ -35,26 +34,6 @@ def from_environment() -> None:
         when_imported("torch", lambda torch: start(torch, directory, options), begins)
 
 
-def load_feature_agents() -> list[str]:
-    """Load the folders `agent` of features by their path, as this one, and return the names of their packages.
-
-    Each has a module `hooks` with a function `attach(recorder, torch)`, which calls no function of the job."""
-    root = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "features")
-    names = []
-    for feature in sorted(os.listdir(root)) if os.path.isdir(root) else []:
-        folder, name = os.path.join(root, feature, "agent"), f"ebbtide.features.{feature}.agent"
-        path = os.path.join(folder, "__init__.py")
-        if not os.path.exists(path):
-            continue
-        names.append(name)
-        if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=[folder])
-            module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-            sys.modules[name] = module
-            spec.loader.exec_module(module)  # type: ignore[union-attr]
-    return names
-
-
 def start(torch: Any, directory: str, options: Options) -> Any:
     """Start to record this process; return its recorder, maybe an earlier one, or None if it cannot be recorded."""
     global _recorder
@@ -74,8 +53,8 @@ def start(torch: Any, directory: str, options: Options) -> Any:
         recorder = Recorder(torch, directory, options)
         hooks = TorchHooks(recorder, torch)
         recorder.on_close.append(hooks.remove)
-        for name in load_feature_agents():
-            importlib.import_module(f"{name}.hooks").attach(recorder, torch)
+        for hooks_of_feature in feature_hooks():
+            hooks_of_feature.attach(recorder, torch)
         attach_captures(recorder, torch, options)
         attach_memory_records(recorder, torch, options)
         attach_on_demand(recorder, torch, options)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ebbtide import seams
 from ebbtide.errors import TraceError
 from ebbtide.json_files import validation_problem
 
@@ -167,22 +168,6 @@ class OptimizerInfo(_Section, frozen=True, kw_only=True):
     state_devices: tuple[str, ...] = ()  # Devices that hold state: `cpu`, `cuda`, `nvme`.
 
 
-class DeepSpeedInfo(_Section, frozen=True, kw_only=True):
-    """The setup of a DeepSpeed job, as its first rank or its log reported it."""
-
-    version: str | None = None
-    config: dict[str, Any] = {}
-    stage: int | None = None
-    subgroup_params: tuple[Positive, ...] = ()
-    subgroup_devices: tuple[str, ...] = ()
-    masters_pinned: bool | None = None
-    gradients_pinned: bool | None = None
-    activation_checkpointing: bool | None = None
-    policy: str | None = None
-    moments_lost: bool | None = None
-    largest_stored_gradient_bytes: Positive | None = None
-
-
 class HeldMemory(_Section, frozen=True, kw_only=True):
     """Bytes of a device that a module holds. category: `parameter`, `buffer`, `gradient` or `optimizer_state`."""
 
@@ -314,7 +299,6 @@ class TraceMeta(_Section, frozen=True, kw_only=True):
     options: RecordingOptions = RecordingOptions()
     warmup_iterations: Count | None = None
     imported: tuple[ImportedFile, ...] = ()
-    deepspeed: DeepSpeedInfo | None = None
     machine: dict[str, Any] | None = None
     policy: str | None = None
     prediction: PredictionInfo | None = None
@@ -324,15 +308,19 @@ class TraceMeta(_Section, frozen=True, kw_only=True):
 
 
 def parse_meta(raw: dict[str, Any], path: Path) -> TraceMeta:
-    """Convert the object of a meta.json. Values of `deepspeed` that are malformed count as not recorded."""
+    """Convert the object of a meta.json. Sections of frameworks are only checked to be objects: the features that plug
+    into the seam `setups` convert them."""
+    location = ""
     try:
+        for location in _malformed_sections(raw):
+            msgspec.convert(raw[location], dict[str, Any] | None)
+        location = ""
         values = {key: without_nulls(value) if key in ("host", "ranks") else value for key, value in raw.items()}
-        if isinstance(deepspeed := raw.get("deepspeed"), dict):
-            values["deepspeed"] = _lenient_deepspeed(deepspeed)
         meta = msgspec.convert(values, TraceMeta)
     except msgspec.ValidationError as error:
         problem = validation_problem(error)
-        where = f"{problem.location} in its meta.json" if problem.location else "its meta.json"
+        location = location or problem.location
+        where = f"{location} in its meta.json" if location else "its meta.json"
         raise TraceError(f"{path} is damaged: {where} is not valid ({problem.reason})") from None
     except (UnicodeEncodeError, RecursionError):
         raise TraceError(f"{path} is damaged: its meta.json is not valid (bad Unicode, or nested too deeply)") from None
@@ -345,6 +333,14 @@ def parse_meta(raw: dict[str, Any], path: Path) -> TraceMeta:
     return meta
 
 
+def _malformed_sections(raw: dict[str, Any]) -> set[str]:
+    """Return the keys of the sections of frameworks that are no objects."""
+    specified = ("format", "schema", *TraceMeta.__struct_fields__)
+    others = {key for key, value in raw.items() if key not in specified and not isinstance(value, dict | None)}
+    # Features are looked up only where it is needed.
+    return others & seams.plugs("setups").keys() if others else set()
+
+
 def without_nulls(value: Any) -> Any:
     """Drop the keys whose value is null: null and a missing key both mean that something was not recorded."""
     if isinstance(value, dict):
@@ -352,14 +348,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
-
-
-def _lenient_deepspeed(values: dict[str, Any]) -> DeepSpeedInfo:
-    """Convert each key by itself. DeepSpeed and its logs write these values, in forms that differ by version."""
-    valid = {}
-    for field in msgspec.structs.fields(DeepSpeedInfo):
-        try:
-            valid[field.name] = msgspec.convert(values[field.name], field.type)
-        except (KeyError, msgspec.ValidationError):
-            continue
-    return DeepSpeedInfo(**valid)

@@ -76,7 +76,7 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
         title = f"Optimizer state is offloaded, but {bytes_text(free)} are always free"
         if metrics.adviser is None or not metrics.adviser.can_simulate:
             return free_memory.finding(title, estimate, evidence, _simulate_text(metrics))
-        setting = metrics.adviser.deepspeed_setting()
+        setting = metrics.adviser.split_setting()
         if setting is None:
             return None
         return free_memory.finding(

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ebbtide import seams
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.timeseries.step_functions import Ints
@@ -20,7 +22,7 @@ _FRAME = re.compile(r"(?P<function>.*) \((?P<file>[^()]*):(?P<line>\d+)\)$")
 _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/torch/|/lib/python3\.\d+/(?!(?:site|dist)-packages/)|^<|^torch/|(?:^|/)torch/_"
 )
-_OPTIMIZER = re.compile(r"/(?:optim|optimizers?|fused_adam|cpu_adam)[/\w]*\.py:\d+\)$|/deepspeed/runtime/zero/", re.M)
+_OPTIMIZER = re.compile(r"/(?:optim|optimizers?|fused_adam|cpu_adam)[/\w]*\.py:\d+\)$", re.M)
 # Module.to, .cuda and .half; parameters made by constructors, of torch's layers and of the user's.
 _MODEL = re.compile(r"^(?:__init__ \(|(?:_apply|reset_parameters) \((?:\S*/)?torch/nn/)", re.M)
 _CALL = re.compile(r"^_call_impl \(", re.M)
@@ -38,11 +40,17 @@ def part_of_step(stack: str) -> str:
         return LIBRARY
     if stack.startswith(ENGINE):
         return BACKWARD
-    if _OPTIMIZER.search(stack):
+    if any(pattern.search(stack) for pattern in _optimizer_frames()):
         return STEP
     if _MODEL.search(stack) and not in_module_call(stack):
         return MODEL
     return FORWARD
+
+
+@cache
+def _optimizer_frames() -> list[re.Pattern[str]]:
+    """Return the patterns of frames in an optimizer, those of features included."""
+    return [_OPTIMIZER, *seams.load_all("frames")]
 
 
 def in_module_call(stack: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbtide import seams
 from ebbtide.cli import options
 from ebbtide.cli.command import command
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
@@ -16,6 +17,8 @@ from ebbtide.cli.printing import echo, echo_error, echo_line, print_view
 
 if TYPE_CHECKING:
     from ebbtide.interleave.compare.runs import PhaseWaits
+
+_BASELINES = ("torch", *seams.plugs("baselines"))
 
 
 @command("Run", 1, examples=("compare", "compare --policy zero-offload --policy adaptive --params 5e8"))
@@ -94,7 +97,7 @@ def compare(
         ),
     ] = None,
     against: Annotated[
-        str | None, options.valued("NAME,...", "Other optimizers to measure: torch, deepspeed, torchao.", "none")
+        str | None, options.valued("NAME,...", f"Other optimizers to measure: {', '.join(_BASELINES)}.", "none")
     ] = None,
     layers: Annotated[
         bool, typer.Option("--layers", help="Compare choices for weights and activations of layers, not policies.")
@@ -127,7 +130,6 @@ def compare(
     if layers and any(own):
         raise typer.BadParameter("--layers goes with the options of job, link and memory alone")
 
-    from ebbtide import seams
     from ebbtide.cli.printing import progress_bar
     from ebbtide.interleave.compare import comparison as policies
     from ebbtide.interleave.compare.compare import CompareConfig

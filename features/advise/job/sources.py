@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ebbtide.analysis.metrics.deepspeed_setup import deepspeed_of
 from ebbtide.analysis.metrics.devices import ran_on_cpu
+from ebbtide.analysis.metrics.framework_setup import framework_setup
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import predicted_range
@@ -114,8 +114,8 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
     recorded = recorded_job(trace)
     if not batch.is_empty:
         recorded = replace(recorded, iteration_s=None)
-    deepspeed = deepspeed_of(trace)
-    offloads = deepspeed is not None and deepspeed.ratio is not None
+    setup = framework_setup(trace)
+    offloads = setup is not None and setup.ratio is not None
     # Gradients of torch's own loops stay on the device until the step.
     stay = not offloads
     ranks = batch.ranks or trace.rank(trace.ranks[0]).world_size or len(trace.ranks)
@@ -225,8 +225,8 @@ def facts_of(trace: Trace) -> JobFacts:
     metrics = JobMetrics(trace)
     entry = metrics.entry
     model, name = entry.model, entry.framework.name
-    if name in (None, "torch") and metrics.deepspeed is not None:
-        name = "deepspeed"
+    if name in (None, "torch") and metrics.setup is not None:
+        name = metrics.setup.key
     params = sum(optimizer.params or 0 for optimizer in entry.optimizers)
     is_adam = all(_ADAM.search(optimizer.class_name or "") for optimizer in entry.optimizers)
     dtypes: Counter[str] = Counter()

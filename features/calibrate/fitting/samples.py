@@ -102,9 +102,9 @@ def step_rates(trace: Trace) -> StepRates | None:
 
     add("cpu_update_params_per_s", on_cpu / update.median_ms * 1e3, "DeepSpeed's kernel, median of its steps")
     add("step_overhead_s", _seconds(metrics, _OVERHEAD), "checks, norm, gather and rest of DeepSpeed's step")
-    job = metrics.deepspeed
+    setup = metrics.setup
     # With resident subgroups it is not known how much of the time is theirs.
-    if parameters is not None and parameters.median_ms and job is not None and job.cpu_share == 1:
+    if parameters is not None and parameters.median_ms and setup is not None and setup.cpu_share == 1:
         copy_share = parameters.h2d.busy_share if metrics.has_gpu else 0.0
         if copy_share is not None and copy_share < 1:
             converting_ms = parameters.median_ms * (1 - copy_share)
@@ -115,11 +115,11 @@ def step_rates(trace: Trace) -> StepRates | None:
 
 
 def _params_on_cpu(metrics: JobMetrics) -> float | None:
-    job = metrics.deepspeed
-    if job is None:
+    setup = metrics.setup
+    if setup is None:
         return None
-    params = sum(job.subgroups) or metrics.params
-    return params * job.cpu_share if params else None
+    params = sum(setup.subgroups) or metrics.params
+    return params * setup.cpu_share if params else None
 
 
 def _seconds(metrics: JobMetrics, names: tuple[str, ...]) -> float:

@@ -7,6 +7,9 @@ from typing import Any
 from ebbtide.profiler.agent.recorder import Recorder
 
 from .phase_hooks import DeepSpeedHooks
+from .zero_optimizer import ZeroReader
+
+READER = ZeroReader()
 
 
 def attach(recorder: Recorder, torch: Any) -> None:

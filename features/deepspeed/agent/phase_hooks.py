@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary, WeakSet
 from ebbtide.profiler.agent.frames import hidden
 from ebbtide.profiler.agent.iteration_rule import UPDATE
 from ebbtide.profiler.agent.patches import Patches, Wrapper, Wrappers, wrapper
-from ebbtide.profiler.agent.phase_hooks import wrap_backward
+from ebbtide.profiler.agent.phase_hooks import MicroBatches, wrap_backward
 from ebbtide.profiler.agent.recorder import Recorder
-from ebbtide.profiler.agent.zero_optimizer import describe_engine, has_lost_moments, swaps_to_disk
 
 from .storage import SWAP_METHODS, SWAP_MODULES, GradientReduction, StorageRecorder
+from .zero_optimizer import describe_engine, has_lost_moments, swaps_to_disk
 from .zero_substeps import STAGE_1_AND_2, STAGE_3, SUPER_OFFLOAD, SubstepMethod, SubstepRecorder
 
 # The key that the worker adds to its results: start and end of the task in ns.
@@ -39,10 +39,19 @@ class DeepSpeedHooks:
         self._lost_moments: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         for name, wrappers in self._wrappers().items():
             self._patches.wrap_when_imported(f"deepspeed.{name}", wrappers)
+        self._patches.when_imported("deepspeed.runtime.pipe.engine", self._patch_pipeline_engine)
 
     def remove(self) -> None:
         """Restore DeepSpeed as it was, and wait for none of its imports any more."""
         self._patches.undo()
+
+    def _patch_pipeline_engine(self, module: Any) -> None:
+        engine, batches = module.PipelineEngine, MicroBatches(self._recorder)
+        instructions = dict(engine._INSTRUCTION_MAP)
+        for instruction, method in engine._INSTRUCTION_MAP.items():
+            if method.__name__ in ("_exec_forward_pass", "_exec_backward_pass"):
+                instructions[instruction] = batches.wrap(method.__name__ == "_exec_forward_pass", method)
+        self._patches.set(engine, "_INSTRUCTION_MAP", instructions)
 
     def _wrappers(self) -> dict[str, Wrappers]:
         """Return the wrappers by module, class ("": functions of the module) and name."""

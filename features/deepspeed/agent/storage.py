@@ -9,8 +9,8 @@ from typing import Any, Callable, NamedTuple
 
 from ebbtide.profiler.agent.patches import Patches, Wrapper, wrapper
 from ebbtide.profiler.agent.recorder import Recorder
-from ebbtide.profiler.agent.zero_optimizer import offloads_state
 
+from .zero_optimizer import offloads_state
 from .zero_substeps import SubstepRecorder
 
 # The reduction of an empty bucket takes less.

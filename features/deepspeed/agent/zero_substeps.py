@@ -7,7 +7,8 @@ from typing import Any, Callable, NamedTuple
 
 from ebbtide.profiler.agent.recorder import Recorder
 from ebbtide.profiler.agent.spool import HOST
-from ebbtide.profiler.agent.zero_optimizer import compute_resource, fp32_masters, subgroup_sizes
+
+from .zero_optimizer import compute_resource, fp32_masters, subgroup_sizes
 
 # A shorter `rest` counts with the row before it: it is mostly the agent's own time.
 _SHORT_NS = 10_000

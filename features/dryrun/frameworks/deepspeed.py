@@ -14,10 +14,10 @@ from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import PriorRange, WorkClass
 from ebbtide.machines.machine import Machine
+from ebbtide.profiler.agent.framework_objects import describe_engine
 from ebbtide.profiler.agent.iteration_rule import UPDATE
 from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.agent.phase_hooks import wrap_backward
-from ebbtide.profiler.agent.zero_optimizer import describe_engine
 
 # Of a kernel of `multi_tensor_adam`: tensors of one launch (depth_to_max_tensors in csrc/adam/multi_tensor_apply.cuh).
 _TENSORS_PER_LAUNCH = 36

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from msgspec import UNSET
 
+from ebbtide import seams
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST
 from ebbtide.profiler.chrome_trace.gpu_activities import GpuActivities
@@ -300,8 +301,9 @@ def trace_of(path: Path, meta: dict[str, Any], training: Training) -> Trace:
     tables = {(data.meta["rank"], table): data.tables[table] for data in training.ranks for table in TABLES}
     notes = [*meta.get("notes", []), *training.notes]
     meta = {**meta, "ranks": [data.meta for data in training.ranks], "notes": notes}
-    # The first rank's: the others have the same configuration.
-    sections = [section for data in training.ranks if isinstance(section := data.meta.pop("deepspeed", None), dict)]
-    if sections:
-        meta["deepspeed"] = sections[0]
+    for key in seams.plugs("setups"):
+        # The first rank's: the others have the same configuration.
+        sections = [section for data in training.ranks if isinstance(section := data.meta.pop(key, None), dict)]
+        if sections:
+            meta[key] = sections[0]
     return Trace(path, meta, lambda rank, table: tables[rank, table])

@@ -138,7 +138,7 @@ class Job:
 
 
 class SimulatedSetting(NamedTuple):
-    """An adviser that recommends a setting of DeepSpeed; None: nothing gains."""
+    """An adviser that recommends a static split; None: nothing gains."""
 
     setting: Setting | None
 
@@ -146,7 +146,7 @@ class SimulatedSetting(NamedTuple):
     def can_simulate(self) -> bool:
         return True
 
-    def deepspeed_setting(self) -> Setting | None:
+    def split_setting(self) -> Setting | None:
         return self.setting
 
     def activations_setting(self) -> Setting | None:
@@ -160,6 +160,7 @@ NO_OFFLOAD = SimulatedSetting(
         "do not offload at all",
         iteration_ms=340.0,
         present_ms=400.0,
+        ends_offload=True,
     )
 )
 

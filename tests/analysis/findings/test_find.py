@@ -13,7 +13,7 @@ from ebbtide.analysis.findings.needs import ENOUGH_VALUES
 from ebbtide.analysis.timeseries.change_point import MIN_VALUES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import MIB, NO_OFFLOAD, Job, async_copies, devices, offloaded, on_cpu, on_gpu
-from tests.conftest import slow_case
+from tests.conftest import needs_setups, slow_case
 
 UNKNOWN_ON_A_BARE_GPU = {
     "pageable-copies",
@@ -62,6 +62,7 @@ def test_find__is_empty_for_healthy_jobs(job: Job) -> None:
     assert results.unknown == ()
 
 
+@needs_setups
 def test_find__sorts_all_findings_by_what_they_remove_and_gain() -> None:
     results = find(troubled().trace, NO_OFFLOAD)
     assert {f.rule for f in results.findings} == {
@@ -121,6 +122,7 @@ def test_find__trace_without_iterations_has_questions_only(ranks: int, kind: str
     assert "phases" in {u.rule for u in results.unknown}
 
 
+@needs_setups
 def test_find__names_the_rules_that_do_not_apply_and_what_they_need() -> None:
     needs = {entry.rule: entry.needs for entry in on_gpu().results.not_applicable}
     assert needs["slow-rank"] == ("two ranks or more",)
@@ -134,6 +136,7 @@ def test_find__names_the_rules_that_do_not_apply_and_what_they_need() -> None:
     assert not reported & {entry.rule for entry in everything.not_applicable}
 
 
+@needs_setups
 def test_find__does_not_change_trace() -> None:
     trace = troubled().trace
     first = find(trace)

@@ -23,8 +23,10 @@ from tests.analysis.findings.jobs import (
     on_cpu,
     on_gpu,
 )
+from tests.conftest import needs_setups
 
 
+@needs_setups
 @pytest.mark.parametrize(("free", "ratio"), [(2, None), (4, 0.5), (4, 0.75)])
 def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, ratio: float | None) -> None:
     job = offloaded(used=80 - free, ratio=ratio)
@@ -56,6 +58,7 @@ def test_does_not_fit__names_what_is_missing() -> None:
     assert offloaded(used=80).result(does_not_fit) is None
 
 
+@needs_setups
 @pytest.mark.parametrize(("ratio", "free"), [(None, 14), (0.5, 8)])
 def test_free_memory__advises_no_offload_if_all_state_fits(ratio: float | None, free: float) -> None:
     job = offloaded(used=80 - free, ratio=ratio)
@@ -87,13 +90,14 @@ def test_free_memory__is_minimum_over_time_and_ranks() -> None:
         offloaded(used=79.1),
         on_gpu(used=61),
         on_cpu(),
-        offloaded(used=61, ratio=0),
+        pytest.param(offloaded(used=61, ratio=0), marks=needs_setups),
     ],
 )
 def test_free_memory__is_none_for_full_device(job: Job) -> None:
     assert job.result(free_memory) is None
 
 
+@needs_setups
 @pytest.mark.parametrize("job", [on_gpu(used=59), offloaded(used=59, ratio=0), offloaded(used=59).meta(optimizers=[])])
 def test_free_memory__reports_quarter_of_device_without_gain(job: Job) -> None:
     finding = job.finding(free_memory)

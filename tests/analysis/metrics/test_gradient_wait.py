@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.analysis.findings.rules.update import blocking_gradients
 from ebbtide.analysis.metrics.gradient_wait import GradientWait, gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.profiler.trace import Trace
@@ -40,8 +39,3 @@ def test_gradient_wait__is_backward_minus_explained_forwards() -> None:
 def test_gradient_wait__is_none_without_wait() -> None:
     for job in (async_copies(offloaded()), on_gpu(backward=1000), on_cpu(backward=5000), offloaded(forward=0)):
         assert gradient_wait(JobMetrics(job.trace)) is None
-
-
-def test_gradient_wait__is_gain_of_finding() -> None:
-    for job in (offloaded(backward=1000), offloaded().copy("d2h", "backward", 20, 50, PARAMS, "pageable")):
-        assert job.finding(blocking_gradients).potential_gain_ms == wait_of(job.trace).wait_ms

@@ -19,6 +19,7 @@ from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import find_machine
 from ebbtide.profiler.trace import open_trace
 from tests.analysis.findings.jobs import GIB, PARAMS, Job, offloaded
+from tests.conftest import needs_setups
 
 TRACES = Path(__file__).parents[3] / "traces"
 MACHINE = find_machine("h100-80gb-sxm-published")
@@ -38,6 +39,7 @@ QUICK = ("h100-20b-ratio0.8-interleaved-2", "a100-13b-async", "a100-ranks1-async
 PUBLISHED = sorted(path.stem for path in TRACES.glob("*.ebb") if path.stem != "a100-torch-profiler")
 
 
+@needs_setups
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PUBLISHED]
 )
@@ -59,6 +61,7 @@ def test_largest_split__agrees_with_replay_on_published_runs(name: str) -> None:
     assert update.min_free_bytes == pytest.approx(gap.low_bytes, abs=1)
 
 
+@needs_setups
 @pytest.mark.parametrize(("free_bytes", "fits"), [(12.5e9, False), (14.5e9, False), (14.7e9, True)])
 def test_largest_split__counts_gradients_as_replay_does(free_bytes: float, fits: bool) -> None:
     """Without offload 14 B a parameter, and 6 B of one of the ten subgroups."""
@@ -84,6 +87,7 @@ def test_largest_split__counts_fp32_gradients_all_the_time() -> None:
     assert metrics.offloaded_params == PARAMS
 
 
+@needs_setups
 @pytest.mark.parametrize(("ratio", "left_gib"), [(0.5, 24.4), (0.8, 40.7)])
 def test_twin_flow__leaves_as_much_memory_as_published_runs_with_a_ratio(ratio: float, left_gib: float) -> None:
     """The run that offloads all state, replayed with a ratio, beside the recorded run with that ratio."""

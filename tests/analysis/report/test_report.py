@@ -188,9 +188,7 @@ def test_page__of_few_ranks_shows_all_or_those_asked_for() -> None:
     assert [view.rank for view in build_page(trace, NONE, GIB, ranks=[2, 0, 2]).ranks] == [2, 0]
 
 
-@pytest.mark.parametrize(
-    "meta", [{"ended_wall_ns": 10**40}, {"host": 3}, {"deepspeed": "?"}], ids=["time", "host", "deepspeed"]
-)
+@pytest.mark.parametrize("meta", [{"ended_wall_ns": 10**40}, {"host": 3}], ids=["time", "host"])
 def test_page__refuses_damaged_metadata(meta: dict[str, Any]) -> None:
     with pytest.raises(TraceError, match=f"is damaged: {next(iter(meta))} in its meta.json is not valid"):
         build_page(TraceBuilder("imported", **meta).build(), NONE, GIB)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ebbtide.features.advise import choice
 from ebbtide.features.advise.choice import DEEPSPEED_OVERLAP, OPTIMIZER_OVERLAP, OverlapChoice, choose_overlap
 from ebbtide.features.advise.recommendation import recommend
-from ebbtide.interleave.deepspeed import enable
+from ebbtide.features.deepspeed.engine.patching import enable
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan

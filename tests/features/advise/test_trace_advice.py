@@ -22,7 +22,7 @@ def test_trace_adviser__has_the_settings_of_the_recommendation() -> None:
     trace = open_trace(TRACES / "a100-13b-async.ebb")
     adviser: Adviser = TraceAdviser(trace)
     advice = recommend(workload_of(trace), preset("a100-40gb-published").for_ranks(4), recorded_job(trace))
-    split = adviser.deepspeed_setting()
+    split = adviser.split_setting()
     assert split is not None
     assert advice.deepspeed is not None
     assert split.settings == {"offload_optimizer": advice.deepspeed["offload_optimizer"]}
@@ -33,9 +33,10 @@ def test_trace_adviser__has_the_settings_of_the_recommendation() -> None:
 
 def test_trace_adviser__advises_not_to_offload_state_that_fits() -> None:
     adviser = TraceAdviser(open_trace(TRACES / "h100-20b-async.ebb"))
-    setting = adviser.deepspeed_setting()
+    setting = adviser.split_setting()
     assert setting is not None
     assert setting.settings == {"offload_optimizer": {"device": "none"}}
+    assert setting.ends_offload
     assert setting.text.startswith("do not offload at all (simulated: ")
 
 
@@ -45,7 +46,7 @@ def test_trace_adviser__ends_offload_where_gpu_and_cpu_share_one_memory(monkeypa
     monkeypatch.setattr("ebbtide.interleave.replay.inputs.own_machine", lambda trace: unified)
     trace = open_trace(TRACES / "a100-13b-async.ebb")
     adviser = TraceAdviser(trace)
-    setting = adviser.deepspeed_setting()
+    setting = adviser.split_setting()
     assert setting is not None
     assert setting.ends_offload
     assert "share one memory" in setting.text
@@ -58,4 +59,4 @@ def test_trace_adviser__says_nothing_of_a_job_that_cannot_be_simulated() -> None
     builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "name": "a device", "capacity_bytes": 10**10}])
     trace = builder.build()
     assert own_machine(trace) is None
-    assert TraceAdviser(trace).deepspeed_setting() is None
+    assert TraceAdviser(trace).split_setting() is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ebbtide.features.deepspeed.setup import deepspeed_of
 from ebbtide.features.dryrun.errors import CannotFakeError
 from ebbtide.features.dryrun.frameworks.deepspeed import extension
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
@@ -65,7 +66,7 @@ def test_dry_run__of_a_deepspeed_job_gives_the_trace_of_a_recorded_one(tmp_path:
     notes = run_forked(predict)
     trace = open_trace(tmp_path / "run.ebb")
     assert phases_of(trace) == [["forward", "backward"] * 2 + ["update"]] * 2
-    job = trace.meta.deepspeed
+    job = deepspeed_of(trace).info
     assert job is not None
     assert (job.stage, job.gradients_pinned, job.masters_pinned) == (3, True, False)
     assert job.config["zero_optimization"] == settings["zero_optimization"]

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
+from ebbtide.profiler.agent.framework_objects import describe_engine, torch_optimizers
 from ebbtide.profiler.agent.job_info import describe_model
-from ebbtide.profiler.agent.zero_optimizer import describe_engine, torch_optimizers
 from tests.features.dryrun.forked import run_forked
 
 WIDTH = 272

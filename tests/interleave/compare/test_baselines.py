@@ -8,6 +8,7 @@ import pytest
 
 from ebbtide.interleave.compare.compare import CompareConfig, compare
 from ebbtide.interleave.compare.results import Comparison
+from tests.conftest import needs_all_features
 from tests.interleave.compare.conftest import LINK, TINY
 from tests.interleave.compare.test_compare import MACHINE
 
@@ -23,6 +24,7 @@ def test_torch__starts_from_the_same_loss_and_follows_it(comparison: Comparison)
     assert 0 < max(baseline.forward_ms, baseline.backward_ms, baseline.update_ms) < baseline.iteration_ms
 
 
+@needs_all_features
 @pytest.mark.parametrize("name", ["deepspeed", "torchao"])
 def test_run_baseline__a_missing_package_is_skipped(name: str) -> None:
     if find_spec(name) is not None:

@@ -153,7 +153,7 @@ def test_compare__a_policy_without_memory_is_skipped_unless_it_was_given() -> No
     ("settings", "message"),
     [
         ({"policies": ("magic",)}, "there is no policy 'magic'"),
-        ({"baselines": ("magic",)}, "--against 'magic': choose from torch, deepspeed, torchao"),
+        ({"baselines": ("magic",)}, "--against 'magic': choose from torch"),
         ({"iterations": 2}, "--steps must be at least 3"),
         ({"machine": Machine(name="empty")}, "machine empty .*has no host_memory_bytes_per_s, which compare needs"),
     ],

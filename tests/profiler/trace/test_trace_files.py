@@ -282,7 +282,6 @@ DAMAGE = [
     pytest.param(
         meta(lambda value: value | {"clock": {"wall_offset_ns": "soon"}}), "clock.wall_offset_ns", id="clock in words"
     ),
-    pytest.param(meta(lambda value: value | {"deepspeed": "0.19.5"}), "deepspeed in its", id="DeepSpeed is text"),
     pytest.param(meta(lambda value: value | {"host": {"cpu": 3}}), "host.cpu in its meta.json", id="CPU is a number"),
     pytest.param(meta(lambda value: value | {"ranks": [{}]}), "missing required field rank", id="rank without number"),
     pytest.param(meta(lambda value: value | {"\ud800": 1, "notes": 3}), "damaged", id="half a surrogate pair"),

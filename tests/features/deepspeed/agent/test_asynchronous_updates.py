@@ -17,6 +17,7 @@ import pytest
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 from ebbtide.analysis.timeline.boxes import substep_lanes
 from ebbtide.features.deepspeed.agent.phase_hooks import wrap_receive, wrap_worker
+from ebbtide.features.deepspeed.setup import deepspeed_of
 from tests.conftest import Recorded, ebbtide, run_process, shared_folder
 from tests.features.deepspeed.agent.test_deepspeed import BF16, CPU, JOB, OFFLOAD, ZENFLOW, cases_file, environment, job
 
@@ -123,7 +124,7 @@ def test_super_offload__updates_in_its_worker_while_the_backward_continues(run: 
     parameters = run.ops("SuperOffload", "parameters")
     assert parameters["subgroup"].to_list() == SUBGROUPS * WHOLE
     down = run.ops("SuperOffload", "gradient down")
-    params = sum(run.recorded.trace.meta.deepspeed.subgroup_params)
+    params = sum(deepspeed_of(run.recorded.trace).info.subgroup_params)
     assert down["bytes"].sum() == (2 + 4) * params * WHOLE
 
 

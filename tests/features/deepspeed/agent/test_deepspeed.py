@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ebbtide.features.deepspeed.setup import deepspeed_of
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import Trace
 from tests import torch_extensions
@@ -108,7 +109,7 @@ class TrainedCase:
 
     @property
     def sizes(self) -> list[int]:
-        return list(self.trace.meta.deepspeed.subgroup_params)
+        return list(deepspeed_of(self.trace).info.subgroup_params)
 
     def ops(self, *names: str) -> pd.DataFrame:
         ops = self.trace.ops(0)
@@ -254,7 +255,7 @@ def test_ops__have_gradient_reductions_and_copies_in_the_backward(name: str, run
 @pytest.mark.parametrize("name", ZERO)
 def test_metadata__describes_the_engine_the_model_and_the_optimizer(name: str, runs: TrainedCases) -> None:
     run = runs[name]
-    settings, entry, zero = run.trace.meta.deepspeed, run.trace.rank(0), run.case["config"]["zero_optimization"]
+    settings, entry, zero = deepspeed_of(run.trace).info, run.trace.rank(0), run.case["config"]["zero_optimization"]
     assert settings.config == run.case["config"]
     assert settings.stage == zero["stage"]
     assert re.match(r"\d+\.\d+", settings.version)
@@ -304,7 +305,7 @@ def test_profile__records_half_of_the_parameters_on_each_of_two_ranks(profile: P
     assert recorded.run.returncode == 0, recorded.run.stderr
     trace = recorded.trace
     assert trace.ranks == [0, 1]
-    sizes = trace.meta.deepspeed.subgroup_params
+    sizes = deepspeed_of(trace).info.subgroup_params
     assert sum(sizes) == PARAMS // 2
     for rank in trace.ranks:
         assert recorded.phases(rank) == [["forward", "backward", "update"]] * STEPS

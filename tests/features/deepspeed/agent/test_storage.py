@@ -14,6 +14,7 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.storage_use import storage_use
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 from ebbtide.analysis.timeline.boxes import substep_lanes
+from ebbtide.features.deepspeed.setup import deepspeed_of
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import Trace
@@ -155,7 +156,7 @@ def test_findings__hold_where_their_cause_is_and_not_elsewhere(jobs: dict[str, S
     assert {"gradients-on-storage", "few-swap-buffers", "lost-moments"} <= {*pipelined.findings.nothing_found}
     assert "lost-moments" in resumed.findings_by_rule
     assert str(4 * BLOCK) in default.findings_by_rule["gradients-on-storage"].advice.replace(",", "")
-    assert default.trace.meta.deepspeed.largest_stored_gradient_bytes == 4 * 2 * WIDTH**2
+    assert deepspeed_of(default.trace).info.largest_stored_gradient_bytes == 4 * 2 * WIDTH**2
 
 
 def test_workload__has_the_host_memory_of_the_buffers(jobs: dict[str, SwappedJob]) -> None:

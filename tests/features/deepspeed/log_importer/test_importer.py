@@ -9,10 +9,11 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.features.deepspeed.log_importer.importer import DeepSpeedLogImporter
+from ebbtide.features.deepspeed.setup import DeepSpeedInfo, deepspeed_of
 from ebbtide.features.importers.load import import_trace
 from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.phases import PHASES
-from ebbtide.profiler.trace.metadata import DeepSpeedInfo, OptimizerInfo
+from ebbtide.profiler.trace.metadata import OptimizerInfo
 from tests.features.deepspeed.log_importer.made_logs import (
     CONFIG,
     DATA,
@@ -44,7 +45,7 @@ def test_import_trace__places_phases_and_memory_of_a_log_without_times(tmp_path:
     assert within.groupby("t_ns")["bytes"].last().tolist() == [round(g * GIB) for g in (0.39, 0.41, 0.41)]
     assert list(trace.ops(0)["name"]) == ["bwd_inner", "bwd_allreduce", "optimizer_step"] * 2
     assert (trace.rank(0).world_size, trace.ranks) == (2, [0, 1])
-    assert trace.meta.deepspeed == DeepSpeedInfo()
+    assert deepspeed_of(trace).info == DeepSpeedInfo()
     assert [note.split(":")[0] for note in trace.notes] == [
         "the log has no times of day",
         "allocated and reserved memory between two marks of the log is the peak between them, reserved in whole GiB",
@@ -65,10 +66,10 @@ def test_import_trace__reads_logs_with_gradient_accumulation(
 ) -> None:
     log = DATA / f"deepspeed-0.19.8-{name}.log"
     trace = import_trace([log], tmp_path / "run.ebb")
-    config = trace.meta.deepspeed.config
+    config = deepspeed_of(trace).info.config
     assert (config["zero_optimization"]["stage"], config["gradient_accumulation_steps"]) == (stage, micro_steps)
     assert config["zero_optimization"]["sub_group_size"] == 3e5
-    assert trace.meta.deepspeed.version == "0.19.8"
+    assert deepspeed_of(trace).info.version == "0.19.8"
     assert trace.rank(0).optimizers == (OptimizerInfo(class_name="DeepSpeedCPUAdam"),)
     assert trace.ranks == list(range(ranks))
     for number, printed in enumerate(printed_ms(log)):

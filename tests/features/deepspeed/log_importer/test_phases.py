@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.features.deepspeed.setup import deepspeed_of
 from tests.features.deepspeed.log_importer.made_logs import (
     DATA,
     MS,
@@ -61,7 +62,7 @@ def stamped(log: Path, zone: str = "", seconds: float = 0.1) -> list[str]:
 def test_time_phases__use_times_that_precede_each_line(tmp_path: Path, zone: str, hours: float) -> None:
     log = DATA / "deepspeed-0.19.8-zero2-accumulation.log"
     trace = import_log(tmp_path, stamped(log, zone))
-    assert trace.meta.deepspeed.config["gradient_accumulation_steps"] == 3
+    assert deepspeed_of(trace).info.config["gradient_accumulation_steps"] == 3
     lines = log.read_text().splitlines()
     printed = next(n for n, text in enumerate(lines) if "| fwd: " in text)
     first = int(datetime.datetime(2026, 3, 1, 12, tzinfo=datetime.UTC).timestamp() * 1e9 - hours * 3.6e12)

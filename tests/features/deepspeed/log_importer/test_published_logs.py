@@ -14,6 +14,7 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.features.deepspeed.setup import deepspeed_of
 from ebbtide.features.importers.load import import_trace
 from ebbtide.features.importers.source import SourceError
 from ebbtide.phases import PHASES
@@ -93,7 +94,7 @@ def test_add_memory__has_the_values_of_the_marks(import_alone: Callable[[Path], 
 @each_log
 def test_add_metadata__has_job_and_model(import_alone: Callable[[Path], Trace], log: Path) -> None:
     trace = import_alone(log)
-    zero = trace.meta.deepspeed.config["zero_optimization"]
+    zero = deepspeed_of(trace).info.config["zero_optimization"]
     named = re.search(r"-ratio([\d.]+)-subg(\d+)-prefetch(\d)-flush_async(\d)-opt_gaps(\d+)", log.name)
     assert named
     assert (zero["stage"], zero["sub_group_size"]) == (3, float(named[2]))
@@ -108,8 +109,8 @@ def test_add_metadata__has_job_and_model(import_alone: Callable[[Path], Trace], 
         assert entry.optimizers == (OptimizerInfo(class_name="DeepSpeedCPUAdam", params=total // ranks),)
         assert entry.torch
     assert trace.ranks == list(range(ranks))
-    assert sum(trace.meta.deepspeed.subgroup_params) == total // ranks
-    assert trace.meta.deepspeed.activation_checkpointing is True
+    assert sum(deepspeed_of(trace).info.subgroup_params) == total // ranks
+    assert deepspeed_of(trace).info.activation_checkpointing is True
     assert "pretrain_gpt.py" in " ".join(trace.meta.command)
 
 

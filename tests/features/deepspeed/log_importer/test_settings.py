@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.features.deepspeed.setup import deepspeed_of
 from ebbtide.interleave.replay.inputs import ranks_on_host
 from ebbtide.profiler.trace.metadata import ModelInfo
 from tests.features.deepspeed.log_importer.made_logs import CONFIG, import_log, log_line, step_lines
@@ -19,7 +20,7 @@ def test_settings_reader__reads_a_configuration_between_lines_of_other_ranks(tmp
     other = ["[default1]: }", "worker-2: }"] if prefix else [log_line(0, "Warning }"), "a warning of rank 1: {'a': 1}"]
     lines = [text for pair in zip(own, other * 4, strict=False) for text in pair]
     trace = import_log(tmp_path, [*lines, f"{prefix}{log_line(1, 'dist_world_size=2')}", *step_lines()])
-    assert trace.meta.deepspeed.config == {
+    assert deepspeed_of(trace).info.config == {
         "zero_optimization": {"stage": 3, "sub_group_size": 1e8},
         "wall_clock_breakdown": True,
     }

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ebbtide import seams
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import Spool
 from ebbtide.profiler.recording.lifecycle import finish
@@ -21,7 +22,8 @@ from ebbtide.profiler.recording.spools.records import read_records
 from ebbtide.profiler.recording.spools.recovery import RankData, recover
 from ebbtide.profiler.trace.builder import TraceBuilder
 from ebbtide.profiler.trace.files import open_trace
-from ebbtide.profiler.trace.metadata import DeepSpeedInfo, DeviceInfo
+from ebbtide.profiler.trace.metadata import DeviceInfo
+from ebbtide.seams import Feature
 from tests.conftest import FUZZ
 
 META: dict[str, Any] = {"host": {"name": "here", "cpu": {"device": "cpu", "kind": "cpu"}, "gpus": []}}
@@ -239,7 +241,11 @@ def test_recover__drops_operations_with_an_invalid_name_or_resource(tmp_path: Pa
     assert column(data, "end_ns", "ops") == [5]
 
 
-def test_open_trace__takes_the_deepspeed_section_of_the_first_rank(tmp_path: Path) -> None:
+def test_open_trace__takes_the_section_of_a_framework_from_the_first_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feature = Feature("hello", {"setups": {"hello": "setup:read"}})
+    monkeypatch.setattr(seams, "features", lambda: {"hello": feature})
     builder = TraceBuilder("recorded", host=META["host"])
     path = builder.write(tmp_path / "run.ebb").path
     meta = json.loads((path / "meta.json").read_text()) | {"state": "recording"}
@@ -247,11 +253,10 @@ def test_open_trace__takes_the_deepspeed_section_of_the_first_rank(tmp_path: Pat
     (path / "spool").mkdir()
     for number, section in ((3, [1, 2]), (2, {"stage": 2}), (1, {"stage": 3})):
         written(path / "spool", FOUR, number, rank=3 - number, world_size=3)
-        (path / "spool" / f"facts-here-{number}.json").write_text(json.dumps({"deepspeed": section}))
+        (path / "spool" / f"facts-here-{number}.json").write_text(json.dumps({"hello": section}))
     for trace in (open_trace(path), *finish(path, {})):
-        assert trace.raw_meta["deepspeed"] == {"stage": 2}
-        assert trace.meta.deepspeed == DeepSpeedInfo(stage=2)
-        assert not any("deepspeed" in entry for entry in trace.raw_meta["ranks"])
+        assert trace.raw_meta["hello"] == {"stage": 2}
+        assert not any("hello" in entry for entry in trace.raw_meta["ranks"])
 
 
 def test_finish__keeps_keys_that_the_format_does_not_specify(tmp_path: Path) -> None:

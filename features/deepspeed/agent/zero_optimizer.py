@@ -6,9 +6,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ebbtide.profiler.agent.framework_objects import FrameworkReader
+
 # Attributes of stage 3, of ebbtide's own optimizer, and of stages 1 and 2: one entry per subgroup.
 _MASTERS = ("fp32_partitioned_groups_flat", "_masters", "single_partition_of_fp32_groups")
 _SIZES = ("fp16_partitioned_groups_flat_numel", "partition_size")
+# Those with gradients, across the stages.
+_GRADIENTS = ("averaged_gradients", "grad_partitions_flat_buffer", "temp_grad_buffer_for_cpu_offload")
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
@@ -27,12 +31,51 @@ def subgroup_sizes(optimizer: Any) -> Any:
     return _first_attribute(optimizer, _SIZES) if fp32_masters(optimizer) is not None else None
 
 
-def torch_optimizers(optimizer: Any) -> list[Any]:
-    """Return the torch optimizers with the state: DeepSpeed's contain others, in partial offload two."""
-    if not is_deepspeed_object(optimizer) or getattr(optimizer, "optimizer", None) is None:
-        return [optimizer]
-    candidates = [optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)]
-    return [candidate for candidate in candidates if candidate is not None]
+class ZeroReader(FrameworkReader):
+    """Reads DeepSpeed's optimizers, engines and parameters."""
+
+    def inner_optimizers(self, optimizer: Any) -> list[Any] | None:
+        """Return the torch optimizers in DeepSpeed's: in partial offload two."""
+        if not is_deepspeed_object(optimizer) or getattr(optimizer, "optimizer", None) is None:
+            return None
+        candidates = [optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)]
+        return [candidate for candidate in candidates if candidate is not None]
+
+    def masters(self, optimizer: Any) -> Any:
+        """Return the flat fp32 parameters of each subgroup that this rank updates."""
+        return fp32_masters(optimizer)
+
+    def subgroup_sizes(self, optimizer: Any) -> Any:
+        """Return this rank's parameters in each subgroup, with padding."""
+        return subgroup_sizes(optimizer)
+
+    def state_device(self, optimizer: Any) -> str | None:
+        """Return `nvme` if state is swapped, `cpu` if it is in the process of an update on the CPU."""
+        if swaps_to_disk(optimizer):
+            return "nvme"
+        return "cpu" if has_state_in_other_process(optimizer) else None
+
+    def gradients(self, optimizer: Any) -> list[Any] | None:
+        """Return the buffers of gradients."""
+        if not is_deepspeed_object(optimizer):
+            return None
+        return [getattr(optimizer, attribute, None) for attribute in _GRADIENTS]
+
+    def content(self, module: Any) -> Any:
+        """Return the model in an engine."""
+        return module._modules.get("module") if is_deepspeed_object(module) else None
+
+    def local_tensor(self, parameter: Any) -> Any:
+        """Return ZeRO-3's partition."""
+        return getattr(parameter, "ds_tensor", None)
+
+    def total_elements(self, parameter: Any) -> Any:
+        """Return the elements of a parameter that ZeRO-3 divides."""
+        return getattr(parameter, "ds_numel", None)
+
+    def describe(self, engine: Any, recomputes: bool) -> dict[str, Any] | None:
+        """Return the section `deepspeed` on an engine after a step."""
+        return describe_engine(engine, recomputes) if is_deepspeed_object(engine) else None
 
 
 def swaps_to_disk(optimizer: Any) -> bool:
@@ -49,17 +92,6 @@ def has_state_in_other_process(optimizer: Any) -> bool:
 def offloads_state(optimizer: Any) -> bool:
     """Return whether at least a part of the optimizer's state is outside of the accelerator."""
     return bool(getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False))
-
-
-def local_tensor(parameter: Any) -> Any:
-    """Return this rank's part of a model's parameter: ZeRO-3's partition, or the local tensor of a DTensor."""
-    partition = getattr(parameter, "ds_tensor", None)
-    return partition if partition is not None else getattr(parameter, "_local_tensor", parameter)
-
-
-def total_elements(parameter: Any) -> int:
-    """Return the number of elements of a model's parameter over all ranks."""
-    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def compute_resource(tensor: Any) -> str:

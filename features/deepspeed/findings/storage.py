@@ -1,10 +1,11 @@
 """Rules on optimizer state on storage."""
 
 from ebbtide.analysis.findings.finding import Finding, clamp_gain
-from ebbtide.analysis.findings.needs import ITERATIONS, MIN_SHARE, STORAGE_WAITS, SWAPPED
+from ebbtide.analysis.findings.needs import ITERATIONS, MIN_SHARE
 from ebbtide.analysis.findings.rule import rule
-from ebbtide.analysis.metrics.deepspeed_setup import DEFAULT_SWAP_BUFFERS, DeepSpeedSetup
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.features.deepspeed.findings.needs import STORAGE_WAITS, SWAPPED, setup_of
+from ebbtide.features.deepspeed.setup import DEFAULT_SWAP_BUFFERS, DeepSpeedSetup
 from ebbtide.phases import UPDATE
 from ebbtide.units import bytes_text, ms_text, rate_text
 
@@ -24,12 +25,12 @@ def storage_waits(metrics: JobMetrics) -> Finding | None:
         f"it reads {bytes_text(use.bytes)} per iteration; while reads are in flight, "
         f"{rate_text(use.bytes / use.in_flight_ms * 1e3)}",
     )
-    pipelined = metrics.deepspeed is not None and metrics.deepspeed.offload_config.get("pipeline_read") is True
+    setup = setup_of(metrics)
     advice = (
         "move fewer bytes: smaller subgroups, gradients in host memory, as much of the state in host memory as fits "
         '(offload_optimizer.device "cpu" if all of it does), or more drives'
     )
-    if metrics.deepspeed is not None and not pipelined:
+    if setup is not None and setup.offload_config.get("pipeline_read") is not True:
         advice = "set offload_optimizer.pipeline_read: true, with enough buffers (buffer_count); then " + advice
     return storage_waits.finding("The update waits for reads from storage", clamp_gain(use.wait_ms), evidence, advice)
 
@@ -42,7 +43,7 @@ _DEFAULT_BLOCK_BYTES = 2**20
 @rule("gradients-on-storage", ITERATIONS, SWAPPED, STORAGE_WAITS)
 def gradients_on_storage(metrics: JobMetrics) -> Finding | None:
     """Sum the bytes of gradients that are written and read, and find the block size that avoids them."""
-    job, iteration = metrics.deepspeed, metrics.iteration_ms
+    job, iteration = setup_of(metrics), metrics.iteration_ms
     moved = sum(use.gradient_bytes for use in metrics.storage)
     if job is None or not moved or not iteration:
         return None
@@ -81,7 +82,7 @@ _NEEDED = 3 * _BUFFERS_PER_SUBGROUP
 @rule("few-swap-buffers", ITERATIONS, SWAPPED, STORAGE_WAITS)
 def few_swap_buffers(metrics: JobMetrics) -> Finding | None:
     """Compare `buffer_count` with what both pipelines need, where the job waits for storage."""
-    job, iteration, update = metrics.deepspeed, metrics.iteration_ms, metrics.phase_ms(UPDATE)
+    job, iteration, update = setup_of(metrics), metrics.iteration_ms, metrics.phase_ms(UPDATE)
     if job is None or not iteration or not update:
         return None
     count = job.offload_config.get("buffer_count", DEFAULT_SWAP_BUFFERS)

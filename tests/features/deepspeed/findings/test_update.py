@@ -7,14 +7,9 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import Finding, Rule, Unknown
-from ebbtide.analysis.findings.rules.update import (
-    blocking_gradients,
-    gradient_round_trip,
-    pageable_masters,
-    passes_beside_adam,
-    twin_flow_ratio,
-)
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.features.deepspeed.findings.gradients import blocking_gradients, gradient_round_trip
+from ebbtide.features.deepspeed.findings.update import pageable_masters, passes_beside_adam, twin_flow_ratio
 from tests.analysis.findings.jobs import PARAMS, async_copies, offloaded
 from tests.analysis.metrics.deepspeed_jobs import GIB, PEAK, SIZE, deepspeed_job, update_ms
 
