@@ -8,16 +8,18 @@ from numba.extending import register_jitable
 
 from ebbtide.interleave.simulation import fluid
 
-for function in (fluid.push, fluid.pop, fluid.share, fluid.start_tasks, fluid.next_end):
+for function in (fluid.prepare, fluid.push, fluid.pop, fluid.start_tasks, fluid.share, fluid.next_end):
     register_jitable(function)
 # The results are those of Python to the bit: without `fastmath` nothing is reordered or fused.
-_loop = njit(cache=True, error_model="numpy")(fluid.run)
+_run = njit(cache=True, error_model="numpy")(fluid.run)
 
 
-def run(tasks: fluid.Tasks, bandwidth: fluid.Bandwidth, limit_s: float) -> Any:
+def run(tasks: fluid.Tasks, bandwidth: fluid.Bandwidth, limit_s: float) -> tuple[list[float], list[float], int]:
     """Return start and end of each task, and how many ended, see `fluid.run`."""
-    total = len(tasks.lane)
-    state = fluid.LaneState(*map(np.array, fluid.new_state(len(bandwidth.pool), total, len(bandwidth.limit))))
-    times = np.zeros(total), np.zeros(total), tasks.waits.copy()
-    done = _loop(tasks, bandwidth, state, times, limit_s)
-    return times[0].tolist(), times[1].tolist(), done
+    state = fluid.new_state(tasks, bandwidth, np.zeros, _integers)
+    done = _run(tasks, bandwidth, state, limit_s)
+    return state.starts.tolist(), state.ends.tolist(), done
+
+
+def _integers(count: int) -> Any:
+    return np.zeros(count, np.int64)

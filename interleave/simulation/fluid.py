@@ -23,20 +23,16 @@ class Tasks(NamedTuple):
         alone_s: Seconds if nothing else runs.
         demand: Bandwidth of the lane's pools that it needs if nothing else runs, bytes/s.
         mode: Its row of `Bandwidth.scales`.
-        waits: How many tasks it waits for.
-        first: Where its successors begin in `successors`, and at last where all end.
-        successors: Tasks that wait for it.
-        first_of_lane: By lane: how many tasks are on the lanes before it.
+        before: By dependency: the task that ends first.
+        after: By dependency: the task that waits for it.
     """
 
     lane: Any
     alone_s: Any
     demand: Any
     mode: Any
-    waits: Any
-    first: Any
-    successors: Any
-    first_of_lane: Any
+    before: Any
+    after: Any
 
 
 class Bandwidth(NamedTuple):
@@ -57,38 +53,101 @@ class Bandwidth(NamedTuple):
     scales: Any
 
 
-class LaneState(NamedTuple):
-    """The tasks that run, as columns by lane, and those that are ready.
+class State(NamedTuple):
+    """The state of a run, as columns.
 
     Attributes:
-        waiting_s: Seconds alone of the tasks that have not started.
-        ready: How many tasks are ready.
-        running: The task that runs, -1 for none.
-        end_s: When it ends; infinite if none runs.
-        speed: Its speed as a share of that alone.
-        left_s: Seconds alone that were left of it when its speed last changed.
-        since_s: When that was.
-        next_speed: The speed from now on.
-        queue: Tasks that are ready, by lane as heaps: those of a lane begin at `Tasks.first_of_lane`.
+        starts: By task: when it started, s.
+        ends: By task: when it ended, s.
+        waits: By task: how many tasks it waits for.
+        first: By task: where those that wait for it begin in `successors`, and at last where all end.
+        successors: Tasks that wait for others, by what they wait for.
+        queue: Tasks that are ready, by lane as heaps.
+        queue_begin: By lane: where its heap begins.
+        ready: By lane: how many tasks are ready.
+        waiting_s: By lane: seconds alone of the tasks that have not started.
+        running: By lane: the task that runs, -1 for none.
+        end_s: By lane: when that ends; infinite if none runs.
+        speed: By lane: its speed as a share of that alone.
+        next_speed: By lane: the speed from now on.
+        left_s: By lane: seconds alone that were left when the speed last changed.
+        since_s: By lane: when that was.
         needs: By pool: bytes/s that its lanes need.
     """
 
-    waiting_s: Any
+    starts: Any
+    ends: Any
+    waits: Any
+    first: Any
+    successors: Any
+    queue: Any
+    queue_begin: Any
     ready: Any
+    waiting_s: Any
     running: Any
     end_s: Any
     speed: Any
+    next_speed: Any
     left_s: Any
     since_s: Any
-    next_speed: Any
-    queue: Any
     needs: Any
+
+
+def new_state(tasks: Tasks, bandwidth: Bandwidth, floats: Any, integers: Any) -> State:
+    """Return a state of zeros. `floats` and `integers` return as many zeros as asked for."""
+    count, lanes = len(tasks.lane), len(bandwidth.pool)
+    return State(
+        starts=floats(count),
+        ends=floats(count),
+        waits=integers(count),
+        first=integers(count + 1),
+        successors=integers(len(tasks.before)),
+        queue=integers(count),
+        queue_begin=integers(lanes + 1),
+        ready=integers(lanes),
+        waiting_s=floats(lanes),
+        running=integers(lanes),
+        end_s=floats(lanes),
+        speed=floats(lanes),
+        next_speed=floats(lanes),
+        left_s=floats(lanes),
+        since_s=floats(lanes),
+        needs=floats(len(bandwidth.limit)),
+    )
+
+
+def prepare(tasks, state):
+    """Sort dependencies by what ends first, and make tasks ready that wait for nothing."""
+    first, waits, queue_begin = state.first, state.waits, state.queue_begin
+    for task in tasks.before:
+        first[task + 1] += 1
+    for task in range(len(waits)):
+        first[task + 1] += first[task]
+    # Each place is counted up to the begin of the next task's.
+    for dependency in range(len(tasks.before)):
+        task, successor = tasks.before[dependency], tasks.after[dependency]
+        state.successors[first[task]] = successor
+        first[task] += 1
+        waits[successor] += 1
+    for task in range(len(waits) - 1, -1, -1):
+        first[task + 1] = first[task]
+    first[0] = 0
+    for task in range(len(waits)):
+        queue_begin[tasks.lane[task] + 1] += 1
+        state.waiting_s[tasks.lane[task]] += tasks.alone_s[task]
+    for lane in range(len(state.running)):
+        queue_begin[lane + 1] += queue_begin[lane]
+        state.running[lane] = -1
+        state.end_s[lane] = INFINITE
+    for task in range(len(waits)):
+        if not waits[task]:
+            push(tasks, state, task)
 
 
 def push(tasks, state, task):
     """Make a task ready."""
     lane = tasks.lane[task]
-    first, place, queue = tasks.first_of_lane[lane], state.ready[lane], state.queue
+    first, place, queue = state.queue_begin[lane], state.ready[lane], state.queue
     while place and queue[first + (place - 1) // 2] > task:
         queue[first + place] = queue[first + (place - 1) // 2]
         place = (place - 1) // 2
@@ -99,7 +158,7 @@ def push(tasks, state, task):
 def pop(tasks, state, lane):
     """Take the first of the ready tasks of a lane and return it."""
     state.ready[lane] -= 1
-    first, size, queue = tasks.first_of_lane[lane], state.ready[lane], state.queue
+    first, size, queue = state.queue_begin[lane], state.ready[lane], state.queue
     task, last = queue[first], queue[first + size]
     place, child = 0, 1
     while child < size:
@@ -147,7 +206,7 @@ def share(tasks, bandwidth, state):
             number = parent[number]
 
 
-def start_tasks(tasks, state, starts, now, limit_s):
+def start_tasks(tasks, state, now, limit_s):
     """Start the first ready task of each idle lane, and return whether the last task may end before a limit."""
     for lane in range(len(state.running)):
         if state.running[lane] >= 0 or not state.ready[lane]:
@@ -156,7 +215,7 @@ def start_tasks(tasks, state, starts, now, limit_s):
             return False
         task = pop(tasks, state, lane)
         state.running[lane] = task
-        starts[task] = state.since_s[lane] = now
+        state.starts[task] = state.since_s[lane] = now
         state.left_s[lane] = tasks.alone_s[task]
         state.waiting_s[lane] -= tasks.alone_s[task]
         state.speed[lane] = 0.0
@@ -178,19 +237,15 @@ def next_end(tasks, state, now):
     return first_end
 
 
-def run(tasks: Any, bandwidth: Any, state: Any, times: Any, limit_s: Any) -> Any:
-    """Fill in start and end of each task, s, and how many tasks each waits for, which begins as it is in `Tasks`.
+def run(tasks: Any, bandwidth: Any, state: Any, limit_s: Any) -> Any:
+    """Run tasks from a state of zeros, and return how many ended.
 
-    Return how many tasks ended: fewer than all if the last one would surely end after the limit, -1 if tasks wait for
-    each other."""
-    starts, ends, waits = times
-    for task in range(len(starts)):
-        state.waiting_s[tasks.lane[task]] += tasks.alone_s[task]
-        if not waits[task]:
-            push(tasks, state, task)
+    Fewer than all end if the last one would surely end after the limit, and -1 is returned if tasks wait for each
+    other."""
+    prepare(tasks, state)
     now, done = 0.0, 0
-    while done < len(starts):
-        if not start_tasks(tasks, state, starts, now, limit_s):
+    while done < len(state.ends):
+        if not start_tasks(tasks, state, now, limit_s):
             return done
         share(tasks, bandwidth, state)
         now = next_end(tasks, state, now)
@@ -202,28 +257,11 @@ def run(tasks: Any, bandwidth: Any, state: Any, times: Any, limit_s: Any) -> Any
             task = state.running[lane]
             state.running[lane] = -1
             state.end_s[lane] = INFINITE
-            ends[task] = now
+            state.ends[task] = now
             done += 1
-            for place in range(tasks.first[task], tasks.first[task + 1]):
-                successor = tasks.successors[place]
-                waits[successor] -= 1
-                if not waits[successor]:
+            for place in range(state.first[task], state.first[task + 1]):
+                successor = state.successors[place]
+                state.waits[successor] -= 1
+                if not state.waits[successor]:
                     push(tasks, state, successor)
     return done
-
-
-def new_state(lanes: int, tasks: int, pools: int) -> LaneState:
-    """Return the state before the first task, as lists."""
-    times = [0.0] * lanes
-    return LaneState(
-        waiting_s=[*times],
-        ready=[0] * lanes,
-        running=[-1] * lanes,
-        end_s=[INFINITE] * lanes,
-        speed=[*times],
-        left_s=[*times],
-        since_s=[*times],
-        next_speed=[*times],
-        queue=[0] * tasks,
-        needs=[0.0] * pools,
-    )

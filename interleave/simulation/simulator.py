@@ -98,17 +98,17 @@ class Simulator:
         entries = [*self._entries(plan)]
         lanes, alone_s, demand = ([*column] for column in zip(*entries, strict=True))
         before = len(points) + 2
-        mode = [0] * (before + len(entries))
+        mode = np.zeros(before + len(entries), int)
         if self._modes:
             mode[1 : 1 + len(points)] = [self._modes.get(phase_before(point), 0) for point in points]
         if plan.has_late_operations:
-            late = (op.due is not None and op.resource == "gpu" for op in plan.ops)
-            mode[before:] = [self._stops_compute if stops else 0 for stops in late]
+            late = [op.due is not None and op.resource == "gpu" for op in plan.ops]
+            mode[before:][late] = self._stops_compute
         return Work(
             lane=np.array([self._lanes.index["compute"]] * before + lanes),
             alone_s=np.array([0.0, *self._compute_s, self._overhead_s, *alone_s]),
             demand=np.array([0.0] * before + demand),
-            mode=np.array(mode),
+            mode=mode,
         )
 
     def _entries(self, plan: Plan) -> list[tuple[int, float, float]]:

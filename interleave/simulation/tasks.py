@@ -122,18 +122,16 @@ def run_in_python(tasks: Tasks, bandwidth: fluid.Bandwidth, limit_s: float) -> t
     """Return start and end of each task, and how many ended, see `fluid.run`. Lists are faster to read than arrays."""
     tasks = Tasks(*(column.tolist() for column in tasks))
     bandwidth = fluid.Bandwidth(*(column.tolist() for column in bandwidth))
-    total = len(tasks.lane)
-    starts, ends = [0.0] * total, [0.0] * total
-    state = fluid.new_state(len(bandwidth.pool), total, len(bandwidth.limit))
-    return (
-        starts,
-        ends,
-        fluid.run(tasks, bandwidth, state, (starts, ends, tasks.waits), limit_s),
-    )
+    state = fluid.new_state(tasks, bandwidth, lambda count: [0.0] * count, lambda count: [0] * count)
+    done = fluid.run(tasks, bandwidth, state, limit_s)
+    return state.starts, state.ends, done
 
 
 def tasks_of(iterations: Sequence[IterationWork]) -> Tasks:
     """Return the tasks of iterations in a row. Those of an earlier iteration go first on each lane."""
+    if len(iterations) == 1:
+        before, after = map(np.array, _edges(iterations[0], None))
+        return Tasks(*iterations[0].work, before, after)
     start, edges = 0, []
     own: dict[tuple[int, int], Array] = {}
     for work, following in zip(iterations, (*iterations[1:], None), strict=True):
@@ -142,23 +140,8 @@ def tasks_of(iterations: Sequence[IterationWork]) -> Tasks:
             own[key] = np.array(_edges(work, following))
         edges.append(own[key] + start)
         start += len(work)
-    before, after = np.concatenate(edges, axis=1)
-    lane, alone_s, demand, mode = map(np.concatenate, zip(*(work.work for work in iterations), strict=True))
-    return Tasks(
-        lane=lane,
-        alone_s=alone_s,
-        demand=demand,
-        mode=mode,
-        waits=np.bincount(after, minlength=start),
-        first=_begins(np.bincount(before, minlength=start)),
-        successors=after[np.argsort(before, kind="stable")],
-        first_of_lane=_begins(np.bincount(lane, minlength=len(iterations[0].lanes.index))),
-    )
-
-
-def _begins(counts: Array) -> Array:
-    """Return where the first of so many entries is, of each, and where the last ones end."""
-    return np.concatenate(([0], np.cumsum(counts)))
+    columns = zip(*(work.work for work in iterations), strict=True)
+    return Tasks(*map(np.concatenate, columns), *np.concatenate(edges, axis=1))
 
 
 def _edges(work: IterationWork, following: IterationWork | None) -> tuple[list[int], list[int]]:

@@ -16,8 +16,7 @@ _search_quickly = lru_cache(maxsize=1000)(best_plan.search_plan.__wrapped__)
 def plan_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let planners search little, and measure drives with little data, while patches last; to be made a fixture."""
     monkeypatch.setattr(layer_choice, "_SEARCHED_OPS", 3 * _OPS)
-    for name in ("_PLACEMENT_OPS", "_ASSIGNMENT_OPS", "_SLOWER_OPS", "_OPS_BESIDE_LAYERS"):
-        monkeypatch.setattr(best_plan, name, _OPS)
+    monkeypatch.setattr(best_plan, "_MAX_OPS", _OPS)
     monkeypatch.setattr(best_plan, "search_plan", _search_quickly)
     # In place of 32 MiB, of which a measurement moves 16.
     monkeypatch.setattr(speed, "PIECE_BYTES", 1 << 20)

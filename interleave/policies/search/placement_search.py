@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from operator import add
-from random import Random
 from typing import NamedTuple
 
 from ebbtide.interleave.model.workload import Workload
@@ -133,6 +132,11 @@ class Placement(NamedTuple):
         return [offloaded[int(spacing * number + spacing / 2)] for number in range(self.moved)]
 
 
+# Shares of the CPU's update rate that the search starts from once more, where it may slow copies.
+_THROTTLED_STARTS = (0.9, 0.5, 0.25)
+_THROTTLE = 0.75
+# Placements that are improved at a time: the bound's solution rounds to several that are about as good.
+STARTS = 3
 # One subgroup is fetched, one is updated, one is flushed.
 _SLOTS = (1, 2, 3)
 # The share of the work that goes into the comparison of placements to start from.
@@ -143,19 +147,14 @@ _CHANGES = (
     PlacementChange(moved=1),
     PlacementChange(resident=1, moved=-1),
     PlacementChange(resident=1),
+    PlacementChange(resident=1, late=-1),
     PlacementChange(late=1),
     PlacementChange(early=1),
-    PlacementChange(early=1, late=1),
     PlacementChange(slots=1),
     PlacementChange(slots=1, early=1),
-    PlacementChange(slots=1, late=1),
-    PlacementChange(slots=1, early=1, late=1),
     PlacementChange(moved=1, slots=1, early=1, late=1),
-    PlacementChange(resident=1, slots=-1),
     PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1),
-    PlacementChange(resident=1, moved=-2, slots=-2, early=-2, late=-2),
     PlacementChange(round_trip_gradients=1),
-    PlacementChange(slots=1, early=1, round_trip_gradients=1),
 )
 # The same where updates may run in the backward.
 _SPECULATION_CHANGES = (
@@ -169,18 +168,17 @@ _MEMORY_CHANGES = (
     PlacementChange(slots=1, early=1, late=1),
     PlacementChange(resident=1, slots=1, early=1, late=1),
 )
-# From how many random changes of a placement the search starts, and the share of the work left that each may take.
-_EXPLORED, START_SHARE = 12, 0.25
 _PARKED_TO_RESIDENT = PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1)
 
 
 class PlacementSearch:
     """Compares the placements of one ranking of the subgroups."""
 
-    def __init__(self, costs: PlanCosts, ranking: Sequence[int]) -> None:
+    def __init__(self, costs: PlanCosts, ranking: Sequence[int], target_s: float) -> None:
         self._costs = costs
+        self._target_s = target_s
         self._workload = workload = costs.workload
-        self._ranking = ranking
+        self.ranking = ranking
         sizes = [workload.subgroups[subgroup] for subgroup in ranking]
 
         def fit(free_bytes: float) -> int:
@@ -189,19 +187,13 @@ class PlacementSearch:
         has_gpu = costs.machine.gpu_update_params_per_s is not None
         self._fit_in_update = fit(workload.free_at(workload.compute_s) or 0.0) if has_gpu else 0
         self._fit_at_start, self._always_fit = fit(costs.memory.at_start), fit(costs.memory.always)
-        # The work that `improve` leaves to others (see `PlanCosts.ops_left`).
-        self._least_ops = 0.0
         self._changes = (*_CHANGES, *_SPECULATION_CHANGES) if costs.overlap.backward else _CHANGES
         # Costs, or lower bounds of them, of placements, and whether they are exact.
         self._evaluated: dict[Placement, tuple[float, bool]] = {}
 
-    def on(self, costs: PlanCosts) -> PlacementSearch:
-        """Return the search with other costs."""
-        return PlacementSearch(costs, self._ranking)
-
     def assignment(self, placement: Placement) -> Assignment:
         """Return the assignment of a placement."""
-        return placement.assignment(self._workload, self._ranking, self._costs.overlap.forward)
+        return placement.assignment(self._workload, self.ranking, self._costs.overlap.forward)
 
     def cost(self, placement: Placement, limit: float = INFINITE) -> float:
         """Return the cost of a placement; see `PlanCosts.cost`."""
@@ -211,11 +203,26 @@ class PlacementSearch:
             self._evaluated[placement] = cost, cost < limit
         return cost
 
-    def seeds(self, shares: Iterable[OptimalShares], count: int) -> list[Placement]:
+    def run(self, shares: list[OptimalShares]) -> list[Placement]:
+        """Return the placements that the search ends with, cheapest first: from the solutions of the bound, and from
+        the best of these with other orders."""
+        step = max(1, len(self.ranking) // 8)
+        left = self.race(self.starts(shares), step)
+        return self.race([*left, *self.variants(left[0])], step)
+
+    def refine(self, placements: Iterable[Placement], factor: int, buffers: int) -> list[Placement]:
+        """Return the same from placements of subgroups that were merged, see `Placement.split`."""
+        starts = [self.shrink_to_fit(placement.split(factor, buffers), factor) for placement in placements]
+        # Small steps first: merged subgroups differ from single ones.
+        left = self.race(starts, max(1, factor // 2))
+        if not self._has_ops:
+            return left
+        return self.race([*left, *self.variants(left[0])], len(self.ranking) // 8)
+
+    def starts(self, shares: list[OptimalShares]) -> list[Placement]:
         """Return the cheapest placements to start from, cheapest first.
 
-        They are the solutions of the bound, rounded, and plain streaming."""
-        shares = list(shares)
+        They are the solutions of the bound, with and without whole subgroups, rounded, and plain streaming."""
         plain = [self._clamp(seed) for seed in self._seeds(shares)]
         candidates = list(
             dict.fromkeys(self._clamp(seed) for start in plain for seed in self._speculating(start, shares))
@@ -224,12 +231,12 @@ class PlacementSearch:
         best: list[tuple[float, Placement]] = []
         ops_after = self._costs.ops_left * (1 - _SEEDS_SHARE)
         for seed in sorted(candidates, key=minimums.__getitem__):
-            limit = best[-1][0] if len(best) == count else INFINITE
+            limit = best[-1][0] if len(best) == STARTS else INFINITE
             if minimums[seed] >= limit or (self._costs.ops_left <= ops_after and best):
                 break
             cost = self.cost(seed, limit)
             if cost < limit:
-                best = sorted([*best, (cost, seed)], key=lambda entry: entry[0])[:count]
+                best = sorted([*best, (cost, seed)], key=lambda entry: entry[0])[:STARTS]
         return [seed for _, seed in best]
 
     def modes(self, placement: Placement) -> list[Placement]:
@@ -243,12 +250,28 @@ class PlacementSearch:
         )
         return list(dict.fromkeys(modes))
 
-    def with_fewer_moved(self, placement: Placement) -> Placement:
-        """Return a placement that fits, with as many eighths of its moved subgroups as may be; itself if none does.
+    def _minimum(self, placement: Placement) -> float:
+        return self._costs.minimums.of_assignment(self.assignment(placement))
 
-        From counts that do not fit, single steps seldom lead to some that do."""
-        fewer = (self._clamp(placement._replace(moved=placement.moved * eighths // 8)) for eighths in range(8, 0, -1))
-        return next((one for one in fewer if self.cost(one) < INFINITE), placement)
+    def variants(self, placement: Placement) -> list[Placement]:
+        """Return a placement with each choice of orders and gradients, and on a throttled CPU where that may help."""
+        shares = _THROTTLED_STARTS if self._costs.cpu_slows_copies else ()
+        throttled = [placement._replace(cpu_share=cpu_share) for cpu_share in shares]
+        return [*self.modes(placement), *throttled]
+
+    def race(self, starts: Iterable[Placement], step: int) -> list[Placement]:
+        """Improve placements by steps that are halved, and return all that were reached last, cheapest first.
+
+        Of each size of steps as many placements take them as the step is long, and some at most."""
+        placements = sorted(dict.fromkeys(starts), key=self.cost)
+        cheapest = self.cost(placements[0])
+        placements = [one for one in placements if self._minimum(one) < cheapest or one == placements[0]]
+        while step and self.cost(placements[0]) > self._target_s:
+            count = min(step, STARTS)
+            improved = [self.descend(placement, step) for placement in placements[:count]]
+            placements = sorted(dict.fromkeys((*improved, *placements[count:])), key=self.cost)
+            step //= 2
+        return placements
 
     def shrink_to_fit(self, placement: Placement, factor: int) -> Placement:
         """Reduce what stays on the device until the placement fits.
@@ -268,15 +291,10 @@ class PlacementSearch:
                     return best
         return Placement(0, 0, 0)
 
-    def improve(self, start: Placement, step: int | None = None, share: float = 1.0) -> Placement:
-        """Improve a placement by steps that are halved when none of them helps, while operations are left.
-
-        `step` is the size of the first steps; None: an eighth of the subgroups. `share` is the part of the operations
-        left that it may take."""
-        step = step or max(1, len(self._workload.subgroups) // 8)
-        self._least_ops = (1 - share) * max(0, self._costs.ops_left)
-        best = start
-        while step and self._has_ops:
+    def descend(self, best: Placement, step: int) -> Placement:
+        """Change a placement by steps of one size until none makes it cheaper, or no work is left."""
+        before = None
+        while best != before and self._has_ops:
             before = best
             for change in self._changes:
                 for sign in (1, -1):
@@ -284,37 +302,32 @@ class PlacementSearch:
                     length = step
                     while (candidate := self._better(best, best.changed(change, sign * length))) is not None:
                         best, length = candidate, 2 * length
-            opposite_gradients = best._replace(round_trip_gradients=best.moved - best.round_trip_gradients)
-            opposite_order = best._replace(interleave_cpu_gpu=not best.interleave_cpu_gpu)
-            opposite_end = best._replace(moved_late=not best.moved_late)
-            for opposite in (opposite_order, opposite_gradients, opposite_end):
-                best = self._better(best, opposite) or best
-            if best == before and step == 1:
-                # Last, so that a start keeps its own until the counts fit them.
-                for eighths in range(9) if self._costs.overlap.backward else ():
-                    speculated = eighths * (len(self._workload.subgroups) - best.resident - best.moved) // 8
-                    best = self._better(best, best._replace(speculated=speculated)) or best
-                for cpu_share in other_cpu_shares(best.cpu_share) if self._costs.cpu_slows_copies else ():
-                    best = self._better(best, best._replace(cpu_share=cpu_share)) or best
-            step = step // 2 if best == before else step
+            for other in self._other_choices(best, step):
+                best = self._better(best, other) or best
         return best
+
+    def _other_choices(self, placement: Placement, step: int) -> Iterator[Placement]:
+        """Yield a placement with each of its orders changed, and at last with other shares of the CPU."""
+        yield placement._replace(round_trip_gradients=placement.moved - placement.round_trip_gradients)
+        if self._costs.cpu_slows_copies:
+            yield placement._replace(cpu_share=placement.cpu_share * _THROTTLE, moved=placement.moved + step)
+            raised = min(1.0, placement.cpu_share / _THROTTLE)
+            yield placement._replace(cpu_share=raised, moved=placement.moved - step)
+        if step > 1:
+            return
+        yield placement._replace(interleave_cpu_gpu=not placement.interleave_cpu_gpu)
+        yield placement._replace(moved_late=not placement.moved_late)
+        if self._costs.overlap.backward:
+            on_cpu = len(self._workload.subgroups) - placement.resident - placement.moved
+            for eighths in range(9):
+                yield placement._replace(speculated=eighths * on_cpu // 8)
+        if self._costs.cpu_slows_copies:
+            for cpu_share in other_cpu_shares(placement.cpu_share):
+                yield placement._replace(cpu_share=cpu_share)
 
     @property
     def _has_ops(self) -> bool:
-        return self._costs.ops_left > self._least_ops
-
-    def explore(self, best: Placement) -> Placement:
-        """Improve a placement from random changes of it, while operations are left. The same input gives the same."""
-        draw, most = Random(0), 1 + len(self._workload.subgroups) // 6
-        for _ in range(_EXPLORED if self._has_ops else 0):
-            other = best
-            for change in draw.choices(self._changes, k=2):
-                other = self._clamp(other.changed(change, draw.choice((-1, 1)) * draw.randint(1, most)))
-            if self._costs.cpu_slows_copies:
-                other = other._replace(cpu_share=draw.choice((other.cpu_share, *other_cpu_shares(other.cpu_share))))
-            other = self.improve(other, step=1 + most // 3, share=START_SHARE)
-            best = min(best, other, key=self.cost)
-        return best
+        return self._costs.ops_left > 0
 
     def _better(self, best: Placement, other: Placement) -> Placement | None:
         """Return the nearest possible placement to the other one if it is cheaper than the best, else None."""
