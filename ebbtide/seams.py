@@ -11,6 +11,7 @@ so that a command loads what it needs alone.
 | importers | a list of `Importer` | `import_trace` |
 | kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
+| plan-checks | `check(plan, workload)`: raises PlanError | `Plan.validate` |
 | plots | a `PlotKind` | `ebbtide plot` |
 | policies | a module of policies, decorated with `policies.registry.policy` | `interleave.policies` |
 | recover | `recover(path) -> Trace`, for a trace that is not complete | `open_trace` |
@@ -42,7 +43,19 @@ from typing import Any, NamedTuple
 
 from ebbtide.errors import UserError
 
-SEAMS = ("commands", "findings", "importers", "kinds", "names", "plots", "policies", "recover", "rules", "services")
+SEAMS = (
+    "commands",
+    "findings",
+    "importers",
+    "kinds",
+    "names",
+    "plan-checks",
+    "plots",
+    "policies",
+    "recover",
+    "rules",
+    "services",
+)
 _GROUP = "ebbtide.features"
 
 
@@ -77,7 +90,13 @@ class Plug(NamedTuple):
 
 
 # The core's own objects that its lower layers need.
-_CORE = Feature("core", {"recover": {"spools": "profiler.recording.spools.recovery:unfinished_trace"}})
+_CORE = Feature(
+    "core",
+    {
+        "plan-checks": {"data-flow": "interleave.model.data_flow:check_data_flow"},
+        "recover": {"spools": "profiler.recording.spools.recovery:unfinished_trace"},
+    },
+)
 
 
 @cache
