@@ -14,10 +14,11 @@ def _activation_up_flow(op: Op, plan: Plan) -> Flow:
 
 
 KINDS = (
-    Kind("weights up", ("h2d",), on_layer=True),
-    Kind("weights down", ("d2h",), on_layer=True),
-    Kind("activation down", ("d2h",), on_layer=True, flow=_activation_down_flow),
-    Kind("activation up", ("h2d",), on_layer=True, flow=_activation_up_flow),
-    Kind("layer gradient down", ("d2h",), on_layer=True),
-    Kind("layer gradient up", ("h2d",), on_layer=True),
+    Kind("weights up", ("h2d",), on_subgroups=False),
+    Kind("weights down", ("d2h",), on_subgroups=False),
+    Kind("activation down", ("d2h",), on_subgroups=False, flow=_activation_down_flow),
+    Kind("activation up", ("h2d",), on_subgroups=False, flow=_activation_up_flow),
+    Kind("layer gradient down", ("d2h",), on_subgroups=False),
+    Kind("layer gradient up", ("h2d",), on_subgroups=False),
 )
+LAYER_KINDS = frozenset(kind.name for kind in KINDS)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PlanError
+from ebbtide.features.layers.kinds import LAYER_KINDS
 from ebbtide.features.layers.model import LayerPlan, Stretch, stretches_of
-from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.operations import UPDATE, Op
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -15,7 +15,7 @@ def check_layers(plan: Plan, workload: Workload) -> None:
 
     The workload is a placed one. Raises PlanError."""
     policy, ops, layers = plan.policy, plan.ops, plan.layers
-    on_layers = [op for op in ops if find_kind(op.kind).on_layer]
+    on_layers = [op for op in ops if op.kind in LAYER_KINDS]
     if layers is None:
         if on_layers:
             raise PlanError(f"policy {policy}: {on_layers[0].kind} without a plan for layers")

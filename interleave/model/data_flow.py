@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.kinds import FACTOR, Flow, Kind, find_kind
 from ebbtide.interleave.model.operations import (
-    BACKWARD,
     CLIPPING_FIRST,
-    FORWARD,
     ONE_UPDATE,
     OTHER,
     STEP,
     UPDATE,
     Op,
-    forward_points,
     gradient_ready_points,
     plan_error,
 )
@@ -44,14 +41,14 @@ class _Content:
         writer: The operation that has put it there; -1: it is there when the iteration begins.
         ready: The point from which on it is there.
         is_new: Whether it comes from the update.
-        is_speculative: Whether clipping may yet change it.
+        is_tentative: Whether clipping may yet change it.
         readers: Operations that use it.
     """
 
     writer: int = -1
     ready: float = OTHER
     is_new: bool = False
-    is_speculative: bool = False
+    is_tentative: bool = False
     readers: list[int] = field(default_factory=list)
 
 
@@ -61,13 +58,11 @@ class _PlanCheck:
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self._plan = plan
         self._ops = plan.ops
-        self._workload = workload
-        self._until_step = workload.gradients_held_until_step
         self._clips = workload.clipping and plan.follows(CLIPPING_FIRST)
-        self._needed = forward_points(workload)
         # By place and subgroup, -1 for places of all; None where it was moved away.
         self._contents: dict[tuple[str, int], _Content | None] = {}
-        ready = [UPDATE] * plan.subgroups if self._until_step else gradient_ready_points(workload)
+        until_step = workload.gradients_held_until_step
+        ready = [UPDATE] * plan.subgroups if until_step else gradient_ready_points(workload)
         for subgroup, point in enumerate(ready):
             self._contents["grad@job", subgroup] = _Content(ready=point)
             if subgroup in plan.kept_gradients:
@@ -83,31 +78,25 @@ class _PlanCheck:
     def run(self) -> None:
         """Check the plan."""
         allocated = 0.0
-        is_late = self._plan.has_late_operations
         for index, op in enumerate(self._ops):
             kind = find_kind(op.kind)
-            flow = kind.flow(op, self._plan)
-            self._check_form(index, op, kind, flow)
+            self._check_form(index, op, kind)
             self._points.append(max([op.point, *[self._points[before] for before in op.after]]))
-            self._follow(index, op, flow)
-            if is_late and not kind.on_layer:
-                self._check_end_point(op, kind, flow)
+            self._follow(index, op, kind.flow(op, self._plan))
             allocated += op.acquire - op.release
         if abs(allocated) > _ROUNDING_BYTES:
             raise PlanError(f"policy {self._plan.policy}: {allocated:.0f} bytes of device memory are not released")
         self._check_results()
 
-    def _check_form(self, index: int, op: Op, kind: Kind, flow: Flow) -> None:
+    def _check_form(self, index: int, op: Op, kind: Kind) -> None:
         if op.resource not in kind.resources:
             raise self._error(op, f"cannot run on {op.resource}")
         if op.after and not 0 <= min(op.after) <= max(op.after) < index:
             raise self._error(op, "waits for a later operation")
         if not OTHER <= op.point <= STEP:
             raise self._error(op, f"starts at point {op.point}, which is outside of the iteration")
-        if not (kind.on_layer or flow.reads_all or 0 <= op.subgroup < self._plan.subgroups):
+        if kind.on_subgroups and not 0 <= op.subgroup < self._plan.subgroups:
             raise self._error(op, f"is on subgroup {op.subgroup}, which does not exist")
-        if op.speculative and (op.resource != "cpu" or not self._workload.clipping or self._until_step):
-            raise self._error(op, "cannot be speculative: updates on the CPU can, before clipping")
 
     def _follow(self, index: int, op: Op, flow: Flow) -> None:
         """Check that an operation finds what it uses, and record what it leaves."""
@@ -115,7 +104,7 @@ class _PlanCheck:
         for subgroup in range(self._plan.subgroups) if flow.reads_all else ():
             filled = [place for place in flow.reads_all if self._contents.get((place, subgroup))]
             self._use(index, filled[0] if filled else flow.reads_all[0], subgroup)
-        if any(content.is_speculative for content in used):
+        if any(content.is_tentative for content in used):
             self._use(index, FACTOR, -1)
         is_new = any(content.is_new for content in used)
         if flow.updates:
@@ -132,7 +121,7 @@ class _PlanCheck:
                 raise self._error(op, f"is repeated, or fills {place}, which is not empty")
             # Places of all have nothing of an update.
             is_new = "@" in place and (is_new or flow.updates)
-            self._contents[key] = _Content(index, OTHER, is_new, op.speculative)
+            self._contents[key] = _Content(index, OTHER, is_new, flow.is_tentative)
 
     def _use(self, index: int, place: str, subgroup: int) -> _Content:
         """Return what an operation finds in a place, for which it must wait."""
@@ -171,23 +160,6 @@ class _PlanCheck:
         for before in content.readers:
             self._require(index, before)
         self._contents[key] = None
-
-    def _check_end_point(self, op: Op, kind: Kind, flow: Flow) -> None:
-        """Check that what follows a late operation is late, that parameters are new before the next forward uses them,
-        and that the next iteration begins when all late operations have ended, as the engine does."""
-        if op.point < BACKWARD:
-            raise self._error(op, "may start before the late operations of the iteration before have ended")
-        if op.due is None:
-            if any(self._ops[before].due is not None for before in op.after):
-                raise self._error(op, "waits for a late operation and is not late")
-            return
-        if not kind.may_be_late:
-            raise self._error(op, "cannot be late")
-        if self._until_step and op.subgroup in self._plan.kept_gradients and "grad@gpu" in flow.reads:
-            raise self._error(op, "cannot be late: the job holds its gradient only until the step returns")
-        limit = self._needed[op.subgroup] if kind.writes_parameters else BACKWARD
-        if not FORWARD <= op.due <= limit:
-            raise self._error(op, f"is due at point {op.due}, which must be from {FORWARD} to {limit}")
 
     def _check_results(self) -> None:
         """Every subgroup is updated, and the results are where the next iteration expects them."""

@@ -63,6 +63,7 @@ class Flow(NamedTuple):
         moves: Places whose content it uses and takes away. What fills them again comes from there.
         reads_all: Of every subgroup it uses the first of these places that is not empty.
         updates: Whether the content that it writes is that of the next iteration.
+        is_tentative: Whether clipping may yet change what it writes: whoever reads that waits for the factor.
     """
 
     reads: tuple[str, ...] = ()
@@ -70,6 +71,7 @@ class Flow(NamedTuple):
     moves: tuple[str, ...] = ()
     reads_all: tuple[str, ...] = ()
     updates: bool = False
+    is_tentative: bool = False
 
 
 def no_flow(op: Op, plan: Plan) -> Flow:
@@ -86,7 +88,7 @@ class Kind:
         seconds: Seconds of an operation if nothing else runs.
         rates: Names of the rates of a machine that an operation needs.
         host_bytes: Bytes of host memory that an operation reads and writes.
-        on_layer: Whether `Op.subgroup` is the number of a layer.
+        on_subgroups: Whether each operation is on the subgroup `Op.subgroup`.
         may_be_late: Whether it may end in the next iteration.
         writes_parameters: Whether compute reads what it writes.
         needs_scalars: Whether it waits for the factors of the step.
@@ -101,7 +103,7 @@ class Kind:
     seconds: Callable[[Op, Rates], float] = copy_seconds
     rates: Callable[[Op], Iterable[str]] = copy_rates
     host_bytes: Callable[[Op, Workload], float] = moved_bytes
-    on_layer: bool = False
+    on_subgroups: bool = True
     may_be_late: bool = False
     writes_parameters: bool = False
     needs_scalars: bool = False
@@ -139,12 +141,13 @@ def _clip_bytes(op: Op, workload: Workload) -> float:
 
 
 def _update_flow(op: Op, plan: Plan) -> Flow:
-    factor = () if op.speculative else (FACTOR,)
     if op.resource == "cpu":
         gradient = ("grad@host",) if plan.follows(OWN_GRADIENT) else ()
+        factor = () if op.speculative else (FACTOR,)
         # A cast that follows makes the parameters.
         params = () if op.subgroup in plan.casts else ("param@host",)
-        return Flow(("state@host", *gradient, *factor), ("state@host", *params), updates=True)
+        reads = ("state@host", *gradient, *factor)
+        return Flow(reads, ("state@host", *params), updates=True, is_tentative=op.speculative)
     if plan.follows(ONE_UPDATE):
         return Flow(("state@gpu", "grad@gpu", FACTOR), ("state@gpu", "param@gpu"), updates=True)
     return Flow(("grad@part", FACTOR), ("state@part",))
@@ -181,6 +184,7 @@ _CORE = (
         seconds=lambda op, rates: rates.norm_s,
         rates=no_rates,
         host_bytes=_clip_bytes,
+        on_subgroups=False,
         needs_scalars=True,
         # What is on the device still is clipped there.
         flow=lambda op, plan: Flow(writes=(FACTOR,), reads_all=("grad@host", "grad@job")),
@@ -246,6 +250,6 @@ def find_kind(name: str) -> Kind:
 
 def from_backward(op: Op) -> Op:
     """Return an operation of an iteration with late operations before it, which begins when these have ended."""
-    if op.point >= BACKWARD or find_kind(op.kind).on_layer:
+    if op.point >= BACKWARD or not find_kind(op.kind).on_subgroups:
         return op
     return op._replace(point=BACKWARD)
