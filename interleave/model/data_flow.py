@@ -120,8 +120,8 @@ class _PlanCheck:
             if self._contents.get(key):
                 raise self._error(op, f"is repeated, or fills {place}, which is not empty")
             # Places of all have nothing of an update.
-            is_new = "@" in place and (is_new or flow.updates)
-            self._contents[key] = _Content(index, OTHER, is_new, flow.is_tentative)
+            has_update = "@" in place and (is_new or flow.updates)
+            self._contents[key] = _Content(index, OTHER, has_update, flow.is_tentative)
 
     def _use(self, index: int, place: str, subgroup: int) -> _Content:
         """Return what an operation finds in a place, for which it must wait."""

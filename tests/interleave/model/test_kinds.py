@@ -70,6 +70,18 @@ def test_kinds__of_a_feature_take_part_in_the_data_flow(plugged: list[Kind]) -> 
             replace(plan, ops=(*plan.ops, *ops)).validate(workload())
 
 
+def test_kinds__that_change_what_others_have_read_wait_for_these(plugged: list[Kind]) -> None:
+    plugged.append(replace(COMPRESSION, flow=lambda op, plan: Flow(("grad@host",), ("grad@host",))))
+    plan = make_plan("pipelined", workload(), machine())
+    down = next(index for index, op in enumerate(plan.ops) if op.kind == "gradient down")
+    subgroup, count = plan.ops[down].subgroup, len(plan.ops)
+    update = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and op.subgroup == subgroup)
+    op = Op("compress", "cpu", subgroup, params=0, nbytes=0.0, point=BACKWARD, after=(update,))
+    replace(plan, ops=(*plan.ops, op, op._replace(after=(count,)))).validate(workload())
+    with pytest.raises(PlanError, match=f"compress of subgroup {subgroup} does not wait for clip"):
+        replace(plan, ops=(*plan.ops, op._replace(after=(down,)))).validate(workload())
+
+
 def test_kinds__read_only_what_some_kind_writes_or_the_iteration_begins_with() -> None:
     plan = make_plan("pipelined", workload(), machine())
     flows = [
