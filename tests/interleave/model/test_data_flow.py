@@ -118,6 +118,15 @@ def test_validate__refuses_to_return_parked_state_before_its_update() -> None:
     assert next(SymbolicRuns(_parked_on_cpu(False), workload).problems(), None)
 
 
+def test_validate__refuses_a_second_update_of_state_that_has_come_back() -> None:
+    workload = workload_of([500], False, False)
+    builder = PlanBuilder("twice", workload)
+    builder.gradients()
+    builder.on_cpu(0, after=(builder.through_gpu(0),))
+    with pytest.raises(PlanError, match="update of subgroup 0 is the second update"):
+        builder.plan()
+
+
 def test_validate__refuses_to_copy_a_gradient_while_it_is_clipped() -> None:
     workload = workload_of([500], True, False)
     builder = PlanBuilder("early", workload)
