@@ -10,6 +10,7 @@ so that a command loads what it needs alone.
 | findings | a module of rules, decorated with `analysis.findings.rule.rule` | `all_rules` |
 | importers | a list of `Importer` | `import_trace` |
 | kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
+| lanes | `lanes(machine)`, which yields each `Lane` and `Pool` | `interleave.simulation.lanes` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
 | plan-checks | `check(plan, workload)`: raises PlanError | `Plan.validate` |
 | plots | a `PlotKind` | `ebbtide plot` |
@@ -48,6 +49,7 @@ SEAMS = (
     "findings",
     "importers",
     "kinds",
+    "lanes",
     "names",
     "plan-checks",
     "plots",

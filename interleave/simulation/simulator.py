@@ -4,19 +4,31 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from ebbtide.features.layers.model import place
 from ebbtide.features.overlap.speculation import redone
-from ebbtide.interleave.model.durations import Durations, host_traffic, link_shares
+from ebbtide.interleave.model.durations import (
+    Durations,
+    host_traffic,
+    link_shares,
+    phase_before,
+)
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Plan
 from ebbtide.interleave.model.schedule import Schedule, exceeds_host
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.simulation.event_loop import COMPUTE, CPU, D2H, GPU, H2D, INFINITE, STORAGE
-from ebbtide.interleave.simulation.iterations import IterationWork, is_exact, run_cycle, run_iterations, run_once
+from ebbtide.interleave.simulation.fluid import INFINITE
+from ebbtide.interleave.simulation.iterations import (
+    is_exact,
+    run_cycle,
+    run_iterations,
+    run_once,
+)
+from ebbtide.interleave.simulation.lanes import Lanes
+from ebbtide.interleave.simulation.tasks import IterationWork, Work
 from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 
-# Reads and writes of the first path of the storage; those of the next path follow.
-_INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H, "storage_read": STORAGE, "storage_write": STORAGE + 1}
 # What the duration of an operation depends on, beside the plan's share of the CPU's rate and where it updates state.
 _cost_fields = attrgetter("kind", "resource", "params", "nbytes", "pageable", "speculative", "path")
 _OpClass = tuple[tuple[Any, ...], float, bool]
@@ -25,10 +37,9 @@ _OpClass = tuple[tuple[Any, ...], float, bool]
 def simulate(plan: Plan, workload: Workload, machine: MachineArgument) -> Schedule:
     """Run a plan on a machine, its file or its name. The same input gives the same output to the bit.
 
-    Each resource runs the first operation of the plan that is ready, one at a time. Operations that run at the same
-    time share as a fluid: both directions of the link the duplex limit (see `link_factors`), reads and writes of a path
-    of the storage its limit, CPU updates, copies, reads and writes the bandwidth of host memory. The latter two slow
-    all by one factor.
+    Each lane runs the first operation of the plan that is ready, one at a time. Operations that run at the same time
+    share bandwidth as a fluid (see `lanes.Lanes`): both directions of the link the duplex limit, CPU updates and copies
+    that of host memory.
 
     Raises:
         MachineError: There is no such machine, or it lacks a rate that the plan needs.
@@ -46,9 +57,14 @@ class Simulator:
         self._workload = workload
         self._machine = machine
         self._overhead_s = 0.0 if workload.own_update_s else machine.step_overhead_s or 0.0
-        self._storage_limits = tuple(path.duplex_bytes_per_s or INFINITE for path in machine.storage)
-        self._link_left = link_shares(workload, machine)
-        # Resource, seconds and bytes/s of host memory traffic of each class of operations that has occurred.
+        self._lanes = Lanes(machine)
+        self._stops_compute = self._lanes.mode({"compute": 0.0})
+        # Modes of the job's collectives, which run while compute does.
+        self._modes = {
+            phase: self._lanes.mode({"h2d": up, "d2h": down})
+            for phase, (up, down) in link_shares(workload, machine).items()
+        }
+        # Lane, seconds and bytes/s of host memory traffic of each class of operations that has occurred.
         self._work: dict[_OpClass, tuple[int, float, float]] = {}
         # Points of the iteration, and the seconds of compute until each of them, of the plan before.
         self._points: list[float] = []
@@ -71,39 +87,49 @@ class Simulator:
         occurring = starts | due | {FORWARD, UPDATE}
         points = sorted([*(point for point in occurring if 0.0 < point <= UPDATE), *(starts & due)])
         if points != self._points:
-            self._points, self._compute_s = points, _compute_lengths(self._workload, points)
-        resource, alone_s, demand = self._work_of(plan)
+            self._points, self._compute_s = (
+                points,
+                _compute_lengths(self._workload, points),
+            )
+        return IterationWork(plan, self._workload, points, self._work_of(plan, points), self._lanes)
+
+    def _work_of(self, plan: Plan, points: list[float]) -> Work:
+        """Return the work of the start, of compute until each point, of the overhead, and of the operations."""
+        entries = [*self._entries(plan)]
+        lanes, alone_s, demand = ([*column] for column in zip(*entries, strict=True))
         before = len(points) + 2
-        return IterationWork(
-            plan,
-            self._workload,
-            points,
-            [COMPUTE] * before + resource,
-            [0.0, *self._compute_s, self._overhead_s, *alone_s],
-            [0.0] * before + demand,
-            self._link_left,
-            self._machine.duplex_bytes_per_s or INFINITE,
-            self._machine.host_memory_bytes_per_s or INFINITE,
-            self._storage_limits if plan.storage_buffers else (),
+        mode = [0] * (before + len(entries))
+        if self._modes:
+            mode[1 : 1 + len(points)] = [self._modes.get(phase_before(point), 0) for point in points]
+        if plan.has_late_operations:
+            late = (op.due is not None and op.resource == "gpu" for op in plan.ops)
+            mode[before:] = [self._stops_compute if stops else 0 for stops in late]
+        return Work(
+            lane=np.array([self._lanes.index["compute"]] * before + lanes),
+            alone_s=np.array([0.0, *self._compute_s, self._overhead_s, *alone_s]),
+            demand=np.array([0.0] * before + demand),
+            mode=np.array(mode),
         )
 
-    def _work_of(self, plan: Plan) -> tuple[list[int], list[float], list[float]]:
-        """Return resource, seconds alone, and bytes/s of host memory traffic of each operation."""
+    def _entries(self, plan: Plan) -> list[tuple[int, float, float]]:
+        """Return lane, seconds alone, and bytes/s of host memory traffic of each operation."""
         work = self._work
         classes: list[_OpClass] = [(_cost_fields(op), plan.cpu_share, plan.rolls_back) for op in plan.ops]
         try:
-            entries = [work[op_class] for op_class in classes]
+            return [work[op_class] for op_class in classes]
         except KeyError:
             durations = Durations(plan, self._workload, self._machine)
             for op_class, op in zip(classes, plan.ops, strict=True):
-                seconds, traffic = durations.seconds(op), host_traffic(op, self._workload)
-                work[op_class] = _INDEX[op.resource] + 2 * op.path, seconds, traffic / seconds if seconds > 0.0 else 0.0
-            entries = [work[op_class] for op_class in classes]
-        return (
-            [resource for resource, _, _ in entries],
-            [seconds for _, seconds, _ in entries],
-            [traffic for _, _, traffic in entries],
-        )
+                seconds, traffic = (
+                    durations.seconds(op),
+                    host_traffic(op, self._workload),
+                )
+                work[op_class] = (
+                    self._lanes.index[op.lane],
+                    seconds,
+                    traffic / seconds if seconds > 0.0 else 0.0,
+                )
+            return [work[op_class] for op_class in classes]
 
 
 def _compute_lengths(workload: Workload, points: list[float]) -> list[float]:
@@ -111,7 +137,10 @@ def _compute_lengths(workload: Workload, points: list[float]) -> list[float]:
     lengths = []
     previous = 0.0
     for point in points:
-        in_forward, in_backward = min(max(point - FORWARD, 0.0), 1.0), max(point - BACKWARD, 0.0)
+        in_forward, in_backward = (
+            min(max(point - FORWARD, 0.0), 1.0),
+            max(point - BACKWARD, 0.0),
+        )
         until = workload.other_s * min(point, 1.0) + workload.forward_s * in_forward + workload.backward_s * in_backward
         lengths.append(until - previous)
         previous = until

@@ -9,7 +9,6 @@ from ebbtide.interleave.model.durations import alone_cpu_rate
 from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
-from ebbtide.interleave.simulation.event_loop import link_factors
 from ebbtide.interleave.simulation.linear_program import IterationInterval, gradient_ready_s
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD
@@ -24,6 +23,16 @@ class ModeRates(NamedTuple):
     cpu_params_per_s: float
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
+
+
+def link_factors(up_rate: float, down_rate: float, limit: float) -> tuple[float, float]:
+    """Return the factors by which both directions of the link are slowed that together exceed a limit.
+
+    Each gets half of it, and what the other one leaves of its half (max-min fairness)."""
+    half = limit / 2
+    up = min(up_rate, max(half, limit - down_rate))
+    down = min(down_rate, limit - up)
+    return up / up_rate if up_rate else 1.0, down / down_rate if down_rate else 1.0
 
 
 class WholeSubgroupProgram(BoundProgram):

@@ -20,6 +20,7 @@ from ebbtide.interleave.policies import PlanBuilder, make_plan
 from ebbtide.interleave.simulation import iterations
 from ebbtide.interleave.simulation.iterations import run_iterations
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
+from ebbtide.interleave.simulation.tasks import run_tasks
 from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine, StoragePath
 from ebbtide.units import ms_text
@@ -194,9 +195,9 @@ def test_simulate__rates_plans_by_the_mean_of_many_iterations(case: tuple[Plan, 
     work = Simulator(workload, machine).iteration_work(plan)
     schedule = run_iterations(work)
     assume(schedule.settles)
-    times = work.run([work] * _LONG_RUN, math.inf)
+    times = run_tasks([work] * _LONG_RUN, math.inf)
     assert times is not None
-    begins = times[1][:: len(work.resource)]
+    begins = times[1][:: len(work)]
     half = _LONG_RUN // 2
     mean_s = (begins[-1] - begins[half]) / (_LONG_RUN - 1 - half)
     assert schedule.iteration_s == pytest.approx(mean_s, rel=1e-6, abs=1e-12)

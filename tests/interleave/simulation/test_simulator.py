@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,11 +17,15 @@ from ebbtide.interleave.model.plan import UPDATE, Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import Policy, make_plan
-from ebbtide.interleave.simulation.event_loop import link_factors
+from ebbtide.interleave.simulation import compiled_fluid
+from ebbtide.interleave.simulation.lanes import Lanes
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
+from ebbtide.interleave.simulation.tasks import run_in_python, tasks_of
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
 from tests.interleave.quick_plans import plan_quickly
+from tests.interleave.simulation.independent_tasks import independent_tasks
+from tests.interleave.simulation.stored_plans import cases
 from tests.interleave.strategies import fixed_policies, machines, policies, workloads
 
 quick_plans = pytest.fixture(autouse=True)(plan_quickly)
@@ -189,12 +194,35 @@ def test_twin_flow__rounds_to_whole_subgroups(ratio: str, resident: int) -> None
     assert schedule.plan.resident_bytes == (12 + 4) * resident * 10**8
 
 
-def test_link_factors__a_faster_direction_takes_at_most_half_of_what_the_other_one_needs() -> None:
-    assert link_factors(30e9, 50e9, 40e9) == pytest.approx((20 / 30, 20 / 50))
-    assert link_factors(30e9, 90e9, 40e9) == pytest.approx((20 / 30, 20 / 90))
-    # What one direction does not need is the other one's.
-    assert link_factors(5e9, 50e9, 40e9) == pytest.approx((1.0, 35 / 50))
-    assert link_factors(50e9, 0.0, 40e9) == pytest.approx((40 / 50, 1.0))
+@pytest.mark.parametrize(
+    ("up", "down", "expected"),
+    [
+        (30e9, 50e9, (20 / 30, 20 / 50)),
+        (30e9, 90e9, (20 / 30, 20 / 90)),
+        # What one direction does not need is the other one's.
+        (5e9, 50e9, (1.0, 35 / 50)),
+        (50e9, 1.0, (40 / 50, 1.0)),
+    ],
+)
+def test_lanes__a_faster_direction_takes_at_most_half_of_what_the_other_one_needs(
+    up: float, down: float, expected: tuple[float, float]
+) -> None:
+    lanes = Lanes(replace(TEST_MACHINE, duplex_bytes_per_s=40e9))
+    tasks = independent_tasks(lanes, ["h2d", "d2h"], [1e3, 1e3], [up, down])
+    starts, ends, done = run_in_python(tasks._replace(alone_s=np.array([expected[0], 1e9])), lanes.bandwidth, 1e99)
+    assert (starts, done) == ([0.0, 0.0], 2)
+    assert ends[0] == pytest.approx(1.0)
+    # Afterwards the other direction has the link alone.
+    assert ends[1] - 1.0 == pytest.approx((1e9 - expected[1]) * max(1.0, down / 40e9))
+
+
+@given(st.booleans().flatmap(lambda stored: cases(stored=stored)), st.booleans())
+@settings(max_examples=examples(200, by_default=20))
+def test_run__gives_the_same_bits_in_python_and_compiled(case: tuple[Plan, Workload, Machine], repeated: bool) -> None:
+    plan, workload, machine = case
+    work = Simulator(workload, machine).iteration_work(plan)
+    tasks, bandwidth = tasks_of([work] * (3 if repeated else 1)), work.lanes.bandwidth
+    assert compiled_fluid.run(tasks, bandwidth, math.inf) == run_in_python(tasks, bandwidth, math.inf)
 
 
 def test_simulate__names_a_missing_rate() -> None:
@@ -207,5 +235,5 @@ def test_simulate__names_a_missing_rate() -> None:
 def test_simulate__refuses_operations_that_wait_for_each_other() -> None:
     ops = (Op("update", "gpu", 0, 1, 0.0, 3.0, (1,)), Op("update", "gpu", 1, 1, 0.0, 3.0, (0,)))
     stuck = Plan("stuck", ops, 2, frozenset({0, 1}), frozenset(), frozenset({0, 1}), 24.0)
-    with pytest.raises(PlanError, match="2 operations wait"):
+    with pytest.raises(PlanError, match="wait for each other"):
         simulate(stuck, even(2, 1), TEST_MACHINE)

@@ -1,0 +1,229 @@
+"""The event loop of the simulator: tasks on lanes, whose speeds follow from pools of bandwidth that lanes share.
+
+A pool slows all of its lanes by one factor where they need more than it has, or gives two lanes max-min fair shares. A
+lane is slowed by its pool, by that pool's parent, and so on. The functions only read items of arrays or lists, so that
+numba may compile them (see `compiled_fluid.py`); results are the same to the bit.
+"""
+
+# numba types these functions.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from typing import Any, NamedTuple
+
+INFINITE = float("inf")
+# Ends that differ by less than this share of the time coincide: they differ by rounding.
+_SAME_TIME = 1e-13
+
+
+class Tasks(NamedTuple):
+    """Tasks, as columns. Each lane runs the first of its tasks that is ready, one at a time.
+
+    Attributes:
+        lane: Number of the lane.
+        alone_s: Seconds if nothing else runs.
+        demand: Bandwidth of the lane's pools that it needs if nothing else runs, bytes/s.
+        mode: Its row of `Bandwidth.scales`.
+        waits: How many tasks it waits for.
+        first: Where its successors begin in `successors`, and at last where all end.
+        successors: Tasks that wait for it.
+        first_of_lane: By lane: how many tasks are on the lanes before it.
+    """
+
+    lane: Any
+    alone_s: Any
+    demand: Any
+    mode: Any
+    waits: Any
+    first: Any
+    successors: Any
+    first_of_lane: Any
+
+
+class Bandwidth(NamedTuple):
+    """The limits of lanes, as columns.
+
+    Attributes:
+        pool: By lane: its pool, -1 for none.
+        parent: By pool: the pool that it draws from, a later one; -1 for none.
+        limit: By pool: bytes/s.
+        is_fair: By pool: whether its two lanes get max-min fair shares.
+        scales: By mode and lane: the share of its speed that a lane has while a task with the mode runs.
+    """
+
+    pool: Any
+    parent: Any
+    limit: Any
+    is_fair: Any
+    scales: Any
+
+
+class LaneState(NamedTuple):
+    """The tasks that run, as columns by lane, and those that are ready.
+
+    Attributes:
+        waiting_s: Seconds alone of the tasks that have not started.
+        ready: How many tasks are ready.
+        running: The task that runs, -1 for none.
+        end_s: When it ends; infinite if none runs.
+        speed: Its speed as a share of that alone.
+        left_s: Seconds alone that were left of it when its speed last changed.
+        since_s: When that was.
+        next_speed: The speed from now on.
+        queue: Tasks that are ready, by lane as heaps: those of a lane begin at `Tasks.first_of_lane`.
+        needs: By pool: bytes/s that its lanes need.
+    """
+
+    waiting_s: Any
+    ready: Any
+    running: Any
+    end_s: Any
+    speed: Any
+    left_s: Any
+    since_s: Any
+    next_speed: Any
+    queue: Any
+    needs: Any
+
+
+def push(tasks, state, task):
+    """Make a task ready."""
+    lane = tasks.lane[task]
+    first, place, queue = tasks.first_of_lane[lane], state.ready[lane], state.queue
+    while place and queue[first + (place - 1) // 2] > task:
+        queue[first + place] = queue[first + (place - 1) // 2]
+        place = (place - 1) // 2
+    queue[first + place] = task
+    state.ready[lane] += 1
+
+
+def pop(tasks, state, lane):
+    """Take the first of the ready tasks of a lane and return it."""
+    state.ready[lane] -= 1
+    first, size, queue = tasks.first_of_lane[lane], state.ready[lane], state.queue
+    task, last = queue[first], queue[first + size]
+    place, child = 0, 1
+    while child < size:
+        if child + 1 < size and queue[first + child + 1] < queue[first + child]:
+            child += 1
+        if queue[first + child] >= last:
+            break
+        queue[first + place] = queue[first + child]
+        place, child = child, 2 * child + 1
+    queue[first + place] = last
+    return task
+
+
+def share(tasks, bandwidth, state):
+    """Set the next speed of each lane from the tasks that run."""
+    pool, parent, limit = bandwidth.pool, bandwidth.parent, bandwidth.limit
+    running, speed, needs = state.running, state.next_speed, state.needs
+    for lane in range(len(pool)):
+        speed[lane] = 1.0
+    # Later lanes first: the mode of a task that one stops has no effect.
+    for lane in range(len(pool) - 1, -1, -1):
+        if running[lane] >= 0 and tasks.mode[running[lane]] and speed[lane] > 0.0:
+            scales = bandwidth.scales[tasks.mode[running[lane]]]
+            for other in range(len(pool)):
+                speed[other] *= scales[other]
+    for number in range(len(limit)):
+        needs[number] = 0.0
+    for lane in range(len(pool)):
+        if pool[lane] >= 0 and running[lane] >= 0:
+            needs[pool[lane]] += tasks.demand[running[lane]] * speed[lane]
+    for number in range(len(limit)):
+        if parent[number] >= 0:
+            needs[parent[number]] += min(needs[number], limit[number])
+    for lane in range(len(pool)):
+        number = pool[lane]
+        if number >= 0 and bandwidth.is_fair[number] and running[lane] >= 0 and needs[number] > limit[number]:
+            own = tasks.demand[running[lane]] * speed[lane]
+            least = max(limit[number] / 2, limit[number] - (needs[number] - own))
+            if own > least:
+                speed[lane] *= least / own
+            number = parent[number]
+        while number >= 0:
+            if needs[number] > limit[number]:
+                speed[lane] *= limit[number] / needs[number]
+            number = parent[number]
+
+
+def start_tasks(tasks, state, starts, now, limit_s):
+    """Start the first ready task of each idle lane, and return whether the last task may end before a limit."""
+    for lane in range(len(state.running)):
+        if state.running[lane] >= 0 or not state.ready[lane]:
+            continue
+        if now + state.waiting_s[lane] > limit_s:
+            return False
+        task = pop(tasks, state, lane)
+        state.running[lane] = task
+        starts[task] = state.since_s[lane] = now
+        state.left_s[lane] = tasks.alone_s[task]
+        state.waiting_s[lane] -= tasks.alone_s[task]
+        state.speed[lane] = 0.0
+        state.end_s[lane] = INFINITE if tasks.alone_s[task] > 0.0 else now
+    return True
+
+
+def next_end(tasks, state, now):
+    """Give lanes their next speed, and return when the next task ends."""
+    first_end = INFINITE
+    for lane in range(len(state.running)):
+        task, speed = state.running[lane], state.next_speed[lane]
+        if task >= 0 and speed != state.speed[lane] and tasks.alone_s[task] > 0.0:
+            state.left_s[lane] -= (now - state.since_s[lane]) * state.speed[lane]
+            state.since_s[lane] = now
+            state.speed[lane] = speed
+            state.end_s[lane] = now + state.left_s[lane] / speed if speed > 0.0 else INFINITE
+        first_end = min(first_end, state.end_s[lane])
+    return first_end
+
+
+def run(tasks: Any, bandwidth: Any, state: Any, times: Any, limit_s: Any) -> Any:
+    """Fill in start and end of each task, s, and how many tasks each waits for, which begins as it is in `Tasks`.
+
+    Return how many tasks ended: fewer than all if the last one would surely end after the limit, -1 if tasks wait for
+    each other."""
+    starts, ends, waits = times
+    for task in range(len(starts)):
+        state.waiting_s[tasks.lane[task]] += tasks.alone_s[task]
+        if not waits[task]:
+            push(tasks, state, task)
+    now, done = 0.0, 0
+    while done < len(starts):
+        if not start_tasks(tasks, state, starts, now, limit_s):
+            return done
+        share(tasks, bandwidth, state)
+        now = next_end(tasks, state, now)
+        if now == INFINITE:
+            return -1
+        for lane in range(len(state.running)):
+            if state.end_s[lane] > now + _SAME_TIME * now:
+                continue
+            task = state.running[lane]
+            state.running[lane] = -1
+            state.end_s[lane] = INFINITE
+            ends[task] = now
+            done += 1
+            for place in range(tasks.first[task], tasks.first[task + 1]):
+                successor = tasks.successors[place]
+                waits[successor] -= 1
+                if not waits[successor]:
+                    push(tasks, state, successor)
+    return done
+
+
+def new_state(lanes: int, tasks: int, pools: int) -> LaneState:
+    """Return the state before the first task, as lists."""
+    times = [0.0] * lanes
+    return LaneState(
+        waiting_s=[*times],
+        ready=[0] * lanes,
+        running=[-1] * lanes,
+        end_s=[INFINITE] * lanes,
+        speed=[*times],
+        left_s=[*times],
+        since_s=[*times],
+        next_speed=[*times],
+        queue=[0] * tasks,
+        needs=[0.0] * pools,
+    )
