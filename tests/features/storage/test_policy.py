@@ -268,6 +268,14 @@ def test_validate__refuses_wrong_operations_of_storage(kind: str, values: dict[s
         changed(plan, last, **values).validate(ALL_STORED)
 
 
+def test_validate__refuses_a_read_before_the_backward_where_nothing_is_late() -> None:
+    plan = all_stored()
+    plan = replace(plan, ops=tuple(op._replace(due=None) for op in plan.ops)).validate(ALL_STORED)
+    first = next(index for index, op in enumerate(plan.ops) if op.kind == "read")
+    with pytest.raises(PlanError, match="read of subgroup 0 starts before the backward"):
+        changed(plan, first, point=FORWARD).validate(ALL_STORED)
+
+
 def test_validate__refuses_lost_state_and_buffers_that_are_too_small() -> None:
     plan = all_stored()
     last = max(index for index, op in enumerate(plan.ops) if op.kind == "write")
