@@ -14,6 +14,7 @@ so that a command loads what it needs alone.
 | kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
 | lanes | `lanes(machine)`, which yields each `Lane` and `Pool` | `interleave.simulation.lanes` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
+| plan-checks | `check(plan, workload)`: raises PlanError | `Plan.validate` |
 | plots | a `PlotKind` | `ebbtide plot` |
 | policies | a module of policies, decorated with `policies.registry.policy` | `interleave.policies` |
 | recover | `recover(path) -> Trace`, for a trace that is not complete | `open_trace` |
@@ -55,6 +56,7 @@ SEAMS = (
     "kinds",
     "lanes",
     "names",
+    "plan-checks",
     "plots",
     "policies",
     "recover",
@@ -96,7 +98,13 @@ class Plug(NamedTuple):
 
 
 # The core's own objects that its lower layers need.
-_CORE = Feature("core", {"recover": {"spools": "profiler.recording.spools.recovery:unfinished_trace"}})
+_CORE = Feature(
+    "core",
+    {
+        "plan-checks": {"data-flow": "interleave.model.data_flow:check_data_flow"},
+        "recover": {"spools": "profiler.recording.spools.recovery:unfinished_trace"},
+    },
+)
 
 
 @cache

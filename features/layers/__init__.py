@@ -10,6 +10,7 @@ FEATURE = Feature(
             "interleave.offload_activations": "engine.activations:offload_activations",
             "interleave.stream_weights": "engine.weights:stream_weights",
         },
+        "plan-checks": {"layers": "layer_checks:check_layers"},
         "services": {"layer-comparison": "comparison"},
     },
 )

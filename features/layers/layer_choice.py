@@ -11,6 +11,7 @@ from itertools import combinations, product
 from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
+from ebbtide.features.layers.kinds import LAYER_KINDS
 from ebbtide.features.layers.layer_operations import with_layer_operations
 from ebbtide.features.layers.model import (
     ACTIVATION_KINDS,
@@ -22,7 +23,6 @@ from ebbtide.features.layers.model import (
 )
 from ebbtide.features.overlap.policy import overlaps_of
 from ebbtide.interleave.model.durations import link_rates
-from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
@@ -121,7 +121,7 @@ def cost_of(steps: Steps, host_limit_bytes: float | None) -> Cost:
     if schedule.fits_device(None) is False:
         missing += max(1.0, schedule.peak_device_bytes - (schedule.workload.min_free_bytes or 0.0))
     excess = 0.0 if host_limit_bytes is None else max(0.0, schedule.host_bytes() - host_limit_bytes)
-    moved = sum(op.nbytes for op in schedule.plan.ops if find_kind(op.kind).on_layer)
+    moved = sum(op.nbytes for op in schedule.plan.ops if op.kind in LAYER_KINDS)
     return missing, excess, steps.rating_s, moved
 
 

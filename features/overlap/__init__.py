@@ -2,4 +2,4 @@
 
 from ebbtide.seams import Feature
 
-FEATURE = Feature("overlap")
+FEATURE = Feature("overlap", {"plan-checks": {"overlap": "overlap_checks:check_overlap"}})

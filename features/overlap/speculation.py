@@ -18,13 +18,16 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
     chosen = frozenset(on_cpu[-count:])
     clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
     points = gradient_ready_points(workload)
+    copies = {op.subgroup: index for index, op in enumerate(plan.ops) if op.kind == "gradient down"}
 
     ops = list(plan.ops)
     updates: list[int] = []
     moved: list[int] = []
     for index, op in enumerate(plan.ops):
         if op.subgroup in chosen and op.kind == "update":
-            after = tuple(before for before in op.after if plan.ops[before].kind == "gradient down")
+            # It may wait for its gradient by way of clipping.
+            inputs = (*op.after, copies[op.subgroup])
+            after = tuple(dict.fromkeys(before for before in inputs if plan.ops[before].kind == "gradient down"))
             ops[index] = op._replace(speculative=True, after=after, point=points[op.subgroup])
             updates.append(index)
         elif op.subgroup in chosen and op.kind in ("cast", "upload"):

@@ -7,6 +7,7 @@ FEATURE = Feature(
     {
         "kinds": {"storage": "kinds:KINDS"},
         "lanes": {"storage": "lanes:storage_lanes"},
+        "plan-checks": {"storage": "storage_checks:check_storage"},
         "policies": {"storage": "policy"},
     },
 )

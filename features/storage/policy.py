@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from ebbtide.interleave.model.kinds import from_backward
-from ebbtide.interleave.model.plan import BACKWARD, Op, OpKind, Plan, Resource, uses_state_on_host
+from ebbtide.interleave.model.kinds import find_kind, from_backward
+from ebbtide.interleave.model.plan import BACKWARD, Op, OpKind, Plan, Resource
 from ebbtide.interleave.model.schedule import available_host_bytes, exceeds_host, needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps
@@ -171,16 +171,20 @@ class _Use:
 def _uses_in_order(plan: Plan) -> dict[int, _Use]:
     """Return the subgroups whose state may be in storage, in the order of their first use."""
     elsewhere = plan.resident | plan.parked
-    casts_on_gpu = {op.subgroup for op in plan.ops if op.kind == "cast" and op.resource == "gpu"}
     uses: dict[int, _Use] = {}
     for index, op in enumerate(plan.ops):
         if op.subgroup in elsewhere:
             continue
         if op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu"):
             uses[op.subgroup] = _Use(index, index, op.due is not None, op.speculative)
-        elif op.subgroup in uses and uses_state_on_host(op, casts_on_gpu):
+        elif op.subgroup in uses and _uses_state_on_host(op, plan):
             uses[op.subgroup].last = index
     return dict(sorted(uses.items(), key=lambda entry: entry[1].place))
+
+
+def _uses_state_on_host(op: Op, plan: Plan) -> bool:
+    flow = find_kind(op.kind).flow(op, plan)
+    return "state@host" in (*flow.reads, *flow.writes, *flow.moves)
 
 
 def _chosen(order: Sequence[int], count: int, placement: str) -> list[int]:

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from ebbtide.errors import PolicyError
+from ebbtide.features.storage.kinds import STATE_ONLY
 from ebbtide.features.storage.policy import StorageLayout, storage_summary, stored_in
-from ebbtide.interleave.model.operations import STATE_ONLY, Departures
+from ebbtide.interleave.model.operations import Departures
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload

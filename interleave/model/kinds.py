@@ -1,16 +1,22 @@
-"""Kinds of operations of plans: where each runs, what it costs, and when it may run. Features add theirs."""
+"""Kinds of operations of plans: where each runs, what it costs, what it reads and writes, and when it may run. Features
+add theirs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from ebbtide import seams
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.operations import BACKWARD, Op, Resource
+from ebbtide.interleave.model.operations import BACKWARD, ONE_UPDATE, ONE_UPLOAD, OWN_GRADIENT, UPDATE, Op, Resource
+from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 
+# The place of the factors that clipping gives. A place with an "@" is one of each subgroup: "state@host", "state@gpu",
+# "param@host", "param@gpu", "master@gpu" (to be converted), "grad@job" (where the backward leaves it), "grad@host",
+# "grad@gpu", "grad@part" (what the GPU updates of a subgroup of the CPU), and those of features. Any other is of all.
+FACTOR: Final = "factor"
 # Contents of device memory that an operation takes when it starts, or gives back when it ends.
 Content = Literal["state", "gradient"]
 
@@ -48,6 +54,31 @@ def moved_bytes(op: Op, workload: Workload) -> float:
     return op.nbytes
 
 
+class Flow(NamedTuple):
+    """The places that an operation reads and writes.
+
+    Attributes:
+        reads: Places whose content it uses.
+        writes: Places that it fills; those that it reads, too, it changes.
+        moves: Places whose content it uses and takes away. What fills them again comes from there.
+        reads_all: Of every subgroup it uses the first of these places that is not empty.
+        updates: Whether the content that it writes is that of the next iteration.
+        is_tentative: Whether clipping may yet change what it writes: whoever reads that waits for the factor.
+    """
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    moves: tuple[str, ...] = ()
+    reads_all: tuple[str, ...] = ()
+    updates: bool = False
+    is_tentative: bool = False
+
+
+def no_flow(op: Op, plan: Plan) -> Flow:
+    """Return that an operation reads and writes nothing that others do."""
+    return Flow()
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of operations. By default it is a copy over the link that ends with its iteration.
@@ -57,12 +88,13 @@ class Kind:
         seconds: Seconds of an operation if nothing else runs.
         rates: Names of the rates of a machine that an operation needs.
         host_bytes: Bytes of host memory that an operation reads and writes.
-        on_layer: Whether `Op.subgroup` is the number of a layer.
+        on_subgroups: Whether each operation is on the subgroup `Op.subgroup`.
         may_be_late: Whether it may end in the next iteration.
         writes_parameters: Whether compute reads what it writes.
         needs_scalars: Whether it waits for the factors of the step.
         takes: What it takes device memory for.
         gives: What it gives device memory back of.
+        flow: What an operation of a plan reads and writes.
         check: Raises MachineError where a machine lacks what operations of a policy need besides rates.
     """
 
@@ -71,12 +103,13 @@ class Kind:
     seconds: Callable[[Op, Rates], float] = copy_seconds
     rates: Callable[[Op], Iterable[str]] = copy_rates
     host_bytes: Callable[[Op, Workload], float] = moved_bytes
-    on_layer: bool = False
+    on_subgroups: bool = True
     may_be_late: bool = False
     writes_parameters: bool = False
     needs_scalars: bool = False
     takes: Content | None = None
     gives: Content | None = None
+    flow: Callable[[Op, Plan], Flow] = no_flow
     check: Callable[[Iterable[Op], Machine, str], None] | None = None
 
 
@@ -107,18 +140,62 @@ def _clip_bytes(op: Op, workload: Workload) -> float:
     return workload.grad_bytes * workload.params if workload.norm == "host" else 0.0
 
 
+def _update_flow(op: Op, plan: Plan) -> Flow:
+    if op.resource == "cpu":
+        gradient = ("grad@host",) if plan.follows(OWN_GRADIENT) else ()
+        factor = () if op.speculative else (FACTOR,)
+        # A cast that follows makes the parameters.
+        params = () if op.subgroup in plan.casts else ("param@host",)
+        reads = ("state@host", *gradient, *factor)
+        return Flow(reads, ("state@host", *params), updates=True, is_tentative=op.speculative)
+    if plan.follows(ONE_UPDATE):
+        return Flow(("state@gpu", "grad@gpu", FACTOR), ("state@gpu", "param@gpu"), updates=True)
+    return Flow(("grad@part", FACTOR), ("state@part",))
+
+
+def _cast_flow(op: Op, plan: Plan) -> Flow:
+    if op.resource == "cpu":
+        return Flow(("state@host",), ("param@host",))
+    return Flow(("master@gpu",), ("param@gpu",))
+
+
+def _upload_flow(op: Op, plan: Plan) -> Flow:
+    if op.point < UPDATE and not plan.follows(ONE_UPLOAD):
+        # Of parameters that the iteration before has updated.
+        return Flow()
+    if plan.casts.get(op.subgroup) == "gpu":
+        return Flow(("state@host",), ("master@gpu",))
+    return Flow(("param@host",), ("param@gpu",))
+
+
 _CORE = (
-    Kind("gradient down", ("d2h",)),
-    Kind("gradient up", ("h2d",), may_be_late=True, needs_scalars=True, takes="gradient"),
+    Kind("gradient down", ("d2h",), flow=lambda op, plan: Flow(writes=("grad@host",), moves=("grad@job",))),
+    Kind(
+        "gradient up",
+        ("h2d",),
+        may_be_late=True,
+        needs_scalars=True,
+        takes="gradient",
+        flow=lambda op, plan: Flow(("grad@host",), ("grad@gpu",)),
+    ),
     Kind(
         "clip",
         ("cpu",),
         seconds=lambda op, rates: rates.norm_s,
         rates=no_rates,
         host_bytes=_clip_bytes,
+        on_subgroups=False,
         needs_scalars=True,
+        # What is on the device still is clipped there.
+        flow=lambda op, plan: Flow(writes=(FACTOR,), reads_all=("grad@host", "grad@job")),
     ),
-    Kind("fetch", ("h2d",), may_be_late=True, takes="state"),
+    Kind(
+        "fetch",
+        ("h2d",),
+        may_be_late=True,
+        takes="state",
+        flow=lambda op, plan: Flow(writes=("state@gpu",), moves=("state@host",)),
+    ),
     Kind(
         "update",
         ("cpu", "gpu"),
@@ -129,8 +206,15 @@ _CORE = (
         writes_parameters=True,
         needs_scalars=True,
         gives="gradient",
+        flow=_update_flow,
     ),
-    Kind("flush", ("d2h",), may_be_late=True, gives="state"),
+    Kind(
+        "flush",
+        ("d2h",),
+        may_be_late=True,
+        gives="state",
+        flow=lambda op, plan: Flow(writes=("state@host",), moves=("state@gpu",)),
+    ),
     Kind(
         "cast",
         ("cpu", "gpu"),
@@ -139,8 +223,9 @@ _CORE = (
         host_bytes=_cast_bytes,
         may_be_late=True,
         writes_parameters=True,
+        flow=_cast_flow,
     ),
-    Kind("upload", ("h2d",), may_be_late=True, writes_parameters=True, needs_scalars=True),
+    Kind("upload", ("h2d",), may_be_late=True, writes_parameters=True, needs_scalars=True, flow=_upload_flow),
 )
 
 
@@ -165,6 +250,6 @@ def find_kind(name: str) -> Kind:
 
 def from_backward(op: Op) -> Op:
     """Return an operation of an iteration with late operations before it, which begins when these have ended."""
-    if op.point >= BACKWARD or find_kind(op.kind).on_layer:
+    if op.point >= BACKWARD or not find_kind(op.kind).on_subgroups:
         return op
     return op._replace(point=BACKWARD)

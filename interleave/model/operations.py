@@ -1,6 +1,5 @@
 """Operations of a plan: their kinds, resources, and the points at which they may start and must end."""
 
-from collections.abc import Collection
 from functools import lru_cache
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
@@ -51,22 +50,19 @@ class Op(NamedTuple):
     needed: float | None = None  # The point of its own iteration at which compute waits until it has ended.
 
     @property
+    def name(self) -> str:
+        """Its kind and its subgroup, for messages."""
+        return self.kind if self.subgroup < 0 else f"{self.kind} of subgroup {self.subgroup}"
+
+    @property
     def lane(self) -> str:
         """The name of its resource, with the number of the path of the storage if that is not the first."""
         return f"{self.resource} {self.path}" if self.path else self.resource
 
 
-def uses_state_on_host(op: Op, casts_on_gpu: Collection[int]) -> bool:
-    """Return whether an operation reads or writes the state of its subgroup in host memory. `casts_on_gpu` are
-    subgroups whose masters are uploaded and converted on the GPU."""
-    if op.kind == "upload":
-        return op.subgroup in casts_on_gpu
-    return op.kind in ("fetch", "flush") or (op.kind in ("update", "cast") and op.resource == "cpu")
-
-
 def plan_error(policy: str, op: Op, problem: str) -> PlanError:
     """Return the error of a plan with a wrong operation."""
-    return PlanError(f"policy {policy}: {op.kind} of subgroup {op.subgroup} {problem}")
+    return PlanError(f"policy {policy}: {op.name} {problem}")
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -119,19 +115,13 @@ def point_at(workload: Workload, seconds: float) -> float:
     return UPDATE
 
 
-# Rules of valid plans that plans of other systems may depart from; `Plan.validate` leaves out their checks.
-Rule = Literal[
-    "an update on the CPU waits for its gradient of this iteration",
-    "clipping comes before updates and uploads",
-    "a subgroup has one update",
-    "parameters are uploaded once",
-    "storage has state only",
-]
+# Rules of valid plans that plans of other systems may depart from; `Plan.validate` leaves out what they ask for. Those
+# of features are beside their kinds of operations.
+Rule = str
 OWN_GRADIENT: Final = "an update on the CPU waits for its gradient of this iteration"
 CLIPPING_FIRST: Final = "clipping comes before updates and uploads"
 ONE_UPDATE: Final = "a subgroup has one update"
 ONE_UPLOAD: Final = "parameters are uploaded once"
-STATE_ONLY: Final = "storage has state only"
 
 
 class Departures(NamedTuple):

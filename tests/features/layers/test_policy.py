@@ -14,6 +14,7 @@ from ebbtide.errors import PlanError, PolicyError, WorkloadError
 from ebbtide.features.layers import layer_choice
 from ebbtide.features.layers.layer_choice import Cost, LayerChoice, LayerSearch, cost_of, plan_of_choice
 from ebbtide.features.layers.model import ACTIVATION_KINDS, SLOTS, LayerPlan, SavedActivation, place
+from ebbtide.interleave.model.operations import FORWARD
 from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.bound import bound, min_layer_iteration_s
@@ -160,6 +161,16 @@ def test_validate__rejects_plans_without_a_copy() -> None:
     ops[last["weights up"]] = ops[last["weights up"]]._replace(needed=None)
     with pytest.raises(PlanError, match="does not wait for weights"):
         replace(plan, ops=tuple(ops)).validate(placed)
+    for kind, change, text in (
+        ("activation up", {"needed": None}, "activation 0 does not come back from the host in time"),
+        ("activation up", {"after": ()}, "activation up of subgroup 0 does not wait for activation down of subgroup 0"),
+        ("activation down", {"point": FORWARD}, "is copied before it is computed"),
+        ("activation down", {"buffer": 99}, "activation up of subgroup 1 finds no activation 3@host"),
+    ):
+        index = max(index for index, op in enumerate(plan.ops) if op.kind == kind)
+        changed = plan.ops[index]._replace(**change)
+        with pytest.raises(PlanError, match=text):
+            replace(plan, ops=(*plan.ops[:index], changed, *plan.ops[index + 1 :])).validate(placed)
 
 
 def _cost(text: str, workload: Workload) -> Cost:

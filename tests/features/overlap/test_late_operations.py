@@ -100,7 +100,7 @@ def _near_change(changes: list[tuple[float, float]], time: float, length: float)
         ({"due": FORWARD + 0.9}, "is due at point 1.9, which must be from 1.0 to 1.0"),
         ({"due": UPDATE}, "is due at point 3.0"),
         ({"due": None}, "waits for a late operation and is not late"),
-        ({"kind": "gradient down", "resource": "d2h"}, "is repeated"),
+        ({"kind": "gradient down", "resource": "d2h"}, "finds no grad@job"),
     ],
 )
 def test_validate__refuses_late_operations_that_the_next_iteration_needs_sooner(

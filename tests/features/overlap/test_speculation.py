@@ -12,7 +12,7 @@ from ebbtide.errors import PlanError
 from ebbtide.features.overlap.policy import late
 from ebbtide.features.overlap.speculation import redone, speculate
 from ebbtide.interleave.model.operations import OVERLAPS
-from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.plan import UPDATE, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.bound import bound
@@ -89,9 +89,9 @@ def test_auto__does_not_speculate_where_every_step_is_clipped(policy: str) -> No
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("upload", {"after": ()}, "does not wait for its update"),
-        ("update", {"after": ()}, "comes without|does not wait for its gradient down"),
-        ("update", {"resource": "gpu"}, "cannot be speculative"),
+        ("upload", {"after": ()}, "does not wait for update of subgroup 3"),
+        ("update", {"after": ()}, "does not wait for gradient down of subgroup 3"),
+        ("update", {"resource": "gpu"}, "update of subgroup 3 finds no state@gpu"),
     ],
 )
 def test_validate__refuses_bad_speculation(kind: str, change: dict[str, object], message: str) -> None:
@@ -101,11 +101,19 @@ def test_validate__refuses_bad_speculation(kind: str, change: dict[str, object],
         replace(plan, ops=tuple(ops)).validate(JOB)
 
 
+@pytest.mark.parametrize("change", [{"clipping": False}, {"gradients_held_until_step": True}])
+def test_validate__refuses_speculation_where_nothing_is_to_be_known(change: dict[str, bool]) -> None:
+    plan, job = speculating(1), replace(JOB, **change)
+    ops = tuple(op._replace(point=max(op.point, UPDATE)) for op in plan.ops)
+    with pytest.raises(PlanError, match="update of subgroup 3 cannot be speculative"):
+        replace(plan, ops=ops).validate(job)
+
+
 def test_validate__refuses_an_upload_before_clipping() -> None:
     plan = speculating(1)
     clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
     ops = [op._replace(after=tuple(index for index in op.after if index != clip)) for op in plan.ops]
-    with pytest.raises(PlanError, match="upload of subgroup 3 does not wait for the clipping"):
+    with pytest.raises(PlanError, match="upload of subgroup 3 does not wait for clip"):
         replace(plan, ops=tuple(op if op.kind == "upload" else old for op, old in zip(ops, plan.ops, strict=True))
         ).validate(JOB)  # fmt: skip
 

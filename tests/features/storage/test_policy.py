@@ -253,7 +253,10 @@ def test_validate__refuses_a_plan_without_any_of_the_waits_of_storage(policy: st
         ("read", {"point": 1.5}, "before the (backward|late operations)"),
         ("read", {"nbytes": 1.0}, "does not move the whole state"),
         ("read", {"buffer": 3}, "buffer"),
-        ("write", {"path": 1}, "path"),
+        ("write", {"path": 1}, "leaves no new state@file 0"),
+        ("write", {"buffer": 1}, "finds no own@buffer 1"),
+        ("write", {"buffer": -1}, "finds no own@buffer -1"),
+        ("read", {"buffer": 1}, "read of subgroup 9 does not wait for write of subgroup 7"),
         ("write", {"due": 2.5}, "is due at point"),
         ("read", {"resource": "h2d"}, "cannot run on"),
     ],
@@ -265,10 +268,18 @@ def test_validate__refuses_wrong_operations_of_storage(kind: str, values: dict[s
         changed(plan, last, **values).validate(ALL_STORED)
 
 
+def test_validate__refuses_a_read_before_the_backward_where_nothing_is_late() -> None:
+    plan = all_stored()
+    plan = replace(plan, ops=tuple(op._replace(due=None) for op in plan.ops)).validate(ALL_STORED)
+    first = next(index for index, op in enumerate(plan.ops) if op.kind == "read")
+    with pytest.raises(PlanError, match="read of subgroup 0 starts before the backward"):
+        changed(plan, first, point=FORWARD).validate(ALL_STORED)
+
+
 def test_validate__refuses_lost_state_and_buffers_that_are_too_small() -> None:
     plan = all_stored()
     last = max(index for index, op in enumerate(plan.ops) if op.kind == "write")
-    with pytest.raises(PlanError, match="not followed by a write"):
+    with pytest.raises(PlanError, match="leaves no new state@file 0"):
         replace(plan, ops=plan.ops[:last] + _renumbered(plan.ops[last + 1 :], last)).validate(ALL_STORED)
     with pytest.raises(PlanError, match="larger than its buffer"):
         replace(plan, storage_buffers=(1e9,) * 3).validate(ALL_STORED)
@@ -321,7 +332,7 @@ def test_stored_in__writes_state_when_its_masters_have_been_read(policy: str) ->
         if op.kind == "write":
             assert readers[op.subgroup] in op.after
             update = plan.ops[readers[op.subgroup]].after
-            with pytest.raises(PlanError, match=f"does not wait for its {reader}"):
+            with pytest.raises(PlanError, match=f"does not wait for {reader}"):
                 changed(plan, index, after=update).validate(ALL_STORED)
 
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError, PolicyError
-from ebbtide.interleave.model.operations import NO_DEPARTURES, STATE_ONLY
+from ebbtide.features.storage.kinds import STATE_ONLY
+from ebbtide.interleave.model.operations import NO_DEPARTURES
 from ebbtide.interleave.model.plan import STEP, Op, Plan
 from ebbtide.interleave.model.schedule import needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -119,11 +120,11 @@ def changed(plan: Plan, kind: str, **values: object) -> Plan:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("write", {"after": ()}, "does not wait for its gradient down"),
+        ("write", {"after": ()}, "does not wait for gradient down of subgroup 9"),
         ("write", {"nbytes": 1.0}, "does not move the whole gradient"),
-        ("write", {"path": 1}, "is not of the path that its gradient was written to"),
-        ("write", {"subgroup": 0}, "does not wait for the write of its gradient"),
-        ("read", {"after": ()}, "does not wait for the write of its gradient"),
+        ("write", {"path": 1}, "read of subgroup 9 finds no grad@file 0"),
+        ("write", {"subgroup": 0}, "write of subgroup 0 finds no grad@host"),
+        ("read", {"after": ()}, "read of subgroup 0 does not wait for write of subgroup 0"),
         ("read", {"nbytes": 12.0 * 10**8}, "does not move the whole state"),
     ],
 )

@@ -76,7 +76,7 @@ def test_validate__refuses_other_faults_of_plans_with_departures(policy: str, ki
 def test_validate__keeps_gradients_and_uploads_where_only_clipping_is_left_out() -> None:
     plan = make_plan("prime-rl", NO_ROOM, FULL_BOX)
     ops = tuple(op._replace(after=()) if op.kind == "update" else op for op in plan.ops)
-    with pytest.raises(PlanError, match="does not wait for its gradient down"):
+    with pytest.raises(PlanError, match="does not wait for gradient down"):
         replace(plan, ops=ops).validate(NO_ROOM)
     assert plan.departures.rules == {CLIPPING_FIRST}
 

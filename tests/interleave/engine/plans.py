@@ -143,6 +143,8 @@ class _Maker:
         order = self._order()
         index = {name: number for number, name in enumerate(order)}
         ops = []
+        # For each operation, those before it that have ended when it starts.
+        ended: list[set[int]] = []
         freeing: list[int] = []
         taking: list[int] = []
         for number, name in enumerate(order):
@@ -155,6 +157,10 @@ class _Maker:
                 taking.append(number)
             if op.release:
                 freeing.append(number)
+            by_others = {early for one in after for early in ended[one]}
+            ended.append(after | by_others)
+            if self.random.random() < 0.5:
+                after -= by_others
             ops.append(op._replace(after=tuple(self.random.sample(sorted(after), len(after)))))
         return Plan(
             policy="random",

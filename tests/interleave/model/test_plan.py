@@ -107,26 +107,11 @@ def without(ops: tuple[Op, ...], removed: int) -> list[Op]:
 
 
 @each_plan
-def test_validate__refuses_a_missing_dependency(name: str) -> None:
-    """Except those that no result needs: on a free buffer, on the upload in ZeRO-Offload's loop, and on clipping before
-    a gradient is copied up."""
-    plan, _ = PLANS[name]
-    for index, op in enumerate(plan.ops):
-        for early in op.after:
-            other = plan.ops[early]
-            if op.kind == "fetch" and other.subgroup != op.subgroup:
-                continue
-            if other.kind == "upload" or (op.kind == "gradient up" and other.kind == "clip"):
-                continue
-            fewer = op._replace(after=tuple(one for one in op.after if one != early))
-            refused(name, [*plan.ops[:index], fewer, *plan.ops[index + 1 :]])
-
-
-@each_plan
 def test_validate__refuses_a_repeated_operation(name: str) -> None:
     plan, _ = PLANS[name]
     for op in plan.ops:
-        refused(name, [*plan.ops, op._replace(acquire=0.0, release=0.0)], "is repeated")
+        again = op._replace(acquire=0.0, release=0.0)
+        refused(name, [*plan.ops, again], "finds no|is repeated|is the second update|does not wait for")
 
 
 @each_plan
@@ -155,7 +140,7 @@ def test_validate__refuses_an_operation_on_the_wrong_resource(name: str) -> None
     for index, op in enumerate(plan.ops):
         for resource in {"cpu", "gpu", "h2d", "d2h"} - allowed.get(op.kind, {op.resource}):
             moved = op._replace(resource=resource)  # type: ignore[arg-type]
-            refused(name, [*plan.ops[:index], moved, *plan.ops[index + 1 :]], "cannot run on|without a|device")
+            refused(name, [*plan.ops[:index], moved, *plan.ops[index + 1 :]], "cannot run on|finds no")
 
 
 @each_plan
@@ -190,7 +175,7 @@ def test_validate__refuses_impossible_operations(name: str, change_name: str) ->
 
 def test_validate__refuses_a_cpu_update_of_resident_state() -> None:
     plan, workload = PLANS["zero-offload"]
-    with pytest.raises(PlanError, match="with its state on the device"):
+    with pytest.raises(PlanError, match="update of subgroup 0 finds no state@host"):
         replace(plan, resident=frozenset({0})).validate(workload)
 
 
@@ -207,7 +192,7 @@ def test_validate__refuses_sets_that_contradict_the_operations() -> None:
 
 def test_validate__refuses_an_update_before_clipping() -> None:
     plan = make_plan("interleaved:2", windows(clipping=False), TEST_MACHINE)
-    with pytest.raises(PlanError, match="does not wait for the clipping"):
+    with pytest.raises(PlanError, match="finds no factor"):
         plan.validate(windows())
 
 
@@ -217,14 +202,22 @@ def test_validate__refuses_a_read_before_the_gradient_is_ready(name: str) -> Non
     for index, op in enumerate(plan.ops):
         if op.kind == "gradient down" or (op.kind == "update" and op.subgroup in plan.kept_gradients):
             sooner = op._replace(point=op.point - 0.01)
-            refused(name, [*plan.ops[:index], sooner, *plan.ops[index + 1 :]], "before its gradient is ready")
+            refused(
+                name,
+                [*plan.ops[:index], sooner, *plan.ops[index + 1 :]],
+                "starts before the gradient of subgroup . is ready",
+            )
 
 
 def test_validate__refuses_clipping_before_all_gradients_are_ready() -> None:
     plan, _ = PLANS["adaptive"]
     (index,) = (index for index, op in enumerate(plan.ops) if op.kind == "clip")
     sooner = plan.ops[index]._replace(point=2.9)
-    refused("adaptive", [*plan.ops[:index], sooner, *plan.ops[index + 1 :]], "before all gradients are ready")
+    refused(
+        "adaptive",
+        [*plan.ops[:index], sooner, *plan.ops[index + 1 :]],
+        "clip starts before the gradient of subgroup 0 is ready",
+    )
 
 
 @given(workloads(), st.floats(0, 1.5))
