@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from ebbtide.analysis.metrics.advice import Setting
@@ -19,6 +19,9 @@ from ebbtide.machines.machine import Machine
 OPTIMIZER_OVERLAP = "auto"
 DEEPSPEED_OVERLAP = "forward"
 _MAX_STRIDE = 10
+# Splits are compared, and asked whether one fits, for the same workload in turn.
+_REMEMBERED = 16
+_ROUNDED_SUBGROUPS = 2
 
 
 @dataclass(frozen=True)
@@ -235,12 +238,24 @@ def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
     return min(fitting, key=lambda steps: steps.rating_s, default=None)
 
 
-def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
-    """Return static splits without storage, the one that keeps most state on the host first."""
+@lru_cache(maxsize=_REMEMBERED)
+def _static_splits(workload: Workload, machine: Machine) -> tuple[Steps, ...]:
+    """Return static splits without storage, the one that keeps most state on the host first.
+
+    Those whose resident state exceeds what the device always has free are left out."""
     machine = replace(machine, storage=())
-    splits = (Policy.make("twin-flow", f"{share / 20:g}") for share in range(19, -1, -1))
-    policies = (Policy.make("zero-offload"), *splits)
-    return [steps for policy in policies if (steps := steps_of(policy, workload, machine)) is not None]
+    shares = [share / 20 for share in range(19, -1, -1) if _may_keep(workload, 1 - share / 20)]
+    policies = (Policy.make("zero-offload"), *(Policy.make("twin-flow", f"{share:g}") for share in shares))
+    return tuple(steps for policy in policies if (steps := steps_of(policy, workload, machine)) is not None)
+
+
+def _may_keep(workload: Workload, share: float) -> bool:
+    """Return whether the state of a share of the parameters may fit the device all the time. It is a few subgroups more
+    or less, as versions of DeepSpeed round."""
+    if workload.min_free_bytes is None:
+        return True
+    params = share * workload.params - _ROUNDED_SUBGROUPS * max(workload.subgroups)
+    return params * workload.state_bytes <= workload.min_free_bytes
 
 
 def _other_policies(best: Steps, split: Steps | None, workload: Workload, machine: Machine) -> list[Steps]:
