@@ -50,6 +50,7 @@ KINDS = (
         rates=no_rates,
         may_be_late=True,
         flow=_read_flow,
+        perform="ebbtide.features.storage.engine.performing:read",
         check=_check_paths,
     ),
     Kind(
@@ -59,6 +60,7 @@ KINDS = (
         rates=no_rates,
         may_be_late=True,
         flow=_write_flow,
+        perform="ebbtide.features.storage.engine.performing:write",
         check=_check_paths,
     ),
 )

@@ -95,6 +95,8 @@ class Kind:
         takes: What it takes device memory for.
         gives: What it gives device memory back of.
         flow: What an operation of a plan reads and writes.
+        perform: The function of a `Store` and an operation that performs it, or issues it to the stream of its
+            resource, as `module:name` that only an executor imports; None: plans with it are for simulation only.
         check: Raises MachineError where a machine lacks what operations of a policy need besides rates.
     """
 
@@ -110,6 +112,7 @@ class Kind:
     takes: Content | None = None
     gives: Content | None = None
     flow: Callable[[Op, Plan], Flow] = no_flow
+    perform: str | None = None
     check: Callable[[Iterable[Op], Machine, str], None] | None = None
 
 
@@ -168,8 +171,14 @@ def _upload_flow(op: Op, plan: Plan) -> Flow:
     return Flow(("param@host",), ("param@gpu",))
 
 
+_PERFORM = "ebbtide.interleave.engine.runtime.performing:{}".format
 _CORE = (
-    Kind("gradient down", ("d2h",), flow=lambda op, plan: Flow(writes=("grad@host",), moves=("grad@job",))),
+    Kind(
+        "gradient down",
+        ("d2h",),
+        flow=lambda op, plan: Flow(writes=("grad@host",), moves=("grad@job",)),
+        perform=_PERFORM("gradient_down"),
+    ),
     Kind(
         "gradient up",
         ("h2d",),
@@ -177,6 +186,7 @@ _CORE = (
         needs_scalars=True,
         takes="gradient",
         flow=lambda op, plan: Flow(("grad@host",), ("grad@gpu",)),
+        perform=_PERFORM("gradient_up"),
     ),
     Kind(
         "clip",
@@ -188,6 +198,7 @@ _CORE = (
         needs_scalars=True,
         # What is on the device still is clipped there.
         flow=lambda op, plan: Flow(writes=(FACTOR,), reads_all=("grad@host", "grad@job")),
+        perform=_PERFORM("clip"),
     ),
     Kind(
         "fetch",
@@ -195,6 +206,7 @@ _CORE = (
         may_be_late=True,
         takes="state",
         flow=lambda op, plan: Flow(writes=("state@gpu",), moves=("state@host",)),
+        perform=_PERFORM("fetch"),
     ),
     Kind(
         "update",
@@ -207,6 +219,7 @@ _CORE = (
         needs_scalars=True,
         gives="gradient",
         flow=_update_flow,
+        perform=_PERFORM("update"),
     ),
     Kind(
         "flush",
@@ -214,6 +227,7 @@ _CORE = (
         may_be_late=True,
         gives="state",
         flow=lambda op, plan: Flow(writes=("state@host",), moves=("state@gpu",)),
+        perform=_PERFORM("flush"),
     ),
     Kind(
         "cast",
@@ -224,8 +238,17 @@ _CORE = (
         may_be_late=True,
         writes_parameters=True,
         flow=_cast_flow,
+        perform=_PERFORM("cast"),
     ),
-    Kind("upload", ("h2d",), may_be_late=True, writes_parameters=True, needs_scalars=True, flow=_upload_flow),
+    Kind(
+        "upload",
+        ("h2d",),
+        may_be_late=True,
+        writes_parameters=True,
+        needs_scalars=True,
+        flow=_upload_flow,
+        perform=_PERFORM("upload"),
+    ),
 )
 
 

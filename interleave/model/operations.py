@@ -2,14 +2,15 @@
 
 from functools import lru_cache
 from itertools import accumulate
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.workload import Workload
 
 # The name of a kind: see `kinds.py`.
 OpKind = str
-Resource = Literal["cpu", "gpu", "h2d", "d2h", "storage_read", "storage_write"]
+# Features add theirs, each with a lane of its own: see `simulation/lanes.py`.
+Resource = str
 # Each path of the storage (see `Op.path`) has both of the others.
 RESOURCES: tuple[Resource, ...] = ("cpu", "gpu", "h2d", "d2h")
 DEVICE_RESOURCES: tuple[Resource, ...] = ("gpu", "h2d", "d2h")

@@ -154,7 +154,7 @@ class Schedule:
         resources = (*RESOURCES, *STORAGE_RESOURCES) if self.plan.storage_buffers else RESOURCES
         shares: dict[str, float] = dict.fromkeys(resources, 0.0)
         for (resource, _), seconds in busy.items() if update_s > 0 else ():
-            shares[resource] = max(shares[resource], min(1.0, seconds / update_s))
+            shares[resource] = max(shares.get(resource, 0.0), min(1.0, seconds / update_s))
         return shares
 
     def storage_busy_shares(self) -> list[dict[str, float]]:

@@ -126,9 +126,11 @@ OPS = (
     *("reduce", "gradient down", "gradient up", "clip", "fetch", "flush", "cast", "upload"),
     *("wait", "rollback", "selective update", "select columns", "parameters down", "read", "write"),
     *("gradient read", "gradient write", "forward without gradients"),
+    # Of a kind, or a lane, that a feature adds.
+    "other",
 )
-# `worker` is another process of the job, on the CPU. The last two are of files for optimizer state.
-RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h", "worker", "storage_read", "storage_write")
+# `worker` is another process of the job, on the CPU. Those of storage are of files for optimizer state.
+RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h", "worker", "storage_read", "storage_write", "other")
 STOP_REASONS = ("closed", "max-size", "iterations", "fault")
 # A detailed slice begins at its first iteration, ends before an iteration, or did not begin in time.
 DETAIL_MARKS = ("begin", "end", "missed")
@@ -220,11 +222,11 @@ class Spool:
         `device`: the number of the GPU that ran it, or of the path on storage."""
         self.put(
             OP,
-            _OP_CODES[name],
+            _OP_CODES.get(name, _OP_CODES["other"]),
             device,
             sequence,
             NO_SUBGROUP if subgroup is None else subgroup,
-            _RESOURCE_CODES[resource],
+            _RESOURCE_CODES.get(resource, _RESOURCE_CODES["other"]),
             MISSING if nbytes is None else nbytes,
             start_ns,
             end_ns,

@@ -42,8 +42,7 @@ class Engine:
         # Of the last step; None before the first.
         self.last_schedule: Schedule | None = None
         self._params = params
-        paths = 0 if store.states.stored is None else len(store.states.stored.files)
-        self._executor = Executor(store.perform, store.device, store.fits, store.end, paths)
+        self._executor = Executor(store.perform, store.device, store.fits, store.end)
         # The plan of the next step, and whether it is running in this iteration.
         self.plan: Plan | None = None
         self.is_running = False

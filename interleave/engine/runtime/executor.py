@@ -15,9 +15,11 @@ from typing import Any
 from ebbtide.interleave.engine.devices.device import Mark, Stream, Streams
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forks import ForkCondition
-from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun
-from ebbtide.interleave.model.plan import RESOURCES, STEP, STORAGE_RESOURCES, Op, Plan
+from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun, lane_of
+from ebbtide.interleave.model.plan import RESOURCES, STEP, Op, Plan
 
+# Resources whose operations are issued to a stream.
+_STREAMS: dict[str, Stream] = {"gpu": "gpu", "h2d": "h2d", "d2h": "d2h"}
 # Operations of a stream: the running and the next one. With more the order would be fixed too early.
 _DEPTH = 2
 # Those whose handlers jobs replace by functions that may raise.
@@ -25,7 +27,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal
 
 
 class Executor:
-    """Executes plans on a thread for each resource; storage has one for each path and direction.
+    """Executes plans on a thread for each lane: those of the core, and those of the plans that it has begun.
 
     Operations on the CPU and of storage are performed by their thread. Those on the device are issued to streams, which
     wait for one another; their thread takes their times from marks. The training thread calls `begin`, `advance_to` and
@@ -38,7 +40,6 @@ class Executor:
         streams: Streams,
         fits: Callable[[Op], bool] = lambda op: True,
         end: Callable[[Op], None] = lambda op: None,
-        paths: int = 0,
     ) -> None:
         self._perform = perform
         self._streams = streams
@@ -50,9 +51,8 @@ class Executor:
         self._error: BaseException | None = None
         self._closed = False
         self._pauses = 0
-        storage = [(resource, path) for resource in STORAGE_RESOURCES for path in range(paths)]
-        self._lanes: list[Lane] = [*((resource, 0) for resource in RESOURCES), *storage]
-        # They start when there is something to do, in a forked child once more.
+        self._lanes: list[Lane] = [(resource, 0) for resource in RESOURCES]
+        # One for each of the lanes. They start when there is something to do, in a forked child once more.
         self._threads: list[threading.Thread] = []
 
     def begin(self, plan: Plan, inputs: Mapping[int, int] | None = None, begin_s: float | None = None) -> None:
@@ -62,6 +62,7 @@ class Executor:
         with self._changed:
             if self._closed:
                 raise EngineError("the executor is closed: no plan can begin")
+            self._lanes += dict.fromkeys(map(lane_of, plan.ops)).keys() - {*self._lanes}
             self._run = run
             self._error = None
 
@@ -165,13 +166,10 @@ class Executor:
 
     def _wake(self) -> None:
         """Let the threads look for operations. The lock is acquired."""
-        if not (self._threads or self._closed):
-            self._threads = [
-                threading.Thread(target=self._serve, args=(lane,), name=f"ebbtide-{lane[0]}", daemon=True)
-                for lane in self._lanes
-            ]
-            for thread in self._threads:
-                thread.start()
+        for lane in [] if self._closed else self._lanes[len(self._threads) :]:
+            thread = threading.Thread(target=self._serve, args=(lane,), name=f"ebbtide-{lane[0]}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         self._changed.notify_all()
 
     def _serve(self, lane: Lane) -> None:
@@ -196,9 +194,9 @@ class Executor:
                 run = self._run
             if index is None:
                 self._wait_for(in_flight.popleft())
-            elif resource == "gpu" or resource == "h2d" or resource == "d2h":
+            elif resource in _STREAMS:
                 assert run is not None
-                issued = self._issue(run, index, resource)
+                issued = self._issue(run, index, _STREAMS[resource])
                 if issued is not None:
                     in_flight.append(issued)
             else:

@@ -8,16 +8,16 @@ from heapq import heappop, heappush
 from operator import itemgetter
 
 from ebbtide.interleave.engine.devices.device import Mark
-from ebbtide.interleave.model.operations import DEVICE_RESOURCES, STORAGE_RESOURCES, Op, Resource
+from ebbtide.interleave.model.operations import DEVICE_RESOURCES, Op, Resource
 from ebbtide.interleave.model.plan import Plan
 
-# What runs one operation at a time: a resource, of storage together with the path.
+# What runs one operation at a time: a resource, with the number of the path of storage.
 Lane = tuple[Resource, int]
 
 
 def lane_of(op: Op) -> Lane:
     """Return the lane that runs an operation."""
-    return op.resource, op.path if op.resource in STORAGE_RESOURCES else 0
+    return op.resource, op.path
 
 
 class PlanRun:

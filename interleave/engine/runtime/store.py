@@ -1,8 +1,11 @@
 """Performs the operations of a plan on the optimizer state."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -113,6 +116,13 @@ class ReturnedGradients:
             self.give(number)
 
 
+@cache
+def _load(target: str) -> Any:
+    """Return the function `module:name`."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
 class Store:
     """Performs operations on the state of subgroups, which it owns; for host_buffers and stored see SubgroupStates."""
 
@@ -144,26 +154,21 @@ class Store:
         for number, subgroup in enumerate(subgroups):
             for segment in subgroup.segments:
                 self._subgroups_of.setdefault(segment.param, set()).add(number)
-        self._perform: dict[tuple[str, str], Callable[[Op], None]] = {
-            ("gradient down", "d2h"): lambda op: self._copy_gradient_to_host(op.subgroup),
-            ("gradient up", "h2d"): lambda op: self._returned.issue(
-                op.subgroup, self.inputs, self._buffers.gradients[op.subgroup]
-            ),
-            ("fetch", "h2d"): lambda op: self.states.issue_to_device(op.subgroup),
-            ("flush", "d2h"): self._flush,
-            ("update", "cpu"): self._update_on_cpu,
-            ("update", "gpu"): self._update_on_gpu,
-            ("cast", "cpu"): lambda op: self._cast_master(op.subgroup),
-            ("upload", "h2d"): lambda op: self._copy_params_to_device(op.subgroup),
-            ("read", "storage_read"): lambda op: self.states.load(op.subgroup, op.buffer),
-            ("write", "storage_write"): lambda op: self.states.save(op.subgroup),
-            # All gradients are on the host by then; the clip factor is already in the scalars.
-            ("clip", "cpu"): lambda op: None,
-        }
 
     def perform(self, op: Op) -> None:
         """Perform an operation on the CPU, or issue one to a stream of the device."""
-        self._perform[op.kind, op.resource](op)
+        perform = find_kind(op.kind).perform
+        if perform is None:
+            raise EngineError(f"the engine cannot perform {op.kind}: plans with it are for simulation only")
+        _load(perform)(self, op)
+
+    def host_gradient(self, number: int) -> torch.Tensor:
+        """Return the gradient of a subgroup that was copied to the host in this iteration."""
+        return self._buffers.gradients[number]
+
+    def return_gradient(self, number: int) -> None:
+        """Issue the copy of a gradient back to the device."""
+        self._returned.issue(number, self.inputs, self._buffers.gradients[number])
 
     def fits(self, op: Op) -> bool:
         """Return whether there is device memory for an operation now."""
@@ -272,14 +277,14 @@ class Store:
         if subgroup in self._buffers.outdated_params:
             self._refresh_params(subgroup)
         if is_updated:
-            self._cast_master(subgroup)
+            self.cast_master(subgroup)
         else:
             if subgroup not in self._offloaded:
                 self._buffers.ensure("gradient down", subgroup, pinned=False)
-                self._copy_gradient_to_host(subgroup)
+                self.copy_gradient_to_host(subgroup)
                 self.device.record("d2h").synchronize()
             self._update_host_state(subgroup, self._buffers.params[subgroup])
-        self._copy_params_to_device(subgroup)
+        self.copy_params_to_device(subgroup)
         self.device.record("h2d").synchronize()
 
     def release(self) -> None:
@@ -289,12 +294,14 @@ class Store:
         self._arena.release()
         self._buffers.clear()
 
-    def _flush(self, op: Op) -> None:
+    def flush(self, op: Op) -> None:
+        """Issue the copy of the state of a subgroup to the host."""
         if op.subgroup not in self.states.on_device:
             raise EngineError(f"the plan flushes subgroup {op.subgroup}, which is not on the device")
         self.states.issue_to_host(op.subgroup)
 
-    def _update_on_cpu(self, op: Op) -> None:
+    def update_on_cpu(self, op: Op) -> None:
+        """Update a subgroup on the host, beside its state if that is speculative."""
         out = None if op.subgroup in self._cast_subgroups else self._buffers.params[op.subgroup]
         if op.speculative and self.speculative.begin(op.subgroup, self.inputs.assumed):
             self._speculate(op.subgroup, out)
@@ -321,7 +328,8 @@ class Store:
         self._kernel.update_ranges(gradient, state, out, ranges, self._cpu_share, own.rule)
         self._corrupted.discard(subgroup)
 
-    def _update_on_gpu(self, op: Op) -> None:
+    def update_on_gpu(self, op: Op) -> None:
+        """Issue the update of a subgroup on the device."""
         subgroup = self.subgroups[op.subgroup]
         rows = state_rows(self.states.on_device[op.subgroup], subgroup)
         is_returned = op.subgroup in self._returned
@@ -340,7 +348,8 @@ class Store:
         self._corrupted.discard(op.subgroup)
         self._returned.give(op.subgroup)
 
-    def _cast_master(self, subgroup: int) -> None:
+    def cast_master(self, subgroup: int) -> None:
+        """Convert the masters of a subgroup on the host to parameters."""
         if self.subgroups[subgroup].has_remainders:
             # The update has written the parameters.
             return
@@ -351,7 +360,8 @@ class Store:
             # The NaN of torch's cast differs between machines, and from that of updates.
             params.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
-    def _copy_gradient_to_host(self, subgroup: int) -> None:
+    def copy_gradient_to_host(self, subgroup: int) -> None:
+        """Issue the copy of the gradient of a subgroup to the host."""
         buffer, inputs = self._buffers.gradients[subgroup], self.inputs
         segments = [
             segment for segment in self.subgroups[subgroup].segments if inputs.gradients[segment.param] is not None
@@ -367,7 +377,8 @@ class Store:
             if self._subgroups_of[segment.param] <= self._offloaded:
                 self.inputs.gradients[segment.param] = None
 
-    def _copy_params_to_device(self, subgroup: int) -> None:
+    def copy_params_to_device(self, subgroup: int) -> None:
+        """Issue the copy of the parameters of a subgroup to the device."""
         buffer, inputs = self._buffers.params[subgroup], self.inputs
         segments = inputs.updated_segments(self.subgroups[subgroup])
         self.device.copy("h2d", [(buffer[segment.span], inputs.value(segment)) for segment, _ in segments])

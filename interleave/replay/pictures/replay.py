@@ -14,7 +14,7 @@ from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.operations import NO_OVERLAP
-from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
+from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.replay.pictures import policy_bars
 from ebbtide.interleave.replay.replay import Replay
@@ -160,10 +160,9 @@ def add_lane_legend(figure: Figure | SubFigure, schedules: Sequence[Schedule]) -
 
 
 def resource_lanes(schedule: Schedule) -> list[str]:
-    """Return the names of the lanes of all resources from top to bottom, without those of storage that is not used."""
-    paths = max((op.path + 1 for op in schedule.plan.ops if op.resource in STORAGE_RESOURCES), default=0)
-    storage = [f"{name} {path}" if path else name for path in range(paths) for name in STORAGE_RESOURCES]
-    return [*RESOURCES, *storage]
+    """Return the names of all lanes from top to bottom, without those of features that it does not use."""
+    others = {(op.path, op.resource, op.lane) for op in schedule.plan.ops if op.resource not in RESOURCES}
+    return [*RESOURCES, *(lane for _, _, lane in sorted(others))]
 
 
 def _memory(schedule: Schedule) -> tuple[Floats, Floats]:

@@ -28,13 +28,13 @@ def test_step__converts_masters_before_their_buffer_is_read_into(
 ) -> None:
     reference = Job(torch.bfloat16)
     expected = run(reference, ReferenceOptimizer(reference.net.parameters()), 4)
-    cast = Store._cast_master
+    cast = Store.cast_master
 
     def slow_cast(store: Store, subgroup: int) -> None:
         time.sleep(0.005)
         cast(store, subgroup)
 
-    monkeypatch.setattr(Store, "_cast_master", slow_cast)
+    monkeypatch.setattr(Store, "cast_master", slow_cast)
     job = Job(torch.bfloat16)
     optimizer = InterleavedAdamW(
         job.net.parameters(),
