@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from ebbtide.interleave.model.plan import UPDATE, Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import Policy, make_plan
-from ebbtide.interleave.simulation import compiled_fluid
+from ebbtide.interleave.simulation import compiled_fluid, fluid
 from ebbtide.interleave.simulation.lanes import Lanes
 from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.interleave.simulation.tasks import run_in_python, tasks_of
@@ -29,6 +31,7 @@ from tests.interleave.simulation.stored_plans import cases
 from tests.interleave.strategies import fixed_policies, machines, policies, workloads
 
 quick_plans = pytest.fixture(autouse=True)(plan_quickly)
+ROOT = Path(__file__).parents[3]
 # Times are sums of some hundred terms.
 CLOSE = 1e-9
 
@@ -237,3 +240,8 @@ def test_simulate__refuses_operations_that_wait_for_each_other() -> None:
     stuck = Plan("stuck", ops, 2, frozenset({0, 1}), frozenset(), frozenset({0, 1}), 24.0)
     with pytest.raises(PlanError, match="wait for each other"):
         simulate(stuck, even(2, 1), TEST_MACHINE)
+
+
+@pytest.mark.parametrize("function", [fluid.share, fluid.next_end, fluid.run], ids=lambda function: function.__name__)
+def test_docs__show_the_event_loop_as_it_is(function: Callable[..., Any]) -> None:
+    assert inspect.getsource(function) in (ROOT / "docs" / "model.md").read_text()
