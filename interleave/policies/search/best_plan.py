@@ -115,7 +115,7 @@ def _search_counts(levels: list[Level], shares: list[OptimalShares], target_s: f
     for coarse, fine in itertools.pairwise(levels):
         search = _forward_search(fine, target_s)
         factor = coarse.merged.factor // fine.merged.factor
-        placements = search.refine(placements[:STARTS], factor, coarse.merged.buffers)
+        placements = search.refine(placements[:STARTS], factor, coarse.merged.buffers, shares)
         assignments.append(search.assignment(placements[0]))
     return assignments
 

@@ -137,6 +137,8 @@ _THROTTLED_STARTS = (0.9, 0.5, 0.25)
 _THROTTLE = 0.75
 # Placements that are improved at a time: the bound's solution rounds to several that are about as good.
 STARTS = 3
+# So many batches of them: those of one often end at the same placement.
+_BATCHES = 3
 # One subgroup is fetched, one is updated, one is flushed.
 _SLOTS = (1, 2, 3)
 # The share of the work that goes into the comparison of placements to start from.
@@ -179,6 +181,7 @@ class PlacementSearch:
         self._target_s = target_s
         self._workload = workload = costs.workload
         self.ranking = ranking
+        self._step = max(1, len(ranking) // 8)
         sizes = [workload.subgroups[subgroup] for subgroup in ranking]
 
         def fit(free_bytes: float) -> int:
@@ -206,18 +209,28 @@ class PlacementSearch:
     def run(self, shares: list[OptimalShares]) -> list[Placement]:
         """Return the placements that the search ends with, cheapest first: from the solutions of the bound, and from
         the best of these with other orders."""
-        step = max(1, len(self.ranking) // 8)
-        left = self.race(self.starts(shares), step)
-        return self.race([*left, *self.variants(left[0])], step)
+        return self._race_variants(self._race_batches(shares))
 
-    def refine(self, placements: Iterable[Placement], factor: int, buffers: int) -> list[Placement]:
-        """Return the same from placements of subgroups that were merged, see `Placement.split`."""
+    def refine(
+        self, placements: Iterable[Placement], factor: int, buffers: int, shares: list[OptimalShares]
+    ) -> list[Placement]:
+        """Return the same, first from placements of subgroups that were merged, see `Placement.split`."""
         starts = [self.shrink_to_fit(placement.split(factor, buffers), factor) for placement in placements]
         # Small steps first: merged subgroups differ from single ones.
-        left = self.race(starts, max(1, factor // 2))
-        if not self._has_ops:
-            return left
-        return self.race([*left, *self.variants(left[0])], len(self.ranking) // 8)
+        left = sorted([one for start in starts for one in self.race([start], max(1, factor // 2))], key=self.cost)
+        if self._has_ops:
+            left = self._race_variants(left)
+        return sorted([*left, *self._race_batches(shares)], key=self.cost) if self._has_ops else left
+
+    def _race_batches(self, shares: list[OptimalShares]) -> list[Placement]:
+        """Return what races from the solutions of the bound end with, cheapest first."""
+        starts = self.starts(shares)
+        batches = [starts[first : first + STARTS] for first in range(0, len(starts), STARTS)]
+        return sorted([one for batch in batches for one in self.race(batch, self._step)], key=self.cost)
+
+    def _race_variants(self, placements: list[Placement]) -> list[Placement]:
+        """Return what a race of placements and of variants of the first one ends with, cheapest first."""
+        return self.race([*placements, *self.variants(placements[0])], self._step)
 
     def starts(self, shares: list[OptimalShares]) -> list[Placement]:
         """Return the cheapest placements to start from, cheapest first.
@@ -231,12 +244,12 @@ class PlacementSearch:
         best: list[tuple[float, Placement]] = []
         ops_after = self._costs.ops_left * (1 - _SEEDS_SHARE)
         for seed in sorted(candidates, key=minimums.__getitem__):
-            limit = best[-1][0] if len(best) == STARTS else INFINITE
+            limit = best[-1][0] if len(best) == _BATCHES * STARTS else INFINITE
             if minimums[seed] >= limit or (self._costs.ops_left <= ops_after and best):
                 break
             cost = self.cost(seed, limit)
             if cost < limit:
-                best = sorted([*best, (cost, seed)], key=lambda entry: entry[0])[:STARTS]
+                best = sorted([*best, (cost, seed)], key=lambda entry: entry[0])[: _BATCHES * STARTS]
         return [seed for _, seed in best]
 
     def modes(self, placement: Placement) -> list[Placement]:
