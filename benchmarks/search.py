@@ -117,7 +117,7 @@ def main() -> None:
         "CPU time",
     ]
     groups = {name: [job for job in jobs if job.overlap == name] for name in OVERLAPS} | {"all": jobs}
-    print(table(head, [row(name, group, before) for name, group in groups.items() if group]))
+    table(head, [row(name, group, before) for name, group in groups.items() if group])
 
 
 if __name__ == "__main__":
