@@ -38,6 +38,7 @@ class Lanes:
 
     Attributes:
         index: The number of each lane by its name.
+        bandwidth: The limits of the lanes, in all modes so far.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -60,7 +61,7 @@ class Lanes:
         self.index = {lane.name: number for number, lane in enumerate(lanes)}
         numbers = {pool.name: number for number, pool in enumerate(pools)}
         self._scales = [[1.0] * len(lanes)]
-        self._bandwidth = Bandwidth(
+        self.bandwidth = Bandwidth(
             pool=np.array([numbers.get(lane.pool or "", -1) for lane in lanes]),
             parent=np.array([numbers.get(pool.parent or "", -1) for pool in pools]),
             limit=np.array([pool.bytes_per_s or INFINITE for pool in pools]),
@@ -68,15 +69,10 @@ class Lanes:
             scales=np.array(self._scales),
         )
 
-    @property
-    def bandwidth(self) -> Bandwidth:
-        """The limits of the lanes, in all modes so far."""
-        return self._bandwidth
-
     def mode(self, scales: Mapping[str, float]) -> int:
         """Return the number of a mode: lanes have a share of their speed while a task with it runs."""
         row = [scales.get(name, 1.0) for name in self.index]
         if row not in self._scales:
             self._scales.append(row)
-            self._bandwidth = self._bandwidth._replace(scales=np.array(self._scales))
+            self.bandwidth = self.bandwidth._replace(scales=np.array(self._scales))
         return self._scales.index(row)

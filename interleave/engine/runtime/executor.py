@@ -10,16 +10,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from ebbtide.interleave.engine.devices.device import Mark, Stream, Streams
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forks import ForkCondition
 from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun, lane_of
+from ebbtide.interleave.model.operations import DEVICE_RESOURCES
 from ebbtide.interleave.model.plan import RESOURCES, STEP, Op, Plan
 
-# Resources whose operations are issued to a stream.
-_STREAMS: dict[str, Stream] = {"gpu": "gpu", "h2d": "h2d", "d2h": "d2h"}
 # Operations of a stream: the running and the next one. With more the order would be fixed too early.
 _DEPTH = 2
 # Those whose handlers jobs replace by functions that may raise.
@@ -52,6 +51,8 @@ class Executor:
         self._closed = False
         self._pauses = 0
         self._lanes: list[Lane] = [(resource, 0) for resource in RESOURCES]
+        # The plan that was begun last, whose lanes are among these.
+        self._lanes_of: Plan | None = None
         # One for each of the lanes. They start when there is something to do, in a forked child once more.
         self._threads: list[threading.Thread] = []
 
@@ -62,7 +63,9 @@ class Executor:
         with self._changed:
             if self._closed:
                 raise EngineError("the executor is closed: no plan can begin")
-            self._lanes += dict.fromkeys(map(lane_of, plan.ops)).keys() - {*self._lanes}
+            if plan is not self._lanes_of:
+                self._lanes = [*dict.fromkeys([*self._lanes, *map(lane_of, plan.ops)])]
+                self._lanes_of = plan
             self._run = run
             self._error = None
 
@@ -194,9 +197,9 @@ class Executor:
                 run = self._run
             if index is None:
                 self._wait_for(in_flight.popleft())
-            elif resource in _STREAMS:
+            elif resource in DEVICE_RESOURCES:
                 assert run is not None
-                issued = self._issue(run, index, _STREAMS[resource])
+                issued = self._issue(run, index, cast(Stream, resource))
                 if issued is not None:
                     in_flight.append(issued)
             else:

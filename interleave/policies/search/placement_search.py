@@ -134,6 +134,7 @@ class Placement(NamedTuple):
 
 # Shares of the CPU's update rate that the search starts from once more, where it may slow copies.
 _THROTTLED_STARTS = (0.9, 0.5, 0.25)
+# By this factor a step changes the share, while more or fewer subgroups are moved.
 _THROTTLE = 0.75
 # Placements that are improved at a time: the bound's solution rounds to several that are about as good.
 STARTS = 3
@@ -180,7 +181,7 @@ class PlacementSearch:
         self._costs = costs
         self._target_s = target_s
         self._workload = workload = costs.workload
-        self.ranking = ranking
+        self._ranking = ranking
         self._step = max(1, len(ranking) // 8)
         sizes = [workload.subgroups[subgroup] for subgroup in ranking]
 
@@ -196,7 +197,7 @@ class PlacementSearch:
 
     def assignment(self, placement: Placement) -> Assignment:
         """Return the assignment of a placement."""
-        return placement.assignment(self._workload, self.ranking, self._costs.overlap.forward)
+        return placement.assignment(self._workload, self._ranking, self._costs.overlap.forward)
 
     def cost(self, placement: Placement, limit: float = INFINITE) -> float:
         """Return the cost of a placement; see `PlanCosts.cost`."""
@@ -275,7 +276,7 @@ class PlacementSearch:
     def race(self, starts: Iterable[Placement], step: int) -> list[Placement]:
         """Improve placements by steps that are halved, and return all that were reached last, cheapest first.
 
-        Of each size of steps as many placements take them as the step is long, and some at most."""
+        Of each size of steps as many placements take them as the step is long, but at most `STARTS`."""
         placements = sorted(dict.fromkeys(starts), key=self.cost)
         cheapest = self.cost(placements[0])
         placements = [one for one in placements if self._minimum(one) < cheapest or one == placements[0]]
