@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pkgutil import walk_packages
 
 import pytest
@@ -162,40 +161,6 @@ def test_interleaved__streams_every_kth_subgroup() -> None:
 def test_make_plan__is_equal_where_policies_coincide(one: str, other: str) -> None:
     workload = even(6)
     assert make_plan(one, workload, TEST_MACHINE).ops == make_plan(other, workload, TEST_MACHINE).ops
-
-
-@pytest.mark.parametrize(
-    ("ratio", "old", "current"),
-    [
-        ("0", range(10), range(10)),
-        ("0.41", range(4, 10), range(5)),
-        ("0.5", range(5, 10), range(5)),
-        ("0.8", range(8, 10), range(1)),
-        ("0.9", range(9, 10), range(0)),
-        ("1", range(0), range(0)),
-    ],
-)
-def test_twin_flow__chooses_residents_by_the_version_of_the_recorded_job(
-    ratio: str, old: range, current: range
-) -> None:
-    """1 - 0.9 and 1 - 0.8 are just less than 0.1 and 0.2 in floating point, so DeepSpeed rounds down."""
-    for version, resident in (("0.13.3+c7da512a", old), ("0.17.6", old), ("0.18.0", current), (None, current)):
-        workload = replace(even(10), deepspeed_version=version)
-        for policy_text in (f"twin-flow:{ratio}", f"interleaved:2@{ratio}"):
-            plan = make_plan(policy_text, workload, TEST_MACHINE)
-            assert plan.resident == frozenset(resident), (policy_text, version)
-
-
-def test_twin_flow__updates_residents_when_the_loop_comes_to_them() -> None:
-    """DeepSpeed before 0.18 keeps the last subgroups resident: their updates follow those of the CPU."""
-    for policy_text in ("twin-flow:0.5", "interleaved:2@0.5"):
-        ends = {}
-        for version in ("0.13.3", "0.18.0"):
-            workload = replace(even(10), deepspeed_version=version)
-            schedule = simulate(make_plan(policy_text, workload, TEST_MACHINE), workload, TEST_MACHINE)
-            ends[version] = schedule.update_s
-        resident_s = 5 * 10**8 / (TEST_MACHINE.gpu_update_params_per_s or 1.0)
-        assert ends["0.13.3"] == pytest.approx(ends["0.18.0"] + resident_s, rel=1e-6), policy_text
 
 
 @given(fixed_policies(), workloads(), machines())
