@@ -11,7 +11,6 @@ from hypothesis import given
 from ebbtide import seams
 from ebbtide.errors import PolicyError
 from ebbtide.interleave import policies
-from ebbtide.interleave.model.operations import NO_OVERLAP
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN, POLICIES, SYSTEMS, PlanBuilder, Policy, as_policy, make_plan, policy
@@ -21,8 +20,8 @@ from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
 BAD_STRINGS = [
-    ("", "there is no policy ''; there are adaptive, deepcompile, fsdp2-offload, gpu-only, interleaved:2, mega"),
-    ("magic", "there is no policy 'magic'"),
+    ("", "gpu-only, interleaved:2, "),
+    ("magic", "there is no policy 'magic'; there are adaptive, "),
     ("Adaptive", "there is no policy 'Adaptive'"),
     ("twin-flow", "'twin-flow' lacks the share on the CPU: write it after a colon, as in twin-flow:0.5"),
     ("twin-flow:", "lacks the share on the CPU"),
@@ -95,7 +94,6 @@ def test_policy__answers_questions_about_its_overlap() -> None:
     ):
         one = as_policy(text)
         assert [one.overlap, one.speculates, one.depends_on_rates, one.states("overlap")] == answers, text
-    assert as_policy("megatron-hybrid:0.5,overlap=copies").widest_overlap == NO_OVERLAP
 
 
 def test_as_policy__reads_values_and_options() -> None:
