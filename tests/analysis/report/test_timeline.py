@@ -41,19 +41,6 @@ def panel_of(trace: Trace, name: str, max_points: int = 10_000) -> TimelinePanel
     return next(panel for panel in content_of(trace, max_points).panels if panel.name == name)
 
 
-def test_timeline_content__has_lines_in_units_from_the_first_iteration_on() -> None:
-    builder = trained()
-    builder.rank(0).memory(-5 * MS, 100 * GIB, "host", "cpu")
-    trace = builder.build()
-    memory, host = panel_of(trace, "memory"), panel_of(trace, "host memory")
-    assert [line.label for line in memory.lines] == ["device", "allocated"]
-    assert (memory.scale.unit, memory.level, memory.level_label) == ("GiB", 40 * GIB, "capacity 40.00 GiB")
-    assert memory.lines[0].edges[:3].tolist() == [0, 4 * MS, 14 * MS]
-    assert memory.lines[0].values[:3].tolist() == [10 * GIB, 30 * GIB, 8 * GIB]
-    assert host.lines[0].edges.tolist() == [-5 * MS, 112 * MS]
-    assert (host.lines[0].values.tolist(), host.level) == ([100 * GIB], None)
-
-
 def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknown_pools() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
@@ -80,16 +67,6 @@ def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
     assert np.nanmax(line.values) == 1e9
     assert line.above_peak_ns.tolist() == [50 * MS]
     assert panel_notes(link) == ["1 × h2d above the link's peak, which is impossible: marked at the edge"]
-
-
-def test_timeline_content__has_windows_between_memory_and_capacity() -> None:
-    content = content_of(trained().build(), min_bytes=20 * GIB)
-    windows = find_windows(trained().build(), 20 * GIB).windows
-    assert content.windows is not None
-    assert content.windows.left.tolist()[:3] == [0, 14, 17]
-    bottoms = [40 - window.free_bytes / GIB for window in windows]
-    assert content.windows.columns["bottom"].tolist() == pytest.approx(bottoms)
-    assert [strip.name for strip in content.strips] == ["phases", "always free"]
 
 
 def test_substep_chart_boxes__draw_nested_sub_steps_last_in_known_colors() -> None:

@@ -17,7 +17,6 @@ from ebbtide.analysis.timeline.styles import (
     CATEGORY_STYLES,
     COLORS,
     HATCHES,
-    HOST_MEMORY_DASHES,
     PHASE_OPACITY,
     AreaStyle,
     category_styles,
@@ -107,7 +106,3 @@ def test_category_styles__are_of_the_category_and_distinct() -> None:
     assert next(iter(given)) == "parameter"
     assert len(set(given.values())) == len(given) == 10
     assert {"a", "b"} <= set(given)
-
-
-def test_host_memory_dashes__differ() -> None:
-    assert len(set(HOST_MEMORY_DASHES.values())) == len(HOST_MEMORY_DASHES)
