@@ -33,6 +33,7 @@ def job(**values: Any) -> Workload:
 
 
 def test_norm__without_a_rate_takes_the_bandwidth_of_host_memory() -> None:
+    assert norm_s(job(norm="host", clipping=False), TEST_MACHINE) == 0
     assert norm_s(job(norm="host"), TEST_MACHINE) == pytest.approx(2 * N / 1e13)
     with pytest.raises(MachineError, match="host_memory_bytes_per_s, which the gradient norm needs"):
         norm_s(job(norm="host"), replace(TEST_MACHINE, host_memory_bytes_per_s=None))
