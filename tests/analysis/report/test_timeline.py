@@ -69,6 +69,16 @@ def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
     assert panel_notes(link) == ["1 × h2d above the link's peak, which is impossible: marked at the edge"]
 
 
+def test_timeline_content__has_windows_between_memory_and_capacity() -> None:
+    content = content_of(trained().build(), min_bytes=20 * GIB)
+    windows = find_windows(trained().build(), 20 * GIB).windows
+    assert content.windows is not None
+    assert content.windows.left.tolist()[:3] == [0, 14, 17]
+    bottoms = [40 - window.free_bytes / GIB for window in windows]
+    assert content.windows.columns["bottom"].tolist() == pytest.approx(bottoms)
+    assert [strip.name for strip in content.strips] == ["phases", "always free"]
+
+
 def test_substep_chart_boxes__draw_nested_sub_steps_last_in_known_colors() -> None:
     trace = deepspeed_job(iterations=2).build()
     boxes = substep_chart_boxes(named_ops(trace, 0), TimeAxis(0, 0, MS, MS))

@@ -47,6 +47,17 @@ def test_phases__differ_in_grey() -> None:
     assert min(b - a for a, b in pairwise(grey)) > 0.025
 
 
+def test_lines__of_one_panel_differ_by_dash() -> None:
+    panels = (
+        ("device", "reserved", "allocated", "requested", "tensors"),
+        ("heap", "rss", "swap"),
+        ("host", "rss", "pinned", "swap"),
+    )
+    dashes = [[styles.POOL_STYLES[pool].dash for pool in pools] for pools in panels]
+    for in_one_panel in (*dashes, [*styles.HOST_MEMORY_DASHES.values()]):
+        assert len(set(in_one_panel)) == len(in_one_panel)
+
+
 def test_pool_styles__give_unknown_pools_distinct_styles() -> None:
     pools = [f"pool {number}" for number in range(20)]
     assert len({(style.color, style.dash) for style in pool_styles(pools).values()}) == 20

@@ -172,6 +172,11 @@ def test_plan__answers_first_in_the_settings_of_the_framework(
     assert capsys.readouterr().out.startswith("lora: fits on a100-40gb-pcie as it is\n")
 
 
+@pytest.mark.parametrize("text", ["2B", "2e9", "2G", "2000M"])
+def test_plan__takes_a_size_with_a_suffix(folder: Path, capsys: Printed, text: str) -> None:
+    assert answer(capsys, f"--params {text} --machine large.json --policy gpu-only")["job"]["params"] == 2e9
+
+
 def test_plan__prints_the_first_plans_by_the_middle_of_their_ranges(capsys: Printed) -> None:
     command = ["plan", *f"{SIZE} --policy gpu-only".split()]
     assert run(command) == 0

@@ -13,6 +13,7 @@ from ebbtide.features.advise.job.compute_times import (
     UNKNOWN_GPU_FACTOR,
     RecordedCompute,
     RecordedKernels,
+    combined_factor,
 )
 from ebbtide.features.advise.job.decoder import RUNTIMES, Implementation, checkpointed_share, shape_of
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_size
@@ -142,6 +143,11 @@ def test_times__more_ranks_exchange_parameters() -> None:
     assert 4.0 < total < 4.0 + exchange_s
     assert shared.factor > 1
     assert alone.collectives_s == 0
+
+
+def test_combined_factor__adds_squares_of_logarithms() -> None:
+    assert combined_factor(1.3) == pytest.approx(1.3)
+    assert combined_factor(np.exp(3), np.exp(4)) == pytest.approx(np.exp(5))
 
 
 @pytest.mark.parametrize(
