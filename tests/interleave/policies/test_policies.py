@@ -117,10 +117,6 @@ def test_policies__imports_every_module_of_the_package() -> None:
     assert {registered.function.__module__ for registered in POLICIES.values()} <= modules | plugged
 
 
-def test_built_in__is_in_the_order_of_the_table() -> None:
-    assert BUILT_IN == ("zero-offload", "twin-flow:0.5", "pipelined", "interleaved:2", "adaptive", "gpu-only")
-
-
 def test_built_in__has_every_policy_with_a_summary() -> None:
     # Policies that decide about layers are for workloads that have them.
     others = {name for name, registered in POLICIES.items() if registered.plans_layers}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 
 import pytest
 
@@ -53,27 +52,6 @@ def test_workload_of__has_what_was_recorded() -> None:
         framework=Framework("stub", "3"),
         notes=(POOL_NOTE,),
     )
-
-
-def test_workload_of__takes_medians_of_the_slowest_rank_without_warmup() -> None:
-    draw = random.Random(0)
-    builder = TraceBuilder()
-    lengths: dict[str, tuple[list[int], list[int]]] = {phase: ([], []) for phase in PHASES}
-    for rank in (0, 1):
-        now = 0
-        ranked = builder.rank(rank, first_iteration_start_ns=0, optimizers=[{"params": PARAMS}])
-        for iteration in range(9):
-            for phase in PHASES:
-                # The first two are warm-up, and slow; rank 1 is the slower one in the backward alone.
-                length = draw.randrange(10**6, 10**7) * (100 if iteration < 2 else 1)
-                length += 10**8 * (rank == 1 and phase == "backward")
-                ranked.phase(phase, now, now + length, iteration)
-                lengths[phase][rank].append(length)
-                now += length
-    job = workload_of(builder.build())
-    slowest = {phase: [max(both) for both in zip(*lengths[phase], strict=True)][2:] for phase in PHASES}
-    assert job.forward_s == pytest.approx(statistics.median(slowest["forward"]) / 1e9)
-    assert job.backward_s == pytest.approx(statistics.median(slowest["backward"]) / 1e9)
 
 
 def test_gpu_free__is_the_least_over_iterations_at_each_position() -> None:
