@@ -237,7 +237,7 @@ class InterleavedStage3(StateAccess):
         engine, values = self._engine, self._values()
         if not engine.is_running:
             self._start_plan()
-        not_offloaded = set(range(len(self._slices))) - engine.offloaded_params
+        not_offloaded = set(range(len(self._slices))) - engine.update.offloaded
         engine.submit_gradients({part: self._gradients.pop(part, values[part].device) for part in not_offloaded})
         scalars = [self._scalars(group, master) for group, master in enumerate(self._masters)]
         runner.step(values, [scalars[part.group] for part in self._slices], self._end_step)

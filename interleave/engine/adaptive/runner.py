@@ -25,6 +25,7 @@ from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
 from ebbtide.interleave.engine.runtime.store import Store
+from ebbtide.interleave.engine.runtime.update import UpdatePhase
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
@@ -118,7 +119,7 @@ class AdaptiveRunner:
         )
         self._close.detach()
         if self._engine is not None:
-            self._engine.is_running = False
+            self._engine.update.phase = UpdatePhase.ENDED
         _left_behind.append((self._engine, self._device))
         self._engine = None
 

@@ -137,12 +137,12 @@ class GradientCollector:
         """Return the gradients that were not offloaded, flat, by the parameter's index."""
         self._pending.finish_updates()
         engine = self._engine
-        if not (engine.is_running and all(map(self._is_unchanged, engine.offloaded_params))):
+        if not (engine.is_running and all(map(self._is_unchanged, engine.update.offloaded))):
             self.recall()
         return {
             index: _flat_gradient(param)
             for index, param in enumerate(self._params)
-            if param.grad is not None and index not in engine.offloaded_params
+            if param.grad is not None and index not in engine.update.offloaded
         }
 
     def recall(self) -> None:
@@ -196,7 +196,7 @@ class GradientCollector:
         # None: the optimizer is gone.
         if engine.needs_assumption and (expected := self._expected_scalars()) is not None:
             engine.assume(expected)
-        is_offloaded = index in self._matrices.owners or index in engine.offloaded_params
+        is_offloaded = index in self._matrices.owners or index in engine.update.offloaded
         if self._streamed and engine.is_running and not is_offloaded:
             gradient = _flat_gradient(param)
             self._norm.add_all({index: gradient})

@@ -24,6 +24,7 @@ from ebbtide.interleave.engine.params.gradients import GradientCollector, Gradie
 from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
+from ebbtide.interleave.engine.runtime.update import UpdatePhase
 
 log = logging.getLogger("ebbtide")
 
@@ -48,8 +49,6 @@ class OffloadedParams:
         self.params: list[torch.Tensor] = []
         # Whether the parameters of the constructor were checked or opened.
         self.is_checked = False
-        # Whether a step has submitted its gradients, and was neither done nor discarded.
-        self.has_submitted = False
         self.pending = PendingParams(runner)
         self.matrices = ShardedMatrices({})
         self._runner = runner
@@ -164,10 +163,9 @@ class OffloadedParams:
         as the engine has them, flat; gradients that were not offloaded, by index; and the indices of all gradients."""
         engine = self.open(params)
         self.pending.finish_updates()
-        if self.has_submitted:
+        if engine.update.phase is UpdatePhase.SUBMITTED:
             # An interrupt came before the step before was discarded.
             self.collector.recall()
-            self.has_submitted = False
         if engine.device.is_capturing():
             raise EngineError(
                 "step() cannot be captured in a CUDA graph: capture forward and backward only, and call step() after "
@@ -186,9 +184,8 @@ class OffloadedParams:
         gradients |= {index: gradient for index, (gradient,) in self.matrices.gather(parts).items()}
         if not engine.is_running:
             self._runner.set_plan()
-        self.has_submitted = True
         engine.submit_gradients(gradients)
-        return values, gradients, gradients.keys() | engine.offloaded_params
+        return values, gradients, gradients.keys() | engine.update.offloaded
 
     def write_matrices(self, values: Sequence[torch.Tensor], updated: Collection[int]) -> None:
         """Write the parts of sharded matrices after a step. Raises EngineError if a rank has lost its state."""
@@ -204,16 +201,14 @@ class OffloadedParams:
     def end_step(self) -> None:
         """Prepare for the next step, after a step that was done, perhaps but for late operations."""
         self._has_stepped = self._has_state = True
-        self.has_submitted = False
         self.collector.end_step()
 
     def discard_step(self) -> None:
         """Drop the gradients of a step that has submitted them, unless it was done or the state is lost."""
-        if self.has_submitted and not self._runner.closed:
+        if not self._runner.closed and self._runner.engine.update.phase is UpdatePhase.SUBMITTED:
             self.norm.clear()
             self.collector.end_step()
             self._runner.engine.discard()
-            self.has_submitted = False
 
     def record_values(self, values: Sequence[torch.Tensor], indices: Iterable[int] | None = None) -> None:
         """Take the values of parameters, of these indices or all, as those that masters round to. After a step these

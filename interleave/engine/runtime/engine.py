@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
-from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.store import Store
+from ebbtide.interleave.engine.runtime.update import Update, UpdatePhase
 from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.operations import STORAGE_RESOURCES
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan
@@ -27,7 +26,6 @@ from ebbtide.profiler.agent.spool import HOST
 _BACKWARD_END = UPDATE - 1e-9
 # Inputs beside gradients (by subgroup): the scalars of the step, and those that speculative updates assume.
 _SCALARS, _ASSUMED_SCALARS = -1, -2
-# Operations that use the scalars, or write parameters, which the backward reads.
 
 
 class Engine:
@@ -43,9 +41,11 @@ class Engine:
         self.last_schedule: Schedule | None = None
         self._params = params
         self._executor = Executor(store.perform, store.device, store.fits, store.end)
-        # The plan of the next step, and whether it is running in this iteration.
+        # The plan of the next step.
         self.plan: Plan | None = None
-        self.is_running = False
+        # The update that the job computes gradients for, or whose late operations run.
+        self.update = store.update
+        self.update.phase = UpdatePhase.ENDED
         self._speculates = False
         self._block_sizes: list[int] = []
         self._clock = _StepClock()
@@ -55,16 +55,16 @@ class Engine:
         self._storage_before = (0, 0)
         # Late operations that write the parameters of each subgroup.
         self._late_writes: list[list[int]] = []
-        # Parameters whose gradients were offloaded in this iteration, before the step.
-        self.offloaded_params: set[int] = set()
-        # Number of parameters of each subgroup whose gradients were not offloaded yet; marks behind those that were.
-        self._missing: list[int] = []
-        self._gradient_marks: list[list[Mark]] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the plan runs in this iteration."""
+        return self.update.is_running
 
     @property
     def is_late(self) -> bool:
         """Whether the last step has returned and its late operations are not known to have ended: see `finish_step`."""
-        return self._clock.returned_s is not None
+        return self.update.phase is UpdatePhase.LATE
 
     def set_plan(self, plan: Plan, workload: Workload) -> None:
         """Use a plan from now on, and start the operations that it has before the next step."""
@@ -76,11 +76,11 @@ class Engine:
         for index, op in enumerate(plan.ops):
             if op.due is not None and find_kind(op.kind).writes_parameters:
                 self._late_writes[op.subgroup].append(index)
-        self._begin()
+        self._start()
 
     def quiesce(self) -> None:
         """Stop the plan, so that state can be read and written. The next step starts the plan from its beginning."""
-        self.is_running = False
+        self.update.phase = UpdatePhase.ENDED
         self._executor.stop()
         self.store.states.unload()
 
@@ -102,58 +102,54 @@ class Engine:
 
     def report_progress(self, ready_share: float) -> None:
         """Report the share of the gradients that the backward has computed."""
-        if self._clock.backward_mark is None:
-            self._clock.backward_mark = self.device.record("job")
+        update = self.update
+        if update.backward_mark is None:
+            update.backward_mark = self.device.record("job")
         if self.is_running:
             self._executor.advance_to(min(BACKWARD + ready_share, _BACKWARD_END))
 
     @property
     def needs_assumption(self) -> bool:
         """Whether speculative updates wait for `assume`."""
-        return self.is_running and self._speculates and not self.store.inputs.assumed
+        return self.is_running and self._speculates and not self.update.assumed
 
     def assume(self, scalars: Sequence[Scalars | None]) -> None:
         """Let speculative updates begin, with the factors by parameter of a step without clipping or skipping."""
-        self.store.inputs.assumed = list(scalars)
+        self.update.assumed = list(scalars)
         self._executor.mark_available(_ASSUMED_SCALARS)
 
     def offload_gradient(self, param: int, gradient: torch.Tensor) -> None:
         """Offload a gradient (flat) that the calling thread has issued, from now on.
 
         Only for plans whose workload does not hold gradients until the step."""
-        inputs = self.store.inputs
-        inputs.gradients[param] = gradient
-        mark = self.device.record("job")
-        self.offloaded_params.add(param)
-        for subgroup in self.store.subgroups_of(param):
-            self._gradient_marks[subgroup].append(mark)
-            self._missing[subgroup] -= 1
-            if not self._missing[subgroup]:
-                self._executor.mark_available(subgroup, self._gradient_marks[subgroup])
+        update, mark = self.update, self.device.record("job")
+        for subgroup in update.offload(param, gradient, mark, self.store.subgroups_of(param)):
+            self._executor.mark_available(subgroup, update.marks[subgroup])
 
     def recall_gradients(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Stop the plan and return the offloaded gradients by parameter, flat, on the device again."""
         self.quiesce()
-        gradients = {param: self.store.gradient(param, params[param]) for param in sorted(self.offloaded_params)}
-        self.offloaded_params.clear()
+        offloaded = self.update.offloaded
+        gradients = {param: self.store.gradient(param, params[param]) for param in sorted(offloaded)}
+        offloaded.clear()
         return {param: gradient for param, gradient in gradients.items() if gradient is not None}
 
     def discard(self) -> None:
         """Drop the gradients of this iteration, which has no step."""
         self.quiesce()
-        self._begin()
+        self._start()
 
     def submit_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Submit the gradients (flat) that were not offloaded, after the backward, and start to copy them."""
         if not self.is_running:
-            self._begin()
-        mark = self._clock.step_mark = self.device.record("job")
-        inputs = self.store.inputs
+            self._start()
+        update, mark = self.update, self.device.record("job")
+        update.submit(mark)
         for param, gradient in gradients.items():
-            inputs.gradients[param] = gradient
-        if inputs.assumed:
-            for param in set(range(self._params)) - self.offloaded_params - gradients.keys():
-                inputs.assumed[param] = None
+            update.gradients[param] = gradient
+        if update.assumed:
+            for param in set(range(self._params)) - update.offloaded - gradients.keys():
+                update.assumed[param] = None
         for subgroup in range(len(self.store.subgroups)):
             self._executor.mark_available(subgroup, [mark])
         self._executor.advance_to(UPDATE)
@@ -163,20 +159,21 @@ class Engine:
         operations `finish_step` must follow before anything but `wait_for_params`. Both raise OperationFailed if the
         step was completed on the CPU, else EngineError: the state is lost."""
         assert self.plan is not None
-        assert self._clock.step_mark is not None
-        self._clock.scalars_s = time.perf_counter()
-        invalid = self.store.use_scalars(values, scalars)
+        update = self.update
+        assert update.step_mark is not None
+        update.decide(values, scalars, time.perf_counter())
+        invalid = self.store.use_scalars()
         self._executor.repeat(
             [index for index, op in enumerate(self.plan.ops) if op.speculative and op.subgroup in invalid]
         )
         for number in (_SCALARS, _ASSUMED_SCALARS):
-            self._executor.mark_available(number, [self._clock.step_mark])
+            self._executor.mark_available(number, [update.step_mark])
         self._executor.advance_to(STEP)
         self._row_numbers = reserve_rows(self.plan)
         if not self.plan.has_late_operations:
             return self.finish_step()
         if self._executor.wait(lambda run: not run.remaining_on_time):
-            self._clock.returned_s = time.perf_counter()
+            update.return_late(time.perf_counter())
             return None
         return self.finish_step()
 
@@ -193,45 +190,50 @@ class Engine:
 
     def finish_step(self) -> Schedule:
         """Wait until the last step has ended, with its late operations, and begin the next iteration."""
-        assert self.plan is not None
+        update = self.update
         try:
             run = self._executor.finish()
         except OperationFailed as failure:
-            self.is_running = False
+            update.phase = UpdatePhase.LOST
             self.store.complete(failure.run.plan, failure.run.done)
+            update.phase = UpdatePhase.RECOVERED
+            raise
+        except BaseException:
+            update.phase = UpdatePhase.LOST
             raise
         finally:
-            self.offloaded_params.clear()
-            returned_s, self._clock.returned_s = self._clock.returned_s, None
+            update.offloaded.clear()
+        update.phase = UpdatePhase.ENDED
         record_operations(run, self._row_numbers)
-        schedule = self._clock.end_step(run, self._workload, returned_s)
+        schedule = self._clock.end_step(update, run, self._workload)
         (read, written), (read_before, written_before) = self.store.states.storage_bytes, self._storage_before
         measured = MeasuredBytes(
             self.device.used_bytes, self.store.host_bytes, read - read_before, written - written_before
         )
         self.last_schedule = replace(schedule, measured=measured)
-        self._begin(returned_s)
+        self._begin(update.returned_s)
         return self.last_schedule
 
     def close(self) -> None:
         """End the threads and release all memory."""
         self._executor.close()
-        self.store.inputs = StepInputs([])
+        self.update = self.store.update = Update(phase=UpdatePhase.ENDED)
         self.store.release()
+
+    def _start(self) -> None:
+        """Move state to where the plan has it at first, and begin an iteration."""
+        assert self.plan is not None
+        free = self._workload.min_free_bytes
+        self.store.apply_placement(self.plan, self._block_sizes, math.inf if free is None else free)
+        self._begin()
 
     def _begin(self, begin_s: float | None = None) -> None:
         """Begin an iteration. begin_s: when it began, on the clock of time.perf_counter; None: now."""
         assert self.plan is not None
-        if not self.is_running:
-            free = self._workload.min_free_bytes
-            self.store.apply_placement(self.plan, self._block_sizes, math.inf if free is None else free)
         streamed = not self._workload.gradients_held_until_step
-        # New inputs, so that no reference keeps gradients alive that the job drops.
-        self.store.inputs = StepInputs([], [None] * self._params, [None] * self._params, streamed=streamed)
-        self.offloaded_params.clear()
-        self._missing = [len({segment.param for segment in of.segments}) for of in self.store.subgroups]
-        self._gradient_marks = [[] for _ in self.store.subgroups]
-        self._clock.begin_iteration()
+        # A new one, so that no reference keeps gradients alive that the job drops.
+        update = Update.of_params(self._params, self.store.subgroups, self.update.number + 1, streamed)
+        self.update = self.store.update = update
         self.device.begin_iteration()
         inputs = {index: op.subgroup for index, op in enumerate(self.plan.ops) if op.kind == "gradient down"}
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.
@@ -242,29 +244,16 @@ class Engine:
         self._storage_before = self.store.states.storage_bytes
         self._executor.begin(self.plan, inputs, begin_s)
         self._executor.advance_to(0.0)
-        self.is_running = True
 
 
 class _StepClock:
-    """Notes when the phases of a step begin and end. Times are on the clock of time.perf_counter, s."""
+    """Measures the phases of steps. Times are on the clock of time.perf_counter, s."""
 
     def __init__(self) -> None:
-        # When the backward began, and when it ended; None before.
-        self.backward_mark: Mark | None = None
-        self.step_mark: Mark | None = None
-        # When the scalars of the step were known.
-        self.scalars_s = math.inf
-        # When the last step returned, while its late operations are not known to have ended; None: they have.
-        self.returned_s: float | None = None
         # How long the forward has waited for late operations since the last step.
         self._waited_s = 0.0
         # The same of the forward of this iteration, which was over when its plan began.
         self._iteration_waited_s = 0.0
-
-    def begin_iteration(self) -> None:
-        """Forget the backward of the iteration before."""
-        self.backward_mark = self.step_mark = None
-        self.scalars_s = math.inf
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -275,14 +264,13 @@ class _StepClock:
         finally:
             self._waited_s += time.perf_counter() - begin_s
 
-    def end_step(self, run: PlanRun, workload: Workload, returned_s: float | None) -> Schedule:
-        """Return the measured schedule of a step that has ended, with its late operations, and with measured phases.
-
-        It returned before at `returned_s`; None: now."""
-        assert self.step_mark is not None
-        end_s = (time.perf_counter() if returned_s is None else returned_s) - run.begin_s
-        step_s = self.step_mark.time_s - run.begin_s
-        forward_s = max(0.0, min((self.backward_mark or self.step_mark).time_s - run.begin_s, step_s))
+    def end_step(self, update: Update, run: PlanRun, workload: Workload) -> Schedule:
+        """Return the measured schedule of an update that has ended, with its late operations, and measured phases."""
+        step_mark = update.step_mark
+        assert step_mark is not None
+        end_s = (time.perf_counter() if update.returned_s is None else update.returned_s) - run.begin_s
+        step_s = step_mark.time_s - run.begin_s
+        forward_s = max(0.0, min((update.backward_mark or step_mark).time_s - run.begin_s, step_s))
         job = replace(
             workload,
             other_s=0.0,
@@ -292,7 +280,7 @@ class _StepClock:
         # What was waited since is of the iteration that has begun.
         self._iteration_waited_s, self._waited_s = self._waited_s, 0.0
         return Schedule(
-            plan=_as_performed(run, self.scalars_s),
+            plan=_as_performed(run, update.decided_s),
             workload=job,
             starts=run.starts,
             ends=run.ends,

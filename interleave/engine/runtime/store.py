@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -14,11 +13,11 @@ from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
-from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, segment_rows, state_rows
-from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates, StepInputs
+from ebbtide.interleave.engine.runtime.speculative import SpeculativeUpdates
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
+from ebbtide.interleave.engine.runtime.update import Update
 from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.plan import Op, Plan
 
@@ -86,22 +85,22 @@ class ReturnedGradients:
         """Return whether the gradient of a subgroup is on the device again."""
         return subgroup in self._blocks
 
-    def issue(self, number: int, inputs: StepInputs, on_host: torch.Tensor) -> None:
+    def issue(self, number: int, update: Update, on_host: torch.Tensor) -> None:
         """Issue the copy of a subgroup's gradient to the device."""
         subgroup = self._subgroups[number]
         elements = gradient_elements(subgroup)
         block = self._blocks[number] = self._arena.take(elements) if elements else None
         if block is not None:
             self._device.wait("h2d", block.marks)
-        segments = [segment for segment, _ in inputs.updated_segments(subgroup)]
-        pairs = [(on_host[segment.span], self.gradient(number, segment, inputs)) for segment in segments]
+        segments = [segment for segment, _ in update.updated_segments(subgroup)]
+        pairs = [(on_host[segment.span], self.gradient(number, segment, update)) for segment in segments]
         self._device.copy("h2d", pairs)
 
-    def gradient(self, number: int, segment: ParamSegment, inputs: StepInputs) -> torch.Tensor:
+    def gradient(self, number: int, segment: ParamSegment, update: Update) -> torch.Tensor:
         """Return the elements of a gradient on the device."""
         block = self._blocks[number]
         if block is None:
-            return inputs.value(segment)
+            return update.value(segment)
         return block.memory.view(self._subgroups[number].grad_dtype)[segment.span]
 
     def give(self, number: int) -> None:
@@ -139,17 +138,13 @@ class Store:
         self._arena = Arena(device)
         self.states = SubgroupStates(subgroups, device, self._arena, host_buffers, stored)
         self._buffers = TransferBuffers(subgroups, device)
-        self._inputs = StepInputs([])
+        self._update = Update()
         self.speculative = SpeculativeUpdates(subgroups, self.states)
         self._kernel = kernel
-        # Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
-        self._corrupted: set[int] = set()
         self._returned = ReturnedGradients(subgroups, device, self._arena)
         # Subgroups whose update writes no half-precision parameter, since a cast follows.
         self._cast_subgroups: set[int] = set()
         self._cpu_share = 1.0
-        # Subgroups whose gradient was copied to the host in this iteration.
-        self._offloaded: set[int] = set()
         self._subgroups_of: dict[int, set[int]] = {}
         for number, subgroup in enumerate(subgroups):
             for segment in subgroup.segments:
@@ -168,7 +163,7 @@ class Store:
 
     def return_gradient(self, number: int) -> None:
         """Issue the copy of a gradient back to the device."""
-        self._returned.issue(number, self.inputs, self._buffers.gradients[number])
+        self._returned.issue(number, self.update, self._buffers.gradients[number])
 
     def fits(self, op: Op) -> bool:
         """Return whether there is device memory for an operation now."""
@@ -183,14 +178,14 @@ class Store:
             self._arena.trim()
 
     @property
-    def inputs(self) -> StepInputs:
-        return self._inputs
+    def update(self) -> Update:
+        """The update that operations work on."""
+        return self._update
 
-    @inputs.setter
-    def inputs(self, inputs: StepInputs) -> None:
-        self._inputs = inputs
+    @update.setter
+    def update(self, update: Update) -> None:
+        self._update = update
         self.speculative.begin_step()
-        self._offloaded.clear()
 
     def subgroups_of(self, param: int) -> set[int]:
         """Return the subgroups that have elements of a parameter."""
@@ -198,8 +193,8 @@ class Store:
 
     def gradient(self, param: int, value: torch.Tensor) -> torch.Tensor | None:
         """Return a gradient of this iteration, flat, on the device of the parameter (value); None if there is none."""
-        gradient = self._inputs.gradients[param]
-        if gradient is not None or not self.subgroups_of(param) <= self._offloaded:
+        gradient = self.update.gradients[param]
+        if gradient is not None or not self.subgroups_of(param) <= self.update.copied:
             return gradient
         dtype = self.subgroups[min(self.subgroups_of(param))].grad_dtype
         gradient = torch.empty(value.numel(), dtype=dtype, device=value.device)
@@ -214,14 +209,13 @@ class Store:
         """Host memory of state and buffers, in bytes."""
         return self.states.host_bytes + self._buffers.host_bytes
 
-    def use_scalars(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> set[int]:
-        """Set the parameters and the factors of the step, and use the speculative updates that have assumed them.
+    def use_scalars(self) -> set[int]:
+        """Use the speculative updates that have assumed the factors of the step, which are known now.
 
         Returns the subgroups whose speculative update has assumed others, and must be done again."""
-        self._inputs.values, self._inputs.scalars = list(values), list(scalars)
         for subgroup in sorted(self._buffers.outdated_params & self._buffers.params.keys()):
             self._refresh_params(subgroup)
-        return self.speculative.use_valid(self._inputs.scalars)
+        return self.speculative.use_valid(self.update.scalars)
 
     def forget_params(self, changed: Collection[int]) -> None:
         """Read parameters, by their indices, again before an update on the CPU needs them, since they have changed."""
@@ -232,7 +226,7 @@ class Store:
         """Copy the parameters of a subgroup to the host if they are a part of the master, which updates read there."""
         subgroup, buffer = self.subgroups[number], self._buffers.params[number]
         if subgroup.has_remainders:
-            pairs = [(self.inputs.value(segment), buffer[segment.span]) for segment in subgroup.segments]
+            pairs = [(self.update.value(segment), buffer[segment.span]) for segment in subgroup.segments]
             copy_now(self.device, "d2h", pairs)
         self._buffers.outdated_params.discard(number)
 
@@ -251,8 +245,8 @@ class Store:
         operations of the plan were done. Raises EngineError if an update failed: its state is lost."""
         # What the job has issued, gradients among it, is done.
         self.device.record("job").synchronize()
-        if self._corrupted:
-            raise EngineError(f"the update of subgroup {min(self._corrupted)} failed midway: its state is lost")
+        if unfinished := self.update.unfinished:
+            raise EngineError(f"the update of subgroup {min(unfinished)} failed midway: its state is lost")
         updated = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "update"}
         uploaded = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "upload"}
         on_cpu = {op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"}
@@ -279,7 +273,7 @@ class Store:
         if is_updated:
             self.cast_master(subgroup)
         else:
-            if subgroup not in self._offloaded:
+            if subgroup not in self.update.copied:
                 self._buffers.ensure("gradient down", subgroup, pinned=False)
                 self.copy_gradient_to_host(subgroup)
                 self.device.record("d2h").synchronize()
@@ -303,7 +297,7 @@ class Store:
     def update_on_cpu(self, op: Op) -> None:
         """Update a subgroup on the host, beside its state if that is speculative."""
         out = None if op.subgroup in self._cast_subgroups else self._buffers.params[op.subgroup]
-        if op.speculative and self.speculative.begin(op.subgroup, self.inputs.assumed):
+        if op.speculative and self.speculative.begin(op.subgroup, self.update.assumed):
             self._speculate(op.subgroup, out)
             self.speculative.end(op.subgroup)
         else:
@@ -312,7 +306,7 @@ class Store:
     def _speculate(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient, own = self._buffers.gradients[subgroup], self.subgroups[subgroup]
         state = state_rows(self.states.on_host[subgroup], own)
-        ranges = replace(self.inputs, scalars=self.inputs.assumed).update_ranges(own)
+        ranges = self.update.ranges(own, is_speculative=True)
         spare = self.speculative.spare(subgroup)
         if spare is None:
             self._kernel.update_ranges(gradient, state, out, ranges, self._cpu_share, own.rule)
@@ -323,29 +317,28 @@ class Store:
         gradient = self._buffers.gradients[subgroup]
         own = self.subgroups[subgroup]
         state = state_rows(self.states.on_host[subgroup], own)
-        self._corrupted.add(subgroup)
-        ranges = self.inputs.update_ranges(own)
-        self._kernel.update_ranges(gradient, state, out, ranges, self._cpu_share, own.rule)
-        self._corrupted.discard(subgroup)
+        self.update.unfinished.add(subgroup)
+        self._kernel.update_ranges(gradient, state, out, self.update.ranges(own), self._cpu_share, own.rule)
+        self.update.unfinished.discard(subgroup)
 
     def update_on_gpu(self, op: Op) -> None:
         """Issue the update of a subgroup on the device."""
         subgroup = self.subgroups[op.subgroup]
         rows = state_rows(self.states.on_device[op.subgroup], subgroup)
         is_returned = op.subgroup in self._returned
-        inputs, updates = self.inputs, []
-        for segment, scalars in inputs.updated_segments(subgroup):
-            own = self._returned.gradient(op.subgroup, segment, inputs) if is_returned else inputs.gradient(segment)
+        update, updates = self.update, []
+        for segment, scalars in update.updated_segments(subgroup):
+            own = self._returned.gradient(op.subgroup, segment, update) if is_returned else update.gradient(segment)
             state = segment_rows(rows, subgroup, segment)
-            value = inputs.value(segment)
+            value = update.value(segment)
             updates.append(TensorUpdate(own, state, value, scalars, subgroup.rule, segment.position, segment.shape))
-        self._corrupted.add(op.subgroup)
+        update.unfinished.add(op.subgroup)
         try:
             self.device.update(updates)
         except UpdateNotStarted:
-            self._corrupted.discard(op.subgroup)
+            update.unfinished.discard(op.subgroup)
             raise
-        self._corrupted.discard(op.subgroup)
+        update.unfinished.discard(op.subgroup)
         self._returned.give(op.subgroup)
 
     def cast_master(self, subgroup: int) -> None:
@@ -362,23 +355,24 @@ class Store:
 
     def copy_gradient_to_host(self, subgroup: int) -> None:
         """Issue the copy of the gradient of a subgroup to the host."""
-        buffer, inputs = self._buffers.gradients[subgroup], self.inputs
+        buffer, update = self._buffers.gradients[subgroup], self.update
         segments = [
-            segment for segment in self.subgroups[subgroup].segments if inputs.gradients[segment.param] is not None
+            segment for segment in self.subgroups[subgroup].segments if update.gradients[segment.param] is not None
         ]
-        self.device.copy("d2h", [(self.inputs.gradient(segment), buffer[segment.span]) for segment in segments])
+        self.device.copy("d2h", [(update.gradient(segment), buffer[segment.span]) for segment in segments])
 
     def _drop_gradients(self, subgroup: int) -> None:
         """Drop the gradients that are on the host now, unless the job holds them until the step."""
-        self._offloaded.add(subgroup)
-        if not self.inputs.streamed:
+        update = self.update
+        update.copied.add(subgroup)
+        if not update.streamed:
             return
         for segment in self.subgroups[subgroup].segments:
-            if self._subgroups_of[segment.param] <= self._offloaded:
-                self.inputs.gradients[segment.param] = None
+            if self._subgroups_of[segment.param] <= update.copied:
+                update.gradients[segment.param] = None
 
     def copy_params_to_device(self, subgroup: int) -> None:
         """Issue the copy of the parameters of a subgroup to the device."""
-        buffer, inputs = self._buffers.params[subgroup], self.inputs
-        segments = inputs.updated_segments(self.subgroups[subgroup])
-        self.device.copy("h2d", [(buffer[segment.span], inputs.value(segment)) for segment, _ in segments])
+        buffer, update = self._buffers.params[subgroup], self.update
+        segments = update.updated_segments(self.subgroups[subgroup])
+        self.device.copy("h2d", [(buffer[segment.span], update.value(segment)) for segment, _ in segments])

@@ -156,9 +156,9 @@ def test_state_dict__leaves_streamed_gradients_alone_in_the_middle_of_a_backward
         state_dicts = []
 
         def save(*_: Any) -> None:
-            offloaded.append(len(optimizer._runner.engine.offloaded_params))
+            offloaded.append(len(optimizer._runner.engine.update.offloaded))
             state_dicts.append(optimizer.state_dict())
-            assert len(optimizer._runner.engine.offloaded_params) == offloaded[-1]
+            assert len(optimizer._runner.engine.update.offloaded) == offloaded[-1]
 
         handle = job.net.late.register_full_backward_hook(save)
         job.step(optimizer)

@@ -82,11 +82,11 @@ def test_engine__gives_no_buffer_to_two_states(twin: Twin, data: st.DataObject, 
             twin.begin(engine.store)
             engine.set_plan(plan, workload)
             for _ in range(3):
-                inputs = twin.inputs(0.75)
+                update = twin.update(0.75)
                 engine.report_progress(OTHER)
                 jitter()
-                engine.submit_gradients({i: g for i, g in enumerate(inputs.gradients) if g is not None})
-                engine.step(inputs.values, inputs.scalars)
+                engine.submit_gradients({i: g for i, g in enumerate(update.gradients) if g is not None})
+                engine.step(update.values, update.scalars)
                 if plan.has_late_operations:
                     engine.finish_step()
                 twin.check()

@@ -179,7 +179,7 @@ def check_completion(twin: Twin, plan: Plan, workload: Workload, seed: int) -> N
             for op in plan.ops:
                 broken[:] = [op]
                 place(store, plan, workload)
-                store.inputs = twin.inputs(streamed=not workload.gradients_held_until_step)
+                store.update = twin.update(streamed=not workload.gradients_held_until_step)
                 with pytest.raises(OperationFailed) as failure:
                     one_step(executor, plan, jitter)
                 store.complete(plan, failure.value.run.done)
@@ -187,7 +187,7 @@ def check_completion(twin: Twin, plan: Plan, workload: Workload, seed: int) -> N
                 twin.check(store)
             broken.clear()
             place(store, plan, workload)
-            store.inputs = twin.inputs()
+            store.update = twin.update()
             one_step(executor, plan, jitter)
             twin.check(store)
         finally:

@@ -341,7 +341,7 @@ def test_step__drops_the_gradients_of_a_step_that_raises_at_once(gradients: str)
         optimizer.step()
     backward()
     engine = optimizer._runner.engine
-    assert len(engine.offloaded_params) == (2 if gradients == "streamed" else 0)
+    assert len(engine.update.offloaded) == (2 if gradients == "streamed" else 0)
     dropped = [weakref.ref(param.grad) for param in model.parameters()]
     optimizer._offloaded.norm.scale_factor = _interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
@@ -350,5 +350,5 @@ def test_step__drops_the_gradients_of_a_step_that_raises_at_once(gradients: str)
     optimizer.zero_grad()
     assert [reference() for reference in dropped] == [None, None]
     backward()
-    assert len(engine.offloaded_params) == (2 if gradients == "streamed" else 0)
+    assert len(engine.update.offloaded) == (2 if gradients == "streamed" else 0)
     optimizer.close()

@@ -22,13 +22,13 @@ def on_device(optimizer: InterleavedAdamW) -> set[int]:
     """Return the subgroups that have a gradient on the device."""
     assert not optimizer._runner.closed
     store = optimizer._runner.engine.store
-    on_device_params = (index for index, gradient in enumerate(store.inputs.gradients) if gradient is not None)
+    on_device_params = (index for index, gradient in enumerate(store.update.gradients) if gradient is not None)
     return set().union(*(store.subgroups_of(index) for index in on_device_params))
 
 
 def offloaded_count(optimizer: InterleavedAdamW) -> int:
     """Return how many gradients were offloaded."""
-    return len(optimizer._runner.engine.offloaded_params)
+    return len(optimizer._runner.engine.update.offloaded)
 
 
 @contextmanager

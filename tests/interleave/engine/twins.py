@@ -24,8 +24,8 @@ from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, divide
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
-from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.store import Store
+from ebbtide.interleave.engine.runtime.update import Update
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -49,30 +49,30 @@ class Twin:
         self.sizes = [subgroup.params for subgroup in self.subgroups]
         self.reference = ReferenceAdamW([param.clone() for param in self.params], Hyper(lr=0.01, weight_decay=0.1))
 
-    def inputs(self, scale: float = 1.0, streamed: bool = False) -> StepInputs:
-        """Return the inputs of the next step. The reference does the step at once."""
-        inputs = StepInputs(self.params, streamed=streamed)
+    def update(self, scale: float = 1.0, streamed: bool = False) -> Update:
+        """Return the next update. The reference does the step at once."""
+        update = Update(values=self.params, streamed=streamed)
         for index, param in enumerate(self.reference.params):
             param.grad = None
             scalars = None
             if torch.rand((), generator=self._generator) < 0.85:
                 param.grad = torch.randn(len(param), generator=self._generator).to(param.dtype)
                 scalars = self.reference.hyper.scalars(self.reference.steps[index] + 1, scale)
-            inputs.gradients.append(None if param.grad is None else param.grad.clone())
-            inputs.scalars.append(scalars)
+            update.gradients.append(None if param.grad is None else param.grad.clone())
+            update.scalars.append(scalars)
         self.reference.step(scale)
-        return inputs
+        return update
 
     def step(self, engine: Engine, scale: float = 1.0, offloaded_share: float = 0.0) -> Schedule:
         """Run a step of an engine; a share of the gradients is offloaded before the step, in any order."""
-        inputs = self.inputs(scale)
-        gradients = {index: gradient for index, gradient in enumerate(inputs.gradients) if gradient is not None}
+        update = self.update(scale)
+        gradients = {index: gradient for index, gradient in enumerate(update.gradients) if gradient is not None}
         for index in torch.randperm(len(self.params), generator=self._generator).tolist():
             if index in gradients and engine.is_running and torch.rand((), generator=self._generator) < offloaded_share:
                 engine.offload_gradient(index, gradients.pop(index))
                 engine.report_progress(torch.rand((), generator=self._generator).item())
         engine.submit_gradients(gradients)
-        return engine.step(inputs.values, inputs.scalars)
+        return engine.step(update.values, update.scalars)
 
     def begin(self, store: Store) -> None:
         """Write the initial state to a store."""

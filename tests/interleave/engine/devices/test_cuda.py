@@ -263,12 +263,12 @@ def test_hooks__do_nothing_during_a_capture(cuda: FakeCuda, params: list[torch.T
         backward()
         optimizer.step()
     backward()
-    assert len(optimizer._runner.engine.offloaded_params) == 2
+    assert len(optimizer._runner.engine.update.offloaded) == 2
     optimizer.step()
     cuda.capturing = True
     backward()
     cuda.capturing = False
-    assert not optimizer._runner.engine.offloaded_params
+    assert not optimizer._runner.engine.update.offloaded
     # The gradients are those of the backward, and the step has them.
     before = [param.detach().clone() for param in params]
     optimizer.step()

@@ -86,21 +86,21 @@ class Bench:
         """Run an iteration of the job: forward and backward on its stream, then the step."""
         cuda, engine, twin = self.cuda, self.engine, self.twin
         cuda.order.access("forward", "job", twin.params, [])
-        inputs = twin.inputs(scale)
+        update = twin.update(scale)
         gradients = {}
-        for index, gradient in enumerate(inputs.gradients):
+        for index, gradient in enumerate(update.gradients):
             if gradient is None:
                 continue
             gradients[index] = job_tensor(cuda, gradient, self.memory)
             if engine.is_running and random.random() < offloaded_share:
                 engine.offload_gradient(index, gradients.pop(index))
                 engine.report_progress(random.random())
-        inputs.gradients.clear()
+        update.gradients.clear()
         cuda.order.access("end of the backward", "job", twin.params, [])
         engine.submit_gradients(gradients)
         del gradients
         run = engine._executor._run
-        engine.step(inputs.values, inputs.scalars)
+        engine.step(update.values, update.scalars)
         cuda.order.access("next forward", "job", twin.params, [])
         assert run is not None
         self._check(run.plan, self.ran.pop(run), self.points.pop(run))

@@ -112,8 +112,8 @@ def test_recall_gradients__returns_offloaded_gradients_from_host_and_device(
         twin.begin(engine.store)
         engine.set_plan(data.draw(plans(workload)), workload)
         for _ in range(2):
-            inputs = twin.inputs()
-            gradients = {index: gradient for index, gradient in enumerate(inputs.gradients) if gradient is not None}
+            update = twin.update()
+            gradients = {index: gradient for index, gradient in enumerate(update.gradients) if gradient is not None}
             offloaded = data.draw(st.lists(st.sampled_from(sorted(gradients)), unique=True)) if gradients else []
             for index in offloaded:
                 engine.offload_gradient(index, gradients[index].clone())
@@ -124,7 +124,7 @@ def test_recall_gradients__returns_offloaded_gradients_from_host_and_device(
             for index, gradient in recalled.items():
                 assert torch.equal(bits(gradient), bits(gradients[index]))
             engine.submit_gradients(gradients)
-            engine.step(inputs.values, inputs.scalars)
+            engine.step(update.values, update.scalars)
             twin.check()
     finally:
         engine.close()
@@ -142,7 +142,7 @@ def test_states__can_be_written_on_host_and_device(twin: Twin, data: st.DataObje
             setup.store.states.write(number, torch.full((3, size), float("inf")))
         twin.begin(setup.store)
         twin.check(setup.store)
-        setup.store.inputs = twin.inputs()
+        setup.store.update = twin.update()
         one_step(setup.executor, plan)
         twin.check(setup.store)
 
@@ -153,7 +153,7 @@ def test_store__ignores_the_default_dtype_and_device_of_torch() -> None:
     workload = workload_of(twin.sizes, True, True, 4)
     with bench(twin, 0) as setup:
         plan = make(workload, PLACEMENTS, kept=(2, 4))
-        setup.store.inputs = twin.inputs()
+        setup.store.update = twin.update()
         torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device("meta"):
@@ -190,7 +190,7 @@ def test_apply_placement__pins_buffers_as_in_the_plan(data: st.DataObject) -> No
     copied: dict[tuple[str, int], bool] = {}
     for plan in data.draw(st.lists(plans(workload), min_size=1, max_size=3)):
         place(store, plan, workload)
-        store.inputs = twin.inputs()
+        store.update = twin.update()
         for op in plan.ops:
             store.perform(op)
         blocks = {"gradient down": store._buffers.gradients, "upload": store._buffers.params}
@@ -227,6 +227,6 @@ def test_apply_placement__keeps_the_state_if_the_device_is_too_small() -> None:
         plan = make(workload, ["cpu"] * 4)
         place(setup.store, plan, workload)
         assert setup.device.used_bytes == 0
-        setup.store.inputs = twin.inputs()
+        setup.store.update = twin.update()
         one_step(setup.executor, plan)
         twin.check(setup.store)

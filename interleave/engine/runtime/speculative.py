@@ -1,63 +1,13 @@
-"""The tensors and factors that a step works with, and updates that run before the factors are known."""
+"""Updates that run before the factors of the step are known."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 
 from ebbtide.interleave.engine.forks import fork_lock
-from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRange
-from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
+from ebbtide.interleave.engine.rules.rule import Scalars
+from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
-
-
-@dataclass
-class StepInputs:
-    """The tensors (flat, on the device) and factors of a step, by parameter; `scalars`: None for one that this step
-    does not update; `assumed`: the factors of speculative updates. `streamed` gradients are dropped on the device after
-    their copy to the host."""
-
-    values: list[torch.Tensor]
-    gradients: list[torch.Tensor | None] = field(default_factory=list)
-    scalars: list[Scalars | None] = field(default_factory=list)
-    assumed: list[Scalars | None] = field(default_factory=list)
-    streamed: bool = False
-
-    def gradient(self, segment: ParamSegment) -> torch.Tensor:
-        """Return the elements of a gradient on the device."""
-        gradient = self.gradients[segment.param]
-        assert gradient is not None
-        return gradient[segment.begin : segment.end]
-
-    def value(self, segment: ParamSegment) -> torch.Tensor:
-        """Return the elements of a parameter."""
-        return self.values[segment.param][segment.begin : segment.end]
-
-    def updated_segments(self, subgroup: Subgroup) -> Iterator[tuple[ParamSegment, Scalars]]:
-        """Yield the segments that this step updates, with their factors."""
-        for segment in subgroup.segments:
-            scalars = self.scalars[segment.param]
-            if scalars is not None:
-                yield segment, scalars
-
-    def update_ranges(self, subgroup: Subgroup) -> Iterator[UpdateRange]:
-        """Yield the ranges of segments that are updated; adjacent ones with the same factors are one range, unless the
-        rule needs to know where parameters begin."""
-        if subgroup.rule.has_ranges:
-            for segment, scalars in self.updated_segments(subgroup):
-                span, block = segment.span, segment.block
-                yield UpdateRange(span.start, span.stop, scalars, segment.position, segment.shape, block)
-            return
-        begin, end, last = 0, 0, None
-        for segment, scalars in self.updated_segments(subgroup):
-            if last is not None and (scalars != last or segment.offset != end):
-                yield UpdateRange(begin, end, last)
-                last = None
-            if last is None:
-                begin, last = segment.offset, scalars
-            end = segment.span.stop
-        if last is not None:
-            yield UpdateRange(begin, end, last)
 
 
 class SpeculativeUpdates:
