@@ -34,13 +34,17 @@ GROUPS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9, "weight_decay": 0.
 
 
 def ebbtide_step(rule: UpdateRule, params: int, kernel: CpuKernel) -> Callable[[], object]:
-    dtypes, shape = rule.dtypes(), SHAPE if rule.finish is not None else None
+    shape = SHAPE if rule.finish is not None else None
+    if rule.has_masters:
+        dtypes, target, kernel_rule = rule.dtypes, torch.ones(params, dtype=torch.bfloat16), rule
+    else:
+        dtypes, target, kernel_rule = (torch.bfloat16, *rule.dtypes), None, rule.with_masters
     # Rows begin at different places of a page, as in the engine.
     state = [torch.empty(row_stride(params) + 336 * row, dtype=of)[336 * row :] for row, of in enumerate(dtypes)]
     state = [row[:params].fill_(1e-3) for row in state]
     gradient = torch.full((params,), 1e-3, dtype=torch.bfloat16)
-    half, scalars = torch.ones_like(gradient), rule.scalars({**rule.defaults, **GROUPS.get(rule.name, {})}, 5)
-    return lambda: kernel.update(gradient, state, half, scalars, rule=rule, shape=shape)
+    scalars = rule.scalars({**rule.defaults, **GROUPS.get(rule.name, {})}, 5)
+    return lambda: kernel.update(gradient, state, target, scalars, rule=kernel_rule, shape=shape)
 
 
 def other_step(rule: UpdateRule, params: int, name: str) -> Callable[[], object] | None:
@@ -110,7 +114,7 @@ def main() -> None:
                 if number > 1:
                     times[name].append(time.process_time() - begin)
         own, copied = statistics.median(times["ebbtide"]), statistics.median(times["copy"])
-        nbytes = 4 + 2 * rule.state_bytes()
+        nbytes = 2 + 2 * rule.state_bytes + (4 if rule.reads_params else 2)
         ratios = [f"{statistics.median(times[name]) / own:.2f}" if name in times else "-" for name in OTHERS]
         copies = f"{nbytes / own / (8 / copied):.2f}" if rule.finish is None else "-"
         rows.append((f"`{rule.name}`", f"{own / params * 1e9:.3g}", *ratios, copies))

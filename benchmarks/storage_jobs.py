@@ -24,11 +24,11 @@ DEEPSPEED: dict[str, tuple[dict[str, Any], bool]] = {
     "ZeRO-Infinity, pipelines": ({"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS}, False),
     BEST: ({"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS}, True),
 }
-# Name -> (overlap, master).
+# Name -> (overlap, rule).
 EBBTIDE = {
-    "ebbtide": ("none", "fp32"),
-    "ebbtide, overlap=forward": ("forward", "fp32"),
-    "ebbtide, master=remainder": ("none", "remainder"),
+    "ebbtide": ("none", "adamw"),
+    "ebbtide, overlap=forward": ("forward", "adamw"),
+    "ebbtide, adamw-remainder": ("none", "adamw-remainder"),
 }
 NAMES = (*DEEPSPEED, *EBBTIDE)
 _WARM_UP = 3
@@ -83,18 +83,18 @@ def _batch(args: argparse.Namespace) -> Any:
 def _ebbtide_job(name: str, folder: str, args: argparse.Namespace) -> Iterate:
     import torch
 
-    from ebbtide.interleave import InterleavedAdamW
+    from ebbtide.interleave import InterleavedOptimizer
 
-    model, batch, (overlap, master) = build_model(args).to(torch.bfloat16), _batch(args), EBBTIDE[name]
-    optimizer = InterleavedAdamW(
+    model, batch, (overlap, rule) = build_model(args).to(torch.bfloat16), _batch(args), EBBTIDE[name]
+    optimizer = InterleavedOptimizer(
         model.parameters(),
+        rule,
         lr=LEARNING_RATE,
         policy="pipelined",
         subgroup_params=int(args.subgroup * 1e6),
         gradients="streamed",
         max_grad_norm=MAX_NORM,
         overlap=overlap,
-        master=master,
         model=model if overlap != "none" else None,
         storage=folder,
         host_memory_budget=args.host_bytes,

@@ -228,7 +228,6 @@ OPTIONS = [
     "threads",
     "overlap",
     "model",
-    "master",
     "storage",
     "host_memory_budget",
 ]
@@ -238,7 +237,7 @@ def test_signatures__name_all_options_with_their_defaults() -> None:
     adamw = inspect.signature(InterleavedAdamW).parameters
     assert [*adamw] == ["params", "lr", "betas", "eps", "weight_decay", *OPTIONS, "torch_options"]
     assert [*inspect.signature(InterleavedOptimizer).parameters] == ["params", "rule", *OPTIONS, "hyperparameters"]
-    of_optimizers = {"max_grad_norm", "gradients", "loss_scale", "model", "master"}
+    of_optimizers = {"max_grad_norm", "gradients", "loss_scale", "model"}
     enable = inspect.signature(patching.enable).parameters
     assert {*enable} == {*OPTIONS, "beside"} - of_optimizers
     for name in OPTIONS:

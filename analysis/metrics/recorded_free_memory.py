@@ -67,22 +67,38 @@ def param_bytes(entry: RankInfo) -> float:
     return float(_DTYPE_BYTES.get(dtype.removeprefix("torch."), PARAM_BYTES))
 
 
-def state_bytes(entry: RankInfo) -> float:
-    """Return the bytes of state per parameter: an fp32 master weight, and as many fp32 moments as were recorded, or
-    two. That of ebbtide's optimizers is recorded with their masters."""
-    sizes = [(optimizer.params, _state_bytes(optimizer)) for optimizer in entry.optimizers if optimizer.params]
+def has_own_masters(metrics: JobMetrics) -> bool:
+    """Return whether the parameters are fp32, and their own masters; frameworks that offload have others."""
+    return metrics.setup is None and param_bytes(metrics.entry) == _FP32_BYTES
+
+
+def state_bytes(entry: RankInfo, own_masters: bool = False) -> float:
+    """Return the bytes of state per parameter: an fp32 master weight, unless parameters are their own masters, and as
+    many fp32 moments as were recorded, or two. That of ebbtide's optimizers is recorded with their masters."""
+    sizes = [
+        (optimizer.params, _state_bytes(optimizer, own_masters)) for optimizer in entry.optimizers if optimizer.params
+    ]
     params = sum(count for count, _ in sizes)
-    return sum(count * size for count, size in sizes) / params if params else _FP32_BYTES * 3.0
+    masters = 0 if own_masters else 1
+    return sum(count * size for count, size in sizes) / params if params else _FP32_BYTES * (2.0 + masters)
 
 
-def _state_bytes(optimizer: OptimizerInfo) -> float:
-    masters = optimizer.state_names.get(_MASTER)
-    if masters and optimizer.state_bytes:
-        return optimizer.state_bytes / masters
+def _state_bytes(optimizer: OptimizerInfo, own_masters: bool) -> float:
+    if is_ebbtides(optimizer) and optimizer.state_bytes:
+        masters = optimizer.state_names.get(_MASTER)
+        # Older versions had masters of fp32 parameters, too.
+        unused = _FP32_BYTES if own_masters and not optimizer.ebbtide else 0.0
+        return optimizer.state_bytes / (optimizer.params or masters or 1) - unused
     elements = moment_elements(optimizer)
     # Without momentum torch's SGD has no state; others may have it elsewhere.
     moments = round(elements / (optimizer.params or 1)) if elements else 0 if optimizer.class_name == "SGD" else 2
-    return float(_FP32_BYTES * (1 + moments))
+    # The rule `sgd` has one in any case.
+    return float(_FP32_BYTES * (max(1, moments) if own_masters else 1 + moments))
+
+
+def is_ebbtides(optimizer: OptimizerInfo) -> bool:
+    """Return whether optimizers are ebbtide's; older traces show it by their masters."""
+    return optimizer.ebbtide or _MASTER in optimizer.state_names
 
 
 def moment_elements(optimizer: OptimizerInfo) -> int:
@@ -92,7 +108,7 @@ def moment_elements(optimizer: OptimizerInfo) -> int:
 
 def torch_state_on_device(optimizers: Iterable[OptimizerInfo]) -> int:
     """Return the bytes of state of optimizers that keep it on the device; ebbtide's may keep a part there."""
-    own = [optimizer for optimizer in optimizers if _MASTER not in optimizer.state_names]
+    own = [optimizer for optimizer in optimizers if not is_ebbtides(optimizer)]
     on_device = any(device.startswith("cuda") for optimizer in own for device in optimizer.state_devices)
     return sum(optimizer.state_bytes or 0 for optimizer in own) if on_device else 0
 

@@ -20,7 +20,7 @@ SYSTEM_SHARE = 0.05
 _OTHER_RESULTS = "other arithmetic, other results"
 # Name, bytes per parameter, and what it does to the results.
 _REMAINDER = (
-    f"InterleavedAdamW(..., master='remainder') on bf16 parameters ({REMAINDER_STATE_BYTES} B a parameter)",
+    f"InterleavedOptimizer(..., 'adamw-remainder') on bf16 parameters ({REMAINDER_STATE_BYTES} B a parameter)",
     float(REMAINDER_STATE_BYTES),
     "the same arithmetic; parameters differ where a master is exactly between two of them",
 )

@@ -14,6 +14,7 @@ import torch
 from ebbtide.features.calibrate.record import Record, Setup, Timing, measure_time, measure_times
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
+from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.adamw import Hyper
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -91,7 +92,9 @@ class OnePassAdamW:
         if self._remainders is None:
             self._remainders = torch.zeros(len(self.half), dtype=torch.int16)
         state = (self._remainders, *self.state[1:])
-        self._kernel.update(self.gradient, state, self.half, _HYPER.scalars(self._steps))
+        self._kernel.update(
+            self.gradient, state, self.half, _HYPER.scalars(self._steps), rule=find_rule("adamw-remainder")
+        )
 
 
 def cpu_kernels(params: int, threads: int) -> dict[str, Callable[[], UpdateCall]]:

@@ -97,7 +97,7 @@ def unflatten(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(shard.shape, shard.stride())
 
 
-def check_params(params: Sequence[torch.Tensor], streamed: bool, has_remainders: bool = False) -> None:
+def check_params(params: Sequence[torch.Tensor], streamed: bool) -> None:
     """Check the parameters to update. Raises EngineError if an engine cannot update them."""
     if not params:
         raise EngineError("there is no parameter that is not frozen: nothing to update")
@@ -108,11 +108,6 @@ def check_params(params: Sequence[torch.Tensor], streamed: bool, has_remainders:
     for param in params:
         if local_shard(param).dtype not in _DTYPES:
             raise EngineError(f"a parameter is {local_shard(param).dtype}: it must be bfloat16, float16 or float32")
-        if has_remainders and local_shard(param).dtype != torch.bfloat16:
-            raise EngineError(
-                f"a parameter is {local_shard(param).dtype}: master='remainder' is for bfloat16 parameters only; use "
-                "master='fp32'"
-            )
         if not _is_dense(local_shard(param)):
             raise EngineError(
                 "the elements of a parameter do not fill its memory without gaps: replace it by "

@@ -154,7 +154,8 @@ def _update_elements(grad, old, new, out, scalars, position, begin, end):
     place = place_of(position + begin)
     for i in range(grad.size):
         values = step(grad[i], load(old, i), scalars, place)
-        save(new, i, values)
+        store(new[0], i, values[0])
+        save(new[1:], i, values[1:])
         if out is not None:
             store(half, i, values[0])
         place = U(place + NEXT_PLACE)
@@ -172,7 +173,8 @@ def _update_blocks(grad, old, new, out, scalars, position, begin, end):
         g, old_rows = grad[block : block + _BLOCK], slice_rows(old, block, block + _BLOCK)
         for i in range(_BLOCK):
             values = step(g[i], load(old_rows, i), scalars, place)
-            save(results, i, values)
+            store(results[0], i, values[0])
+            save(results[1:], i, values[1:])
             if out is not None:
                 store(half, i, values[0])
             place = U(place + NEXT_PLACE)

@@ -1,8 +1,18 @@
-"""Update rules beside AdamW: Adam, SGD, Lion, and AdamW with state of 2 bytes or 1."""
+"""Update rules beside AdamW: Adam, SGD, Lion, and AdamW with smaller state."""
 
 from ebbtide.seams import Feature
 
 FEATURE = Feature(
     "rules",
-    {"rules": {"adam": "adam", "adamw-8bit": "adamw_8bit", "adamw-bf16": "adamw_bf16", "lion": "lion", "sgd": "sgd"}},
+    {
+        "rules": {
+            "adam": "adam",
+            "adamw-8bit": "adamw_8bit",
+            "adamw-bf16": "adamw_bf16",
+            "adamw-pure-bf16": "adamw_pure_bf16",
+            "adamw-remainder": "adamw_remainder",
+            "lion": "lion",
+            "sgd": "sgd",
+        }
+    },
 )

@@ -14,7 +14,7 @@ def _factors(group: Group, step: int) -> tuple[float, ...]:
     return *ADAMW.factors(group, step), float(seed if group["stochastic_rounding"] else 0)
 
 
-register(
+ADAMW_BF16 = register(
     replace(
         ADAMW,
         name="adamw-bf16",

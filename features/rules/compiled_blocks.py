@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import numpy as np
 from numba import carray
-from numba.extending import overload, register_jitable
+from numba.extending import register_jitable
 
 from ebbtide.features.overlap.compiled_beside import address, slice_rows, stack_memory
 from ebbtide.features.rules.dynamic_type import MIDDLES, VALUES
@@ -21,14 +21,12 @@ from ebbtide.interleave.engine.numerics.compiled import (
     F,
     U,
     compile_loop,
-    from_remainder,
     load,
     make_step,
     over_rows,
     save,
     step,
     store,
-    to_remainder,
     with_functions,
 )
 from ebbtide.interleave.engine.rules.rule import BLOCK
@@ -104,37 +102,6 @@ whole_blocks = over_rows(
 )
 
 
-def _load_master(masters, out, i):
-    """Return a master, or that of a remainder and the parameter in `out`. The body is chosen by type, below."""
-
-
-def _save_master(masters, out, i, value):
-    """Store a master, or its remainder, and the parameter, if `out` has it. The body is chosen by type, below."""
-
-
-@overload(_load_master)
-def _choose_load_master(masters, out, i):
-    if masters.dtype.name == "uint16":
-        return lambda masters, out, i: from_remainder(out[0][i], masters[i])
-    return lambda masters, out, i: masters[i]
-
-
-@overload(_save_master)
-def _choose_save_master(masters, out, i, value):
-    if masters.dtype.name == "uint16":
-
-        def split(masters, out, i, value):
-            out[0][i], masters[i] = to_remainder(value)
-
-        return split
-
-    def store_both(masters, out, i, value):
-        masters[i] = value
-        _store_each(out, i, value)
-
-    return store_both
-
-
 def _update_block(grad, masters, codes, scales, out, scalars, tables, block):
     new_masters, moments = (
         carray(stack_memory(np.float32, BLOCK), BLOCK),
@@ -142,11 +109,12 @@ def _update_block(grad, masters, codes, scales, out, scalars, tables, block):
     )
     _widen_each(codes, moments, scales, block)
     for i in range(grad.size):
-        new = step(grad[i], (_load_master(masters, out, i), *load(moments, i)), scalars, U(0))
+        new = step(grad[i], (masters[i], *load(moments, i)), scalars, U(0))
         new_masters[i] = new[0]
         save(moments, i, new[1:])
     for i in range(grad.size):
-        _save_master(masters, out, i, new_masters[i])
+        masters[i] = new_masters[i]
+        _store_each(out, i, new_masters[i])
     _quantize_each(codes, moments, scales, block, tables)
 
 

@@ -33,8 +33,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Args:
         params: Parameters or parameter groups, as for optimizers of torch.
-        rule: `adamw`, `adam`, `sgd`, `lion`, `adamw-bf16`, `adamw-8bit` or `muon`. A group with a key `rule` has that
-            rule, with its defaults.
+        rule: `adamw`, `adam`, `sgd`, `lion`, `muon`, `adamw-bf16`, `adamw-pure-bf16`, `adamw-8bit` or
+            `adamw-remainder`. A group with a key `rule` has that rule, with its defaults.
         keywords: Options, which OptimizerOptions lists, and hyperparameters of the rule, as in torch or in the paper.
 
     Raises:
@@ -47,6 +47,11 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def __init__(self, params: Any, rule: str = "adamw", **keywords: Any) -> None:
         names = inspect.get_annotations(OptimizerArguments).keys() & keywords.keys()
         hyperparameters = {name: value for name, value in keywords.items() if name not in names}
+        if "master" in hyperparameters:
+            raise EngineError(
+                "there is no option master: for masters of 16 further bits use the rule adamw-remainder, "
+                "InterleavedOptimizer(params, 'adamw-remainder')"
+            )
         self._rules = GroupRules(rule, hyperparameters)
         options = OptimizerOptions.of_arguments(**{name: keywords[name] for name in names})
         self._loss_scale = LossScale(options.loss_scale)

@@ -52,7 +52,6 @@ class OptimizerArguments(SharedArguments, total=False):
     gradients: Literal["kept", "streamed"]
     loss_scale: float | Literal["dynamic"] | None
     model: torch.nn.Module | None
-    master: Literal["fp32", "remainder"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +79,10 @@ class OptimizerOptions:
             state, and again where the step turns out to be clipped; this needs streamed gradients and more host memory.
             `both`, or `auto`, the fastest of what gradients and `model` allow.
         model: With updates under the forward: the module whose forward uses the parameters, so that it waits for them.
-        master: `fp32` masters in the state, 12 B per parameter, or `remainder`: each is a bfloat16 parameter and 16
-            further bits, so that the state has 10 B. Ties round away from zero then (`remainder` defines the bits).
         storage: A folder, or several, for state that host memory does not hold; see `commit`.
         host_memory_budget: With `storage`: bytes of host memory for state and buffers; by default most of what is free.
         beside_step: The phases beside the step in which the caller can run the updates of a policy that has some there;
-            by default those that `model`, `gradients` and `master` allow, of any policy.
+            by default those that `model` and `gradients` allow, of any policy.
 
     Raises:
         EngineError: If an option is not valid, or contradicts another.
@@ -103,7 +100,6 @@ class OptimizerOptions:
     threads: int | None = None
     overlap: str = "none"
     model: InitVar[torch.nn.Module | None] = None  # Not kept: engines do not keep models alive.
-    master: str = "fp32"
     storage: str | Path | Sequence[str | Path] | None = None
     host_memory_budget: float | None = None
     beside_step: InitVar[Overlap | None] = None
@@ -119,16 +115,10 @@ class OptimizerOptions:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise EngineError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0, or None")
         _check_budget(self.memory_budget)
-        if self.master not in ("fp32", "remainder"):
-            raise EngineError(f"master is {self.master!r}: it must be 'fp32' or 'remainder'")
-        own = Overlap(forward=model is not None, backward=self.streamed and not self.has_remainders)
+        own = Overlap(forward=model is not None, backward=self.streamed)
         policy = self._policy_with_overlap(own if beside_step is None else beside_step)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "supported", own if beside_step is None else beside_step & policy.widest_overlap)
-        if self.has_remainders and self.policy.speculates:
-            raise EngineError(
-                "master='remainder' is not supported with updates inside the backward: use overlap='none' or 'forward'"
-            )
         self.open_storage()
 
     @classmethod
@@ -151,11 +141,6 @@ class OptimizerOptions:
     def streamed(self) -> bool:
         """Whether gradients are offloaded as soon as they are computed."""
         return self.gradients == "streamed"
-
-    @property
-    def has_remainders(self) -> bool:
-        """Whether the masters are remainders: see remainder.py."""
-        return self.master == "remainder"
 
     def open_storage(self) -> StorageOptions | None:
         """Return the storage of one engine, which opens files of its own; None without storage."""

@@ -354,6 +354,9 @@ def needed_host_bytes(plan: Plan, workload: Workload) -> float:
     layers = plan.layers.host_bytes(workload) if plan.layers is not None else 0.0
     # Parameters that are copied up twice have one buffer.
     copies = {(op.kind, op.subgroup): op.nbytes for op in plan.ops if op.kind in ("gradient down", "upload")}
+    if workload.master != "fp32":
+        # Updates read the parameters, so the new ones are beside them, too.
+        copies["spare", -1] = workload.param_bytes * spare
     return workload.state_bytes * (offloaded + spare) + sum(plan.storage_buffers) + sum(copies.values()) + layers
 
 

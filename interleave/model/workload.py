@@ -93,8 +93,8 @@ class Workload:
         other_s: The part of the iteration that no phase covers.
         param_bytes: Bytes per parameter of the half-precision copy on the device.
         grad_bytes: Bytes per parameter of a gradient.
-        state_bytes: Bytes per parameter of the optimizer state: fp32 master weight and moments; with the master as
-            remainder, the remainder and the moments.
+        state_bytes: Bytes per parameter of the optimizer state: fp32 master weight, unless the parameter is the master,
+            and moments; with the master as remainder, the remainder and the moments.
         gpu_free: Device memory that the job's own parameters, gradients and activations leave free, as a step function
             over the iteration; None: not known.
         host_free_bytes: Host memory that the plan may use; None: all of the rank's part (`Machine.host_memory_bytes`).
@@ -102,8 +102,9 @@ class Workload:
         d2h_busy_share: The same of copies to the host.
         clipping: Whether all gradients are needed before any update.
         clip_active_share: Share of the steps in which they change an update: the norm is clipped, or not finite.
-        master: Where the fp32 master weight is: "fp32" in the state, or "remainder" if the state has the 16 bits of it
-            that the bf16 parameter has not, so that an update reads the parameter too.
+        master: Where the fp32 master weight is: "fp32" in the state; "parameter" if there is none beside the
+            parameter; "remainder" if the state has the 16 bits of it that the bf16 parameter has not. With the last two
+            an update reads the parameter.
         norm: Where the norm of the gradients, for which clipping waits, is computed: "host" or "device". None: its time
             is not known, or part of the machine's step_overhead_s.
         collective_bytes: (phase, bytes to the device, bytes to the host) that the job's collectives (all-gather,
@@ -144,7 +145,9 @@ class Workload:
     d2h_busy_share: BusyShare = 0.0
     clipping: Flag = True
     clip_active_share: Annotated[float, number_range(0, 1)] = DEFAULT_CLIP_ACTIVE_SHARE
-    master: Annotated[Literal["fp32", "remainder"], Meta(description='"fp32" or "remainder"')] = "fp32"
+    master: Annotated[
+        Literal["fp32", "parameter", "remainder"], Meta(description='"fp32", "parameter" or "remainder"')
+    ] = "fp32"
     norm: Annotated[Literal["host", "device"], Meta(description='"host" or "device"')] | None = None
     collective_bytes: tuple[tuple[str, float, float], ...] = ()
     gpu_slack_bytes: FreeBytes = 0.0
@@ -187,17 +190,17 @@ class Workload:
     def cpu_update_bytes(self) -> float:
         """Bytes per parameter that an update on the CPU reads from and writes to host memory.
 
-        Gradient and state are read, state and half-precision parameter are written. With the master as remainder the
-        parameter is read, too."""
-        param_accesses = 2 if self.master == "remainder" else 1
+        Gradient and state are read, state and half-precision parameter are written. A parameter
+        that is the master, or a part of it, is read, too."""
+        param_accesses = 1 if self.master == "fp32" else 2
         return self.grad_bytes + 2 * self.state_bytes + param_accesses * self.param_bytes
 
     @property
     def returned_gradient_bytes(self) -> float:
         """Bytes of device memory per parameter for a gradient that was copied to the host and back.
 
-        It is in the memory of its parameter, unless that is a part of the state."""
-        return self.grad_bytes if self.master == "remainder" else 0.0
+        It is in the memory of its parameter, unless the update reads that."""
+        return 0.0 if self.master == "fp32" else self.grad_bytes
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -392,6 +395,9 @@ def _state_bytes(workload: Workload, state_bytes: float | None, where: str) -> f
     """Return the bytes per parameter of the state; by default those of the kind of master."""
     if workload.master == "fp32":
         return STATE_BYTES if state_bytes is None else state_bytes
+    if workload.master == "parameter":
+        # Two moments in the parameter's precision.
+        return 2 * workload.param_bytes if state_bytes is None else state_bytes
     if workload.param_bytes != PARAM_BYTES:
         raise WorkloadError(
             f"{where}: master is remainder and param_bytes {workload.param_bytes:g}: only the master of a bf16 "

@@ -134,8 +134,8 @@ class PlanBuilder:
         Args:
             params: How the parameters reach the device. `pipelined`: the update writes them in half precision, and they
                 are uploaded from pinned memory. `blocking`: they are converted in a pass of its own and uploaded from
-                pageable memory. `gpu-cast`: the fp32 masters are uploaded and converted on the GPU. With the master as
-                remainder there is nothing to convert: the update writes the parameters.
+                pageable memory. `gpu-cast`: the fp32 masters are uploaded and converted on the GPU. Where the update
+                reads parameters there is nothing to convert: it writes them.
             after: Indices of further operations to wait for.
         """
         width = self.workload.param_bytes
@@ -143,7 +143,7 @@ class PlanBuilder:
         point = self.ops[update].point
         if params == "pipelined":
             return self.add("upload", "h2d", subgroup, width, (update,), point)
-        if self.workload.master == "remainder":
+        if self.workload.master != "fp32":
             return self.add("upload", "h2d", subgroup, width, (update,), pageable=params == "blocking")
         if params == "gpu-cast":
             return self.upload_masters(subgroup, (update,), point)

@@ -3,7 +3,12 @@
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
-from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, recorded_free_memory, state_bytes
+from ebbtide.analysis.metrics.recorded_free_memory import (
+    has_own_masters,
+    param_bytes,
+    recorded_free_memory,
+    state_bytes,
+)
 from ebbtide.analysis.metrics.static_split import job_framework, recorded_sizes, subgroup_params
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload
@@ -55,7 +60,7 @@ def workload_of(trace: Trace) -> Workload:
             f"the state is on storage: policies may use the {bytes_text(host_bytes)} of host memory that the job used "
             "for buffers and gradients"
         )
-    sizes = recorded_sizes(metrics)
+    sizes, own_masters = recorded_sizes(metrics), has_own_masters(metrics)
     params = sum(sizes) if sizes else metrics.params
     return Workload(
         name=trace.name,
@@ -67,7 +72,8 @@ def workload_of(trace: Trace) -> Workload:
         other_s=phase_s[OTHER],
         param_bytes=bytes_per_param,
         grad_bytes=bytes_per_param,
-        state_bytes=state_bytes(metrics.entry),
+        state_bytes=state_bytes(metrics.entry, own_masters),
+        master="parameter" if own_masters else "fp32",
         gpu_free=None if free is None else tuple((time, max(0.0, size)) for time, size in free),
         accumulates=(metrics.micro_steps or 1) > 1,
         missing_bytes=max(0.0, *(-size for _, size in free or ((0.0, 0.0),))),

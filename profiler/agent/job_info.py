@@ -192,6 +192,7 @@ def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
     parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
     description = {
         "count": len(optimizers),
+        "ebbtide": any(hasattr(optimizer, "ebbtide_state") for optimizer in optimizers),
         "groups": len(groups),
         "params": sum(sum(subgroup_sizes(o) or [local_tensor(p).numel() for p in _parameters(o)]) for o in optimizers),
         "param_dtypes": sorted({_dtype(p) for p in parameters}),

@@ -158,12 +158,13 @@ class OptimizerInfo(_Section, frozen=True, kw_only=True):
     # The class; under ZeRO that of the optimizer inside. The JSON key is `class`.
     class_name: str | None = msgspec.field(default=None, name="class")
     count: Count | None = None
+    ebbtide: bool = False  # Whether they are ebbtide's, whose state includes masters that are not parameters.
     groups: Count | None = None
     params: Count | None = None  # Parameters that they update on this rank, padding included.
     param_dtypes: tuple[str, ...] = ()
     state_bytes: Count | None = None  # Bytes of state; None where it is stored on a disk or in another process.
     state_dtypes: dict[str, Count] = {}  # The number of state elements by dtype.
-    # The same by name, as in state dicts. Only that of ebbtide's optimizers has a `master`.
+    # The same by name, as in state dicts. Only that of ebbtide's optimizers may have a `master`.
     state_names: dict[str, Count] = {}
     state_devices: tuple[str, ...] = ()  # Devices that hold state: `cpu`, `cuda`, `nvme`.
 

@@ -71,13 +71,13 @@ TABLES_WITHOUT_MEMORY = """
 import sys
 
 import torch
-from ebbtide.interleave import InterleavedAdamW
+from ebbtide.interleave import InterleavedOptimizer
 
 def masters(fails):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)).bfloat16().cuda()
-    optimizer = InterleavedAdamW(
-        model.parameters(), lr=1e-2, policy="gpu-only", threads=1, master="remainder", memory_budget=1e8
+    optimizer = InterleavedOptimizer(
+        model.parameters(), "adamw-remainder", lr=1e-2, policy="gpu-only", threads=1, memory_budget=1e8
     )
     x = torch.ones(4, 16, device="cuda", dtype=torch.bfloat16)
     for step in range(5):

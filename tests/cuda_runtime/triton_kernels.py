@@ -25,7 +25,6 @@ from tests.cuda_runtime.triton_launches import DriverLaunch, Words, listen
 
 # By the names of Triton's types.
 _TYPES = {"uint16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_REMAINDER = "uint16"
 _UNKNOWN_ERROR = 999
 
 
@@ -120,7 +119,8 @@ class _Kernels:
         def compute() -> None:
             for one in _updates_of(launch, rule, self._memory_of(launch)):
                 state = [span.tensor() for span in one.state]
-                grad, out = one.grad.tensor(), one.out.tensor()
+                grad = one.grad.tensor()
+                out = None if one.out.address == one.state[0].address else one.out.tensor()
                 self._kernel.update(grad, state, out, one.scalars, rule=rule, position=one.position)
 
         updates = _updates_of(launch, rule, self._table_of(launch))
@@ -185,7 +185,10 @@ class _Kernels:
 def _updates_of(launch: DriverLaunch, rule: UpdateRule, words: Words) -> list[_TensorUpdate]:
     """Return the rows of the table of an update."""
     grad_dtype, out_dtype = (_TYPES[str(launch.constants[name])] for name in ("grad_dtype", "out_dtype"))
-    dtypes = rule.dtypes(str(launch.constants["master_dtype"]) == _REMAINDER)
+    dtypes = rule.dtypes
+    if rule.split is None:
+        # A master may be a parameter.
+        dtypes = (_TYPES[str(launch.constants["master_dtype"])], *dtypes[1:])
     moments, factors, first_other = len(rule.moments), launch.constants["factors"], launch.first_other_column
     updates = []
     for row in launch.rows(words)[1]:

@@ -32,7 +32,7 @@ def stays(schedule: Schedule) -> list[Stay]:
             # The backward computes gradients in reverse, at a constant rate. It starts one when the next one is ready.
             start = schedule.other_s + schedule.forward_s + schedule.backward_s * (remaining - size) / workload.params
             result.append((start, times["update", subgroup][1], gradient))
-        elif ("gradient up", subgroup) in times and workload.master == "remainder":
+        elif ("gradient up", subgroup) in times and workload.master != "fp32":
             result.append((times["gradient up", subgroup][0], times["update", subgroup][1], gradient))
         remaining -= size
     return result

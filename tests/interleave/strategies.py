@@ -39,7 +39,7 @@ def machines(draw: st.DrawFn) -> Machine:
 
 def cpu_rate(workload: Workload, machine: Machine) -> float:
     """Return the parameters updated on the CPU per second."""
-    ratio = 1.0 if workload.master == "fp32" else machine.cpu_remainder_ratio or 28 / 26
+    ratio = machine.cpu_remainder_ratio or 28 / 26 if workload.master == "remainder" else 1.0
     return (machine.cpu_update_params_per_s or 0.0) * ratio
 
 
@@ -68,7 +68,10 @@ def workloads(
     sizes = draw(subgroup_sizes(max_subgroups))
     forward, backward = (draw(st.just(0.0) | spread(0.01, 5.0)) for _ in range(2))
     other = draw(st.sampled_from([0.0, 0.1]))
-    is_remainder = draw(st.sampled_from([False, False, False, True]))
+    master = draw(st.sampled_from(["fp32", "fp32", "fp32", "parameter", "remainder"]))
+    param_bytes, state_bytes = {"remainder": (2.0, 10.0), "parameter": (4.0, 8.0)}.get(
+        master, (draw(st.sampled_from([2.0, 4.0])), draw(st.sampled_from([12.0, 8.0])))
+    )
     return Workload(
         name="random",
         params=sum(sizes),
@@ -77,10 +80,10 @@ def workloads(
         forward_s=forward,
         backward_s=backward,
         other_s=other,
-        param_bytes=2.0 if is_remainder else draw(st.sampled_from([2.0, 4.0])),
+        param_bytes=param_bytes,
         grad_bytes=draw(st.sampled_from([2.0, 4.0])),
-        state_bytes=10.0 if is_remainder else draw(st.sampled_from([12.0, 8.0])),
-        master="remainder" if is_remainder else "fp32",
+        state_bytes=state_bytes,
+        master=master,
         gpu_free=draw(_free_memory(sum(sizes) * 14, other + forward + backward)) if free_known else None,
         h2d_busy_share=draw(st.sampled_from([0.0, 0.3])),
         d2h_busy_share=draw(st.sampled_from([0.0, 0.3])),

@@ -4,7 +4,7 @@ from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import ITERATIONS, OFFLOADED
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, state_bytes
+from ebbtide.analysis.metrics.recorded_free_memory import has_own_masters, param_bytes, state_bytes
 from ebbtide.phases import UPDATE
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text, count_text, ms_text
@@ -50,7 +50,7 @@ def cpu_bound_update(metrics: JobMetrics) -> Finding | Unknown | None:
         )
     free = metrics.min_gap_bytes("free", UPDATE)
     if free and params:
-        per_param = state_bytes(metrics.entry) + param_bytes(metrics.entry)
+        per_param = state_bytes(metrics.entry, has_own_masters(metrics)) + param_bytes(metrics.entry)
         evidence.append(
             f"in the median update at least {bytes_text(min(free))} of device memory are free (capacity minus "
             f"{metrics.free_pool}): optimizer state and gradients ({per_param:g} B each) of "

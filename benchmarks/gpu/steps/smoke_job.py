@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ebbtide.interleave import InterleavedAdamW
+from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.state_bytes import STATE_BYTES
 
@@ -35,12 +35,12 @@ REFERENCE, REMAINDER = "reference", "reference-remainder"
 # Mode -> policies, options. References run on the CPU.
 MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     REFERENCE: (("zero-offload",), {}),
-    REMAINDER: (("zero-offload",), {"master": "remainder"}),
+    REMAINDER: (("zero-offload",), {"rule": "adamw-remainder"}),
     "none": (ALL_POLICIES, {}),
     "streamed": (ALL_POLICIES, {"gradients": "streamed"}),
     "forward": (OVERLAPPING, {"overlap": "forward"}),
     "both": (OVERLAPPING, {"overlap": "both", "gradients": "streamed"}),
-    "remainder": (OVERLAPPING, {"overlap": "forward", "gradients": "streamed", "master": "remainder"}),
+    "remainder": (OVERLAPPING, {"overlap": "forward", "gradients": "streamed", "rule": "adamw-remainder"}),
     "storage": (OVERLAPPING, {"overlap": "forward", "gradients": "streamed"}),
 }
 SUBGROUPS, SLOTS = 10, 3
@@ -91,7 +91,7 @@ def inputs(length: int, steps: int) -> torch.Tensor:
     return batches.bfloat16()
 
 
-def digest(model: nn.Module, optimizer: InterleavedAdamW) -> str:
+def digest(model: nn.Module, optimizer: InterleavedOptimizer) -> str:
     """Return a digest of all parameters, masters and moments."""
     optimizer.synchronize()
     hasher = hashlib.sha256()
@@ -107,13 +107,13 @@ def budget_bytes(total: int) -> float:
     return STATE_BYTES * total * (1 / 2 + SLOTS / SUBGROUPS)
 
 
-def make_optimizer(model: nn.Module, policy: str, options: dict[str, Any]) -> InterleavedAdamW:
+def make_optimizer(model: nn.Module, policy: str, options: dict[str, Any]) -> InterleavedOptimizer:
     total = sum(param.numel() for param in model.parameters())
     budget = None if policy == "gpu-only" else budget_bytes(total)
     defaults = {"lr": 1e-2, "subgroup_params": -(-total // SUBGROUPS), "memory_budget": budget, "max_grad_norm": 1.0}
     if "overlap" in options:
         options = {**options, "model": model}
-    return InterleavedAdamW(model.parameters(), policy=policy, **{**defaults, **options})
+    return InterleavedOptimizer(model.parameters(), policy=policy, **{**defaults, **options})
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> None:
@@ -125,7 +125,7 @@ def train(
     policy: str,
     options: dict[str, Any],
     device: torch.device,
-    after_step: Callable[[InterleavedAdamW], None] = lambda _: None,
+    after_step: Callable[[InterleavedOptimizer], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Train; return the digest, and the peak of device memory in addition to parameters and gradients."""
     model = model.to(device)
@@ -218,7 +218,7 @@ def run_graph(params: int, device: torch.device) -> dict[str, Any]:
         for _ in range(200):
             out.copy_(side(x))
 
-    def capture_beside(optimizer: InterleavedAdamW) -> None:
+    def capture_beside(optimizer: InterleavedOptimizer) -> None:
         with torch.no_grad():
             replay = captured(compute_beside, on_gpu)
             if len(same) % 2:

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
@@ -36,21 +36,23 @@ def probe(
     params: int,
     device_bytes: float | None,
     out_of_place: bool = False,
-    remainder: bool = False,
     host_bytes: float | None = None,
     rule: UpdateRule = ADAMW,
 ) -> Machine:
     """Measure the rates of a device and the CPU with at most `params` parameters and `device_bytes` (None: no limit).
     `host_memory_bytes_per_s` is the traffic of updates and copies at once, or twice that of the update alone if they
     did not slow each other down. `host_bytes`: host memory of this rank; None: what is available."""
-    state_bytes = rule.state_bytes()
+    own_rule, rule = rule, rule.with_masters
+    # Updates of fp32 parameters that are their own masters take as much memory traffic as with masters of bfloat16.
+    is_half = not own_rule.has_masters and rule.rounds
+    state_bytes = own_rule.state_bytes if is_half else rule.state_bytes
     max_params = params if device_bytes is None else int(device_bytes / (_DEVICE_STATES * state_bytes))
     cpu_params, params = min(params, _cpu_params(host_bytes, state_bytes)), max(1, min(params, _PARAMS, max_params))
     scalars = rule.scalars(rule.defaults, 1)
     if rule.parts is not None:
         # The products of matrices would take too long: the rates are those of the elements.
         scalars = rule.parts(scalars, (1, 1)).scalars
-    one_pass_bytes = GRAD_BYTES + 2 * state_bytes + PARAM_BYTES
+    one_pass_bytes = GRAD_BYTES + 2 * state_bytes + (2 if is_half else 1) * PARAM_BYTES
     half = torch.zeros(cpu_params, dtype=torch.bfloat16, device="cpu")
     own = Subgroup(params, torch.bfloat16, (), torch.bfloat16, rule=rule)
     host_states = [device.allocate_host((state_elements(own),), torch.float32) for _ in range(2)]
@@ -64,14 +66,20 @@ def probe(
     nbytes = host_states[0].nbytes
     state, out = _host_state(rule, cpu_params), half.clone()
 
+    target = out
+    if is_half:
+        state, target = [out, *state[1:]], None
+
     def update_on_cpu() -> None:
-        kernel.update(half, state, out, scalars, rule=rule)
+        kernel.update(half, state, target, scalars, rule=rule)
 
-    def update_beside(new_state: Sequence[torch.Tensor]) -> Callable[[], None]:
-        return lambda: kernel.update_beside(half, state, new_state, out, [(0, cpu_params, scalars)], rule=rule)
+    def update_beside(new_state: list[torch.Tensor]) -> Callable[[], None]:
+        if is_half:
+            new_state[0] = out.clone()
+        return lambda: kernel.update_beside(half, state, new_state, target, [(0, cpu_params, scalars)], rule=rule)
 
-    def update_remainders(remainders: torch.Tensor) -> Callable[[], None]:
-        return lambda: kernel.update(half, (remainders, *state[1:]), out, scalars, rule=rule)
+    def update_split(part: torch.Tensor) -> Callable[[], None]:
+        return lambda: kernel.update(half, (part, *state[1:]), out, scalars, rule=own_rule)
 
     def copy(direction: Direction, count: int = 1) -> Callable[[], None]:
         h2d = direction == "h2d"
@@ -91,8 +99,10 @@ def probe(
         copy_now(device, "h2d", [(half[:params], device_grad)])
         cpu_s = _min_seconds(update_on_cpu)
         share = cpu_s / _min_seconds(update_beside(_host_state(rule, cpu_params))) if out_of_place else None
-        remainders = torch.zeros(cpu_params, dtype=torch.int16, device="cpu")
-        ratio = cpu_s / _min_seconds(update_remainders(remainders)) if remainder else None
+        ratio = None
+        if own_rule.split is not None:
+            part = torch.zeros(cpu_params, dtype=own_rule.split.dtype, device="cpu")
+            ratio = cpu_s / _min_seconds(update_split(part))
         h2d_s, d2h_s = _min_seconds(copy("h2d")), _min_seconds(copy("d2h"))
         gpu_s = _min_seconds(update_on_gpu)
         # As many copies as take about as long as the update.

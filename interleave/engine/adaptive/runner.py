@@ -187,13 +187,12 @@ class AdaptiveRunner:
         if commit is not None:
             self._check_commit(subgroups, commit)
         self._state_share = min(map(_state_share, subgroups), default=1.0)
-        has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
-        planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
+        planner = self._new_planner(self._rates(subgroups), subgroups)
         plan = planner.plan(self._current_budget())
         for rule in {subgroup.rule for subgroup in subgroups}:
             dtypes = {(of.grad_dtype, of.dtype) for of in subgroups if of.rule is rule}
-            self.kernel.warm_up(dtypes, self.options.supported.backward and self._needs_rates, has_remainders, rule)
-            self.device.warm_up(dtypes, has_remainders, rule)
+            self.kernel.warm_up(dtypes, self.options.supported.backward and self._needs_rates, rule)
+            self.device.warm_up(dtypes, rule)
         # First, since the new one may use its files.
         self._close_engine()
         stored = None if self.storage is None else self.storage.open(subgroups, self.device, commit)
@@ -212,7 +211,7 @@ class AdaptiveRunner:
             raise EngineError(f"{commit_place(commit)}, and this optimizer has no storage: create it with storage=")
         self.storage.check(subgroups, commit)
 
-    def _rates(self, subgroups: Sequence[Subgroup], has_remainders: bool) -> Machine:
+    def _rates(self, subgroups: Sequence[Subgroup]) -> Machine:
         """Return the rates to plan with: those corrected by the steps so far, those of the caller, or measured ones."""
         if self._planner is not None:
             return self._planner.machine
@@ -229,7 +228,6 @@ class AdaptiveRunner:
                 params,
                 min_budget(budget),
                 speculates,
-                has_remainders,
                 host_bytes,
                 _most_frequent_rule(subgroups),
             )
@@ -383,7 +381,10 @@ class AdaptiveRunner:
 
 
 def _state_share(subgroup: Subgroup) -> float:
-    """Return the share of the memory that is left for state, if a gradient cannot use the memory of its parameter."""
+    """Return the share of the memory that is left for state, if a gradient cannot use the memory of its parameter.
+    Plans count such gradients where updates read the parameters."""
+    if subgroup.rule.reads_params:
+        return 1.0
     return state_elements(subgroup) / (state_elements(subgroup) + gradient_elements(subgroup))
 
 

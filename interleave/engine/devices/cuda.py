@@ -285,12 +285,10 @@ class CudaDevice(CudaStreams, Device):
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         return self._started(self._kernel.gpu_fingerprint, values)
 
-    def warm_up(
-        self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False, rule: UpdateRule = ADAMW
-    ) -> None:
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], rule: UpdateRule = ADAMW) -> None:
         try:
             with torch.cuda.device(self._device):
-                self._kernel.warm_up(self._device, dtypes, remainder, rule)
+                self._kernel.warm_up(self._device, dtypes, rule)
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(

@@ -96,12 +96,10 @@ class Device(Streams, Protocol):
 
         They are of the values that the gradients have now. The thread that computed these calls this."""
 
-    def warm_up(
-        self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False, rule: UpdateRule = ADAMW
-    ) -> None:
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], rule: UpdateRule = ADAMW) -> None:
         """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run them on a few elements.
 
-        There is one for each combination of dtypes of gradient and parameter. For `remainder` see remainder.py."""
+        There is one for each combination of dtypes of gradient and parameter."""
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         """Start `fingerprint.fingerprint` of flat parameters, and return a function that waits for the results.

@@ -210,7 +210,7 @@ class EmulatedDevice(EmulatedStreams, Device):
             self._kernel.update(
                 update.grad,
                 update.state,
-                update.out,
+                None if update.state[0] is update.out else update.out,
                 update.scalars,
                 rule=update.rule,
                 position=update.position,
@@ -228,10 +228,8 @@ class EmulatedDevice(EmulatedStreams, Device):
         fingerprints = self._kernel.fingerprints(values)
         return lambda: fingerprints
 
-    def warm_up(
-        self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False, rule: UpdateRule = ADAMW
-    ) -> None:
-        self._kernel.warm_up(dtypes, remainder=remainder, rule=rule)
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], rule: UpdateRule = ADAMW) -> None:
+        self._kernel.warm_up(dtypes, rule=rule)
 
     def is_capturing(self) -> bool:
         return False

@@ -14,6 +14,7 @@ compiled code). All conversions work on bits, by additions of integers, so they 
 import re
 from functools import cache
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -229,20 +230,6 @@ def make_step(rule):
     return step_and_round if rule.rounds else step
 
 
-@register_jitable
-def from_remainder(param, remainder):
-    low = U(remainder)
-    upper = U(U(param) - U(low >> U(15)))
-    return U(U(upper << U(16)) | low).view(F)
-
-
-@register_jitable
-def to_remainder(master):
-    # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
-    bits = F(master).view(U)
-    return np.uint16(U(bits + U(0x8000)) >> U(16)), np.uint16(bits & U(0xFFFF))
-
-
 def step(stored, state, scalars, place):
     """Stands for the step of a rule in the loops (see `make_step`)."""
 
@@ -259,15 +246,26 @@ def _update(grad, rows, out, scalars, first):
 def _update_state(grad, rows, scalars, first):
     place = place_of(first)
     for i in range(grad.size):
-        save(rows, i, step(grad[i], load(rows, i), scalars, place))
+        new = step(grad[i], load(rows, i), scalars, place)
+        # It may be a parameter in half precision.
+        store(rows[0], i, new[0])
+        save(rows[1:], i, new[1:])
         place = U(place + NEXT_PLACE)
 
 
-def _update_remainder(grad, remainder, moments, param, scalars, first):
+def join(param, stored):
+    """Stands for the function of a rule that returns a master of both its parts."""
+
+
+def split(master):
+    """Stands for the function of a rule that returns both parts of a master."""
+
+
+def _update_split(grad, masters, moments, param, scalars, first):
     place = place_of(first)
-    for i in range(remainder.size):
-        new = step(grad[i], (from_remainder(param[i], remainder[i]), *load(moments, i)), scalars, place)
-        param[i], remainder[i] = to_remainder(new[0])
+    for i in range(masters.size):
+        new = step(grad[i], (join(param[i], masters[i]), *load(moments, i)), scalars, place)
+        param[i], masters[i] = split(new[0])
         save(moments, i, new[1:])
         place = U(place + NEXT_PLACE)
 
@@ -326,17 +324,20 @@ def compile_loop(loop, **functions):
 
 @cache
 def loops_of(rule):
-    """Return the loops of a rule: the update, the update of the state alone, and that of remainders."""
+    """Return the loops of a rule."""
     functions = {"rule": rule, "step": make_step(rule)}
-    return Loops(*(compile_loop(loop, **functions) for loop in (_update, _update_state, _update_remainder)))
+    if rule.split is not None:
+        parts = import_module(rule.split.loops)
+        return Loops(update_split=compile_loop(_update_split, join=parts.join, split=parts.split, **functions))
+    return Loops(compile_loop(_update, **functions), compile_loop(_update_state, **functions))
 
 
 class Loops(NamedTuple):
-    """The compiled loops of a rule."""
+    """The compiled loops of a rule: the update, that of the state alone, and that of masters in two parts."""
 
-    update: Any
-    update_state: Any
-    update_remainder: Any
+    update: Any = None
+    update_state: Any = None
+    update_split: Any = None
 
 
 block_sums = compile_loop(_block_sums)

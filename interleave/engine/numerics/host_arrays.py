@@ -14,7 +14,7 @@ _SMALL, _BATCH = 1024, 4096
 
 # The types by which the compiled loops recognize what an array contains.
 _CODES = {torch.bfloat16: "<u2", torch.float16: "<i2", torch.float32: "<f4"}
-# Remainders of masters, and codes of moments, which are in no gradient or parameter.
+# Parts of masters, and codes of moments, which are in no gradient or parameter.
 _STATE_CODES = {torch.int16: "<u2", torch.uint8: "|u1"}
 
 # Rows of a state whose distance is this, beside whole pages of 4,096 B: a third of a page, in whole lines of the cache.
@@ -63,12 +63,15 @@ def check_update(
     rule: UpdateRule,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Check the tensors of an update as `check_tensors`; the master may be a remainder (see `is_remainder`)."""
+    """Check the tensors of an update as `check_tensors`."""
     stored, wide = [grad] if out is None else [grad, out], list(state)
-    if is_remainder(state[0]):
-        if out is None or out.dtype != torch.bfloat16:
-            raise ValueError("a remainder needs a bfloat16 parameter")
-        stored.append(wide.pop(0).view(torch.bfloat16))
+    if rule.split is not None:
+        if out is None or out.dtype != rule.split.param_dtype or state[0].dtype != rule.split.dtype:
+            raise ValueError(f"{rule.name} needs a parameter that is {rule.split.param_dtype}, and the masters' part")
+        stored.append(wide.pop(0).view(rule.split.param_dtype))
+    elif out is None and state[0].dtype != torch.float32:
+        # A parameter that is its own master.
+        stored.append(wide.pop(0))
     moments = state[1 : 1 + len(rule.moments)]
     if any(moment.dtype != rule.moment_dtype for moment in moments):
         raise ValueError(f"moments of this rule must be {rule.moment_dtype}")
@@ -82,11 +85,6 @@ def check_update(
         is_flat = all(row.dim() == 1 and row.is_contiguous() and row.device == grad.device for row in moments)
         if not is_flat or any(row.numel() != grad.numel() for row in moments):
             raise ValueError("moments must be contiguous, with the length of the gradient, on its device")
-
-
-def is_remainder(master: torch.Tensor) -> bool:
-    """Return whether a tensor has the remainders of masters, as int16, instead of masters: see remainder.py."""
-    return bool(master.dtype == torch.int16)
 
 
 def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], rows: int) -> None:

@@ -89,8 +89,8 @@ class CpuKernel:
     ) -> None:
         """Update the state in place and write the parameter, as `reference.update`; return when all is done.
 
-        All are contiguous CPU tensors with one dimension and the same length. The state may have remainders of masters
-        that are in `out`. The threads that are not in the share leave the host's memory to copies."""
+        All are contiguous CPU tensors with one dimension and the same length. The threads that are not in the share
+        leave the host's memory to copies."""
         self.update_ranges(grad, state, out, [UpdateRange(0, len(grad), scalars, position, shape)], share, rule)
 
     def update_ranges(
@@ -113,7 +113,7 @@ class CpuKernel:
             return
         gradient, rows = host_arrays.as_array(grad), [host_arrays.as_array(row) for row in state]
         parameter = None if out is None else host_arrays.as_array(out)
-        loops, has_remainders = self._compiled.loops_of(rule), host_arrays.is_remainder(state[0])
+        loops = self._compiled.loops_of(rule)
 
         def part(begin: int, end: int, of: UpdateRange) -> None:
             stored, scalars = gradient[begin:end], of.scalars
@@ -127,8 +127,8 @@ class CpuKernel:
             parts, position = tuple([row[begin:end] for row in rows]), of.position + begin - of.begin
             if parameter is None:
                 loops.update_state(stored, parts, scalars, position)
-            elif has_remainders:
-                loops.update_remainder(stored, parts[0], parts[1:], parameter[begin:end], scalars, position)
+            elif rule.split is not None:
+                loops.update_split(stored, parts[0], parts[1:], parameter[begin:end], scalars, position)
             else:
                 loops.update(stored, parts, parameter[begin:end], scalars, position)
 
@@ -182,12 +182,13 @@ class CpuKernel:
         """Run `update_ranges` out of place: read the old state, and write the new one to other memory.
 
         A state is master and moments: a (rows, n) tensor, or tensors as for `update`. The old one stays as it is.
-        Elements in no range have the same values in both, and are not written to `out`."""
+        Elements in no range have the same values in both, and are not written to `out`, which has the parameters if the
+        rule reads them."""
         old, new = tuple(state), tuple(new_state)
         for rows in (old, new):
             host_arrays.check_update("cpu", grad, rows, rule, out)
         host_arrays.check_disjoint(old, new, len(rule.row_names))
-        if rule.finish is not None or rule.scales:
+        if rule.finish is not None or rule.scales or rule.split is not None:
             for source, target in zip(old, new, strict=True):
                 target.copy_(source)
             self.update_ranges(grad, new, out, ranges, share, rule)
@@ -236,20 +237,21 @@ class CpuKernel:
         self,
         dtypes: Collection[tuple[torch.dtype, torch.dtype]],
         out_of_place: bool = False,
-        remainder: bool = False,
         rule: UpdateRule = ADAMW,
     ) -> None:
-        """Compile the loops for these dtypes of gradient and parameter, and run them on one element.
-
-        With remainders all parameters are bfloat16."""
-        state, new = (rule.zero_rows(1, remainder) for _ in range(2))
+        """Compile the loops for these dtypes of gradient and parameter, and run them on one element."""
+        own = rule if rule.has_masters else rule.with_masters
+        state, new = (own.zero_rows(1) for _ in range(2))
         scalars, shape = rule.scalars(rule.defaults, 1), (1, 1) if rule.finish is not None else None
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))
-            for target in (out,) if remainder else (out, None):
-                self.update(grad, state, target, scalars, rule=rule, shape=shape)
-                if out_of_place and not remainder:
-                    self.update_beside(grad, state, new, target, [UpdateRange(0, 1, scalars, 0, shape)], rule=rule)
+            if not rule.has_masters:
+                state, new = ((out.clone(), *rows[1:]) for rows in (state, new))
+            targets = (out, None) if not rule.reads_params else (out,) if rule.has_masters else (None,)
+            for target in targets:
+                self.update(grad, state, target, scalars, rule=own, shape=shape)
+                if out_of_place:
+                    self.update_beside(grad, state, new, target, [UpdateRange(0, 1, scalars, 0, shape)], rule=own)
             self.sum_of_squares(grad)
             self.fingerprint(out)
 

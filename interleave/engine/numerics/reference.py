@@ -49,9 +49,9 @@ _INTERVAL = 2000
 class TensorUpdate:
     """Tensors of an update: contiguous, on one device, with one dimension and the same length.
 
-    Gradient and parameter (`out`) are bfloat16, float16 or float32. The state is master and moments, fp32; instead of
-    the master it may have the remainders, int16, of masters whose parameters (bfloat16) are in `out`; moments are as
-    the rule has them. `position` is that of the first element (see rounding.py), `shape` that of a whole matrix."""
+    Gradient and parameter (`out`) are bfloat16, float16 or float32. The state is master and moments as the rule has
+    them; a master may be in two parts, of which one is `out` (see SplitMaster), or `out` itself. `position` is that of
+    the first element (see rounding.py), `shape` that of a whole matrix."""
 
     grad: torch.Tensor
     state: Sequence[torch.Tensor]
@@ -75,6 +75,13 @@ def update(
 
     All are CPU tensors of one shape; `grad` and `out` are bfloat16, float16 or float32. The first element is at
     `position` (see rounding.py). With a shape they are a whole matrix, flat, which the rule updates as one."""
+    if rule.split is not None:
+        assert out is not None
+        master = rule.split.join(out, state[0])
+        update(grad, (master, *state[1:]), None, scalars, rule.with_masters, position)
+        for part, value in zip((out, state[0]), rule.split.split(master), strict=True):
+            part.detach().copy_(value)
+        return
     if shape is not None:
         products = partial(orthogonalize, multiply=multiply, sum_of_squares=sum_of_squares)
         update_matrix(grad, state, out, scalars, rule, shape, update, products)
@@ -92,7 +99,8 @@ def update(
             old[1 + number] = widen_moment(state[1 + number].numpy(), row.numpy(), number)
         results = rule.formula(grad.float().numpy() * scale, *old, *factors)
     master, *moments = map(canonical_nan, results)
-    state[0].detach().numpy()[...] = master
+    for row in (state[0],) if out is None else (state[0], out):
+        _store(row.detach(), master)
     for number, (row, moment) in enumerate(zip(state[1:], moments, strict=False)):
         if rule.scales:
             row.numpy()[...], scales[number].numpy()[...] = quantize_moment(moment, number)
@@ -101,14 +109,15 @@ def update(
             row.view(torch.uint16).numpy()[...] = bfloat16_bits(moment, own_noise)
         else:
             row.detach().numpy()[...] = moment
-    if out is None:
-        return
-    out = out.detach()
-    if out.dtype == torch.float32:
-        out.numpy()[...] = master
+
+
+def _store(row: torch.Tensor, values: Floats) -> None:
+    """Write values in the precision of a row."""
+    if row.dtype == torch.float32:
+        row.numpy()[...] = values
     else:
-        bits = bfloat16_bits(master) if out.dtype == torch.bfloat16 else float16_bits(master)
-        out.view(torch.uint16).numpy()[...] = bits
+        bits = bfloat16_bits(values) if row.dtype == torch.bfloat16 else float16_bits(values)
+        row.view(torch.uint16).numpy()[...] = bits
 
 
 def canonical_nan(values: Floats) -> Floats:

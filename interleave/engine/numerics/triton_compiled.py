@@ -127,20 +127,6 @@ def _root(value):
 
 
 @triton.jit
-def _joined(param, remainder):
-    upper = param.to(tl.uint32) - (remainder.to(tl.uint32) >> 15)
-    return ((upper << 16) | remainder.to(tl.uint32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _store_split(master, param, remainder, mask):
-    # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
-    bits = master.to(tl.uint32, bitcast=True)
-    tl.store(remainder, (bits & 0xFFFF).to(tl.uint16), mask=mask)
-    tl.store(param, ((bits + 0x8000) >> 16).to(tl.uint16), mask=mask)
-
-
-@triton.jit
 def _sign(value):
     return tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, value - value))
 
@@ -189,15 +175,16 @@ def _update_block(
     positions,
     blocks,
     out_dtype: tl.constexpr,
-    is_remainder: tl.constexpr,
+    master_dtype: tl.constexpr,
+    join: tl.constexpr,
+    split: tl.constexpr,
     formula: tl.constexpr,
     factors: tl.constexpr,
     rounds: tl.constexpr,
 ):
     g = _widen(tl.load(grad, mask=mask)) * tl.load(scalars)
     master = tl.load(rows[0], mask=mask)
-    if is_remainder:
-        master = _joined(tl.load(out, mask=mask), master)
+    master = join(tl.load(out, mask=mask), master) if join is not None else _widen(master)
     values = (master,)
     for row in tl.static_range(1, len(rows)):
         if len(blocks) > 0:
@@ -224,10 +211,12 @@ def _update_block(
         for row in tl.static_range(1, len(rows)):
             tl.store(rows[row], _canonical_nan(results[row]), mask=mask)
     p = _canonical_nan(results[0])
-    if is_remainder:
-        _store_split(p, out, rows[0], mask)
+    if split is not None:
+        param, rest = split(p)
+        tl.store(rows[0], rest, mask=mask)
+        tl.store(out, param, mask=mask)
     else:
-        tl.store(rows[0], p, mask=mask)
+        tl.store(rows[0], _round(p, master_dtype), mask=mask)
         tl.store(out, _round(p, out_dtype), mask=mask)
 
 
@@ -238,13 +227,16 @@ def update(
     grad_dtype: tl.constexpr,
     out_dtype: tl.constexpr,
     master_dtype: tl.constexpr,
+    join: tl.constexpr,
+    split: tl.constexpr,
     formula: tl.constexpr,
     moments: tl.constexpr,
     factors: tl.constexpr,
     rounds: tl.constexpr,
     scaled: tl.constexpr,
 ):
-    """Update all tensors of a table, in blocks of `UPDATE_BLOCK`. Masters of uint16 are remainders.
+    """Update all tensors of a table, in blocks of `UPDATE_BLOCK`. `join` and `split`: of masters in two parts (see
+    SplitMaster), or None.
 
     Columns of a row: length; addresses of gradient, parameter, master and moments; factors, two in each word; with
     `rounds` the position of the first element, where moments are bfloat16; with `scaled`, where moments are codes (see
@@ -270,7 +262,6 @@ def update(
     for number in tl.static_range(1 + moments):
         wide = wide + (tl.multiple_of(rows[number], _WIDE) + offsets,)
         narrow = narrow + (rows[number] + offsets,)
-    is_remainder: tl.constexpr = master_dtype == tl.uint16
     positions = begin + offsets
     inside = positions < length
     blocks = ()
@@ -292,7 +283,9 @@ def update(
             positions,
             blocks,
             out_dtype,
-            is_remainder,
+            master_dtype,
+            join,
+            split,
             formula,
             factors,
             rounds,
@@ -307,7 +300,9 @@ def update(
             positions,
             blocks,
             out_dtype,
-            is_remainder,
+            master_dtype,
+            join,
+            split,
             formula,
             factors,
             rounds,

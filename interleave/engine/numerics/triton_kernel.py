@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ebbtide.features.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.numerics import triton_compiled as compiled
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.fingerprint import KEYS
-from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_update, is_remainder
+from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_update
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -93,17 +94,20 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
     ValueError, before any launch, if `CpuKernel.update` does not support the tensors, or they are not on one GPU."""
     groups: dict[tuple[UpdateRule, Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
     for item in updates:
-        check_update(_DEVICE, item.grad, item.state, item.rule, item.out)
+        check_update(_DEVICE, item.grad, item.state, item.rule, None if item.state[0] is item.out else item.out)
         if item.out.numel():
-            master = tl.uint16 if is_remainder(item.state[0]) else tl.float32
+            master = tl.uint16 if item.rule.split is not None else _BITS[item.state[0].dtype]
             groups[item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
     with _on_device_of([item.out for item in updates]):
         loaded = [(key, group, *_load_updates(group)) for key, group in groups.items()]
         for (rule, grad, out, master), group, programs, table in loaded:
+            join, split = _parts_of(rule)
             constants = {
                 "grad_dtype": grad,
                 "out_dtype": out,
                 "master_dtype": master,
+                "join": join,
+                "split": split,
                 "formula": compiled.formula_of(rule),
                 "moments": len(rule.moments),
                 "factors": len(group[0].scalars),
@@ -158,7 +162,6 @@ def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]
 def warm_up(
     device: torch.device,
     dtypes: Collection[tuple[torch.dtype, torch.dtype]],
-    remainder: bool = False,
     rule: UpdateRule = ADAMW,
 ) -> None:
     """Compile all kernels for these dtypes of gradient and parameter, load them on a GPU, and run them.
@@ -167,11 +170,24 @@ def warm_up(
     updates = []
     for grad_dtype, out_dtype in dtypes:
         grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
-        state = [row.to(device) for row in rule.zero_rows(_WARM_UP_PARAMS, remainder)]
-        updates.append(TensorUpdate(grad, state, out, rule.scalars(rule.defaults, 1), rule))
+        state = [row.to(device) for row in rule.zero_rows(_WARM_UP_PARAMS)]
+        scalars = rule.scalars(rule.defaults, 1)
+        if rule.has_masters:
+            updates.append(TensorUpdate(grad, state, out, scalars, rule))
+        else:
+            updates.append(TensorUpdate(grad, (out, *state), out, scalars, rule.with_masters))
     gpu_update(updates)
     gpu_sums_of_squares([item.grad for item in updates])()
     gpu_fingerprint([item.out for item in updates])()
+
+
+@cache
+def _parts_of(rule: UpdateRule) -> tuple[Any, Any]:
+    """Return the functions of the kernel that join and split masters in two parts; None for a rule without."""
+    if rule.split is None:
+        return None, None
+    parts = import_module(rule.split.kernels)
+    return parts.join, parts.split
 
 
 class _BlockRows:

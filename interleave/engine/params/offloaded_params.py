@@ -66,7 +66,7 @@ class OffloadedParams:
         # By index, what waits for the fingerprints of values that masters round to, and its place among them.
         self._fingerprints: dict[int, tuple[Callable[[], list[bytes]], int]] = {}
         # Parameters whose masters were loaded and compared with them by no step yet, since the job may load parameters
-        # later. Where masters are remainders: what they are the remainders of.
+        # later. Where masters are in two parts: the parameters that they were split into.
         self._loaded: dict[int, torch.Tensor | None] = {}
 
     def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
@@ -81,7 +81,13 @@ class OffloadedParams:
 
     def check(self, params: Sequence[torch.Tensor]) -> None:
         """Check parameters. Raises EngineError if an engine cannot update them."""
-        check_params(params, self._options.streamed, self._options.has_remainders)
+        check_params(params, self._options.streamed)
+        for param, rule in zip(params, self._rules(params), strict=True):
+            if rule.split is not None and param.dtype != rule.split.param_dtype:
+                raise EngineError(
+                    f"a parameter is {param.dtype}: {rule.name} is for {rule.split.param_dtype} parameters; use "
+                    f"{rule.with_masters.name} for others"
+                )
         self._sharded_matrices(params)
         if device_of(params).type != "cpu" and any(rule.finish is not None for rule in self._rules(params)):
             raise EngineError("rules of whole matrices run on the CPU only: use another rule for parameters on a GPU")
@@ -89,7 +95,7 @@ class OffloadedParams:
     def check_rules(self) -> None:
         """Raise EngineError if the job has given a parameter another rule, whose state it does not have."""
         for own_rule, rule in zip(self._own_rules, self._rules(self.params), strict=True):
-            if rule is not own_rule:
+            if rule.name != own_rule.name:
                 raise EngineError(
                     f"the rule of a parameter was {own_rule.name} when the optimizer took it, and is {rule.name} now: "
                     "change it back, or create a new optimizer"
@@ -115,10 +121,10 @@ class OffloadedParams:
         self.pending.finish()
         if not self.params:
             return []
-        engine, own, rules = self._runner.engine, self._values(), self._rules(self.params)
-        values = self._whole_values(own, self._options.has_remainders)
+        engine, own, rules = self._runner.engine, self._values(), self._own_rules
+        values, has_parts = self._whole_values(own, False), any(rule.split is not None for rule in rules)
         with engine.paused():
-            changed = self._changed(own)[0] if self._options.has_remainders else set()
+            changed = self._changed(own)[0] if has_parts else set()
             changed |= self.matrices.on_any_rank(changed)
             states = state_dict.gather_states(rules, engine.store.states, values, changed, self._loaded)
         whole = {index: states[index] for index in self.matrices.owners}
@@ -131,7 +137,7 @@ class OffloadedParams:
         None and the engine is not open, it stays so."""
         if not self.params and not any(states):
             return
-        if len(params) > len(self.params):
+        if len(params) > len(self.params) or _layouts(params) != self._layouts:
             if self.params:
                 self._stop()
             self._set_params(params, states)
@@ -237,7 +243,7 @@ class OffloadedParams:
     def _describe(self, params: Sequence[torch.Tensor]) -> list[str]:
         """Return what the state of each parameter depends on."""
         pairs = zip(params, self._rules(params), strict=True)
-        return [state_dict.describe(rule, param, self._options.has_remainders) for param, rule in pairs]
+        return [state_dict.describe(rule, param) for param, rule in pairs]
 
     def _rules(self, params: Sequence[torch.Tensor]) -> list[UpdateRule]:
         rule_of = self._rule_of_params()
@@ -250,7 +256,7 @@ class OffloadedParams:
         shards, options = [local_shard(param) for param in params], self._options
         for index in matrices.owners:
             shards[index] = torch.empty(matrices.own.get(index, 0), dtype=shards[index].dtype, device="meta")
-        return divide(shards, options.subgroup_params, options.has_remainders, self._rules(params))
+        return divide(shards, options.subgroup_params, self._rules(params))
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _set_params(
@@ -301,8 +307,8 @@ class OffloadedParams:
             ) from error
         engine.store.forget_params(range(len(self.params)))
         self._loaded = {
-            index: state_dict.rounded_masters(state) if self._options.has_remainders else None
-            for index, state in enumerate(states)
+            index: state_dict.rounded_masters(rule, state)
+            for index, (rule, state) in enumerate(zip(self._own_rules, states, strict=True))
             if state is not None
         }
         self._has_state = self._has_state or bool(self._loaded)
@@ -335,7 +341,10 @@ class OffloadedParams:
                 "change it back, or create a new optimizer and load the state_dict() of this one"
             )
         self.check(self.params)
-        states = self.gather() if self._has_state else None
+        states = None
+        if self._has_state:
+            rules = zip(self.gather(), self._own_rules, self._rules(self.params), self._values(), strict=True)
+            states = [state_dict.convert_state(*each) for each in rules]
         self._stop()
         self._set_params(self.params, states)
 
@@ -348,9 +357,9 @@ class OffloadedParams:
             self._addresses = addresses
         changed, fingerprints = self._changed(values)
         changed |= self._loaded.keys()
-        matrices, has_remainders = self.matrices.on_any_rank(changed), self._options.has_remainders
+        matrices = self.matrices.on_any_rank(changed)
         changed |= matrices
-        values = self._whole_values(values, bool(matrices) or has_remainders)
+        values = self._whole_values(values, bool(matrices))
         if changed:
             engine = self._runner.engine
             with engine.paused():
@@ -358,10 +367,6 @@ class OffloadedParams:
             engine.store.forget_params(changed)
             # Now, since the job may change those that the step does not update before its end.
             self._fingerprints |= {index: (fingerprints, index) for index in changed}
-            if has_remainders and matrices:
-                # Some of their values may be rounded otherwise now.
-                self._write_parts(values, matrices)
-                self.record_values(values, matrices)
             if outdated := len(replaced & self._loaded.keys()):
                 log.warning(
                     "ebbtide: %d parameters have changed since the masters in the state dict, as by another optimizer: "

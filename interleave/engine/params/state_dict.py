@@ -21,8 +21,6 @@ from ebbtide.features.fsdp.local_shards import (
 from ebbtide.features.rules.blocks import quantize_moment
 from ebbtide.features.storage.engine.commits import check_digest
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
-from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
 from ebbtide.interleave.engine.rules.rule import MASTER_NAME, GroupRules, UpdateRule
 from ebbtide.interleave.engine.runtime.layout import (
     MASTER,
@@ -45,7 +43,7 @@ RECORD = "ebbtide"
 # The number of shards of a parameter whose moments have scales: each has blocks of its own.
 _PARTS = "parts"
 
-# The state of a parameter in host memory: its fp32 master and its moments, flat, in the order of its memory.
+# The state of a parameter in host memory: the rows of `UpdateRule.saved`, flat, in the order of its memory.
 ParamState = tuple[torch.Tensor, ...]
 
 
@@ -67,25 +65,25 @@ def gather_states(
     changed: Collection[int] = (),
     loaded: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
 ) -> list[ParamState]:
-    """Return the state of each parameter in new host memory. Remainders are of the parameter, or of the `loaded` one if
-    no step has used it yet; masters of `changed` parameters become the parameter."""
-    param_states = [rule.zero_rows(value.numel()) for value, rule in zip(values, rules, strict=True)]
+    """Return the state of each parameter in new host memory. The other part of masters is the parameter, or the one
+    that was `loaded` if no step has used it yet; masters of `changed` parameters become the parameter."""
+    param_states = [rule.saved.zero_rows(value.numel()) for value, rule in zip(values, rules, strict=True)]
     for number, subgroup in enumerate(states.subgroups):
         segments = subgroup.segments
         targets = [list(param_rows(param_states[part.param], subgroup, part)) for part in segments]
-        masters = [rows[MASTER] for rows in targets]
-        if subgroup.has_remainders:
+        masters, split = [rows[MASTER] for rows in targets], subgroup.rule.split
+        if split is not None:
             for rows, master in zip(targets, masters, strict=True):
-                rows[MASTER] = torch.empty(len(master), dtype=torch.int16, device="cpu")
+                rows[MASTER] = torch.empty(len(master), dtype=split.dtype, device="cpu")
         # Straight to the memory that is returned, without another copy.
         states.copy_parts(number, list(zip(segments, targets, strict=True)))
-        for part, rows, master in zip(segments, targets, masters, strict=True):
-            if is_remainder(rows[MASTER]):
+        if split is not None:
+            for part, rows, master in zip(segments, targets, masters, strict=True):
                 rounded = loaded.get(part.param)
                 param = values[part.param] if rounded is None else rounded
                 param = param[part.begin : part.end].cpu()
                 is_old = part.param in changed and rounded is None
-                master.copy_(param.float() if is_old else join_tensors(param, rows[MASTER]))
+                master.copy_(param.float() if is_old else split.join(param, rows[MASTER]))
     return param_states
 
 
@@ -100,22 +98,31 @@ def scatter_states(
     buffer = torch.empty(max(sizes, default=0), **_HOST)
     for number, subgroup in enumerate(states.subgroups):
         state = buffer[: sizes[number]].zero_().view(state_shape(subgroup))
-        rows = state_rows(state, subgroup)
+        rows, split = state_rows(state, subgroup), subgroup.rule.split
         for segment in subgroup.segments:
             param_state, elements = param_states[segment.param], slice(segment.begin, segment.end)
             if param_state is None:
-                if not subgroup.has_remainders:
+                if not subgroup.rule.reads_params:
                     rows[MASTER][segment.span] = values[segment.param][elements]
                 continue
             sources = param_rows(param_state, subgroup, segment)
+            if split is not None:
+                sources = (split.split(sources[MASTER])[1], *sources[1:])
             for row, source in zip(segment_rows(rows, subgroup, segment), sources, strict=True):
-                row.copy_(split_tensor(source)[1] if is_remainder(row) else source)
+                row.copy_(source)
         states.write(number, state)
 
 
-def rounded_masters(state: ParamState) -> torch.Tensor:
-    """Return the parameter (bfloat16) of which the masters of a state are stored as remainders."""
-    return split_tensor(state[MASTER])[0]
+def convert_state(state: ParamState, own: UpdateRule, rule: UpdateRule, value: torch.Tensor) -> ParamState:
+    """Return a state for the rule of a parameter whose dtype has changed: with masters, or without."""
+    if own.has_masters == rule.has_masters:
+        return state
+    return (value.float().cpu(), *state) if rule.has_masters else state[1:]
+
+
+def rounded_masters(rule: UpdateRule, state: ParamState) -> torch.Tensor | None:
+    """Return the parameter that the other part of masters is for; None for masters in one part."""
+    return None if rule.split is None else rule.split.split(state[MASTER])[0]
 
 
 def update_masters(
@@ -125,22 +132,23 @@ def update_masters(
     loaded: Mapping[int, torch.Tensor | None],
 ) -> set[int]:
     """Set the masters of changed parameters to their values, unless they already round to these, and return the
-    parameters of which a master was not kept. Remainders become 0, since nobody knows which elements were written,
-    unless they were loaded: those whose master rounds to the parameter, to even or away from zero, stay, and the
-    parameter becomes the latter."""
+    parameters of which a master was not kept. Parts of masters become 0, since nobody knows which elements were
+    written, unless they were loaded: those whose master rounds to the parameter, to even or away from zero, stay, and
+    the parameter becomes the latter."""
     replaced: set[int] = set()
     for number, subgroup in enumerate(states.subgroups):
         segments = [segment for segment in subgroup.segments if segment.param in changed]
-        if not segments:
+        if not segments or not subgroup.rule.has_masters:
             continue
+        split = subgroup.rule.split
         with states.edited_masters(number, [segment.span for segment in segments]) as masters:
             for segment, master in zip(segments, masters, strict=True):
                 param = values[segment.param][segment.begin : segment.end]
                 value = param.cpu()
-                if is_remainder(master):
+                if split is not None:
                     rounded = loaded.get(segment.param)
                     rounded = value if rounded is None else rounded[segment.begin : segment.end]
-                    to_even = join_tensors(rounded, master).to(value.dtype)
+                    to_even = split.join(rounded, master).to(value.dtype)
                     different = ((rounded != value) & (to_even != value)) | (segment.param not in loaded)
                     master[different] = 0
                     param.copy_(torch.where(different, value, rounded))
@@ -152,12 +160,11 @@ def update_masters(
     return replaced
 
 
-def describe(rule: UpdateRule, param: torch.Tensor, has_remainders: bool) -> str:
+def describe(rule: UpdateRule, param: torch.Tensor) -> str:
     """Return what the state of a parameter depends on: its rule, type and shape, and its part on this rank."""
     shard = local_shard(param)
     part = "" if shard.shape == param.shape else f", {tuple(shard.shape)} of it here"
-    master = "with remainder" if has_remainders else "with fp32 master"
-    return f"{rule.name} {master}, {shard.dtype} {tuple(param.shape)}{part}"
+    return f"{rule.name} with master: {rule.master}, {shard.dtype} {tuple(param.shape)}{part}"
 
 
 def check_commit(commit: Any, own: Mapping[str, Any]) -> None:
@@ -209,7 +216,7 @@ def make_entry(rule: UpdateRule, param: torch.Tensor, state: ParamState, step: i
     """Return the entry of a parameter, perhaps a DTensor, in a state dict: its rule's, and the fp32 master."""
     # bitsandbytes casts a tensor to the type of the parameter, which not all numbers of steps fit in.
     entry: dict[str, Any] = {"step": step if rule.scales else torch.tensor(float(step), **_HOST)}
-    for name, row in zip(rule.row_names, state, strict=True):
+    for name, row in zip(rule.saved.row_names, state, strict=True):
         entry[name] = wrap_blocks(param, row) if name in rule.scales else wrap_shard(param, unflatten(row, param))
     if rule.scales and parts_of(param) > 1:
         entry[_PARTS] = parts_of(param)
@@ -337,8 +344,9 @@ def _parse_entry(
     if rule.scales:
         entry = _with_codes(rule, param, entry, source, is_own)
     shard, rows = local_shard(param), []
-    lengths = [part.stop for part in rule.row_slices(0, shard.numel(), 0)]
-    for name, dtype, length in zip(rule.row_names, rule.dtypes(), lengths, strict=True):
+    saved = rule.saved
+    lengths = [part.stop for part in saved.row_slices(0, shard.numel(), 0)]
+    for name, dtype, length in zip(saved.row_names, saved.dtypes, lengths, strict=True):
         value = entry.get(name)
         if value is None and name == MASTER_NAME and not is_own:
             value = param.detach()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -48,6 +49,20 @@ class MatrixParts(NamedTuple):
     finish_scalars: Scalars
 
 
+class SplitMaster(NamedTuple):
+    """fp32 masters that are kept in two parts: the parameter, and further bits in a row of the state.
+
+    `loops` is a module that numba compiles, and `kernels` one for Triton; both have functions `join` and `split`."""
+
+    name: str  # As `Workload.master` has it.
+    dtype: torch.dtype  # Of the row.
+    param_dtype: torch.dtype
+    split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # Returns both parts of masters, on the CPU.
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # Returns the masters of both parts.
+    loops: str
+    kernels: str
+
+
 RULES: dict[str, UpdateRule] = {}
 
 
@@ -73,6 +88,9 @@ class UpdateRule:
         finish: For an update of whole matrices: the rule, without moments, that takes the result of their products as
             its gradient. The first result of `formula` is the matrix to multiply then.
         parts: Returns the parts of the factors, for a matrix of a shape.
+        has_masters: Whether the state has a row of masters; without one the parameters are the masters.
+        split: How that row has a part of the masters only; None if it has fp32 masters.
+        whole: The same rule with a row of fp32 masters; None for a rule that has one.
     """
 
     name: str
@@ -88,36 +106,71 @@ class UpdateRule:
     constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
     finish: UpdateRule | None = None
     parts: Callable[[Scalars, tuple[int, int]], MatrixParts] | None = field(repr=False, default=None)
+    has_masters: bool = True
+    split: SplitMaster | None = None
+    whole: UpdateRule | None = field(repr=False, default=None)
+
+    @property
+    def with_masters(self) -> UpdateRule:
+        """The rule with a row of fp32 masters."""
+        return self.whole or self
+
+    @cached_property
+    def without_masters(self) -> UpdateRule:
+        """The rule of fp32 parameters, which are their own masters. Matrices keep a row of them."""
+        if self.split is not None or self.finish is not None or not self.has_masters:
+            return self
+        return replace(self, has_masters=False, whole=self.with_masters)
+
+    @property
+    def saved(self) -> UpdateRule:
+        """The rule whose rows state dicts have."""
+        return self if self.split is None else self.with_masters
+
+    @property
+    def master(self) -> str:
+        """The place of the masters: `fp32` in the state, `parameter`, or the kind of `split`."""
+        if self.split is not None:
+            return self.split.name
+        return "fp32" if self.has_masters else "parameter"
+
+    @property
+    def reads_params(self) -> bool:
+        """Whether an update reads the parameters, since the state has a part of the masters only, or none."""
+        return self.split is not None or not self.has_masters
 
     def scalars(self, group: Group, step: int, scale: float = 1.0) -> Scalars:
         """Return the factors of a step; `scale` is that of each gradient (clip factor times 1 / loss scale)."""
         return tuple(map(np.float32, (scale, *self.factors(group, step))))
 
-    def dtypes(self, has_remainders: bool = False) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the rows of a state: master, or its remainder, moments, and scales of moments."""
-        master = torch.int16 if has_remainders else torch.float32
-        return master, *(self.moment_dtype for _ in self.moments), *(torch.float32 for _ in self.scales)
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the rows of a state: masters, or their part, moments, and scales of moments."""
+        master = torch.float32 if self.split is None else self.split.dtype
+        masters = (master,) if self.has_masters else ()
+        return *masters, *(self.moment_dtype for _ in self.moments), *(torch.float32 for _ in self.scales)
 
     def row_slices(self, begin: int, end: int, block: int) -> tuple[slice, ...]:
         """Return the part of each row for the elements from `begin` to the one before `end`, in blocks from `block`."""
         blocks = slice(block, block - (begin - end) // BLOCK)
-        return (slice(begin, end),) * (1 + len(self.moments)) + (blocks,) * len(self.scales)
+        return (slice(begin, end),) * (self.has_masters + len(self.moments)) + (blocks,) * len(self.scales)
 
-    def zero_rows(self, params: int, has_remainders: bool = False) -> tuple[torch.Tensor, ...]:
+    def zero_rows(self, params: int) -> tuple[torch.Tensor, ...]:
         """Return the rows of the state of a flat parameter, on the host, all 0."""
         lengths = (part.stop for part in self.row_slices(0, params, 0))
-        dtypes = self.dtypes(has_remainders)
-        return tuple(torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in zip(lengths, dtypes, strict=True))
+        pairs = zip(lengths, self.dtypes, strict=True)
+        return tuple(torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in pairs)
 
-    def state_bytes(self, has_remainders: bool = False) -> float:
-        """Return the bytes of state per parameter, with the master or with its remainder."""
-        nbytes = sum(dtype.itemsize for dtype in self.dtypes(has_remainders)[: 1 + len(self.moments)])
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of state per parameter."""
+        nbytes = sum(dtype.itemsize for dtype in self.dtypes[: self.has_masters + len(self.moments)])
         return float(nbytes + torch.float32.itemsize * len(self.scales) / BLOCK)
 
     @property
     def row_names(self) -> tuple[str, ...]:
         """The names of the rows of a state in state dicts and recordings."""
-        return MASTER_NAME, *self.moments, *self.scales
+        return *((MASTER_NAME,) if self.has_masters else ()), *self.moments, *self.scales
 
     @property
     def rounds(self) -> bool:
@@ -197,8 +250,13 @@ class GroupRules:
             del group[name]
 
     def by_param(self, groups: Iterable[Group]) -> dict[torch.Tensor, UpdateRule]:
-        """Return the rule of each parameter."""
-        return {param: rule for group in groups for rule in [self.rule_of(group)] for param in group["params"]}
+        """Return the rule of each parameter; fp32 parameters are their own masters."""
+        rule_of = {}
+        for group in groups:
+            rule = self.rule_of(group)
+            for param in group["params"]:
+                rule_of[param] = rule.without_masters if param.dtype == torch.float32 else rule
+        return rule_of
 
 
 def register(rule: UpdateRule) -> UpdateRule:

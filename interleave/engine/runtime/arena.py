@@ -139,7 +139,7 @@ def worst_case(plan: Plan, workload: Workload) -> Schedule:
 def gradient_elements(subgroup: Subgroup) -> int:
     """Return the fp32 elements of memory for a gradient that was copied to the host and back: none if it fits the
     memory of its parameter, with the same dtype and no part of the master, which nobody reads until the update."""
-    if subgroup.has_remainders:
+    if subgroup.rule.reads_params:
         return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0
 

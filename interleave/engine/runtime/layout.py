@@ -9,7 +9,7 @@ from ebbtide.interleave.engine.numerics.rounding import FACTOR
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import BLOCK, UpdateRule
 
-# The row of a subgroup's state that has masters or their remainders; the moments of its rule follow.
+# The row of a subgroup's state that has masters, or a part of them, if there is one; the moments of its rule follow.
 MASTER = 0
 
 
@@ -38,22 +38,19 @@ class ParamSegment:
 
 @dataclass(frozen=True)
 class Subgroup:
-    """Parameters of one dtype whose state is moved and updated as one, by a rule. Segments are in order, without gaps.
-
-    `has_remainders`: the state has remainders of masters instead of masters, see remainder.py."""
+    """Parameters of one dtype whose state is moved and updated as one, by a rule. Segments are in order, without
+    gaps."""
 
     params: int
     dtype: torch.dtype
     segments: tuple[ParamSegment, ...]
     grad_dtype: torch.dtype
-    has_remainders: bool = False
     rule: UpdateRule = ADAMW
 
 
 def divide(
     params: Sequence[torch.Tensor],
     subgroup_params: int,
-    has_remainders: bool = False,
     rules: Sequence[UpdateRule] | None = None,
 ) -> tuple[Subgroup, ...]:
     """Divide parameters into subgroups of `subgroup_params` elements of one dtype and rule (None: `adamw`), in order;
@@ -69,7 +66,7 @@ def divide(
     def close() -> None:
         nonlocal segments, size
         if size:
-            subgroups.append(Subgroup(size, dtype, tuple(segments), dtype, has_remainders, rule))
+            subgroups.append(Subgroup(size, dtype, tuple(segments), dtype, rule))
         segments, size = [], 0
 
     for index, param in enumerate(params):
@@ -110,8 +107,8 @@ def _blocks(segments: Sequence[ParamSegment], params: int) -> int:
 
 def _row_bytes(subgroup: Subgroup) -> list[tuple[torch.dtype, int]]:
     rule, blocks = subgroup.rule, _blocks(subgroup.segments, subgroup.params)
-    lengths = [subgroup.params] * (1 + len(rule.moments)) + [blocks] * len(rule.scales)
-    pairs = zip(rule.dtypes(subgroup.has_remainders), lengths, strict=True)
+    lengths = [subgroup.params] * (rule.has_masters + len(rule.moments)) + [blocks] * len(rule.scales)
+    pairs = zip(rule.dtypes, lengths, strict=True)
     return [(dtype, length * dtype.itemsize) for dtype, length in pairs]
 
 
@@ -122,7 +119,7 @@ def state_elements(subgroup: Subgroup) -> int:
 
 def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
     """Return the shape of a subgroup's state, fp32: (rows, params), or flat if not all rows are fp32."""
-    dtypes = subgroup.rule.dtypes(subgroup.has_remainders)
+    dtypes = subgroup.rule.dtypes
     return (len(dtypes), subgroup.params) if {*dtypes} == {torch.float32} else (state_elements(subgroup),)
 
 
@@ -131,7 +128,7 @@ def state_rows(state: torch.Tensor, subgroup: Subgroup) -> tuple[torch.Tensor, .
     if state.dim() == 2:
         return tuple(state)
     memory, rows, begin, sizes = state.view(torch.uint8), {}, 0, _row_bytes(subgroup)
-    # The widest first, since views begin at multiples of their width; remainders after others of their width.
+    # The widest first, since views begin at multiples of their width; parts of masters after others of their width.
     for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row][0].itemsize, sizes[row][0] == torch.int16)):
         dtype, nbytes = sizes[row]
         rows[row], begin = memory[begin : begin + nbytes].view(dtype), begin + nbytes
@@ -146,5 +143,5 @@ def segment_rows(rows: Sequence[torch.Tensor], subgroup: Subgroup, segment: Para
 
 def param_rows(rows: Sequence[torch.Tensor], subgroup: Subgroup, segment: ParamSegment) -> tuple[torch.Tensor, ...]:
     """Return a segment's part of the rows of the state of its parameter."""
-    parts = subgroup.rule.row_slices(segment.begin, segment.end, segment.begin // BLOCK)
+    parts = subgroup.rule.saved.row_slices(segment.begin, segment.end, segment.begin // BLOCK)
     return tuple(row[part] for row, part in zip(rows, parts, strict=True))

@@ -8,16 +8,18 @@ from ebbtide.interleave.engine.forks import fork_lock
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
+from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
 
 
 class SpeculativeUpdates:
     """The speculative updates of a step, by any thread, with the factors of a step that is neither clipped nor skipped.
     The new state is written into a spare, and the two are exchanged if the step is so. State in storage is updated in
-    its buffer, and read again from its file if it is not valid."""
+    its buffer, and read again from its file if it is not valid. `buffers` have the parameters that updates read."""
 
-    def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates) -> None:
+    def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates, buffers: TransferBuffers) -> None:
         self._subgroups = subgroups
         self._states = states
+        self._buffers = buffers
         self._lock = fork_lock()
         self.begin_step()
 
@@ -39,6 +41,14 @@ class SpeculativeUpdates:
                 self._assumed[subgroup] = self._of_segments(subgroup, assumed)
         if not is_speculative:
             self.restore(subgroup)
+        return is_speculative
+
+    def skip(self, subgroup: int) -> bool:
+        """Let an update that cannot begin yet be done when the factors are known; False if they are."""
+        with self._lock:
+            is_speculative = self._scalars is None
+            if is_speculative:
+                self._assumed[subgroup] = None
         return is_speculative
 
     def spare(self, subgroup: int) -> torch.Tensor | None:
@@ -76,6 +86,7 @@ class SpeculativeUpdates:
         """Undo the update of a state in storage, if there was one."""
         if subgroup in self._outdated:
             self._states.reload(subgroup)
+            self._buffers.outdated_params.add(subgroup)
             self._outdated.discard(subgroup)
 
     def _is_valid(self, subgroup: int) -> bool:
@@ -90,3 +101,4 @@ class SpeculativeUpdates:
             self._outdated.discard(subgroup)
         else:
             self._states.use_spare(subgroup)
+            self._buffers.use_spare(subgroup)

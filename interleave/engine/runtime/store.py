@@ -13,60 +13,15 @@ from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, segment_rows, state_rows
 from ebbtide.interleave.engine.runtime.speculative import SpeculativeUpdates
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
+from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
 from ebbtide.interleave.engine.runtime.update import Update
 from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.plan import Op, Plan
-
-
-class TransferBuffers:
-    """Host buffers of the copies in a plan, pinned unless the plan has the copy as pageable."""
-
-    def __init__(self, subgroups: Sequence[Subgroup], device: Device) -> None:
-        self._subgroups = subgroups
-        self._device = device
-        # Of gradients and of updated parameters, by subgroup.
-        self.gradients: dict[int, torch.Tensor] = {}
-        self.params: dict[int, torch.Tensor] = {}
-        # Subgroups whose buffer of parameters has not their values. Only updates of masters as remainders read them.
-        self.outdated_params: set[int] = set()
-        self._by_kind = {"gradient down": self.gradients, "upload": self.params}
-        # (kind, subgroup) of the copies whose buffer is not pinned.
-        self._pageable: set[tuple[str, int]] = set()
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the buffers, in bytes."""
-        return sum(buffer.nbytes for buffers in self._by_kind.values() for buffer in buffers.values())
-
-    def prepare(self, plan: Plan) -> None:
-        """Allocate the buffers that a plan needs, and drop the others."""
-        pageable: set[tuple[str, int]] = {(op.kind, op.subgroup) for op in plan.ops if op.pageable}
-        changed = pageable ^ self._pageable
-        for kind, buffers in self._by_kind.items():
-            needed = {op.subgroup for op in plan.ops if op.kind == kind}
-            for subgroup in list(buffers):
-                if subgroup not in needed or (kind, subgroup) in changed:
-                    del buffers[subgroup]
-            for subgroup in needed:
-                self.ensure(kind, subgroup, (kind, subgroup) not in pageable)
-        self._pageable = pageable
-
-    def ensure(self, kind: str, number: int, pinned: bool = True) -> None:
-        """Allocate the buffer of a copy of this kind for a subgroup, unless there is one."""
-        subgroup, buffers = self._subgroups[number], self._by_kind[kind]
-        if number not in buffers:
-            dtype = subgroup.grad_dtype if kind == "gradient down" else subgroup.dtype
-            buffers[number] = self._device.allocate_host((subgroup.params,), dtype, pinned)
-            if kind == "upload":
-                self.outdated_params.add(number)
-
-    def clear(self) -> None:
-        for buffers in self._by_kind.values():
-            buffers.clear()
 
 
 class ReturnedGradients:
@@ -139,7 +94,7 @@ class Store:
         self.states = SubgroupStates(subgroups, device, self._arena, host_buffers, stored)
         self._buffers = TransferBuffers(subgroups, device)
         self._update = Update()
-        self.speculative = SpeculativeUpdates(subgroups, self.states)
+        self.speculative = SpeculativeUpdates(subgroups, self.states, self._buffers)
         self._kernel = kernel
         self._returned = ReturnedGradients(subgroups, device, self._arena)
         # Subgroups whose update writes no half-precision parameter, since a cast follows.
@@ -213,7 +168,7 @@ class Store:
         """Use the speculative updates that have assumed the factors of the step, which are known now.
 
         Returns the subgroups whose speculative update has assumed others, and must be done again."""
-        for subgroup in sorted(self._buffers.outdated_params & self._buffers.params.keys()):
+        for subgroup in self._buffers.params:
             self._refresh_params(subgroup)
         return self.speculative.use_valid(self.update.scalars)
 
@@ -222,13 +177,17 @@ class Store:
         for param in changed:
             self._buffers.outdated_params |= self.subgroups_of(param)
 
+    def _lacks_params(self, number: int) -> bool:
+        """Return whether the host has not the parameters that the update of a subgroup reads."""
+        return self.subgroups[number].rule.reads_params and number in self._buffers.outdated_params
+
     def _refresh_params(self, number: int) -> None:
-        """Copy the parameters of a subgroup to the host if they are a part of the master, which updates read there."""
-        subgroup, buffer = self.subgroups[number], self._buffers.params[number]
-        if subgroup.has_remainders:
-            pairs = [(self.update.value(segment), buffer[segment.span]) for segment in subgroup.segments]
+        """Copy the parameters of a subgroup to the host, if updates read them and they are not there."""
+        if self._lacks_params(number):
+            segments, buffer = self.subgroups[number].segments, self._buffers.params[number]
+            pairs = [(self.update.value(segment), buffer[segment.span]) for segment in segments]
             copy_now(self.device, "d2h", pairs)
-        self._buffers.outdated_params.discard(number)
+            self._buffers.outdated_params.discard(number)
 
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf) -> None:
         """Move state to where a plan has it when an iteration starts, and allocate blocks of `block_sizes`.
@@ -268,8 +227,7 @@ class Store:
         """Update a subgroup on the CPU, or only take its parameters from the master, and copy them to the device."""
         # It is enough for this step that there is host memory.
         self._buffers.ensure("upload", subgroup, pinned=False)
-        if subgroup in self._buffers.outdated_params:
-            self._refresh_params(subgroup)
+        self._refresh_params(subgroup)
         if is_updated:
             self.cast_master(subgroup)
         else:
@@ -277,7 +235,7 @@ class Store:
                 self._buffers.ensure("gradient down", subgroup, pinned=False)
                 self.copy_gradient_to_host(subgroup)
                 self.device.record("d2h").synchronize()
-            self._update_host_state(subgroup, self._buffers.params[subgroup])
+            self._update_host_state(subgroup)
         self.copy_params_to_device(subgroup)
         self.device.record("h2d").synchronize()
 
@@ -296,29 +254,47 @@ class Store:
 
     def update_on_cpu(self, op: Op) -> None:
         """Update a subgroup on the host, beside its state if that is speculative."""
-        out = None if op.subgroup in self._cast_subgroups else self._buffers.params[op.subgroup]
+        if op.speculative and self._lacks_params(op.subgroup) and self.speculative.skip(op.subgroup):
+            return
         if op.speculative and self.speculative.begin(op.subgroup, self.update.assumed):
-            self._speculate(op.subgroup, out)
+            self._speculate(op.subgroup, op.subgroup in self._cast_subgroups)
             self.speculative.end(op.subgroup)
         else:
-            self._update_host_state(op.subgroup, out)
+            self._update_host_state(op.subgroup, op.subgroup in self._cast_subgroups)
 
-    def _speculate(self, subgroup: int, out: torch.Tensor | None) -> None:
-        gradient, own = self._buffers.gradients[subgroup], self.subgroups[subgroup]
-        state = state_rows(self.states.on_host[subgroup], own)
-        ranges = self.update.ranges(own, is_speculative=True)
+    def _host_rows(
+        self, number: int, state: torch.Tensor, params: torch.Tensor, is_cast: bool
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, UpdateRule]:
+        """Return the rows of a state on the host with its masters, where an update writes parameters beside them, and
+        the rule of both; None if a cast follows that writes them."""
+        own = self.subgroups[number]
+        rows = state_rows(state, own)
+        if not own.rule.has_masters:
+            return (params, *rows), None, own.rule.with_masters
+        return rows, None if is_cast and not own.rule.reads_params else params, own.rule
+
+    def _speculate(self, subgroup: int, is_cast: bool) -> None:
+        gradient, params = self._buffers.gradients[subgroup], self._buffers.params[subgroup]
+        rows, out, rule = self._host_rows(subgroup, self.states.on_host[subgroup], params, is_cast)
+        ranges = self.update.ranges(self.subgroups[subgroup], is_speculative=True)
         spare = self.speculative.spare(subgroup)
         if spare is None:
-            self._kernel.update_ranges(gradient, state, out, ranges, self._cpu_share, own.rule)
-        else:
-            self._kernel.update_beside(gradient, state, state_rows(spare, own), out, ranges, self._cpu_share, own.rule)
+            self._kernel.update_ranges(gradient, rows, out, ranges, self._cpu_share, rule)
+            return
+        if rule.reads_params:
+            params = self._buffers.spare_params[subgroup].copy_(params)
+        elif not self.subgroups[subgroup].rule.has_masters:
+            params = self._buffers.spare_params[subgroup]
+        new_rows, out, _ = self._host_rows(subgroup, spare, params, is_cast)
+        self._kernel.update_beside(gradient, rows, new_rows, out, ranges, self._cpu_share, rule)
 
-    def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
-        gradient = self._buffers.gradients[subgroup]
-        own = self.subgroups[subgroup]
-        state = state_rows(self.states.on_host[subgroup], own)
+    def _update_host_state(self, subgroup: int, is_cast: bool = False) -> None:
+        gradient, own = self._buffers.gradients[subgroup], self.subgroups[subgroup]
+        self._refresh_params(subgroup)
+        state, params = self.states.on_host[subgroup], self._buffers.params[subgroup]
+        rows, out, rule = self._host_rows(subgroup, state, params, is_cast)
         self.update.unfinished.add(subgroup)
-        self._kernel.update_ranges(gradient, state, out, self.update.ranges(own), self._cpu_share, own.rule)
+        self._kernel.update_ranges(gradient, rows, out, self.update.ranges(own), self._cpu_share, rule)
         self.update.unfinished.discard(subgroup)
 
     def update_on_gpu(self, op: Op) -> None:
@@ -329,9 +305,11 @@ class Store:
         update, updates = self.update, []
         for segment, scalars in update.updated_segments(subgroup):
             own = self._returned.gradient(op.subgroup, segment, update) if is_returned else update.gradient(segment)
-            state = segment_rows(rows, subgroup, segment)
-            value = update.value(segment)
-            updates.append(TensorUpdate(own, state, value, scalars, subgroup.rule, segment.position, segment.shape))
+            state, value = segment_rows(rows, subgroup, segment), update.value(segment)
+            rule = subgroup.rule
+            if not rule.has_masters:
+                state, rule = (value, *state), rule.with_masters
+            updates.append(TensorUpdate(own, state, value, scalars, rule, segment.position, segment.shape))
         update.unfinished.add(op.subgroup)
         try:
             self.device.update(updates)
@@ -343,7 +321,7 @@ class Store:
 
     def cast_master(self, subgroup: int) -> None:
         """Convert the masters of a subgroup on the host to parameters."""
-        if self.subgroups[subgroup].has_remainders:
+        if self.subgroups[subgroup].rule.reads_params:
             # The update has written the parameters.
             return
         masters = state_rows(self.states.on_host[subgroup], self.subgroups[subgroup])[MASTER]

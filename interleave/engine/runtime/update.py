@@ -13,7 +13,7 @@ from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
 
 
 class UpdatePhase(Enum):
-    """How far an update is, see docs/engine.md."""
+    """The phases of an update, see docs/engine.md."""
 
     OPEN = "open"  # The job computes gradients, of which some may be offloaded already.
     SUBMITTED = "submitted"  # The engine has all gradients. The update may still be dropped.

@@ -229,7 +229,7 @@ def test_recommend__mentions_the_master_as_remainder_for_half_precision_paramete
     job = workload(gpu_free_bytes=24e9)
     (change,) = recommend(job, machine()).alternatives
     assert change.startswith(
-        "with InterleavedAdamW(..., master='remainder') on bf16 parameters (10 B a parameter), 20.0"
+        "with InterleavedOptimizer(..., 'adamw-remainder') on bf16 parameters (10 B a parameter), 20.0"
     )
     (change,) = recommend(replace(job, param_bytes=4.0), machine()).alternatives
     assert change.startswith("with bf16 moments ")

@@ -23,6 +23,7 @@ from ebbtide.features.calibrate.ranks import Ranks
 from ebbtide.features.calibrate.record import Record, Setup, Timing, measure_time
 from ebbtide.features.calibrate.run import _slowest
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.adamw import Hyper
 
 GIB = 2**30
@@ -131,7 +132,7 @@ def test_one_pass_adamw__updates_remainders_of_its_parameters() -> None:
     hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
     for step in (1, 2):
         update.update_remainders()
-        kernel.update(gradient, (lowest, *moments), half, hyper.scalars(step))
+        kernel.update(gradient, (lowest, *moments), half, hyper.scalars(step), rule=find_rule("adamw-remainder"))
     kernel.close()
     assert torch.equal(update.half, half)
     assert torch.equal(update.state[1:], moments)

@@ -13,12 +13,12 @@ import torch
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, run, throttle_cpu
 
 
 @contextmanager
-def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedAdamW]:
+def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedOptimizer]:
     """Return an optimizer whose updates on the CPU are slow, so that steps return long before they have ended."""
     arguments: dict[str, Any] = {
         "subgroup_params": 500,
@@ -29,7 +29,7 @@ def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator
     }
     if policy == "adaptive":
         arguments |= {"machine": MACHINE, "memory_budget": 20e3}
-    optimizer = InterleavedAdamW(job.net.parameters(), policy=policy, gradients=mode, **arguments)
+    optimizer = InterleavedOptimizer(job.net.parameters(), policy=policy, gradients=mode, **arguments)
     throttle_cpu(optimizer, lambda: 2e6)
     try:
         yield optimizer
@@ -38,8 +38,8 @@ def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator
 
 
 @contextmanager
-def remainder_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedAdamW]:
-    with late_optimizer(job, policy, mode, master="remainder", **options) as optimizer:
+def remainder_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedOptimizer]:
+    with late_optimizer(job, policy, mode, rule="adamw-remainder", **options) as optimizer:
         yield optimizer
 
 
@@ -182,7 +182,7 @@ def test_optimizer__refuses_what_late_updates_do_not_support(
     job = Job()
     arguments = {"policy": "pipelined", "overlap": "forward", "model": job.net, **options}
     with pytest.raises(error, match=message):
-        InterleavedAdamW(job.net.parameters(), subgroup_params=500, **arguments)
+        InterleavedOptimizer(job.net.parameters(), subgroup_params=500, **arguments)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,7 +191,7 @@ def test_auto__is_none_for_policies_without_overlap(policy: str, mode: Any) -> N
     outcomes = []
     for overlap in ("none", "auto"):
         job = Job()
-        optimizer = InterleavedAdamW(
+        optimizer = InterleavedOptimizer(
             job.net.parameters(),
             policy=policy,
             gradients=mode,

@@ -17,10 +17,10 @@ def _states(optimizer: InterleavedAdamW) -> list[torch.Tensor]:
     return [value for entry in entries for value in entry.values()]
 
 
-@pytest.mark.parametrize("master", ["fp32", "remainder"])
-def test_commit__has_what_the_job_has_changed_since_the_last_step(tmp_path: Path, master: str) -> None:
+@pytest.mark.parametrize("rule", ["adamw", "adamw-remainder"])
+def test_commit__has_what_the_job_has_changed_since_the_last_step(tmp_path: Path, rule: str) -> None:
     job, again = Job(torch.bfloat16), Job(torch.bfloat16)
-    with storing_optimizer(job, [tmp_path], master=master) as optimizer:
+    with storing_optimizer(job, [tmp_path], rule=rule) as optimizer:
         for step in range(3):
             job.step(optimizer, step)
         # Writes to storage may still run.
@@ -34,7 +34,7 @@ def test_commit__has_what_the_job_has_changed_since_the_last_step(tmp_path: Path
         expected = job.outcome()
     for _ in range(3):
         next(again._batches)
-    with storing_optimizer(again, [tmp_path], master=master) as other:
+    with storing_optimizer(again, [tmp_path], rule=rule) as other:
         for param, value in zip(again.net.parameters(), values, strict=True):
             param.data.copy_(value)
         other.load_state_dict(commit)

@@ -57,7 +57,7 @@ def train(model: Any, optimizer: Any, rank: int) -> Values:
             read += [float(value.sum()) for value in full.values()]
         elif step == 3:
             state = optimizer.state_dict()["state"]
-            read += [float(entry["master"].to_local().sum()) for entry in state.values()]
+            read += [float(entry["exp_avg"].to_local().sum()) for entry in state.values()]
         elif step == 4:
             with torch.no_grad():
                 read.append(loss_of(model, next(data), branch, part).item())

@@ -11,6 +11,7 @@ import torch
 from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.interleave.engine.training import MODES, Job, maker
@@ -21,7 +22,7 @@ def forbidden(*_: object) -> None:
 
 
 def test_step__reads_only_the_masters_of_subgroups_that_the_job_has_edited(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [torch.nn.Parameter(torch.ones(100)) for _ in range(5)]
+    params = [torch.nn.Parameter(torch.ones(100).bfloat16()) for _ in range(5)]
     optimizer = InterleavedAdamW(params, policy="zero-offload", subgroup_params=100)
 
     def step() -> None:
@@ -59,12 +60,12 @@ class CountingDevice(EmulatedDevice):
         super().copy(direction, pairs)
 
 
-@pytest.mark.parametrize("master", ["fp32", "remainder"])
-def test_state_on_the_device__moves_only_what_is_edited_and_is_copied_once(master: Any) -> None:
+@pytest.mark.parametrize("rule", ["adamw", "adamw-remainder"])
+def test_state_on_the_device__moves_only_what_is_edited_and_is_copied_once(rule: str) -> None:
     """Three parameters share a subgroup, whose state stays on the device."""
     params = [torch.nn.Parameter(torch.ones(size).bfloat16()) for size in (5000, 7, 4000)]
     with contextlib.closing(CountingDevice()) as device:
-        optimizer = InterleavedAdamW(params, policy="gpu-only", device=device, threads=1, master=master)
+        optimizer = InterleavedOptimizer(params, rule, policy="gpu-only", device=device, threads=1)
 
         def step() -> None:
             for param in params:
@@ -81,7 +82,7 @@ def test_state_on_the_device__moves_only_what_is_edited_and_is_copied_once(maste
         device.copies.clear()
         saved = optimizer.state_dict()["state"]
         reached = {target.untyped_storage().data_ptr() for _, target in device.copies}
-        names = ("exp_avg", "exp_avg_sq", *(["master"] if master == "fp32" else []))
+        names = ("exp_avg", "exp_avg_sq", *(["master"] if rule == "adamw" else []))
         for entry in saved.values():
             assert all(entry[name].untyped_storage().data_ptr() in reached for name in names)
         optimizer.close()

@@ -75,7 +75,7 @@ def test_state_dict__is_what_its_post_hook_returns() -> None:
     saved = optimizer.state_dict()
     assert saved["names"] == ["ebbtide", "loss_scale", "param_groups", "state"]
     assert saved["count"] == 5
-    assert "master" in saved["state"][0]
+    assert "exp_avg" in saved["state"][0]
     optimizer.close()
 
 

@@ -250,5 +250,5 @@ def test_step__accepts_weights_in_channels_last_order() -> None:
         assert not params[0].is_contiguous()
         for param, expected in zip(params, usual, strict=True):
             assert torch.equal(param, expected)
-        for name in ("master", "exp_avg", "exp_avg_sq"):
+        for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(state["state"][0][name], usual_state["state"][0][name])

@@ -207,7 +207,7 @@ def one_rank_goes_on_from_a_checkpoint_of_two(saved: Results, folder: Path) -> N
         loaded = get_optimizer_state_dict(model, optimizer)["state"]
         assert loaded.keys() == saved["state"].keys()
         for name, entry in saved["state"].items():
-            assert entry.keys() == loaded[name].keys() >= {"step", "master", "exp_avg", "exp_avg_sq"}
+            assert entry.keys() == loaded[name].keys() >= {"step", "exp_avg", "exp_avg_sq"}
             for key, value in entry.items():
                 assert torch.equal(loaded[name][key], value), (name, key)
         params = dict(model.named_parameters())

@@ -31,7 +31,7 @@ _PathOf = tuple[Any, ...]
 # Options of an optimizer by the form of its state.
 FORMS: dict[str, dict[str, Any]] = {
     "fp32": {"rule": "adamw"},
-    "remainder": {"rule": "adamw", "master": "remainder"},
+    "remainder": {"rule": "adamw-remainder"},
     "8-bit": {"rule": "adamw-8bit"},
     "bf16 moments": {"rule": "adamw-bf16"},
     "momentum": {"rule": "sgd", "momentum": 0.9},

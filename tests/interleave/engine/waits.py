@@ -26,7 +26,7 @@ from ebbtide.features.overlap.speculation import speculate
 from ebbtide.features.storage.policy import with_storage
 from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.devices.emulated import EmulatedMark, EmulatedStreams
-from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
+from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 from ebbtide.interleave.engine.runtime import engine as engine_module
 from ebbtide.interleave.engine.runtime.executor import Executor
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
@@ -193,8 +193,8 @@ def _with_prompt_gradients(plan: Plan, workload: Workload) -> Plan:
 def _drawn(draw: random.Random, workload: Workload, overlap: Overlap) -> Plan:
     """Return a random plan, which need not be valid."""
     count = len(workload.subgroups)
-    # Only updates on the CPU can be speculative. With masters as remainders there is nothing to cast.
-    weights = {"cpu": 4, "cast": 0 if workload.master == "remainder" else 2, "resident": 1, "streamed": 1, "parked": 1}
+    # Only updates on the CPU can be speculative. Where updates read parameters there is nothing to cast.
+    weights = {"cpu": 4, "cast": 2 if workload.master == "fp32" else 0, "resident": 1, "streamed": 1, "parked": 1}
     placements = draw.choices([*weights], [*weights.values()], k=count)
     kept = [subgroup for subgroup in range(count) if draw.random() < 0.3]
     plan = plans.make(workload, placements, kept, draw.randrange(2**32))
@@ -228,21 +228,22 @@ def random_policy() -> Iterator[None]:
 
 
 @contextmanager
-def random_optimizer(model: nn.Module, seed: int, folder: Path) -> Iterator[InterleavedAdamW]:
+def random_optimizer(model: nn.Module, seed: int, folder: Path) -> Iterator[InterleavedOptimizer]:
     """Yield an optimizer with a random plan, whose masters may be remainders and whose state may be in storage."""
     draw = random.Random(seed)
     overlap = draw.choice([*OVERLAPS])
     has_bf16 = all(param.dtype == torch.bfloat16 for param in model.parameters())
-    has_remainders = has_bf16 and overlap in ("none", "forward") and draw.random() < 0.5
+    rule = "adamw-remainder" if has_bf16 and draw.random() < 0.5 else "adamw"
     streams = overlap in ("backward", "both") or draw.random() < 0.5
-    options: dict[str, Any] = {"master": "remainder" if has_remainders else "fp32"}
+    options: dict[str, Any] = {}
     if draw.random() < 0.8:
         folder.mkdir(parents=True)
         path = StoragePath(1e8, 1e8, path=str(folder))
         options |= {"storage": folder, "host_memory_budget": draw.choice([33e3, 40e3])}
         options["machine"] = replace(MACHINE, storage=(path,))
-    optimizer = InterleavedAdamW(
+    optimizer = InterleavedOptimizer(
         model.parameters(),
+        rule,
         policy=f"random:{seed}",
         overlap=overlap,
         gradients="streamed" if streams else "kept",

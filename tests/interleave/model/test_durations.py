@@ -103,7 +103,7 @@ def test_workload_from__refuses_impossible_costs() -> None:
 
 def test_optimizer__refuses_to_convert_on_the_gpu() -> None:
     machine = replace(TEST_MACHINE, gpu_cast_params_per_s=8e9)
-    parameter = torch.nn.Parameter(torch.ones(64))
+    parameter = torch.nn.Parameter(torch.ones(64).bfloat16())
     policy = "zero-offload,params=gpu-cast"
     with pytest.raises(EngineError, match="params=pipelined"):
         InterleavedAdamW([parameter], policy=policy, machine=machine, device=EmulatedDevice())

@@ -166,5 +166,5 @@ def test_workload_from__master_as_remainder_has_10_bytes_of_state() -> None:
     for key, value in (("state_bytes", 12), ("param_bytes", 4)):
         with pytest.raises(WorkloadError, match=f"master is remainder and {key} {value}"):
             workload_from(minimal | {key: value}, "w.json")
-    with pytest.raises(WorkloadError, match='master is \'bf16\'; it must be "fp32" or "remainder"'):
+    with pytest.raises(WorkloadError, match='master is \'bf16\'; it must be "fp32", "parameter" or "remainder"'):
         workload_from(minimal | {"master": "bf16"}, "w.json")

@@ -57,7 +57,7 @@ def update_s(workload: Workload, machine: Machine, windows: bool) -> float:
         flow = {name: variable(name, i) for name in NAMES}
         up = {flow["fetched"]: state, flow["gradients up"]: grad, flow["uploaded"]: param}
         down = {flow["flushed"]: state, flow["gradients down"]: grad}
-        host = {**up, **down, flow["cpu updates"]: grad + 2 * state + param * (1 + (workload.master == "remainder"))}
+        host = {**up, **down, flow["cpu updates"]: grad + 2 * state + param * (1 + (workload.master != "fp32"))}
         collectives = {name: sizes for name, *sizes in workload.collective_bytes}.get(phase, (0.0, 0.0))
         length_s = {"other": workload.other_s, "forward": workload.forward_s, "backward": workload.backward_s}.get(
             phase

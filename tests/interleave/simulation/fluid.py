@@ -46,7 +46,7 @@ def norm_s(workload: Workload, machine: Machine) -> float:
             1 / machine.cpu_norm_params_per_s if machine.cpu_norm_params_per_s else seconds_per_param
         )
     # The rate of the GPU is that of updates.
-    params = 2 * workload.param_bytes if workload.master == "remainder" else workload.param_bytes
+    params = 2 * workload.param_bytes if workload.master != "fp32" else workload.param_bytes
     update_bytes = workload.grad_bytes + params + 2 * workload.state_bytes
     return workload.params * workload.grad_bytes / update_bytes / (machine.gpu_update_params_per_s or math.inf)
 
@@ -63,7 +63,7 @@ def traffic_bytes(op: Op, workload: Workload) -> float:
     if op.resource == "gpu":
         return 0.0
     if op.kind == "update":
-        params = 2 * workload.param_bytes if workload.master == "remainder" else workload.param_bytes
+        params = 2 * workload.param_bytes if workload.master != "fp32" else workload.param_bytes
         return op.params * (2 * workload.state_bytes + workload.grad_bytes + params)
     return op.params * (4 + workload.param_bytes) if op.kind == "cast" else op.nbytes
 

@@ -16,13 +16,14 @@ from ebbtide.interleave.engine.adaptive import probe as probe_module
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.machines.machine import Machine
 
 
 def test_probe__measures_remainders_only_for_jobs_that_have_them() -> None:
     with contextlib.closing(EmulatedDevice()) as device, contextlib.closing(CpuKernel(1)) as kernel:
         assert probe(device, kernel, 1000, None).cpu_remainder_ratio is None
-        machine = probe(device, kernel, 1000, None, remainder=True)
+        machine = probe(device, kernel, 1000, None, rule=find_rule("adamw-remainder"))
     assert machine.cpu_remainder_ratio is not None
     assert machine.cpu_update_rate("remainder") == (machine.cpu_update_params_per_s or 0) * machine.cpu_remainder_ratio
 
@@ -85,7 +86,7 @@ def test_probe__updates_more_than_the_caches_hold(
     monkeypatch.setattr(host_limits, "local_ranks", lambda: 1)
     with contextlib.closing(EmulatedDevice()) as device, contextlib.closing(SizedKernel(1)) as kernel:
         kernel.sizes = set()
-        probe(device, kernel, params, None, out_of_place=True, remainder=True)
+        probe(device, kernel, params, None, out_of_place=True, rule=find_rule("adamw-remainder"))
         assert kernel.sizes == {expected}
         kernel.sizes.clear()
         probe(device, kernel, params, None, host_bytes=8 * 16 * 2000)

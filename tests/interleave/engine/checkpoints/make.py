@@ -1,13 +1,12 @@
 """Make checkpoints of a version of ebbtide, which later ones are to read: python make.py VERSION.pt"""
 
 import sys
-from typing import Any
 
 import torch
 
-from ebbtide.interleave import InterleavedAdamW
+from ebbtide.interleave import InterleavedOptimizer
 
-OPTIONS: dict[str, dict[str, Any]] = {"adamw": {}, "remainder": {"master": "remainder"}}
+RULES = {"adamw": "adamw", "remainder": "adamw-remainder"}
 
 
 def make_model() -> torch.nn.Module:
@@ -16,12 +15,12 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers).bfloat16()
 
 
-def make_optimizer(model: torch.nn.Module, kind: str) -> InterleavedAdamW:
-    options = {"lr": 1e-2, "subgroup_params": 100, "policy": "zero-offload", **OPTIONS[kind]}
-    return InterleavedAdamW(model.parameters(), **options)
+def make_optimizer(model: torch.nn.Module, kind: str) -> InterleavedOptimizer:
+    options = {"lr": 1e-2, "subgroup_params": 100, "policy": "zero-offload"}
+    return InterleavedOptimizer(model.parameters(), RULES[kind], **options)
 
 
-def train(model: torch.nn.Module, optimizer: InterleavedAdamW, steps: int, seed: int) -> None:
+def train(model: torch.nn.Module, optimizer: InterleavedOptimizer, steps: int, seed: int) -> None:
     for x in torch.randn(steps, 5, 8, generator=torch.Generator().manual_seed(seed)).bfloat16():
         model(x).float().square().mean().backward()
         optimizer.step()
@@ -35,7 +34,7 @@ def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def main(path: str) -> None:
     checkpoints = {}
-    for kind in OPTIONS:
+    for kind in RULES:
         model = make_model()
         optimizer = make_optimizer(model, kind)
         train(model, optimizer, steps=3, seed=1)

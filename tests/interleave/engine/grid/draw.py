@@ -42,6 +42,8 @@ HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "stochastic_rounding": (True, False),
     },
     "adamw-8bit": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1)},
+    "adamw-remainder": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 1e-6)},
+    "adamw-pure-bf16": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 1e-6)},
     "adam": {"betas": ((0.9, 0.999), (0.4, 0.5)), "weight_decay": (0.0, 0.1), "eps": (1e-8, 1e-6)},
     "lion": {"betas": ((0.9, 0.99), (0.5, 0.4)), "weight_decay": (0.0, 0.1)},
     "muon": {
@@ -57,7 +59,8 @@ HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
 def draw_job(seed: int) -> Job:
     """Return the job of a seed."""
     draw = random.Random(seed)
-    options = {**_model(draw), **_training(draw)}
+    options = _model(draw)
+    options |= _training(draw, options["dtype"])
     options |= _engine(draw, options) | _layers(draw)
     options |= _calls(draw, options)
     return Job(seed=seed, **options)
@@ -68,7 +71,9 @@ def draw_rank_job(seed: int) -> Job:
     job, draw = draw_job(seed), random.Random(f"ranks {seed}")
     kind = draw.choice(RANKS)
     is_sharded = not kind.startswith("ddp")
-    kinds = [one if one in RANK_LAYERS else draw.choice(RANK_LAYERS) for one in job.kinds]
+    # Those of torch take no mixed types.
+    layers = [kind for kind in RANK_LAYERS if kind != "batch norm" or job.dtype == torch.float32]
+    kinds = [one if one in layers else draw.choice(layers) for one in job.kinds]
     # Replicas have no streamed gradients. Matrices of shards are updated as a whole, and scales of 8 bits are padded.
     replica = {"gradients": "kept", "overlap": "forward" if job.overlap != "none" else "none"}
     return replace(
@@ -120,8 +125,11 @@ def _model(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _training(draw: random.Random) -> dict[str, Any]:
-    rule = draw.choice(("adamw", "adamw", *sorted(RULES)))
+def _training(draw: random.Random, dtype: torch.dtype) -> dict[str, Any]:
+    rules = sorted(RULES.keys() - ({"adamw-remainder"} if dtype != torch.bfloat16 else set()))
+    rule = draw.choice(("adamw", "adamw", *rules))
+    if dtype == torch.bfloat16 and draw.random() < 0.25:
+        rule = "adamw-remainder"
     choices = HYPERPARAMETERS[rule]
     hyperparameters = {name: draw.choice(values) for name, values in choices.items()}
     hyperparameters["lr"] = draw.choice((1e-3, 1e-2, 0.1))
@@ -130,7 +138,7 @@ def _training(draw: random.Random) -> dict[str, Any]:
         hyperparameters |= {"momentum": 0.9, "dampening": 0.0}
     return {
         "rule": rule,
-        "second_rule": draw.choice((None, None, None, *sorted(RULES))),
+        "second_rule": draw.choice((None, None, None, *rules)),
         "schedules": draw.random() < 0.15,
         "hyperparameters": tuple(hyperparameters.items()),
         "max_grad_norm": draw.choice((None, 0.5, 50.0)),
@@ -173,16 +181,14 @@ def _calls(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
 def _engine(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
     """Draw options of the optimizer, of which few are refused."""
     gradients = draw.choice(("kept", "streamed"))
-    remainder = options["dtype"] == torch.bfloat16 and draw.random() < 0.4
     policy = draw.choice(POLICIES if draw.random() < 0.5 else OVERLAPPING)
-    speculates = gradients == "streamed" and not remainder
+    speculates = gradients == "streamed"
     overlaps = OVERLAPS if speculates else ("none", "forward", "auto")
     if speculates and draw.random() < 0.15:
         policy, overlaps = draw.choice(SPECULATING), ("backward", "both")
     return {
         "policy": policy,
         "gradients": gradients,
-        "master": "remainder" if remainder else "fp32",
         "overlap": draw.choice(overlaps) if policy in OVERLAPPING + SPECULATING else "none",
         "storage": draw.random() < 0.1,
         "subgroup_params": draw.choice((40, 150, 400, 10**6)),

@@ -78,7 +78,6 @@ class Job:
     policy: str = "zero-offload"
     overlap: str = "none"
     gradients: str = "kept"
-    master: str = "fp32"
     storage: bool = False
     subgroup_params: int = 10**6
     memory_budget: float | None = None

@@ -188,7 +188,7 @@ def judge_all(jobs: Iterable[Job], prints_each: bool = False) -> Tally:
 
 def values_of(job: Job) -> Iterable[tuple[str, Any]]:
     """Return options and their values; those of events and layers are their kinds."""
-    for name in ("rule", "policy", "overlap", "gradients", "master", "storage", "weights", "activations", "autocast"):
+    for name in ("rule", "policy", "overlap", "gradients", "storage", "weights", "activations", "autocast"):
         yield name, getattr(job, name)
     yield from (("edit", event.kind) for event in job.edits)
     yield from (("fault", event.kind) for event in job.faults)

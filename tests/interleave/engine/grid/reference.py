@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
 from ebbtide.features.fsdp.local_shards import flat_like, flat_view, local_shard
+from ebbtide.features.rules.remainder import split_tensor
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
 from ebbtide.interleave.engine.numerics.reference import LossScale
-from ebbtide.interleave.engine.numerics.remainder import split_tensor
 from ebbtide.interleave.engine.numerics.rounding import FACTOR
 from ebbtide.interleave.engine.rules.rule import GroupRules
 from tests.interleave.engine.states import bits
@@ -24,12 +24,13 @@ class ReferenceParam:
     That of a matrix whose rule needs all of it is whole on all ranks.
     """
 
-    def __init__(self, param: torch.Tensor, rule: Any, has_remainders: bool) -> None:
-        self.param, self.rule, self.has_remainders = param, rule, has_remainders
+    def __init__(self, param: torch.Tensor, rule: Any) -> None:
+        self.param, self.rule, self._factors = param, rule.with_masters, rule.scalars
+        self.has_remainders, self.has_masters = rule.split is not None, rule.has_masters
         self.step = 0
         self.is_whole = rule.finish is not None and hasattr(param, "full_tensor")
         value = self._value()
-        self.rows = list(rule.zero_rows(len(value)))
+        self.rows = list(self.rule.zero_rows(len(value)))
         self.rows[0].copy_(value)
         self.written = value.clone()
         # What the masters of a loaded state round to, until the next step.
@@ -54,7 +55,7 @@ class ReferenceParam:
     def _write(self, value: torch.Tensor) -> None:
         """Give the parameter its values."""
         if self.is_whole:
-            local_shard(self.param.detach()).copy_(self._own(value))
+            local_shard(self.param.detach()).copy_(self._own(value).view_as(local_shard(self.param)))
         else:
             if self.param.is_cuda:
                 flat_view(self.param).copy_(value)
@@ -67,11 +68,12 @@ class ReferenceParam:
         if not self.is_whole:
             return row
         whole = row.view(self.param.shape)
-        return distribute_tensor(whole, self.param.device_mesh, self.param.placements).to_local()
+        return distribute_tensor(whole, self.param.device_mesh, self.param.placements).to_local().flatten()
 
     def own_rows(self) -> list[torch.Tensor]:
-        """Return the elements of the rows of `entry` that this rank has."""
-        return [self._own(row) for row in self.entry()["rows"]]
+        """Return the elements of the rows of `entry` that a state dict of this rank has."""
+        rows = self.entry()["rows"]
+        return [self._own(row) for row in (rows if self.has_masters else rows[1:])]
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -96,9 +98,10 @@ class ReferenceParam:
         self.step += 1
         value = self._value()
         shape = tuple(self.param.shape) if self.rule.finish is not None else None
-        scalars, position = self.rule.scalars(group, self.step, scale), number * FACTOR
-        out = None if self.has_remainders else value
-        reference.update(self.gradient, self.rows, out, scalars, self.rule, position, shape)
+        scalars, position = self._factors(group, self.step, scale), number * FACTOR
+        out = None if self.has_remainders or not self.has_masters else value
+        rows = self.rows if self.has_masters else [value, *self.rows[1:]]
+        reference.update(self.gradient, rows, out, scalars, self.rule, position, shape)
         if self.has_remainders:
             rounded, _ = split_tensor(self.rows[0])
             value.copy_(rounded)
@@ -131,11 +134,10 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         *,
         max_grad_norm: float | None = None,
         loss_scale: float | str | None = None,
-        master: str = "fp32",
         **hyperparameters: Any,
     ) -> None:
         self._rules = GroupRules(rule, hyperparameters)
-        self._max_norm, self._has_remainders = max_grad_norm, master == "remainder"
+        self._max_norm = max_grad_norm
         self._loss_scale = LossScale(loss_scale)
         self._states: dict[torch.Tensor, ReferenceParam] = {}
         self._own: list[torch.Tensor] = []
@@ -208,8 +210,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._states.setdefault(param, self._new_state(param))
 
     def _new_state(self, param: torch.Tensor) -> ReferenceParam:
-        rule = self._rules.by_param(self.param_groups)[param]
-        return ReferenceParam(param, rule, self._has_remainders)
+        return ReferenceParam(param, self._rules.by_param(self.param_groups)[param])
 
     def _sums(self, params: Iterable[torch.Tensor]) -> list[float]:
         """Return the sums of squares of gradients; those of shards are of all ranks."""

@@ -50,7 +50,7 @@ def is_late(job: Job) -> bool:
 
 
 def has_remainders(job: Job) -> bool:
-    return is_changed(job) and job.master == "remainder" and job.policy != "gpu-only"
+    return is_changed(job) and job.rule == "adamw-remainder" and job.policy != "gpu-only"
 
 
 def same_fingerprints(_: EmulatedDevice, values: Sequence[Any]) -> Callable[[], list[bytes]]:

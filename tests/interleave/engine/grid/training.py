@@ -144,7 +144,9 @@ class Training:
         rules: dict[Any, Any] = {}
         params: list[Any] = []
         for group in self.optimizer.param_groups:
-            rules |= dict.fromkeys(group["params"], find_rule(group.get("rule", self.job.rule)))
+            rule = find_rule(group.get("rule", self.job.rule)).saved
+            for param in group["params"]:
+                rules[param] = rule.without_masters if param.dtype == torch.float32 else rule
             params += group["params"]
         rows = []
         for number, param in enumerate(params):
@@ -163,7 +165,6 @@ class Training:
         options: dict[str, Any] = {
             "max_grad_norm": job.max_grad_norm,
             "loss_scale": job.loss_scale,
-            "master": job.master,
             **dict(job.hyperparameters),
         }
         # Streamed weights are on the host, others on the GPU: an optimizer of ebbtide takes one of both.

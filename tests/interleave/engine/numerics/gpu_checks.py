@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ebbtide.interleave.engine.numerics import reference, remainder
+from ebbtide.features.rules import remainder
+from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
 from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
@@ -63,6 +64,7 @@ def check_remainder_updates(lengths: list[int], begin: int, device: str) -> None
     """Run updates of masters as remainders, together with one of an fp32 master, and compare all bits."""
     from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
 
+    rule = find_rule("adamw-remainder")
     updates, states, expected = [], [], []
     for number, length in enumerate(lengths):
         make = (any_state, plausible_state)[number % 2]
@@ -70,9 +72,9 @@ def check_remainder_updates(lengths: list[int], begin: int, device: str) -> None
         param, low = remainder.split_tensor(master)
         state, scalars = [gradient, low, exp_avg, exp_avg_sq, param], HYPERS[number % 2].scalars(number + 1, 0.7)
         after = [tensor.clone() for tensor in state]
-        remainder.update(*arguments(tensor[begin:] for tensor in after), scalars)
+        reference.update(*arguments(tensor[begin:] for tensor in after), scalars, rule)
         on_device = [tensor.to(device) for tensor in state]
-        updates.append(TensorUpdate(*arguments(tensor[begin:] for tensor in on_device), scalars))
+        updates.append(TensorUpdate(*arguments(tensor[begin:] for tensor in on_device), scalars, rule))
         states.append(on_device)
         expected.append(after)
     usual = plausible_state(100, DTYPES[0], DTYPES[0], 0)
@@ -81,6 +83,31 @@ def check_remainder_updates(lengths: list[int], begin: int, device: str) -> None
     gpu_update([*updates, TensorUpdate(*arguments(states[-1]), HYPERS[0].scalars(1))])
     for state, after in zip(states, expected, strict=True):
         assert_same(state, after)
+
+
+def check_own_master_updates(lengths: list[int], begin: int, device: str) -> None:
+    """Run updates of parameters that are their own masters, fp32 and bfloat16, and compare all bits."""
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
+
+    updates, states, expected = [], [], []
+    for number, length in enumerate(lengths):
+        name, dtype = (("adamw", DTYPES[-1]), ("adamw-pure-bf16", torch.bfloat16))[number % 2]
+        rule, generator = find_rule(name), torch.Generator().manual_seed(number)
+        moments = [torch.rand(begin + length, generator=generator).to(rule.moment_dtype) for _ in rule.moments]
+        param = torch.randn(begin + length, generator=generator).to(dtype)
+        gradient = torch.randn(begin + length, generator=generator).to(dtype)
+        scalars, own = rule.scalars(rule.defaults, number + 1, 0.7), rule.with_masters
+        after = [tensor.clone() for tensor in (param, *moments)]
+        reference.update(gradient[begin:], [row[begin:] for row in after], None, scalars, own)
+        on_device = [tensor.to(device) for tensor in (param, *moments)]
+        rows = [row[begin:] for row in on_device]
+        updates.append(TensorUpdate(gradient.to(device)[begin:], rows, rows[0], scalars, own))
+        states.append(on_device)
+        expected.append(after)
+    gpu_update(updates)
+    for state, after in zip(states, expected, strict=True):
+        for row, other in zip(state, after, strict=True):
+            assert torch.equal(bits(row.cpu()), bits(other))
 
 
 def check_rounded_updates(lengths: list[int], begin: int, device: str) -> None:
@@ -107,29 +134,27 @@ def check_rounded_updates(lengths: list[int], begin: int, device: str) -> None:
 
 
 def check_block_updates(lengths: list[int], begin: int, device: str) -> None:
-    """Run updates of 8-bit moments, with masters and with remainders, and compare all bits."""
+    """Run updates of 8-bit moments, and compare all bits."""
     from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
 
     rule, generator = find_rule("adamw-8bit"), torch.Generator().manual_seed(0)
     updates, states, expected = [], [], []
     for number, length in enumerate(lengths):
-        has_remainders = number % 3 == 1
-        state = [any_bits(begin + length, DTYPES[0], generator), *rule.zero_rows(length, has_remainders)]
+        state = [any_bits(begin + length, DTYPES[0], generator), *rule.zero_rows(length)]
         state.append(torch.randn(begin + length, generator=generator).bfloat16())
         for row in range(1, len(state) - 1):
             # Every second case has plausible scales.
             if row > 3 and number % 2:
                 state[row].uniform_(1e-9, 1e-6, generator=generator)
             else:
-                dtype = torch.bfloat16 if state[row].dtype == torch.int16 else state[row].dtype
-                state[row].copy_(any_bits(len(state[row]), dtype, generator).view(state[row].dtype))
+                state[row].copy_(any_bits(len(state[row]), state[row].dtype, generator))
         state[1:4] = [torch.cat([row[:0].new_zeros(begin), row]) for row in state[1:4]]
 
         def parts(tensors: State, begin: int = begin) -> State:
             return [tensor[begin:] if index in (0, 1, 2, 3, 6) else tensor for index, tensor in enumerate(tensors)]
 
         scalars, after = rule.scalars(rule.defaults, number + 1, 0.7), [tensor.clone() for tensor in state]
-        (remainder if has_remainders else reference).update(*arguments(parts(after)), scalars, rule)
+        reference.update(*arguments(parts(after)), scalars, rule)
         on_device = [tensor.to(device) for tensor in state]
         updates.append(TensorUpdate(*arguments(parts(on_device)), scalars, rule))
         states.append(on_device)
@@ -176,6 +201,7 @@ def check_all_in_the_interpreter() -> None:
     for begin in BEGINS[:2]:
         check_updates([0, 1, 1024, 1500], begin, "cpu")
         check_remainder_updates([0, 1, 1024, 1500], begin, "cpu")
+        check_own_master_updates([1, 5, 1024, 1500], begin, "cpu")
         check_rounded_updates([1, 1024, 0, 1500], begin, "cpu")
         check_block_updates([1, 1300, 0, 1024], begin, "cpu")
     # The interpreter takes long for a whole block: only one of them.

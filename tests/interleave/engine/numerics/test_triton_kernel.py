@@ -23,6 +23,7 @@ from tests.interleave.engine.numerics.gpu_checks import (
     BEGINS,
     check_block_updates,
     check_fingerprints,
+    check_own_master_updates,
     check_remainder_updates,
     check_rounded_updates,
     check_sums,
@@ -38,6 +39,7 @@ def test_gpu_update__gives_the_bits_of_the_reference() -> None:
     for begin in BEGINS:
         check_updates([0, 1, 1024, 2_000_003], begin, "cuda")
         check_remainder_updates([0, 1, 1024, 2_000_003], begin, "cuda")
+        check_own_master_updates([1, 5, 1024, 2_000_003], begin, "cuda")
         check_rounded_updates([1, 1024, 0, 2_000_003], begin, "cuda")
         check_block_updates([1, 1024, 0, 2_000_003], begin, "cuda")
 
@@ -108,15 +110,18 @@ def wide_accesses(ptx: str) -> Counter[str]:
     return Counter(re.findall(r"\b((?:ld|st)\.global\.v\d\.b\d\d)\b", ptx))
 
 
-def compile_update(
-    capability: int, grad: str, out: str, fusion: bool = False, master: str = "float32", rule: UpdateRule = ADAMW
-) -> str:
+def compile_update(capability: int, grad: str, out: str, fusion: bool = False, rule: UpdateRule = ADAMW) -> str:
     import triton.language as tl
 
     from ebbtide.interleave.engine.numerics.triton_compiled import formula_of
+    from ebbtide.interleave.engine.numerics.triton_kernel import _parts_of
 
-    dtypes = {"grad_dtype": getattr(tl, grad), "out_dtype": getattr(tl, out), "master_dtype": getattr(tl, master)}
+    master = tl.float32 if rule.split is None else tl.uint16
+    dtypes = {"grad_dtype": getattr(tl, grad), "out_dtype": getattr(tl, out), "master_dtype": master}
+    join, split = _parts_of(rule)
     constants = {
+        "join": join,
+        "split": split,
         "formula": formula_of(rule),
         "moments": len(rule.moments),
         "factors": len(rule.scalars(rule.defaults, 1)),
@@ -162,7 +167,7 @@ def test_gpu_update__rounds_every_operation_and_keeps_subnormals_in_ptx(capabili
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_gpu_update__of_remainders_rounds_every_operation_and_moves_26_bytes(capability: int) -> None:
-    ptx = compile_update(capability, "uint16", "uint16", master="uint16")
+    ptx = compile_update(capability, "uint16", "uint16", rule=find_rule("adamw-remainder"))
     assert {"div.rn.f32", "sqrt.rn.f32"} <= arithmetic(ptx) <= ALLOWED | PACKED
     # Four elements by each access: read gradient, parameter, remainder and moments, write all but the gradient.
     counts = {"ld.global.v2.b32": 3, "ld.global.v4.b32": 2, "st.global.v2.b32": 2, "st.global.v4.b32": 2}

@@ -115,7 +115,7 @@ def test_plan_of__keeps_within_constant_memory_whatever_the_rates(
     assignment = data.draw(assignments(len(workload.subgroups)))
     assume(set(assignment.moved[: len(assignment.early)]) == assignment.early)
     # A gradient that was copied to the host comes back into memory of its own where parameters are part of the state.
-    returned_bytes = workload.grad_bytes if workload.master == "remainder" else 0.0
+    returned_bytes = workload.grad_bytes if workload.master != "fp32" else 0.0
     largest = max(workload.subgroups) * (workload.state_bytes + returned_bytes)
     always = sum(workload.subgroups[s] for s in {*assignment.resident, *assignment.late}) * workload.state_bytes
     always += sum(workload.subgroups[s] for s in assignment.resident) * returned_bytes

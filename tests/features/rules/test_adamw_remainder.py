@@ -1,4 +1,4 @@
-"""InterleavedAdamW with masters as remainders: the bits of its reference, checkpoints, edits and what is refused."""
+"""The rule adamw-remainder: the bits of its reference, checkpoints, edits and what is refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from ebbtide.features.rules import remainder
+from ebbtide.features.rules.adamw_remainder import ADAMW_REMAINDER
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
-from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
-from ebbtide.interleave.engine.numerics import remainder
+from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
+from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 from ebbtide.interleave.engine.rules.adamw import Hyper
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import MACHINE
@@ -44,16 +46,18 @@ class ReferenceJob:
             if gradient is not None:
                 self.steps[index] += 1
                 scalars = Hyper().scalars(self.steps[index], scale)
-                remainder.update(gradient, self.rows[index], self.params[index], scalars)
+                reference.update(gradient, self.rows[index], self.params[index], scalars, ADAMW_REMAINDER)
 
 
-def optimizer_of(params: list[torch.Tensor], policy: str, **options: Any) -> InterleavedAdamW:
-    arguments = {"subgroup_params": 70, "threads": 1, "machine": MACHINE, "master": "remainder", **options}
-    return InterleavedAdamW(params, policy=policy, **arguments)
+def optimizer_of(
+    params: list[torch.Tensor], policy: str, rule: str = "adamw-remainder", **options: Any
+) -> InterleavedOptimizer:
+    arguments = {"subgroup_params": 70, "threads": 1, "machine": MACHINE, **options}
+    return InterleavedOptimizer(params, rule, policy=policy, **arguments)
 
 
 def run_steps(
-    job: ReferenceJob, params: list[torch.Tensor], optimizer: InterleavedAdamW, count: int, max_norm: float | None
+    job: ReferenceJob, params: list[torch.Tensor], optimizer: InterleavedOptimizer, count: int, max_norm: float | None
 ) -> None:
     """Run steps of both with the same gradients, by a backward, and compare the parameters."""
     for _ in range(count):
@@ -76,7 +80,7 @@ def masters(job: ReferenceJob) -> list[torch.Tensor]:
     return [remainder.join_tensors(param, rows[0]) for param, rows in zip(job.params, job.rows, strict=True)]
 
 
-def assert_states(optimizer: InterleavedAdamW, job: ReferenceJob) -> None:
+def assert_states(optimizer: InterleavedOptimizer, job: ReferenceJob) -> None:
     saved = optimizer.state_dict()["state"]
     for index, master in enumerate(masters(job)):
         if job.steps[index]:
@@ -111,7 +115,7 @@ def test_step__does_not_write_returned_gradients_to_parameters() -> None:
 def test_load_state_dict__takes_fp32_masters_and_gives_them() -> None:
     job = ReferenceJob([200], 5)
     params = leaves(job)
-    fp32 = optimizer_of(params, "pipelined", master="fp32")
+    fp32 = optimizer_of(params, "pipelined", "adamw")
     params[0].grad = torch.ones_like(params[0])
     fp32.step()
     saved = fp32.state_dict()
@@ -154,14 +158,9 @@ def _refuse() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"master": "bf16"}, "master is 'bf16': it must be 'fp32' or 'remainder'"),
-        (
-            {"policy": "adaptive,overlap=both", "gradients": "streamed"},
-            "not supported with updates inside the backward",
-        ),
-        ({"overlap": "backward", "gradients": "streamed"}, "not supported with updates inside the backward"),
-        ({"params": [torch.zeros(3, dtype=torch.float16)]}, "a parameter is torch.float16: master='remainder' is for"),
-        ({"params": [torch.zeros(3)]}, "a parameter is torch.float32: master='remainder' is for"),
+        ({"master": "remainder"}, "there is no option master: .* use the rule adamw-remainder"),
+        ({"params": [torch.zeros(3, dtype=torch.float16)]}, "a parameter is torch.float16: adamw-remainder is for"),
+        ({"params": [torch.zeros(3)]}, "a parameter is torch.float32: adamw-remainder is for"),
     ],
 )
 def test_constructor__refuses_what_remainders_do_not_support(options: dict[str, Any], message: str) -> None:

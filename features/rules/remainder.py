@@ -16,15 +16,14 @@ differ from those of reference.py where a master is exactly between two of them;
 - A parameter that somebody else has written starts with the remainder 0: the master is the parameter.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ebbtide.interleave.engine.numerics import reference
-from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, Floats, Halves
-from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
+Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.uint16]
+# The one quiet NaN of bfloat16.
+_NAN = np.uint16(0x7FC0)
 
 
 def split(masters: Floats) -> tuple[Halves, Halves]:
@@ -33,7 +32,7 @@ def split(masters: Floats) -> tuple[Halves, Halves]:
     is_nan = np.isnan(masters)
     # Without NaN the addition carries up to infinity at most.
     rounded = (np.where(is_nan, np.uint32(0), bits) + np.uint32(0x8000)) >> np.uint32(16)
-    parameters = np.where(is_nan, np.uint16(BFLOAT16_NAN), rounded.astype(np.uint16))
+    parameters = np.where(is_nan, _NAN, rounded.astype(np.uint16))
     return parameters, np.where(is_nan, np.uint16(0), bits.astype(np.uint16))
 
 
@@ -42,26 +41,6 @@ def join(parameters: Halves, remainders: Halves) -> Floats:
     upper = (parameters - (remainders >> np.uint16(15))).astype(np.uint32)
     masters: Floats = (upper << np.uint32(16) | remainders).view(np.float32)
     return masters
-
-
-def update(
-    grad: torch.Tensor,
-    state: Sequence[torch.Tensor],
-    param: torch.Tensor,
-    scalars: Scalars,
-    rule: UpdateRule = ADAMW,
-    position: int = 0,
-    shape: tuple[int, int] | None = None,
-) -> None:
-    """Update the state (remainders and moments) and the parameter in place, as `reference.update` updates the master.
-
-    Remainders are int16, moments as the rule has them, the parameter bfloat16; others as for `reference.update`."""
-    remainder, *moments = state
-    halves = param.detach().view(torch.uint16).numpy()
-    low = remainder.view(torch.uint16).numpy()
-    master = torch.from_numpy(join(halves, low))
-    reference.update(grad, (master, *moments), None, scalars, rule, position, shape)
-    halves[...], low[...] = split(master.numpy())
 
 
 def split_tensor(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

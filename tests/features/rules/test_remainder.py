@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.numerics import compiled, reference, remainder
+from ebbtide.features.rules import remainder
+from ebbtide.features.rules.adamw_remainder import ADAMW_REMAINDER
+from ebbtide.interleave.engine.numerics import compiled, reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, NAN, bfloat16_bits
-from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
+from ebbtide.interleave.engine.rules.adamw import Hyper
 from tests.interleave.engine.numerics.test_kernels import check_code
 from tests.interleave.engine.states import DTYPES, any_state, arguments, assert_same, bits, plausible_state
 
@@ -76,7 +78,7 @@ def test_update__changes_master_and_moments_as_the_fp32_reference(seed: int, ste
     # A master that is NaN is the one quiet NaN, as after every update.
     state[1] = torch.from_numpy(reference.canonical_nan(state[1].numpy()))
     reference.update(*arguments(state), scalars)
-    remainder.update(*arguments(own), scalars)
+    reference.update(*arguments(own), scalars, ADAMW_REMAINDER)
     assert torch.equal(bits(remainder.join_tensors(own[4], own[1])), bits(state[1]))
     for mine, expected in zip(own[2:4], state[2:4], strict=True):
         assert torch.equal(bits(mine), bits(expected))
@@ -96,21 +98,21 @@ def test_cpu_kernel__gives_the_bits_of_the_reference(
     state = remainder_state(make(length, grad, torch.bfloat16, seed))
     expected = [tensor.clone() for tensor in state]
     scalars = Hyper().scalars(3, scale)
-    remainder.update(*arguments(expected), scalars)
-    kernel.update(*arguments(state), scalars)
+    reference.update(*arguments(expected), scalars, ADAMW_REMAINDER)
+    kernel.update(*arguments(state), scalars, rule=ADAMW_REMAINDER)
     assert_same(state, expected)
 
 
 def test_cpu_kernel__refuses_remainders_of_other_parameters(kernel: CpuKernel) -> None:
     gradient, low, exp_avg, exp_avg_sq, param = remainder_state(plausible_state(9, torch.bfloat16, torch.bfloat16, 0))
     for out in (None, param.half(), param.float()):
-        with pytest.raises(ValueError, match="a remainder needs a bfloat16 parameter"):
-            kernel.update(gradient, (low, exp_avg, exp_avg_sq), out, Hyper().scalars(1))
+        with pytest.raises(ValueError, match=r"adamw-remainder needs a parameter that is torch\.bfloat16"):
+            kernel.update(gradient, (low, exp_avg, exp_avg_sq), out, Hyper().scalars(1), rule=ADAMW_REMAINDER)
     with pytest.raises(ValueError, match="one dimension and length"):
-        kernel.update(gradient, (low[1:], exp_avg, exp_avg_sq), param, Hyper().scalars(1))
+        kernel.update(gradient, (low[1:], exp_avg, exp_avg_sq), param, Hyper().scalars(1), rule=ADAMW_REMAINDER)
 
 
-def test_compiled_update_remainder__fuses_no_operations() -> None:
+def test_compiled_update_of_two_parts__fuses_no_operations() -> None:
     halves, moments = np.zeros((3, 10), np.uint16), np.zeros((2, 10), np.float32)
-    loop = compiled.loops_of(ADAMW).update_remainder
+    loop = compiled.loops_of(ADAMW_REMAINDER).update_split
     check_code(loop, halves[0], halves[1], tuple(moments), halves[2], Hyper().scalars(1), 0)
