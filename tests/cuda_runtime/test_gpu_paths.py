@@ -253,7 +253,7 @@ model = Model().cuda()
 moved = offload_activations(model, activations="offload")
 for _ in range(4):
     model(torch.ones(8, 64, device="cuda")).sum().backward()
-assert moved._transfers.device.torch_device.type == "cuda"
+assert moved._mover.transfers.device.torch_device.type == "cuda"
 """
 
 

@@ -333,7 +333,7 @@ def test_stream_weights__later_gradients_of_autocast_have_the_same_bits(monkeypa
     expected, model = train(model_of(twice), bf16), model_of(twice)
     with stream_weights(model, device=EmulatedDevice(None, 1e8, 1e8)) as streamed:
         # As on a GPU.
-        monkeypatch.setattr(streamed, "delivers_later", True)
+        monkeypatch.setattr(streamed._mover.weights, "delivers_later", True)
         assert train(model, bf16) == expected
 
 

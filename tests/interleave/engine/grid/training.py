@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ebbtide.features.fsdp.local_shards import local_shard
-from ebbtide.features.layers.engine import model_layers
+from ebbtide.features.layers.engine import moving
 from ebbtide.interleave import InterleavedOptimizer, offload_activations, stream_weights
 from ebbtide.interleave.engine.rules import find_rule
 from tests.features.layers.random_planner import RandomPlanner
@@ -236,10 +236,10 @@ class Training:
         stack.enter_context(activations)
         if is_random:
             planner = RandomPlanner(random.Random(10 * job.seed + self.rank), is_limited=False)
-            planner.activations = activations
-            before = model_layers.plan_orders
-            stack.callback(setattr, model_layers, "plan_orders", before)
-            model_layers.plan_orders = planner.plan
+            planner.moved = activations
+            before = moving.plan_orders
+            stack.callback(setattr, moving, "plan_orders", before)
+            moving.plan_orders = planner.plan
 
 
 def set_sync(model: Any, is_synced: bool) -> None:
