@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import UserError
-from ebbtide.features.layers.engine.moving import start_moving
+from ebbtide.features.layers.engine.moving import MovedLayers, mover_of
 from ebbtide.features.layers.engine.transfers import SavedStorage
 from ebbtide.interleave.compare.compare import CompareConfig, ProgressCallback
 from ebbtide.interleave.compare.results import Pair, finite_losses
@@ -179,7 +179,8 @@ class LayerTraining:
         link = self.config.link_bytes_per_s
         device = None if link is None else LoggingDevice(link)
         # Resident weights are on the host, too, so that all choices copy them.
-        with start_moving(job.model, weights, activations, memory_budget=budget_bytes, device=device) as moved:
+        options = {"weights": weights, "activations": activations}
+        with MovedLayers(mover_of(job.model, device), options, budget_bytes, "error") as moved:
             if device is not None:
                 device.storages = moved.weight_storages
                 device.addresses = {param.data_ptr() for param in job.model.layers.parameters()}

@@ -18,28 +18,16 @@ from ebbtide.features.layers.engine.transfers import StorageTransfers
 _MAY_RECOMPUTE = ("auto", "recompute", "recompute-offload")
 
 
-class Activations:
-    """The activations of a model's layers.
-
-    Attributes:
-        option: The choice for all layers, or `auto`.
-        recomputed: Layers that can be computed again.
-    """
+class Activations(RecomputedLayers):
+    """The activations of a model's layers; `option`: the choice for all of them, or `auto`."""
 
     def __init__(self, model: torch.nn.Module, option: str, on_difference: str) -> None:
+        super().__init__(on_difference)
         self._model = model
         self.option = option
-        self.recomputed = RecomputedLayers(on_difference)
         self._pass: LayerPass | None = None
         # Those that something saved belongs to.
         self._passes: weakref.WeakSet[LayerPass] = weakref.WeakSet()
-
-    def take_comparisons(self, measured: PassMeasurement, order: Sequence[LayerForward]) -> None:
-        """Let a measurement know which layers can be computed again."""
-        marks, refused = self.recomputed.tried, self.recomputed.refused()
-        measured.comparisons = {
-            number: marks[layer] for number, layer in enumerate(order) if layer in marks and number not in refused
-        }
 
     def begin_pass(
         self,
@@ -67,13 +55,12 @@ class Activations:
         if one is None:
             return layer.compute(args, kwargs)
         # It shows whether a layer can be computed again.
-        rules = self.recomputed
-        is_trial = one.is_trial and layer not in (rules.tried | rules.reasons)
+        is_trial = one.is_trial and layer not in (self.tried | self.reasons)
         one.begin_layer(number, storages_of(layer.module))
         if one.measurement is not None:
             one.measurement.take_inputs(number, tensors_in(args, kwargs))
         if is_trial or number in one.orders.recomputed:
-            output = Recomputation(rules, one, layer, number, is_trial).run(args, kwargs)
+            output = Recomputation(self, one, layer, number, is_trial).run(args, kwargs)
         else:
             with saved_tensors_hooks(one.save, one.load):
                 output = layer.compute(args, kwargs)

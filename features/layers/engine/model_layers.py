@@ -1,7 +1,7 @@
 """The layers of a model, and forwards that stand in for theirs."""
 
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -9,13 +9,8 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.features.layers.layer_names import layer_names
 from ebbtide.interleave.engine.errors import EngineError
 
-
-class LayerOwner(Protocol):
-    """Runs the forwards of layers, and computes them with their weights on the device."""
-
-    def run(self, layer: "LayerForward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def compute(self, layer: "LayerForward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+if TYPE_CHECKING:
+    from ebbtide.features.layers.engine.moving import LayerMover
 
 
 class LayerForward:
@@ -26,7 +21,7 @@ class LayerForward:
         is_idle: Whether there is nothing to do but its own forward.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module, owner: LayerOwner) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, owner: "LayerMover") -> None:
         self.name = name
         self.owner = owner
         self.module = module

@@ -74,14 +74,16 @@ class LayerMover:
     """Runs the layers of a model, and moves what the open calls of `move_layers` say.
 
     Attributes:
+        device: None before it is opened.
         order: Layers that have run, in the order of the forward.
         weights: Moves weights; None: they stay where they are.
         activations: Moves activations; None: they are kept, and not counted.
         orders: The orders of the last pass.
     """
 
-    def __init__(self, model: torch.nn.Module, modules: dict[str, torch.nn.Module]) -> None:
+    def __init__(self, model: torch.nn.Module, modules: dict[str, torch.nn.Module], device: Device | None) -> None:
         self._model = model
+        self.device = device
         self.layers = [LayerForward(name, module, self) for name, module in modules.items()]
         self.order: list[LayerForward] = []
         self.transfers: StorageTransfers | None = None
@@ -90,19 +92,12 @@ class LayerMover:
         self.orders: LayerOrders = ONE_AT_A_TIME
         self._calls: list[MovedLayers] = []
         self._options = LayerOptions("keep")
-        self._budgets: dict[str, float | None] = {}
-        self._device: Device | None = None
+        self._limit_bytes: float | None = None
         self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
         # The number of the layer that has begun last, of those that save something.
         self._last_layer = -1
         self._measurement: PassMeasurement | None = None
-
-    def take_device(self, device: DeviceArgument | None, given: Device | None) -> None:
-        """Use a device, and what it was given as; None: that of the model. Raises EngineError if there is another."""
-        if device is not None and self._device is not None and not is_same_device(device, self._device):
-            raise EngineError("these layers move to another device already: give all calls for a model the same device")
-        self._device = given if self._device is None else self._device
 
     def open_call(self, call: "MovedLayers") -> None:
         """Move what a call says, too."""
@@ -110,7 +105,7 @@ class LayerMover:
         try:
             self._update()
             if self.transfers is not None:
-                self.transfers.memory.budgets = self._budgets
+                self.transfers.memory.limit_bytes = self._limit_bytes
         except BaseException:
             self.close_call(call)
             raise
@@ -128,9 +123,8 @@ class LayerMover:
             deciding |= dict.fromkeys(call.options, call)
         options = {name: call.options[name] for name, call in deciding.items()}
         self._options = LayerOptions(options.get("activations", "keep"), options.get("weights"))
-        # A budget for both counts once.
-        names = {call: name for name, call in deciding.items()}
-        self._budgets = dict.fromkeys(deciding) | {name: call.budget_bytes for call, name in names.items()}
+        budgets = [call.budget_bytes for call in {*deciding.values()} if call.budget_bytes is not None]
+        self._limit_bytes = sum(budgets) if budgets else None
         self._kinds_of_pass.clear()
         self._last_layer = len(self.layers)
         for layer in self.layers:
@@ -168,11 +162,11 @@ class LayerMover:
     def _open(self, torch_device: torch.device) -> StorageTransfers:
         """Open the device, once. Until then the model may move to it."""
         if self.transfers is None:
-            device = open_device(torch_device) if self._device is None else self._device
-            memory = LayerMemoryCount(device, self._budgets)
+            device = open_device(torch_device) if self.device is None else self.device
+            memory = LayerMemoryCount(device, self._limit_bytes)
             self.transfers = StorageTransfers(device, memory, HostArena(device))
             self.transfers.evict = self._evict
-            self._device = device
+            self.device = device
         return self.transfers
 
     def _evict(self) -> bool:
@@ -225,12 +219,12 @@ class LayerMover:
         transfers = self._open(self._torch_device)
         if not self._kinds_of_pass:
             # Of the calls that are open. Before, the backward of a pass may have needed that of closed ones.
-            transfers.memory.budgets = self._budgets
+            transfers.memory.limit_bytes = self._limit_bytes
         kind = self._kind_of_pass(layer, inputs)
         if kind.measured is not None:
             self._plan(kind, kind.measured)
         if self.activations is not None:
-            kind.orders = kind.orders.without_recomputation(self.activations.recomputed.refused())
+            kind.orders = kind.orders.without_recomputation(self.activations.refused())
         orders, claim = kind.orders, None
         if orders.keeps_all and kind.saved_bytes:
             try:
@@ -267,7 +261,7 @@ class LayerMover:
         kind = self._kinds_of_pass.get(key) or self._larger_kind(key)
         if kind is None:
             kind = self._kinds_of_pass[key] = _KindOfPass()
-            if self._limit_bytes() is None and self._options in _NOTHING_TO_CHOOSE:
+            if self._usable_bytes() is None and self._options in _NOTHING_TO_CHOOSE:
                 kind.orders = KEEP_ALL
         return kind
 
@@ -287,20 +281,19 @@ class LayerMover:
         """Give a kind of passes the orders of the best plan for what was measured."""
         assert self.transfers is not None
         if self.activations is not None:
-            self.activations.take_comparisons(measured, self.order)
+            measured.comparisons = self.activations.comparisons()
         sizes = [] if self.weights is None else self.weights.sizes()
         layers = measured.layers([layer.name for layer in self.order], sizes)
-        budget, rates = self._limit_bytes(), self.transfers.rates()
+        budget, rates = self._usable_bytes(), self.transfers.rates()
         self.transfers.measures = False
         budget = None if budget is None else max(0.0, budget - measured.left_bytes)
         orders = plan_orders(layers, budget, rates, self._options, measured.outside())
         self.orders = orders if orders.plan is None else replace(orders, left=frozenset(measured.left))
         kind.orders, kind.measured = self.orders, None
         kind.saved_bytes = sum(measured.saved_bytes.values()) + measured.left_bytes
-        choices = zip(self.choices("weights").items(), self.choices("activations").values(), strict=True)
-        log.info("ebbtide: layers: %s", ", ".join(f"{name} {weights} {kept}" for (name, weights), kept in choices))
+        log.info("ebbtide: layers: %s", ", ".join(f"{name} {' '.join(both)}" for name, both in self.choices().items()))
 
-    def _limit_bytes(self) -> float | None:
+    def _usable_bytes(self) -> float | None:
         """Return the device memory that may be used; None: no limit."""
         assert self.transfers is not None
         device, memory = self.transfers.device, self.transfers.memory
@@ -310,18 +303,17 @@ class LayerMover:
             free = max(0.0, free + memory.peak_bytes - device.used_bytes)
         return min((limit for limit in (memory.limit_bytes, free) if limit is not None), default=None)
 
-    def choices(self, what: str) -> dict[str, str]:
-        """Return what the orders of the last pass say of the weights or activations of each layer, in their order."""
+    def choices(self) -> dict[str, tuple[str, str]]:
+        """Return what the orders of the last pass say of the weights and the activations of each layer, in order."""
+        count = len(self.layers)
         # While all is kept, layers do not count themselves.
-        numbers = {layer: len(self.layers) if layer.number is None else layer.number for layer in self.layers}
+        numbers = {layer: count if layer.number is None else layer.number for layer in self.layers}
         choices = {}
-        for layer in sorted(numbers, key=numbers.__getitem__):
-            if what == "activations":
-                choices[layer.name] = "keep" if self.activations is None else self.orders.kind(numbers[layer])
-            else:
-                is_streamed = self.weights is not None and layer in self.weights.moved
-                is_streamed = is_streamed and self.orders.is_streamed(numbers[layer])
-                choices[layer.name] = "streamed" if is_streamed else "resident"
+        for layer in sorted(self.layers, key=numbers.__getitem__):
+            number = numbers[layer]
+            is_streamed = self.weights is not None and layer in self.weights.moved and self.orders.is_streamed(number)
+            activations = "keep" if self.activations is None else self.orders.kind(number)
+            choices[layer.name] = "streamed" if is_streamed else "resident", activations
         return choices
 
 
@@ -349,21 +341,21 @@ class MovedLayers:
     @property
     def weights(self) -> dict[str, str]:
         """By layer, in the order of the forward, of the last pass: `resident` or `streamed`."""
-        return self._mover.choices("weights")
+        return {name: weights for name, (weights, _) in self._mover.choices().items()}
 
     @property
     def activations(self) -> dict[str, str]:
         """By layer, in the order of the forward, of the last pass: `keep`, `recompute`, `offload` or
         `recompute-offload`."""
-        return self._mover.choices("activations")
+        return {name: activations for name, (_, activations) in self._mover.choices().items()}
 
     @property
     def choices(self) -> dict[str, str]:
         """By layer: both, as `streamed, recompute`; the activations alone of `offload_activations`, and the weights
         alone of `stream_weights`."""
-        if self._shown is not None:
-            return self._mover.choices(self._shown)
-        return {name: f"{kind}, {self.activations[name]}" for name, kind in self.weights.items()}
+        if self._shown is None:
+            return {name: ", ".join(both) for name, both in self._mover.choices().items()}
+        return self.weights if self._shown == "weights" else self.activations
 
     @property
     def kept(self) -> list[str]:
@@ -379,7 +371,7 @@ class MovedLayers:
     @property
     def not_recomputed(self) -> dict[str, str]:
         """By layer that is never computed again: the reason."""
-        reasons = {} if self._mover.activations is None else self._mover.activations.recomputed.reasons
+        reasons = {} if self._mover.activations is None else self._mover.activations.reasons
         return {layer.name: reason for layer, reason in reasons.items()}
 
     @property
@@ -420,19 +412,19 @@ class MovedLayers:
         self.close()
 
 
-def mover_of(model: torch.nn.Module) -> LayerMover:
+def mover_of(model: torch.nn.Module, device: DeviceArgument | None) -> LayerMover:
     """Return what runs the layers of a model, which is made where there is none. Raises EngineError."""
-    modules = layer_modules(model)
+    modules, given = layer_modules(model), as_device(device)
     forwards = [one for module in modules.values() if (one := forward_of(module)) is not None]
     if not forwards:
-        return LayerMover(model, modules)
+        return LayerMover(model, modules, given)
     mover = forwards[0].owner
-    assert isinstance(mover, LayerMover)
     if [layer.module for layer in mover.layers] != [*modules.values()]:
-        raise EngineError(
-            f"layer {forwards[0].name} moves already with layers that {type(model).__name__} does not have: give all "
-            "calls the same model"
-        )
+        raise EngineError(f"layer {forwards[0].name} moves already, with other layers: give all calls the same model")
+    if mover.device is None:
+        mover.device = given
+    elif device is not None and not is_same_device(device, mover.device):
+        raise EngineError("these layers move to another device already: give all calls for a model the same device")
     return mover
 
 
@@ -474,44 +466,19 @@ def move_layers(
             backward: a tensor or a weight has changed since it was saved, computing a layer again gives other values,
             or the budget does not suffice for one layer (DeviceMemoryError).
     """
-    return start_moving(
-        model,
-        None if weights == "resident" else weights,
-        None if activations == "keep" else activations,
-        memory_budget=memory_budget,
-        device=device,
-        on_difference=on_difference,
-    )
-
-
-def start_moving(
-    model: torch.nn.Module,
-    weights: str | None,
-    activations: str | None,
-    *,
-    memory_budget: float | str | None = None,
-    device: DeviceArgument | None = None,
-    on_difference: str = "error",
-) -> MovedLayers:
-    """Move layers as `move_layers` does; None: they do not move.
-
-    Resident weights are on the host, and on the device from the forward of their layer to its backward; kept
-    activations are measured and counted."""
     options = {"weights": weights, "activations": activations}
-    moved = {name: option for name, option in options.items() if option is not None}
-    for name, option in moved.items():
-        choices = LAYER_OPTIONS[name]
-        if not is_choice(option, choices):
-            raise EngineError(f"{name}={option!r}: choose from {', '.join(choices)}")
+    for name, option in options.items():
+        if not is_choice(option, LAYER_OPTIONS[name]):
+            raise EngineError(f"{name}={option!r}: choose from {', '.join(LAYER_OPTIONS[name])}")
     layers = len(layer_modules(model))
-    if (streamed_count(moved.get("weights", "")) or 0) > layers:
+    if (streamed_count(weights) or 0) > layers:
         raise EngineError(f"weights={weights!r}: {type(model).__name__} has {layers} layers")
-    budget, given_device = budget_bytes(memory_budget), as_device(device)
+    # The first choices do not move anything.
+    moved = {name: option for name, option in options.items() if option != LAYER_OPTIONS[name][0]}
+    budget = budget_bytes(memory_budget)
     if memory_budget is not None:
         check_budget_bytes(budget, "None")
-    mover = mover_of(model)
-    mover.take_device(device, given_device)
-    return MovedLayers(mover, moved, budget, on_difference)
+    return MovedLayers(mover_of(model, device), moved, budget, on_difference)
 
 
 def offload_activations(

@@ -446,7 +446,8 @@ class StreamedWeights:
         weights.clear()
         adapters = _adapters_in(layer.module)
         for name, param in params.items():
-            is_plain_param = type(param) is torch.nn.Parameter and is_plain(param.data) and param.is_contiguous()
+            # A late parameter has its own class again after this.
+            is_plain_param = is_plain(param.data) and type(param) is torch.nn.Parameter and param.is_contiguous()
             if param in stays or param in adapters or not is_plain_param:
                 self.kept.append(f"{layer.name}.{name}")
                 if param.device != self._torch_device:

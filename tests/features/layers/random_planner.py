@@ -48,7 +48,7 @@ class RandomPlanner:
         need = max(one.total for one in placed.layer_memory) + left_bytes
         # Peaks before were in the memory of one layer at a time.
         memory.peak_bytes = 0
-        memory.budgets = {"activations": need if self._is_limited else 1e9}
+        memory.limit_bytes = need if self._is_limited else 1e9
         result = orders.orders_of_plan(plan, plan.layers, placed)
         self.kinds = [*map(result.kind, range(len(layers)))]
         return result

@@ -95,7 +95,7 @@ def test_offload_activations__never_copies_parameters(monkeypatch: pytest.Monkey
 
 def test_offload_activations__budget_below_one_layer_is_an_error_that_names_the_layer() -> None:
     model = stack()
-    with offloaded(model, 0.4), pytest.raises(DeviceMemoryError, match=r"layer layers\.0: activations need"):
+    with offloaded(model, 0.4), pytest.raises(DeviceMemoryError, match=r"layer layers\.0: layers need"):
         train(model)
 
 

@@ -112,7 +112,7 @@ def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_t
                 assert same(train(moved, 5), expected)
             else:
                 error = (
-                    rf"layer layers\.\d: {what} need .*: raise it, .* custom autograd functions use save_for_backward"
+                    r"layer layers\.\d: layers need .*: raise it, .* custom autograd functions use save_for_backward"
                 )
                 with pytest.raises(DeviceMemoryError, match=error):
                     train(moved, 5)

@@ -94,7 +94,7 @@ def test_stream_weights__changed_weights_are_an_error_before_the_backward_uses_t
 
 def test_stream_weights__budget_below_one_layer_is_an_error() -> None:
     model = stack()
-    error = pytest.raises(DeviceMemoryError, match=r"layer layers\.0: weights need")
+    error = pytest.raises(DeviceMemoryError, match=r"layer layers\.0: layers need")
     with stream_weights(model, memory_budget=1000, device=EmulatedDevice()), error:
         model(torch.randn(LENGTH, WIDTH))
 
