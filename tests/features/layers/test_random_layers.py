@@ -32,12 +32,17 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
     model = Net(tuple(draw.choices(_KINDS, k=draw.randint(2, 5))))
     device, planner = CountingDevice(None, draw.choice(_RATES), draw.choice(_RATES)), RandomPlanner(draw)
     is_forced, is_streamed = draw.random() < 0.7, draw.random() < 0.4
+    own = random.Random(f"moving {seed}")
+    model.layers[: own.randrange(len(model.layers))].requires_grad_(own.random() < 0.7)
+    weights = f"streamed:{own.randint(1, len(model.layers))}" if own.random() < 0.4 else "auto"
     budget = 1e9 if is_forced else draw.choice((2e3, 8e3, 2e4))
     with monkeypatch.context() as patched:
         if is_forced:
             patched.setattr(moving, "plan_orders", planner.plan)
         with (
-            moving.stream_weights(model, memory_budget=12e3, device=device) if is_streamed else nullcontext(),
+            moving.stream_weights(model, weights=weights, memory_budget=12e3, device=device)
+            if is_streamed
+            else nullcontext(),
             moving.offload_activations(model, memory_budget=budget, device=device) as offloaded,
         ):
             planner.moved = offloaded

@@ -406,6 +406,11 @@ class Adapted(nn.Module):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base_layer(x) + self.last(self.first(x))
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight of the base, which models ask for its dtype, as of peft's layers."""
+        return self.base_layer.weight
+
 
 def add_adapters(layer: nn.Module) -> None:
     """Freeze a layer, and put adapters beside its linear layers."""
