@@ -138,8 +138,10 @@ class LayerMover:
     def _set_activations(self, call: "MovedLayers | None") -> None:
         if call is None:
             self.activations = None
-        elif self.activations is None or self.activations.option != call.options["activations"]:
-            self.activations = Activations(self._model, call.options["activations"], call.on_difference)
+            return
+        before, options = self.activations, (call.options["activations"], call.on_difference)
+        if before is None or (before.option, before.on_difference) != options:
+            self.activations = Activations(self._model, *options)
 
     def _set_weights(self, option: str | None) -> None:
         if option is not None:
@@ -359,8 +361,8 @@ class MovedLayers:
 
     @property
     def kept(self) -> list[str]:
-        """Names of parameters and buffers of layers with streamed weights that stay on the device: shared ones,
-        adapters of frozen layers, and those that are no plain tensors."""
+        """Names of parameters and buffers of layers with streamed weights that stay on the device: shared parameters,
+        adapters of frozen layers, those that are no plain tensors, and quantized weights in buffers."""
         return [] if self._mover.weights is None else self._mover.weights.kept
 
     @property

@@ -27,6 +27,9 @@ log = logging.getLogger("ebbtide")
 # The number of nodes that autograd runs before all others that are ready, as the accumulation of a gradient.
 _FIRST = 2**64 - 1
 
+# Types of buffers that are weights.
+_QUANTIZED = (torch.uint8, torch.int8, torch.int32)
+
 
 class _DeviceWeight(torch.Tensor):  # type: ignore[misc]
     """A parameter on the device as its layer sees it. Writes through `data` have no version, so taking it is noted."""
@@ -201,6 +204,11 @@ def _adapters_in(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     return trained if 2 * trained_bytes < sum(param.nbytes for param in module.parameters()) else set()
 
 
+def _quantized_buffers(module: torch.nn.Module) -> list[str]:
+    """Return the names of buffers that are matrices of integers, as weights of GPTQ and AWQ are."""
+    return [name for name, buffer in module.named_buffers() if buffer.dim() == 2 and buffer.dtype in _QUANTIZED]
+
+
 def _nothing() -> None:
     """Stand in for a reference to an object that is gone."""
 
@@ -348,8 +356,8 @@ class StreamedWeights:
 
     Attributes:
         moved: Layers of which some do.
-        kept: Names of parameters of the other layers that stay on the device: shared ones, adapters of frozen layers,
-            and those that are no plain tensors.
+        kept: Names of parameters and buffers of chosen layers that stay on the device: shared parameters, adapters of
+            frozen layers, those that are no plain tensors, and quantized weights in buffers.
     """
 
     def __init__(
@@ -444,6 +452,7 @@ class StreamedWeights:
         params, weights = dict(layer.module.named_parameters()), self._weights[layer]
         own = {one.name: one for one in weights if one.is_of(params)}
         weights.clear()
+        self.kept += [f"{layer.name}.{name}" for name in _quantized_buffers(layer.module)]
         adapters = _adapters_in(layer.module)
         for name, param in params.items():
             # A late parameter has its own class again after this.
@@ -463,12 +472,11 @@ class StreamedWeights:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the bytes of the weights of each layer, in the order of the forward, and of their gradients."""
-        layers = [
-            [(one.storage.nbytes, one.param.requires_grad) for one in self._weights[layer]] for layer in self._order
-        ]
-        return [
-            (sum(size for size, _ in layer), sum(size for size, is_trained in layer if is_trained)) for layer in layers
-        ]
+        sizes = []
+        for layer in self._order:
+            trained = (one.storage.nbytes for one in self._weights[layer] if one.param.requires_grad)
+            sizes.append((sum(one.storage.nbytes for one in self._weights[layer]), sum(trained)))
+        return sizes
 
     def follow(
         self,
@@ -557,8 +565,9 @@ class StreamedWeights:
 
     def _is_current(self, layer: LayerForward) -> bool:
         named, weights = dict(layer.module.named_parameters()), self._weights[layer]
-        kept = (name for name in self.kept if name.startswith(f"{layer.name}."))
-        return len(named) == len(weights) + sum(1 for _ in kept) and all(one.is_of(named) for one in weights)
+        kept = [name for name in self.kept if name.startswith(f"{layer.name}.")]
+        count = len(named) + len(_quantized_buffers(layer.module))
+        return count == len(weights) + len(kept) and all(one.is_of(named) for one in weights)
 
     def _number_streamed(self) -> None:
         is_moved = [self.moves(layer) for layer in self._order]
