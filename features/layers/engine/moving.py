@@ -5,7 +5,6 @@ import math
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -93,10 +92,10 @@ class LayerMover:
         self._calls: list[MovedLayers] = []
         self._options = LayerOptions("keep")
         self._limit_bytes: float | None = None
-        self._torch_device = torch.device("cpu")
         self._kinds_of_pass: dict[PassKey, _KindOfPass] = {}
-        # The number of the layer that has begun last, of those that save something.
+        # The number of the layer that has begun last, and whether its pass has orders.
         self._last_layer = -1
+        self._has_orders = False
         self._measurement: PassMeasurement | None = None
 
     def open_call(self, call: "MovedLayers") -> None:
@@ -182,12 +181,16 @@ class LayerMover:
             layer.number = len(self.order)
             self.order.append(layer)
         number = layer.number
-        if not torch.is_grad_enabled() or is_within_backward() or self._is_saved_otherwise():
+        if is_within_backward():
             return self.compute(layer, args, kwargs)
-        claim = None
-        if not number or number <= self._last_layer:
-            claim = self._begin_pass(layer, tensors_in(args, kwargs))
+        if number <= self._last_layer or not number:
+            self._has_orders = False
+            if self.weights is not None and self.weights.begin_pass():
+                self._kinds_of_pass.clear()
         self._last_layer = number
+        if not torch.is_grad_enabled() or self._is_saved_otherwise():
+            return self.compute(layer, args, kwargs)
+        claim = None if self._has_orders else self._set_orders(layer, tensors_in(args, kwargs))
         if self.activations is not None:
             output = self.activations.run(layer, number, args, kwargs)
         elif self._measurement is not None:
@@ -212,13 +215,12 @@ class LayerMover:
             return layer.original(*args, **kwargs)
         return self.weights.run(layer, args, kwargs)
 
-    def _begin_pass(self, layer: LayerForward, inputs: Sequence[torch.Tensor]) -> KeptClaim | None:
+    def _set_orders(self, layer: LayerForward, inputs: Sequence[torch.Tensor]) -> KeptClaim | None:
         """Set the orders of a pass. Return the claim of the memory that it needs without orders."""
+        self._has_orders = True
         # Parameters may be streamed from the host, and some inputs stay there.
-        devices = [one.device for one in inputs]
-        gpus = (device for device in devices if device.type != "cpu")
-        self._torch_device = next(chain(gpus, devices), self._torch_device)
-        transfers = self._open(self._torch_device)
+        gpus = (one.device for one in inputs if one.device.type != "cpu")
+        transfers = self._open(next(gpus, torch.device("cpu")))
         if not self._kinds_of_pass:
             # Of the calls that are open. Before, the backward of a pass may have needed that of closed ones.
             transfers.memory.limit_bytes = self._limit_bytes
@@ -251,12 +253,11 @@ class LayerMover:
 
     def _kind_of_pass(self, layer: LayerForward, inputs: Sequence[torch.Tensor]) -> _KindOfPass:
         """Return the kind of the pass that begins with the inputs of a layer. Weights alone do not depend on them."""
-        if self.weights is not None and self.weights.take_changed():
-            self._kinds_of_pass.clear()
+        assert self.transfers is not None
         flags: Hashable = None
         sizes: tuple[int, ...] = ()
         if self.activations is not None:
-            is_autocast = torch.is_autocast_enabled(self._torch_device.type)
+            is_autocast = torch.is_autocast_enabled(self.transfers.device.torch_device.type)
             flags = layer.module.training, is_autocast, *((one.dtype, one.dim()) for one in inputs)
             sizes = tuple(size for one in inputs for size in one.shape)
         key = flags, sizes
@@ -307,12 +308,10 @@ class LayerMover:
 
     def choices(self) -> dict[str, tuple[str, str]]:
         """Return what the orders of the last pass say of the weights and the activations of each layer, in order."""
-        count = len(self.layers)
-        # While all is kept, layers do not count themselves.
-        numbers = {layer: count if layer.number is None else layer.number for layer in self.layers}
         choices = {}
-        for layer in sorted(self.layers, key=numbers.__getitem__):
-            number = numbers[layer]
+        # While all is kept, layers do not count themselves.
+        for layer in [*self.order, *(one for one in self.layers if one.number is None)]:
+            number = len(self.order) if layer.number is None else layer.number
             is_streamed = self.weights is not None and layer in self.weights.moved and self.orders.is_streamed(number)
             activations = "keep" if self.activations is None else self.orders.kind(number)
             choices[layer.name] = "streamed" if is_streamed else "resident", activations

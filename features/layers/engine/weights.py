@@ -377,7 +377,7 @@ class StreamedWeights:
         # By number: the layers that are streamed, and how many of these are before each.
         self._streamed: list[int] = []
         self._before: list[int] = [0]
-        self._last_moved = self._last_forward = -1
+        self._last_moved = -1
         self._is_end_awaited = False
         # The layer whose backward runs.
         self._backward_of = -1
@@ -486,7 +486,6 @@ class StreamedWeights:
     ) -> None:
         """Take the orders of a pass that begins now; `end`: called when its backward has ended."""
         self.orders, self._measurement, self._end = orders, measurement, end
-        self._last_forward = len(self._order)
         self._number_streamed()
 
     def close(self) -> None:
@@ -507,10 +506,6 @@ class StreamedWeights:
         assert number is not None
         if number >= len(self._before) - 1:
             self._number_streamed()
-        if not in_backward:
-            if number <= self._last_forward:
-                self._begin_pass(has_grad)
-            self._last_forward = number
         self._fetch(layer, number, in_backward)
         uses = [_Use(one, one.arrive(has_grad)) for one in weights]
         hooks = _WeightHooks(self, layer, uses, other_hooks())
@@ -543,7 +538,8 @@ class StreamedWeights:
         self._release([layer])
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
-    def _begin_pass(self, has_grad: bool) -> None:
+    def begin_pass(self) -> bool:
+        """Release what a pass before has left. Return whether weights of layers have changed and were moved."""
         # After an error or an interrupt.
         for layer in [*self._uses]:
             self._take_writes(layer)
@@ -554,14 +550,17 @@ class StreamedWeights:
         # The optimizer may have stepped.
         self._release(self._there)
         self._is_end_awaited = False
-        if self.take_changed():
+        has_changed = self.take_changed()
+        if has_changed:
             self.orders = ONE_AT_A_TIME
             self._number_streamed()
-        if has_grad and DistributedDataParallel._active_ddp_module is not None and self._torch_device.type != "cpu":
+        is_replica = torch.is_grad_enabled() and DistributedDataParallel._active_ddp_module is not None
+        if is_replica and self._torch_device.type != "cpu":
             raise EngineError(
                 "DistributedDataParallel reduces gradients on the device, which those of streamed weights leave: use "
                 "fully_shard, or all_reduce the gradients of the model itself in a gloo group before each step"
             )
+        return has_changed
 
     def _is_current(self, layer: LayerForward) -> bool:
         named, weights = dict(layer.module.named_parameters()), self._weights[layer]
