@@ -246,12 +246,12 @@ def make(kind):
     if kind == "adapted":
         for layer in model:
             add_adapters(layer)
-    return model.cuda()
+    return model
 
-def train(kind, **options):
-    model = make(kind)
+def train(kind, origin="cuda", **options):
+    model = make(kind).to(origin)
     if options:
-        moved = move_layers(model, **options)
+        moved = move_layers(model, device="cuda", **options)
         streamed = [kind == "streamed" for kind in moved.weights.values()]
         for layer, is_streamed in zip(model, streamed):
             for name, param in layer.named_parameters():
@@ -271,6 +271,8 @@ for kind in ("trained", "frozen", "adapted"):
     for options in ({"weights": "streamed"}, {"weights": "streamed:2", "activations": "recompute"},
                     {"weights": "auto", "memory_budget": 60e3}):
         assert all(map(torch.equal, expected, train(kind, **options))), (kind, options)
+    # A model that the GPU does not hold.
+    assert all(map(torch.equal, expected, train(kind, "cpu", weights="streamed"))), kind
 """
 
 INPUT_ON_THE_HOST = """

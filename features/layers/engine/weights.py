@@ -372,8 +372,10 @@ class StreamedWeights:
         self._order = order
         self.orders = ONE_AT_A_TIME
         self._check_devices()
-        self._torch_device = next(self._layers[0].module.parameters(), torch.empty(0)).device
-        self.transfers = open_device(self._torch_device)
+        # A model that the device does not hold begins on the host.
+        self._origin = next(self._layers[0].module.parameters(), torch.empty(0)).device
+        self.transfers = open_device(self._origin)
+        self._torch_device = self.transfers.device.torch_device
         # By number: the layers that are streamed, and how many of these are before each.
         self._streamed: list[int] = []
         self._before: list[int] = [0]
@@ -489,14 +491,14 @@ class StreamedWeights:
         self._number_streamed()
 
     def close(self) -> None:
-        """Put the weights back on their device."""
+        """Put the weights back where they were."""
         for layer in self._layers:
             self._restore(layer)
 
     def _restore(self, layer: LayerForward) -> None:
         self._release([layer])
         for weight in self._weights[layer]:
-            weight.param.data = weight.param.data.to(self._torch_device)
+            weight.param.data = weight.param.data.to(self._origin)
         self._weights[layer] = []
 
     def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
