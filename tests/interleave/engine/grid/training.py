@@ -269,9 +269,9 @@ class Training:
         ends = {(source if direction == "h2d" else target).data_ptr() for source, target in pairs}
         layers = {number: [*self.net.layers[number].parameters()] for number, _ in enumerate(self.net.layers)}
         if direction == "h2d":
-            self.copied |= {
-                number for number, params in layers.items() if any(one.data_ptr() in ends for one in params)
-            }
+            copied = [number for number, params in layers.items() if any(one.data_ptr() in ends for one in params)]
+            # A layer may occur twice.
+            self.copied |= {id(self.net.layers[number]) for number in copied}
         if any(event.kind == "freeze" for event in self.job.edits):
             return
         is_trained = direction == "h2d"
