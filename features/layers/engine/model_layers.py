@@ -12,12 +12,15 @@ from ebbtide.interleave.engine.errors import EngineError
 if TYPE_CHECKING:
     from ebbtide.features.layers.engine.moving import LayerMover
 
+# The number of a layer whose forward has not run: behind all others.
+NOT_RUN = 2**62
+
 
 class LayerForward:
     """Stands in for the forward of a layer, in this module alone: copies and pickles of it have their own again.
 
     Attributes:
-        number: The layer's number in the order of the forward; None before its first one.
+        number: The layer's number in the order of the forward; NOT_RUN before its first one.
         is_idle: Whether there is nothing to do but its own forward.
     """
 
@@ -28,7 +31,7 @@ class LayerForward:
         # A compiled layer is called in another way.
         self._attribute = "_compiled_call_impl" if is_compiled(module) else "forward"
         self.original = getattr(module, self._attribute)
-        self.number: int | None = None
+        self.number = NOT_RUN
         self._is_own_attribute = self._attribute in vars(module)
         self.is_idle = False
         setattr(module, self._attribute, self)

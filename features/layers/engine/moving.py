@@ -2,9 +2,9 @@
 
 import logging
 import math
-import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from operator import attrgetter, ge
 from typing import Any, Self
 
 import torch
@@ -13,6 +13,7 @@ from ebbtide.features.layers.engine.activations import Activations, KeptClaim
 from ebbtide.features.layers.engine.measurement import PassMeasurement
 from ebbtide.features.layers.engine.memory import HostArena, LayerMemoryCount
 from ebbtide.features.layers.engine.model_layers import (
+    NOT_RUN,
     LayerForward,
     forward_of,
     is_within_backward,
@@ -177,7 +178,7 @@ class LayerMover:
 
     def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward as the orders say."""
-        if layer.number is None:
+        if layer.number == NOT_RUN:
             layer.number = len(self.order)
             self.order.append(layer)
         number = layer.number
@@ -205,15 +206,14 @@ class LayerMover:
 
     def _is_saved_otherwise(self) -> bool:
         """Return whether the job itself decides what is saved; transforms of torch.func do not allow hooks."""
-        if self.activations is None:
-            return False
-        return other_hooks() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+        has_hooks = other_hooks() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+        return self.activations is not None and has_hooks
 
     def compute(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's own forward with its weights on the device."""
-        if self.weights is None or not self.weights.moves(layer):
-            return layer.original(*args, **kwargs)
-        return self.weights.run(layer, args, kwargs)
+        if self.weights is not None and self.weights.moves(layer):
+            return self.weights.run(layer, args, kwargs)
+        return layer.original(*args, **kwargs)
 
     def _set_orders(self, layer: LayerForward, inputs: Sequence[torch.Tensor]) -> KeptClaim | None:
         """Set the orders of a pass. Return the claim of the memory that it needs without orders."""
@@ -276,7 +276,7 @@ class LayerMover:
         larger = [
             (math.prod(others), number, kind)
             for number, ((other_flags, others), kind) in enumerate(self._kinds_of_pass.items())
-            if kind.orders is not ONE_AT_A_TIME and other_flags == flags and all(map(operator.ge, others, sizes))
+            if kind.orders is not ONE_AT_A_TIME and other_flags == flags and all(map(ge, others, sizes))
         ]
         return min(larger)[2] if larger else None
 
@@ -310,8 +310,8 @@ class LayerMover:
         """Return what the orders of the last pass say of the weights and the activations of each layer, in order."""
         choices = {}
         # While all is kept, layers do not count themselves.
-        for layer in [*self.order, *(one for one in self.layers if one.number is None)]:
-            number = len(self.order) if layer.number is None else layer.number
+        for layer in sorted(self.layers, key=attrgetter("number")):
+            number = layer.number
             is_streamed = self.weights is not None and layer in self.weights.moved and self.orders.is_streamed(number)
             activations = "keep" if self.activations is None else self.orders.kind(number)
             choices[layer.name] = "streamed" if is_streamed else "resident", activations

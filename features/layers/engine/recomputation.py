@@ -76,14 +76,10 @@ class RecomputedLayers:
 
     def comparisons(self) -> dict[int, list[Mark]]:
         """Return the layers that can be computed again, with the marks of `tried`."""
-        return {
-            layer.number: marks
-            for layer, marks in self.tried.items()
-            if layer.number is not None and layer not in self.reasons
-        }
+        return {layer.number: marks for layer, marks in self.tried.items() if layer not in self.reasons}
 
     def refused(self) -> frozenset[int]:
-        return frozenset(layer.number for layer in self.reasons if layer.number is not None)
+        return frozenset(layer.number for layer in self.reasons)
 
 
 class _SavedTensor:

@@ -505,7 +505,6 @@ class StreamedWeights:
         """Compute a layer's forward with its weights on the device."""
         weights, in_backward, has_grad = self._weights[layer], is_within_backward(), torch.is_grad_enabled()
         number = layer.number
-        assert number is not None
         if number >= len(self._before) - 1:
             self._number_streamed()
         self._fetch(layer, number, in_backward)
@@ -530,7 +529,6 @@ class StreamedWeights:
 
     def _expect_backward(self, layer: LayerForward, is_differentiated: bool) -> None:
         """Note whether a backward follows a layer's forward; frozen layers before all others have none."""
-        assert layer.number is not None
         if is_differentiated:
             self._differentiated.add(layer.number)
             return
@@ -628,7 +626,6 @@ class StreamedWeights:
     def load(self, saved: _SavedWeight, layer: LayerForward) -> torch.Tensor:
         """Return a weight for the backward. Raises EngineError if it was updated since the forward."""
         number = layer.number
-        assert number is not None
         if saved.use.weight not in self._weights[layer]:
             raise EngineError(
                 f"layer {layer.name}: its weights were closed or moved anew between its forward and its backward"
