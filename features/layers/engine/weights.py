@@ -491,9 +491,10 @@ class StreamedWeights:
         self._number_streamed()
 
     def close(self) -> None:
-        """Put the weights back where they were."""
+        """Put the weights back where they were, and release the host memory of gradients."""
         for layer in self._layers:
             self._restore(layer)
+        self._gradients.release()
 
     def _restore(self, layer: LayerForward) -> None:
         self._release([layer])
