@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import Counter
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from ebbtide.interleave import InterleavedAdamW, move_layers, offload_activation
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from tests.conftest import slow
+from tests.features.layers.live_memory import CountingDevice
 from tests.features.layers.stacks import (
     LAYER_BYTES,
     LENGTH,
@@ -318,6 +320,23 @@ def test_move_layers__closing_the_last_call_leaves_what_the_others_say() -> None
     assert same(train(model, 2), expected)
     first.close()
     assert same(train(model, 2), expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3])
+def test_close__leaves_no_pinned_memory_behind(options: dict[str, Any]) -> None:
+    model, device = stack(LAYERS), CountingDevice()
+    gc.collect()
+    gc.disable()
+    try:
+        with move_layers(model, device=device, **options):
+            train(model, 5)
+            model.zero_grad()
+        # Emulated parameters stay in the memory that stands for the host's.
+        own = {param.data_ptr() for param in model.parameters()}
+        storages = [storage for one in device.host if (storage := one()) is not None]
+        assert [storage for storage in storages if storage.data_ptr() not in own] == []
+    finally:
+        gc.enable()
 
 
 def test_move_layers__calls_for_a_part_of_the_model_are_an_error() -> None:
