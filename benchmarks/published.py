@@ -73,7 +73,7 @@ class PublishedJob:
         """Return the job with resident subgroups chosen as a current DeepSpeed does, not as the one that ran (0.13)."""
 
         def changed(run: PublishedRun) -> PublishedRun:
-            workload = replace(run.sample.workload, deepspeed_version=None)
+            workload = replace(run.sample.workload, framework=None)
             return replace(run, sample=replace(run.sample, workload=workload))
 
         return replace(

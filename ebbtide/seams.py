@@ -21,6 +21,8 @@ so that a command loads what it needs alone.
 | rules | a module of update rules, registered by `rules.rule.register` | `engine.rules` |
 | services | a function that the core calls by name, below | `service` |
 | setups | `read(section) -> FrameworkSetup`, by the key of its section in meta.json | `framework_setup` |
+| sources | the name of the command that makes traces of a source, by the source in meta.json | `next_line` |
+| splits | `split(version) -> StateSplit`, by the same key: which state a framework keeps on the device | `split_of` |
 
 | service | signature |
 | --- | --- |
@@ -63,6 +65,8 @@ SEAMS = (
     "rules",
     "services",
     "setups",
+    "sources",
+    "splits",
 )
 _GROUP = "ebbtide.features"
 

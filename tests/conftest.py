@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ebbtide import seams
 from ebbtide.profiler.trace import Trace, open_trace
 from tests import torch_extensions
 
@@ -103,7 +104,14 @@ def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
 # Set where features are deleted.
 WITHOUT_FEATURES = "EBBTIDE_WITHOUT_FEATURES"
 needs_all_features = pytest.mark.skipif(WITHOUT_FEATURES in os.environ, reason="names commands of features")
-needs_setups = pytest.mark.skipif(WITHOUT_FEATURES in os.environ, reason="a feature reads the setup of the framework")
+
+
+@pytest.fixture
+def stub_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the feature of `tests/stub_framework.py`."""
+    from tests import stub_framework
+
+    monkeypatch.setitem(seams.features(), "tests", stub_framework.FEATURE)
 
 
 def slow_case(*values: Any, id: str | None = None) -> Any:

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from ebbtide.cli.command import ALIASES, find_commands
+from tests.conftest import needs_all_features
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -37,6 +38,7 @@ def test_links__lead_to_files_of_the_project() -> None:
         assert missing == [], page
 
 
+@needs_all_features
 def test_commands__in_pages_exist() -> None:
     for page in PAGES:
         # An example on a page may be a command of its own.

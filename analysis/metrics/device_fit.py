@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from ebbtide.state_bytes import MASTER_BYTES
-
 
 def fits_beside(changes: Iterable[tuple[float, float]], free: Sequence[tuple[float, float]], end_s: float) -> bool:
     """Return whether memory stays within what is free at every instant of an iteration that ends at `end_s`. `changes`:
@@ -36,17 +34,6 @@ def gradient_starts(subgroups: Sequence[int], begin_s: float, backward_s: float,
         starts.append(begin_s + backward_s * done / total)
         done += size
     return starts[::-1]
-
-
-def deepspeed_gradient_bytes(resident: Sequence[int], grad_bytes: float, offloads: bool) -> float:
-    """Return the bytes of gradients that DeepSpeed's ZeRO-3 keeps on the device for resident subgroups, all the time.
-
-    With `offload_optimizer` each has one in fp32. Without, all have a buffer of `grad_bytes` a parameter, and at the
-    step that of one subgroup is made flat and fp32 (runtime/zero/stage3.py, `initialize_optimizer_states` and
-    `_prepare_fp32_grad_for_sub_group`; the same in all versions with Twin-Flow that were read, 0.12.4 to 0.19.8)."""
-    if offloads:
-        return float(MASTER_BYTES * sum(resident))
-    return grad_bytes * sum(resident) + (grad_bytes + MASTER_BYTES) * max(resident, default=0)
 
 
 def equal_sizes(params: int, size: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ebbtide import seams
+from ebbtide.analysis.metrics.state_split import Framework
 
 if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace
@@ -71,8 +72,8 @@ class FrameworkSetup(Protocol):
         """The configured parameters of a subgroup."""
 
     @property
-    def rounding_version(self) -> str | None:
-        """The version that chose the resident subgroups, empty if it is not known; None if ebbtide's engine did."""
+    def framework(self) -> Framework | None:
+        """The framework, if it chose the resident subgroups; None if ebbtide's engine did."""
 
     @property
     def host_buffer_bytes(self) -> int | None:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ebbtide.analysis.metrics.deepspeed_setup import resident_range
-from ebbtide.analysis.metrics.device_fit import deepspeed_gradient_bytes, equal_sizes, fits_beside
+from ebbtide.analysis.metrics.device_fit import equal_sizes, fits_beside
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, recorded_free_memory, state_bytes
+from ebbtide.analysis.metrics.state_split import Framework, StateSplit, split_of
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 
 # DeepSpeed's own default is 1e9. Smaller subgroups overlap better, and larger ones need more device memory.
@@ -27,9 +27,9 @@ def largest_split(metrics: JobMetrics) -> StaticSplit | None:
     if not metrics.params or not metrics.offloaded_params:
         return None
     sizes = recorded_sizes(metrics) or equal_sizes(metrics.params, subgroup_params(metrics))
-    tried = range(0)
+    split, tried = job_split(metrics), range(0)
     for hundredths in range(100):
-        resident = resident_range(hundredths / 100, len(sizes), rounding_version(metrics))
+        resident = split.resident(hundredths / 100, len(sizes))
         if resident == tried:
             continue
         tried = resident
@@ -43,15 +43,16 @@ def largest_split(metrics: JobMetrics) -> StaticSplit | None:
 
 
 def split_fits(metrics: JobMetrics, sizes: Sequence[int], resident: range) -> bool | None:
-    """Return whether the state of some subgroups fits on the devices of a job for good, with DeepSpeed's buffers for
-    their gradients, by the rules of `twin-flow` and `gpu-only`; None: not known."""
+    """Return whether the state of some subgroups fits on the devices of a job for good, with the
+    gradients beside it, by the rules of `twin-flow` and `gpu-only`; None: not known."""
     phase_s = {phase: (metrics.phase_ms(phase) or 0.0) / 1e3 for phase in (OTHER, FORWARD, BACKWARD)}
     free = recorded_free_memory(metrics, phase_s)
     if free is None:
         return None
     on_device = sizes[resident.start : resident.stop]
     used = state_bytes(metrics.entry) * sum(on_device)
-    used += deepspeed_gradient_bytes(on_device, param_bytes(metrics.entry), offloads=len(on_device) < len(sizes))
+    offloads = len(on_device) < len(sizes)
+    used += job_split(metrics).gradient_bytes(on_device, param_bytes(metrics.entry), offloads)
     return fits_beside([(0.0, used)], free, sum(phase_s.values()) + (metrics.phase_ms(UPDATE) or 0.0) / 1e3)
 
 
@@ -70,7 +71,11 @@ def subgroup_params(metrics: JobMetrics) -> int:
     return _SUBGROUP_PARAMS if configured is None else configured
 
 
-def rounding_version(metrics: JobMetrics) -> str | None:
-    """Return the version that chose the resident subgroups, empty if it is not known; None if no framework did, or
-    ebbtide's engine ran the updates."""
-    return metrics.setup.rounding_version if metrics.setup is not None else None
+def job_framework(metrics: JobMetrics) -> Framework | None:
+    """Return the framework that chose the resident subgroups; None if none did, or ebbtide's engine ran the updates."""
+    return metrics.setup.framework if metrics.setup is not None else None
+
+
+def job_split(metrics: JobMetrics) -> StateSplit:
+    """Return the split of the state by the framework of a job, else that of the policies."""
+    return split_of(job_framework(metrics))

@@ -19,5 +19,6 @@ FEATURE = Feature(
             "interleave.deepspeed.disable": "engine.patching:disable",
         },
         "setups": {"deepspeed": "setup:read_setup"},
+        "splits": {"deepspeed": "split:DeepSpeedSplit"},
     },
 )

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from ebbtide.analysis.metrics.deepspeed_setup import resident_range, version_numbers
 from ebbtide.analysis.metrics.framework_setup import FrameworkSetup, framework_setup
+from ebbtide.analysis.metrics.state_split import Framework
+from ebbtide.features.deepspeed.split import DeepSpeedSplit, version_numbers
 from ebbtide.json_files import section
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import GRAD_BYTES, MASTER_BYTES, PARAM_BYTES
@@ -144,7 +145,7 @@ class DeepSpeedSetup:
         None where ratio or subgroups were not recorded, and for stages that do not split between subgroups."""
         if self.ratio is None or not self.subgroups or self.stage != 3:
             return None
-        on_gpu = resident_range(self.ratio, len(self.subgroups), self.info.version)
+        on_gpu = DeepSpeedSplit(self.info.version or "").resident(self.ratio, len(self.subgroups))
         total = sum(self.subgroups)
         return (total - sum(self.subgroups[on_gpu.start : on_gpu.stop])) / total
 
@@ -157,9 +158,9 @@ class DeepSpeedSetup:
         return 1.0
 
     @property
-    def rounding_version(self) -> str | None:
-        """The version that chose the resident subgroups, empty if it is not known; None if ebbtide's engine did."""
-        return (self.info.version or "") if self.info.policy is None else None
+    def framework(self) -> Framework | None:
+        """DeepSpeed in its version, if it chose the resident subgroups; None if ebbtide's engine did."""
+        return Framework(self.key, self.info.version or "") if self.info.policy is None else None
 
     @property
     def recorded_policy(self) -> str | None:
@@ -194,7 +195,7 @@ class DeepSpeedSetup:
 
     def state_on_device(self, params: int, state_bytes: float) -> int | None:
         """Return the bytes of optimizer state on the device, with the gradients in fp32 that stage 3 keeps beside it
-        (`deepspeed_gradient_bytes`); None without a section `offload_optimizer`."""
+        (`DeepSpeedSplit.gradient_bytes`); None without a section `offload_optimizer`."""
         if not self.offload_config:
             return None
         gradient_bytes = MASTER_BYTES if self.info.policy is None and self.cpu_share > 0 else 0

@@ -11,5 +11,6 @@ FEATURE = Feature(
             "profiler.DryRunOptions": "session:DryRunOptions",
             "profiler.trace_of_run": "trace_of_run:trace_of_run",
         },
+        "sources": {"predicted": "source:COMMAND"},
     },
 )

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from ebbtide.analysis.metrics.device_fit import equal_sizes
+from ebbtide.analysis.metrics.state_split import Framework, StateSplit, split_of
 from ebbtide.errors import WorkloadError
 from ebbtide.json_files import convert_object, misspelled_keys, number_range, read_object
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, REMAINDER_STATE_BYTES, STATE_BYTES
@@ -42,7 +43,10 @@ _OTHER_FIELDS = (
     "host_gradient_bytes",
     "own_update_s",
     "in_own_engine",
+    "framework",
 )
+# The framework whose version is a key of the file.
+_FRAMEWORK = "deepspeed"
 
 
 class ActivationForm(NamedTuple):
@@ -112,7 +116,8 @@ class Workload:
         accumulates: Whether there are several micro-steps: gradients that stay on the device are there all the time.
         missing_bytes: Device memory that the job lacks without any optimizer state; 0 where it has enough.
         sizes: The parameters of each subgroup, where they were recorded.
-        deepspeed_version: The version of DeepSpeed that ran the recorded job; None for other jobs.
+        framework: The framework that ran the updates of the recorded job and split its state; None for other jobs. The
+            key of the file is `deepspeed_version`.
         notes: What is estimated or not known, for people.
         layers: Layers in the order of the forward, whose weights and activations a plan may move; `gpu_free` is then
             what is free beside everything but their parameters, gradients and activations.
@@ -121,8 +126,7 @@ class Workload:
         host_gradient_bytes: Where weights of all layers come from the host before each forward (`stream_weights`):
             bytes per parameter of gradients, which go there while compute waits. None: weights are on the device.
         own_update_s: The update of a job's own optimizer, all state on the device; None: by the machine's rates.
-        in_own_engine: Whether ebbtide's engine updates, which keeps no gradients in fp32 beside resident state as
-            DeepSpeed does.
+        in_own_engine: Whether ebbtide's engine updates, which keeps no gradients in fp32 beside resident state.
     """
 
     name: str
@@ -148,7 +152,7 @@ class Workload:
     accumulates: Flag = False
     missing_bytes: FreeBytes = 0.0
     sizes: Sizes | None = None
-    deepspeed_version: Annotated[str, Meta(description="a text")] | None = None
+    framework: Framework | None = None
     notes: Annotated[tuple[str, ...], Meta(description="a list of texts")] = ()
     layers: tuple[Layer, ...] = ()
     chunk_shares: tuple[float, ...] = (1.0,)
@@ -173,6 +177,11 @@ class Workload:
         """The layer of the first parameter of each subgroup; the number of layers if that is after all of them."""
         ends = list(accumulate(layer.params for layer in self.layers))
         return [bisect_right(ends, offset) for offset in accumulate(self.subgroups[:-1], initial=0)]
+
+    @property
+    def split(self) -> StateSplit:
+        """The split of the state by the framework that ran the job, else that of the policies."""
+        return split_of(self.framework)
 
     @property
     def cpu_update_bytes(self) -> float:
@@ -229,6 +238,8 @@ class Workload:
         ]
         values["collective_bytes"] = {phase: {"h2d": h2d, "d2h": d2h} for phase, h2d, d2h in self.collective_bytes}
         values["gradients_stay"] = values.pop("gradients_held_until_step")
+        framework = self.framework
+        values["deepspeed_version"] = framework.version if framework and framework.key == _FRAMEWORK else None
         if self.layers:
             values["layers"] = [
                 {**layer._asdict(), "forms": [dict(zip(_FORM_KEYS, form, strict=True)) for form in layer.forms]}
@@ -314,6 +325,7 @@ class _FileKeys(msgspec.Struct):
         Meta(description='an object of {"h2d", "d2h"} (bytes per iteration) by phase: other, forward, backward'),
     ] = _CollectiveBytes()
     gradients_stay: Flag = False
+    deepspeed_version: Annotated[str, Meta(description="a text")] | None = None
     layers: Annotated[list[_FileLayer], Meta(max_length=_MAX_LAYERS, description=_LAYERS)] = []
     chunks: Annotated[
         Annotated[int, Meta(ge=1, le=_MAX_CHUNKS)]
@@ -344,6 +356,7 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         workload,
         state_bytes=_state_bytes(workload, file.state_bytes, where),
         gpu_free=_free_steps(file.gpu_free_bytes, workload.gpu_slack_bytes),
+        framework=None if file.deepspeed_version is None else Framework(_FRAMEWORK, file.deepspeed_version),
     )
     return with_layers(
         workload, [layer.layer(number, where) for number, layer in enumerate(file.layers)], file.chunks, where
@@ -396,7 +409,8 @@ def load_workload(path: Path) -> Workload:
     """Read a workload file, with a note for each key that is misspelled. Raises WorkloadError for an invalid one."""
     values = read_object(path, "workload", WorkloadError)
     workload = workload_from(values, path.name)
-    keys = {*_FileKeys.__struct_fields__, *Workload.__dataclass_fields__} - {"gpu_free", "gradients_held_until_step"}
+    others = {"gpu_free", "gradients_held_until_step", "framework"}
+    keys = {*_FileKeys.__struct_fields__, *Workload.__dataclass_fields__} - others
     return replace(workload, notes=(*workload.notes, *misspelled_keys(values, keys, path.name)))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from ebbtide.analysis.metrics.deepspeed_setup import resident_range
 from ebbtide.errors import PolicyError
 from ebbtide.features.overlap.policy import OVERLAP, with_overlap
 from ebbtide.interleave.model.plan import Plan
@@ -25,14 +24,14 @@ def interleaved(workload: Workload, machine: Machine, policy: Policy) -> Plan:
         raise PolicyError(f"{policy.text!r}: the stride is {stride_text!r}; it must be a whole number")
     share = policy.number("the offloaded share", 1.0, 0.0, 1.0, share_text)
     builder = PlanBuilder(policy.text, workload, policy.options["grads"] == "blocking")
-    resident = resident_range(share, len(workload.subgroups), workload.deepspeed_version)
+    resident = workload.split.resident(share, len(workload.subgroups))
     offloaded = [subgroup for subgroup in range(len(builder.sizes)) if subgroup not in resident]
     on_gpu = offloaded[int(stride) - 1 :: int(stride)]
     builder.gradients(keep=frozenset(resident) | keepable_gradients(workload, resident, on_gpu))
     on_cpu = sorted(set(offloaded) - set(on_gpu))
     last: tuple[int, ...] = ()
     if resident.start:
-        # The loop of a DeepSpeed that keeps the last subgroups resident comes to them at the end.
+        # The loop of a framework that keeps the last subgroups resident comes to them at the end.
         last = _interleave(builder, on_cpu, on_gpu, policy.options["params"])
     for subgroup in resident:
         builder.resident(subgroup, last)

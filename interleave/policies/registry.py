@@ -269,7 +269,6 @@ class RegisteredPolicy:
     simulation_only: bool = False  # Whether the engine cannot run its plans; `replay` can.
     # Whether state that host memory does not hold may be in storage. Without, it does not fit.
     uses_storage: bool = True
-    in_deepspeed: bool = False  # Whether DeepSpeed's configuration alone selects it.
     plans_layers: bool = False  # Whether it decides itself what happens to weights and activations of layers.
 
     @property
@@ -290,7 +289,6 @@ def policy(
     /,
     simulation_only: bool = False,
     uses_storage: bool = True,
-    in_deepspeed: bool = False,
     plans_layers: bool = False,
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
@@ -300,7 +298,7 @@ def policy(
         if isinstance(run, DefaultRun):
             options.update(LAYER_OPTIONS)
         summary = (function.__doc__ or "").strip().split("\n")[0]
-        flags = simulation_only, uses_storage, in_deepspeed, plans_layers
+        flags = simulation_only, uses_storage, plans_layers
         POLICIES[name] = RegisteredPolicy(name, function, options, summary, run, *flags)
         return function
 

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from ebbtide.analysis.metrics.deepspeed_setup import resident_range
-from ebbtide.analysis.metrics.device_fit import deepspeed_gradient_bytes
 from ebbtide.features.overlap.policy import OVERLAP, with_overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -19,20 +17,18 @@ from ebbtide.interleave.policies.registry import (
 from ebbtide.machines.machine import Machine
 
 
-@policy("zero-offload", DefaultRun("zero-offload", position=10), in_deepspeed=True, grads=GRADS, params=PARAMS_BLOCKING)
+@policy("zero-offload", DefaultRun("zero-offload", position=10), grads=GRADS, params=PARAMS_BLOCKING)
 def zero_offload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update every subgroup on the CPU as DeepSpeed does: one by one, conversion and copy inside the loop."""
     policy.reject_value()
     return split_plan(workload, policy, range(0))
 
 
-@policy("twin-flow", DefaultRun("twin-flow:0.5", position=20), in_deepspeed=True, grads=GRADS, params=PARAMS_BLOCKING)
+@policy("twin-flow", DefaultRun("twin-flow:0.5", position=20), grads=GRADS, params=PARAMS_BLOCKING)
 def twin_flow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Split statically: the share R after the colon is updated on the CPU, the rest stays resident on the GPU."""
     ratio = policy.number("the share on the CPU", None, 0.0, 1.0)
-    # A recorded DeepSpeed job follows the version that it ran under, other jobs follow a current one.
-    resident = resident_range(ratio, len(workload.subgroups), workload.deepspeed_version)
-    plan = split_plan(workload, policy, resident)
+    plan = split_plan(workload, policy, workload.split.resident(ratio, len(workload.subgroups)))
     return plan if workload.in_own_engine else with_gradient_buffers(plan, workload, offloads=True)
 
 
@@ -43,19 +39,19 @@ def pipelined(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     return with_overlap(split_plan(workload, policy, range(0)), workload, machine, policy.overlap)
 
 
-@policy("gpu-only", DefaultRun("gpu-only", position=60), in_deepspeed=True)
+@policy("gpu-only", DefaultRun("gpu-only", position=60))
 def gpu_only(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep all state resident on the GPU: the limit if memory does not matter."""
     policy.reject_value()
     plan = split_plan(workload, policy, range(len(workload.subgroups)))
-    return plan if workload.deepspeed_version is None else with_gradient_buffers(plan, workload, offloads=False)
+    return plan if workload.framework is None else with_gradient_buffers(plan, workload, offloads=False)
 
 
 def with_gradient_buffers(plan: Plan, workload: Workload, offloads: bool) -> Plan:
-    """Return a plan with the memory for gradients that DeepSpeed keeps beside resident state; `offloads`: whether it
-    runs with `offload_optimizer`."""
+    """Return a plan with the memory for gradients that the split keeps beside resident state; `offloads`: whether other
+    state is in host memory."""
     resident = [workload.subgroups[subgroup] for subgroup in plan.resident]
-    buffers = deepspeed_gradient_bytes(resident, workload.grad_bytes, offloads)
+    buffers = workload.split.gradient_bytes(resident, workload.grad_bytes, offloads)
     return replace(plan, resident_bytes=plan.resident_bytes + buffers, has_gradient_buffers=True)
 
 

@@ -4,7 +4,7 @@ from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, recorded_free_memory, state_bytes
-from ebbtide.analysis.metrics.static_split import recorded_sizes, rounding_version, subgroup_params
+from ebbtide.analysis.metrics.static_split import job_framework, recorded_sizes, subgroup_params
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
@@ -77,7 +77,7 @@ def workload_of(trace: Trace) -> Workload:
         # DeepSpeed computes the norm of all gradients, clipping or not, and skips the step if it is not finite. Loops
         # of torch do so too. No update begins before the backward is over.
         clipping=True,
-        deepspeed_version=rounding_version(metrics),
+        framework=job_framework(metrics),
         notes=tuple(notes),
     )
 

@@ -45,13 +45,13 @@ class UpdateParts:
         self._stepped: list[Any] = []
         recorder.parts = self
 
-    def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_torch: bool) -> tuple[Any, dict[str, Any]]:
+    def wrap_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_torch: bool) -> tuple[Any, dict[str, Any]]:
         """Replace the closure among the arguments of a `step`; a step `of_torch` does nothing before it calls it."""
         if of_torch and not self._calls:
             self._measure_before()
-        if len(args) > 1 and self._watches(args[1]):
+        if len(args) > 1 and self._is_unwrapped(args[1]):
             return (args[0], _WatchedClosure(self, args[1]), *args[2:]), kwargs
-        if self._watches(kwargs.get("closure")):
+        if self._is_unwrapped(kwargs.get("closure")):
             return args, {**kwargs, "closure": _WatchedClosure(self, kwargs["closure"])}
         return args, kwargs
 
@@ -63,7 +63,7 @@ class UpdateParts:
             self._keeps_before = cpu_ns >= _SHORT_BEFORE_NS or waited_ns >= _WAITING_NS
 
     @staticmethod
-    def _watches(closure: Any) -> bool:
+    def _is_unwrapped(closure: Any) -> bool:
         return callable(closure) and not isinstance(closure, _WatchedClosure)
 
     @hide_frame

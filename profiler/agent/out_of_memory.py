@@ -34,9 +34,9 @@ def attach_memory_records(recorder: Recorder, torch: Any, options: Options) -> N
         inventories = Inventories(recorder, options)
         recorder.on_iteration.append(inventories.enter_iteration)
         recorder.on_update.append(inventories.enter_update)
-        watch = OutOfMemoryWatch(recorder, torch, inventories)
-        recorder.on_iteration.append(watch.attach_observer)
-        recorder.on_error.append(watch.see)
+        errors = OutOfMemoryWatch(recorder, torch, inventories)
+        recorder.on_iteration.append(errors.attach_observer)
+        recorder.on_error.append(errors.see)
 
     attach()
     recorder.on_restart.append(attach)

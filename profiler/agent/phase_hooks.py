@@ -199,7 +199,7 @@ class TorchHooks:
         self._patches.wrap(optimizer, "_patch_step_function", self._wrap_patch_step_function)
         for existing in _subclasses(optimizer):
             if getattr(existing.__dict__.get("step"), "hooked", False):
-                self._watch_steps(existing)
+                self._hook_step(existing)
 
     def remove(self) -> None:
         """Restore torch as it was."""
@@ -221,7 +221,7 @@ class TorchHooks:
             if outermost:
                 parts = UpdateParts(recorder)
             if parts is not None and optimizer_index == 0:
-                args, kwargs = parts.watch(args, kwargs, of_torch)
+                args, kwargs = parts.wrap_closure(args, kwargs, of_torch)
         try:
             result = original(*args, **kwargs)
             if parts is not None:
@@ -253,9 +253,9 @@ class TorchHooks:
         """Wrap torch's own hooking of `step`, which runs when an optimizer is created."""
         original(optimizer)
         self._recorder.optimizers[optimizer] = True
-        self._watch_steps(type(optimizer))
+        self._hook_step(type(optimizer))
 
-    def _watch_steps(self, kind: Any) -> None:
+    def _hook_step(self, kind: Any) -> None:
         """Wrap `step` of an optimizer class once, in the class where torch itself hooks it."""
         if not self._recorder.live or getattr(kind.step, "_ebbtide_update", False):
             return

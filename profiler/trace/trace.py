@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from ebbtide import seams
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.columns import Columns
 from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta, parse_meta
@@ -226,7 +227,8 @@ def next_line(trace: Trace, follow_up: str) -> str:
     training or of a GPU, which no command can explain, it is the one that records some."""
     if _iterations(trace) or {*_recorded_tables(trace)} - {"phases", "memory"} or _devices(trace) - {"cpu"}:
         return f"next: ebbtide {follow_up.format(shlex.quote(str(trace.path)))}"
-    command = "dry-run" if trace.meta.source == "predicted" else "profile"
+    plug = seams.plugs("sources").get(trace.meta.source or "")
+    command = "profile" if plug is None else plug.load()
     return f"next: ebbtide {command} -- CMD (a job that trains: no iteration was seen)"
 
 

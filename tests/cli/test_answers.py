@@ -90,10 +90,3 @@ def test_plan__refuses_a_recording_of_the_cpu(tmp_path: Path) -> None:
 def test_free_memory__is_one_figure_on_all_screens() -> None:
     for command in ("findings", "summary", "windows", "memory"):
         assert "57.99 GiB" in ebbtide_in_process(command, BLOCKING).stdout, command
-
-
-def test_machines__say_the_same_number_of_runs() -> None:
-    (entry,) = json.loads(ebbtide_in_process("machines", "h100-80gb-sxm-published", "--json").stdout)["machines"]
-    assert entry["accuracy"]["runs"] == 9
-    assert re.search(r"nine runs|9 runs", entry["source"])
-    assert "unidentified" not in ebbtide_in_process("machines", "-v").stdout

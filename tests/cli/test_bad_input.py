@@ -14,7 +14,7 @@ import pytest
 from ebbtide.cli.command import find_commands
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.spool import Spool
-from ebbtide.profiler.trace import TraceBuilder, open_trace
+from ebbtide.profiler.trace import TraceBuilder
 from tests.conftest import Run, ebbtide, ebbtide_in_process, needs_all_features, run_process, slow_case
 
 LONG = "x" * 300
@@ -145,21 +145,6 @@ def test_summary__invalid_metadata_is_one_line(folder: Path, values: dict[str, A
     spool.put_header(0, 1, 0)
     spool.close()
     assert "damaged" in refused(ebbtide_in_process("summary", "a.ebb", cwd=folder))
-
-
-def test_good_input__the_same_commands_work(folder: Path) -> None:
-    assert json.loads(ebbtide_in_process("summary", "a.ebb", "--json", cwd=folder).stdout)["iterations"] == 3
-    assert ebbtide_in_process("plot", "a.ebb", "b.ebb", "-o", "taken.png", "--force", cwd=folder).returncode == 0
-    assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
-    assert ebbtide_in_process("import", "a.ebb", "b.ebb", "-o", "m.ebb", cwd=folder).returncode == 0
-    assert open_trace(folder / "m.ebb").ranks == [0, 1]
-
-
-def test_help__exists_for_each_command() -> None:
-    for command in COMMANDS:
-        shown = ebbtide_in_process(command, "--help")
-        assert (shown.returncode, shown.stderr) == (0, "")
-        assert f"ebbtide {command}" in shown.stdout
 
 
 # In one process, in this order: what a command must not import, those before it must not either.

@@ -26,15 +26,6 @@ def test_report__writes_the_page_and_prints_its_path(run: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["run.ebb", "run.html"]
 
 
-@pytest.mark.slow
-def test_report__draws_one_rank_on_request(run: Path) -> None:
-    assert ebbtide_in_process("report", "run.ebb", "-o", "run.html", "--rank", "1", cwd=run).returncode == 0
-    html = (run / "run.html").read_text()
-    assert 'data-rank="1"' in html
-    assert 'data-rank="0"' not in html
-    assert "1 more rank is not drawn" in html
-
-
 def test_report__replaces_a_page_only_with_force(run: Path) -> None:
     (run / "run.html").write_text("kept")
     refused = ebbtide_in_process("report", "run.ebb", "-o", "run.html", cwd=run)

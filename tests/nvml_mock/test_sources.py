@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu.steps.link_counters import ReferenceCopies, check_counters, check_sources
-from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.sampler.gpu import GpuStateReader, open_gpus
 from ebbtide.profiler.sampler.links import (
     CounterSource,
@@ -18,7 +13,7 @@ from ebbtide.profiler.sampler.links import (
     LinkSource,
     best_source,
 )
-from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError
+from ebbtide.profiler.sampler.nvml import GpuLost, Nvml
 from tests.nvml_mock.build import LoadedMock
 from tests.nvml_mock.cards import (
     A100,
@@ -99,19 +94,6 @@ def test_best_source__chooses_the_source_that_counts_copies(
     assert all(reasons)
 
 
-@pytest.mark.parametrize(
-    ("card", "reason"), [(GB200, "NVLink-C2C"), (GH200, "NVLink-C2C"), (MIG, "not of a MIG device")]
-)
-def test_best_source__takes_no_counter_of_other_traffic(open_mock: OpenMock, card: MockCard, reason: str) -> None:
-    """Their PCIe counters answer, with bytes that are not those of this GPU's copies."""
-    gpus, _ = open_mock(card)
-    for gpu in gpus:
-        assert len(gpu.read_pcie_counters()) == 2
-        source, (only_reason,) = best_source(gpu)
-        assert source is None
-        assert reason in only_reason
-
-
 def test_open_gpus__replaces_a_partitioned_card_by_its_mig_devices(open_mock: OpenMock) -> None:
     gpus, _ = open_mock(H100, MIG, A100)
     assert [gpu.title for gpu in gpus] == ["GPU 0", "GPU 1 MIG device 0", "GPU 1 MIG device 1", "GPU 2"]
@@ -159,66 +141,3 @@ def test_gpu__raises_from_the_moment_when_it_is_lost(open_mock: OpenMock) -> Non
     for read in readers:
         with pytest.raises(GpuLost, match="GPU is lost"):
             read()
-
-
-@pytest.mark.parametrize(
-    ("card", "uuid", "reason"),
-    [
-        (GB200, GB200.uuid, "NVLink-C2C"),
-        (GH200, GH200.uuid, "NVLink-C2C"),
-        (MIG, MIG.mig_devices[1].uuid, "MIG device"),
-        # CUDA may give the UUID of the card.
-        (MIG, MIG.uuid, "MIG device"),
-        (replace(H100, lost_ns=0), H100.uuid, "NVML does not show GPU-"),
-    ],
-)
-def test_check_counters__does_not_compare_copies_with_other_traffic(
-    open_mock: OpenMock, monkeypatch: pytest.MonkeyPatch, card: MockCard, uuid: str, reason: str
-) -> None:
-    properties = SimpleNamespace(uuid=uuid.partition("-")[2])
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-    open_mock(card)
-    with pytest.raises(NvmlError, match=re.escape(reason)):
-        check_counters(0, seconds=1.0)
-
-
-REFUSED = {
-    A100: {"nvml-counters": "Not Supported", "gpm": "not on this card"},
-    H100: {},
-    GPM_ONLY: {"nvml-counters": "Not Supported", "nvml-throughput": "Not Supported"},
-    RTX_4090: {"gpm": "not on this card"},
-    WRAPPING: {"gpm": "not on this card"},
-    FORBIDDEN: {
-        "nvml-counters": "Insufficient Permissions",
-        "gpm": "not on this card",
-        "nvml-throughput": "Insufficient Permissions",
-    },
-}
-
-
-@pytest.mark.parametrize(
-    "card",
-    [H100, FORBIDDEN, *(pytest.param(card, marks=pytest.mark.slow) for card in (A100, GPM_ONLY, RTX_4090, WRAPPING))],
-    ids=lambda card: card.name,
-)
-def test_check_sources__compares_each_source_with_the_bytes_of_copies(
-    open_mock: OpenMock, monkeypatch: pytest.MonkeyPatch, card: MockCard
-) -> None:
-    """The mock moves bytes all the time, at the rates of its card: those are the copies."""
-    monkeypatch.setattr("benchmarks.gpu.steps.link_counters._PAUSE_S", 0.02)
-    (gpu,), _ = open_mock(card)
-
-    def copy(direction: str, seconds: float) -> ReferenceCopies:
-        start_ns = time.monotonic_ns()
-        time.sleep(seconds)
-        end_ns = time.monotonic_ns()
-        return ReferenceCopies(start_ns, end_ns, round(card.bytes_between(direction, start_ns, end_ns)))
-
-    results = check_sources(gpu, copy, seconds=0.6)
-    assert list(results) == list(LINK_SOURCES)
-    assert {name: result["refused"] for name, result in results.items() if "refused" in result} == REFUSED[card]
-    for result in results.values():
-        for comparison in () if "refused" in result else (result["h2d"], result["d2h"]):
-            assert comparison["samples"] >= 2
-            assert comparison["scale"] == pytest.approx(1.0, rel=0.02)
-            assert comparison["dropouts"] == 0.0

@@ -22,7 +22,7 @@ def phases(metrics: JobMetrics) -> Unknown | None:
         return None
     return phases.unknown(
         "which phases does an iteration have, and how long are they?",
-        "record the job with `ebbtide profile`, or import its DeepSpeed log or torch.profiler trace",
+        "record the job with `ebbtide profile`, or import its log or its profiler's trace with `ebbtide import`",
     )
 
 

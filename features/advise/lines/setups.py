@@ -21,6 +21,8 @@ Budget = int | dict[str, int]
 _ROUNDING = 1e-9
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _PRECISION = ("bf16", "fp16", "data_types")
+# The policies that DeepSpeed's configuration alone selects.
+_BY_CONFIGURATION = ("zero-offload", "twin-flow", "gpu-only")
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def setup_of(steps: Steps, context: PasteContext) -> PolicySetup:
     policy, job = Policy.of_plan(steps.plan), context.job
     schedule, iteration_ms = steps.valid, steps.iteration_s * 1e3
     workload, stored = schedule.workload, bool(steps.plan.stored)
-    if not policy.registered.in_deepspeed or stored:
+    if policy.name not in _BY_CONFIGURATION or stored:
         config = deepspeed_config(workload, job, 1.0)
         call = None if job.offloads_params else enable_code(schedule, context)
         return PolicySetup(policy.text, iteration_ms, config, call, optimizer_code(schedule, context), stored)

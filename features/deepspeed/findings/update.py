@@ -3,12 +3,12 @@
 from ebbtide.analysis.findings.finding import Finding, clamp_gain
 from ebbtide.analysis.findings.needs import GPU, ITERATIONS, MIN_SHARE, OFFLOADED
 from ebbtide.analysis.findings.rule import rule
-from ebbtide.analysis.metrics.deepspeed_setup import resident_range, resident_subgroups
 from ebbtide.analysis.metrics.device_fit import equal_sizes
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.static_split import split_fits
 from ebbtide.features.deepspeed.findings.needs import DEEPSPEED, ENABLE_ENGINE, SUB_STEPS, SWAPPED, setup_of
 from ebbtide.features.deepspeed.setup import DeepSpeedSetup
+from ebbtide.features.deepspeed.split import DeepSpeedSplit
 from ebbtide.phases import UPDATE
 from ebbtide.units import bytes_text, count_text, ms_text, rate_text
 
@@ -114,13 +114,14 @@ def _subgroup_advice(metrics: JobMetrics, job: DeepSpeedSetup, ratio: float) -> 
     params, count = sum(job.subgroups), len(job.subgroups)
     configured = job.zero_config.get("sub_group_size")
     size_now = configured if isinstance(configured, (int, float)) and configured >= 1 else params / count
+    split = DeepSpeedSplit(job.info.version or "")
     for subgroups in range(count + 1, _MAX_SUBGROUPS):
-        share = 1 - resident_subgroups(ratio, subgroups, job.info.version) / subgroups
+        share = 1 - len(split.resident(ratio, subgroups)) / subgroups
         if abs(share - ratio) <= _TOLERANCE:
             size = int(float(f"{min(params / subgroups, size_now * count / subgroups):.3g}"))
             # Subgroups of exactly that size, and as many as were counted.
             splits = [equal_sizes(params, one_size) for one_size in (size, -(-params // subgroups))]
-            fits = [split_fits(metrics, sizes, resident_range(ratio, len(sizes), job.info.version)) for sizes in splits]
+            fits = [split_fits(metrics, sizes, split.resident(ratio, len(sizes))) for sizes in splits]
             if False in fits:
                 return "smaller subgroups split finer, but the device has no memory for the share that is configured"
             return (

@@ -202,6 +202,14 @@ def offloaded(ranks: int = 1, peak: float | None = PEAK, ratio: Any = None, used
     return add_memory(job, used)
 
 
+def split_by_stub(ratio: float | None, version: str | None = None, used: float = 79.5, **ms: float) -> Job:
+    """Make a job of the framework that the fixture `stub_framework` installs, with a share of the state on the CPU."""
+    job = offloaded(used=used, **ms)
+    del job.builder.meta["deepspeed"]
+    job.builder.meta["stub"] = {"ratio": ratio, "version": version}
+    return job
+
+
 def add_memory(job: Job, used: float) -> Job:
     """Add memory as torch counts it: activations grow in the forward and shrink in the backward, their blocks stay
     reserved."""

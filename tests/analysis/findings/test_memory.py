@@ -8,8 +8,8 @@ import pytest
 
 from ebbtide.analysis.findings import Finding, Rule, Unknown
 from ebbtide.analysis.findings.rules.memory import does_not_fit, fragmentation, free_memory, memory_outside_torch
-from ebbtide.analysis.metrics.deepspeed_setup import resident_subgroups
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.state_split import StateSplit
 from ebbtide.analysis.metrics.static_split import largest_split
 from tests.analysis.findings.jobs import (
     GIB,
@@ -22,14 +22,14 @@ from tests.analysis.findings.jobs import (
     offloaded,
     on_cpu,
     on_gpu,
+    split_by_stub,
 )
-from tests.conftest import needs_setups
 
 
-@needs_setups
+@pytest.mark.usefixtures("stub_framework")
 @pytest.mark.parametrize(("free", "ratio"), [(2, None), (4, 0.5), (4, 0.75)])
 def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, ratio: float | None) -> None:
-    job = offloaded(used=80 - free, ratio=ratio)
+    job = split_by_stub(ratio, used=80 - free)
     finding = job.finding(free_memory)
     offloads = PARAMS * (ratio or 1)
     # Of ten subgroups whole ones fit, with their gradients in fp32.
@@ -41,7 +41,7 @@ def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, rati
     assert f"{100 * fitting / offloads:.0f} % of what this rank offloads" in finding.evidence[1]
     split = largest_split(JobMetrics(job.trace))
     assert split is not None
-    assert resident_subgroups(split.ratio, 10) == subgroups
+    assert len(StateSplit().resident(split.ratio, 10)) == subgroups
     # On a machine that is not known no split is simulated, and none is advised.
     assert finding.action is None
     assert finding.advice.startswith(f"`ebbtide replay {job.trace.path} --recommend --machine M` simulates")
@@ -58,10 +58,10 @@ def test_does_not_fit__names_what_is_missing() -> None:
     assert offloaded(used=80).result(does_not_fit) is None
 
 
-@needs_setups
+@pytest.mark.usefixtures("stub_framework")
 @pytest.mark.parametrize(("ratio", "free"), [(None, 14), (0.5, 8)])
 def test_free_memory__advises_no_offload_if_all_state_fits(ratio: float | None, free: float) -> None:
-    job = offloaded(used=80 - free, ratio=ratio)
+    job = split_by_stub(ratio, used=80 - free)
     assert job.finding(free_memory).potential_gain_ms == pytest.approx(100)
     finding = free_memory(JobMetrics(job.trace, NO_OFFLOAD))
     assert isinstance(finding, Finding)
@@ -83,6 +83,7 @@ def test_free_memory__is_minimum_over_time_and_ranks() -> None:
     assert "10.00 GiB" in warm_up.finding(free_memory).evidence[0]
 
 
+@pytest.mark.usefixtures("stub_framework")
 @pytest.mark.parametrize(
     "job",
     [
@@ -90,15 +91,15 @@ def test_free_memory__is_minimum_over_time_and_ranks() -> None:
         offloaded(used=79.1),
         on_gpu(used=61),
         on_cpu(),
-        pytest.param(offloaded(used=61, ratio=0), marks=needs_setups),
+        split_by_stub(0, used=61),
     ],
 )
 def test_free_memory__is_none_for_full_device(job: Job) -> None:
     assert job.result(free_memory) is None
 
 
-@needs_setups
-@pytest.mark.parametrize("job", [on_gpu(used=59), offloaded(used=59, ratio=0), offloaded(used=59).meta(optimizers=[])])
+@pytest.mark.usefixtures("stub_framework")
+@pytest.mark.parametrize("job", [on_gpu(used=59), split_by_stub(0, used=59), offloaded(used=59).meta(optimizers=[])])
 def test_free_memory__reports_quarter_of_device_without_gain(job: Job) -> None:
     finding = job.finding(free_memory)
     assert finding.potential_gain_ms is None

@@ -10,8 +10,7 @@ from ebbtide.analysis.findings import Unknown
 from ebbtide.analysis.findings.rules.host import too_few_threads
 from ebbtide.analysis.findings.rules.update import cpu_bound_update
 from ebbtide.errors import TraceError
-from tests.analysis.findings.jobs import GIB, PARAMS, PEAK, Job, async_copies, offloaded, on_cpu, on_gpu
-from tests.conftest import needs_setups
+from tests.analysis.findings.jobs import GIB, PARAMS, PEAK, Job, async_copies, offloaded, on_cpu, on_gpu, split_by_stub
 
 
 def gain_ms(update_ms: float, params: float, busiest: float) -> float:
@@ -35,9 +34,9 @@ def test_cpu_bound_update__accepts_copies_or_counters() -> None:
     assert job.finding(cpu_bound_update).potential_gain_ms == pytest.approx(gain_ms(400, PARAMS, 0.2), rel=1e-6)
 
 
-@needs_setups
+@pytest.mark.usefixtures("stub_framework")
 def test_cpu_bound_update__counts_share_on_cpu_of_static_split() -> None:
-    finding = offloaded(update=400, ratio=0.25).sample("update", 0.0, 0.0).finding(cpu_bound_update)
+    finding = split_by_stub(0.25, update=400).sample("update", 0.0, 0.0).finding(cpu_bound_update)
     assert finding.potential_gain_ms == pytest.approx(gain_ms(400, PARAMS / 4, 0.0))
     assert "625 M parameters/s" in finding.evidence[2]
     assert "250 M offloaded" in finding.evidence[3]
@@ -50,6 +49,7 @@ def test_cpu_bound_update__names_free_memory_of_fullest_rank() -> None:
     assert f"(14 B each) of {10 * GIB / 14e6:.0f} M" in evidence
 
 
+@pytest.mark.usefixtures("stub_framework")
 @pytest.mark.parametrize(
     "job",
     [
@@ -58,7 +58,7 @@ def test_cpu_bound_update__names_free_memory_of_fullest_rank() -> None:
         offloaded(update=33).sample("update", 0.0, 0.0),  # of an iteration of 338 ms
         on_gpu(update=400).sample("update", 0.0, 0.0),
         on_cpu(update=4000),
-        pytest.param(offloaded(update=400, ratio=0).sample("update", 0.0, 0.0), marks=needs_setups),
+        split_by_stub(0, update=400).sample("update", 0.0, 0.0),
     ],
 )
 def test_cpu_bound_update__is_none_for_busy_link_or_short_update_or_gpu_update(job: Job) -> None:

@@ -197,10 +197,3 @@ def test_summarize__state_is_null_if_it_was_not_recorded() -> None:
     table = TraceAnalysis(builder.build()).gpu().to_pandas()
     assert list(table.columns) == ["quantity", "unit", "phase", "min", "mean", "max"]
     assert len(table) == 0
-
-
-def test_gpu_figure__label_is_text() -> None:
-    labels = [GpuFigure(quantity, "", "", 0.0, 0.0, 0.0).label for quantity in UNITS]
-    assert labels == [
-        *("utilization", "memory utilization", "power", "SM clock", "memory clock", "temperature", "throttled"),
-    ]

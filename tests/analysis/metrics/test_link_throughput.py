@@ -145,16 +145,6 @@ def test_traffic__is_unknown_if_all_samples_are_rejected() -> None:
     assert np.isnan(moved_bytes.bytes(ints(0, 5 * MS), ints(20 * MS, 15 * MS))).all()
 
 
-def test_traffic_bytes__is_zero_for_empty_intervals() -> None:
-    times = ints(5, 15, 10**6) * MS
-    for moved_bytes in (
-        recorded(of_samples([(10, 1e9), (20, 1e9)])),
-        recorded(of_copies([(0, 20 * MS, 8)])),
-        recorded(of_copies()),
-    ):
-        assert moved_bytes.bytes(times, times).tolist() == [0, 0, 0]
-
-
 def test_traffic__is_none_for_direction_or_device_without_samples() -> None:
     trace = of_samples([(10, 1e9), (20, None)])
     assert traffic(trace, 0, "d2h") is None
@@ -169,12 +159,6 @@ def test_traffic__copies_without_size_count_as_busy_time_only() -> None:
     some = recorded(of_copies([(0, 10, None), (10, 10, 640)]))
     assert some.bytes(ints(0), ints(20))[0] == 640
     assert some.idle_share(ints(0), ints(20), PEAK)[0] == 0.0
-
-
-def test_traffic__recording_without_copies_is_idle() -> None:
-    moved_bytes = recorded(of_copies())
-    assert moved_bytes.bytes(ints(0), ints(20))[0] == 0
-    assert moved_bytes.idle_share(ints(0), ints(20), None)[0] == 1
 
 
 def test_traffic__prefers_copies_of_first_device_to_counters() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import StepPatch
 
-from ebbtide.analysis.plot import LINK_COLORS, PHASE_COLORS, POOL_STYLES, draw
+from ebbtide.analysis.plot import draw
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.plot.pictures import (
     GPU,
@@ -92,18 +92,6 @@ def test_draw_memory__stacks_categories_below_the_line_of_all_tensors() -> None:
     assert areas["activation"].values.tolist() == [6, 9, 0]
     assert steps(panel, "tensors")[1].tolist()[:2] == [6, 9]
     assert panel.get_ylim()[1] > 9
-
-
-def test_pool_styles__differ_by_dash_within_a_panel() -> None:
-    panels = [
-        {"device", "reserved", "allocated", "requested", "tensors"},
-        {"heap", "rss", "swap"},
-        {"host", "rss", "pinned", "swap"},
-    ]
-    for pools in panels:
-        assert len({str(POOL_STYLES[pool].dash) for pool in pools}) == len(pools)
-    assert set(PHASE_COLORS) == {"forward", "backward", "update"}
-    assert set(LINK_COLORS) == {"h2d", "d2h"}
 
 
 @pytest.mark.parametrize("samples", [[(5, 0), (9, 0)], [(5, 7)]])

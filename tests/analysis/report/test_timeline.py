@@ -41,19 +41,6 @@ def panel_of(trace: Trace, name: str, max_points: int = 10_000) -> TimelinePanel
     return next(panel for panel in content_of(trace, max_points).panels if panel.name == name)
 
 
-def test_timeline_content__has_lines_in_units_from_the_first_iteration_on() -> None:
-    builder = trained()
-    builder.rank(0).memory(-5 * MS, 100 * GIB, "host", "cpu")
-    trace = builder.build()
-    memory, host = panel_of(trace, "memory"), panel_of(trace, "host memory")
-    assert [line.label for line in memory.lines] == ["device", "allocated"]
-    assert (memory.scale.unit, memory.level, memory.level_label) == ("GiB", 40 * GIB, "capacity 40.00 GiB")
-    assert memory.lines[0].edges[:3].tolist() == [0, 4 * MS, 14 * MS]
-    assert memory.lines[0].values[:3].tolist() == [10 * GIB, 30 * GIB, 8 * GIB]
-    assert host.lines[0].edges.tolist() == [-5 * MS, 112 * MS]
-    assert (host.lines[0].values.tolist(), host.level) == ([100 * GIB], None)
-
-
 def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknown_pools() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])

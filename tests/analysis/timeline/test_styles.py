@@ -17,7 +17,6 @@ from ebbtide.analysis.timeline.styles import (
     CATEGORY_STYLES,
     COLORS,
     HATCHES,
-    HOST_MEMORY_DASHES,
     PHASE_OPACITY,
     AreaStyle,
     category_styles,
@@ -46,6 +45,17 @@ def test_colors__are_complete() -> None:
 def test_phases__differ_in_grey() -> None:
     grey = sorted(luminance(COLORS[phase].light, opacity) for phase, opacity in PHASE_OPACITY.items())
     assert min(b - a for a, b in pairwise(grey)) > 0.025
+
+
+def test_lines__of_one_panel_differ_by_dash() -> None:
+    panels = (
+        ("device", "reserved", "allocated", "requested", "tensors"),
+        ("heap", "rss", "swap"),
+        ("host", "rss", "pinned", "swap"),
+    )
+    dashes = [[styles.POOL_STYLES[pool].dash for pool in pools] for pools in panels]
+    for in_one_panel in (*dashes, [*styles.HOST_MEMORY_DASHES.values()]):
+        assert len(set(in_one_panel)) == len(in_one_panel)
 
 
 def test_pool_styles__give_unknown_pools_distinct_styles() -> None:
@@ -107,7 +117,3 @@ def test_category_styles__are_of_the_category_and_distinct() -> None:
     assert next(iter(given)) == "parameter"
     assert len(set(given.values())) == len(given) == 10
     assert {"a", "b"} <= set(given)
-
-
-def test_host_memory_dashes__differ() -> None:
-    assert len(set(HOST_MEMORY_DASHES.values())) == len(HOST_MEMORY_DASHES)

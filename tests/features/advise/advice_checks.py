@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbtide.analysis.findings import find
-from ebbtide.analysis.metrics.deepspeed_setup import resident_range
+from ebbtide.analysis.metrics.state_split import Framework
 from ebbtide.features.advise.changes import leave_system_share
 from ebbtide.features.advise.choice import fits_memory
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace, job_of_workload
@@ -103,9 +103,9 @@ def check_bytes(policy: str, case: Case) -> None:
         return
     sizes, state = workload.subgroups, workload.state_bytes
     if policy.startswith("twin-flow:"):
-        resident = resident_range(float(policy.partition(":")[2]), len(sizes), workload.deepspeed_version)
+        resident = workload.split.resident(float(policy.partition(":")[2]), len(sizes))
         assert (state + 4) * sum(sizes[resident.start : resident.stop]) <= free + 1
-    if policy == "gpu-only" and workload.deepspeed_version is not None and not case.machine.unified_memory:
+    if policy == "gpu-only" and workload.framework is not None and not case.machine.unified_memory:
         assert (state + workload.grad_bytes) * sum(sizes) <= free + 1
 
 
@@ -178,7 +178,7 @@ def random_workload(random: random.Random) -> Workload:
         backward_s=backward,
         gpu_free=steps,
         clipping=random.random() < 0.7,
-        deepspeed_version=random.choice([None, "0.13.3", "0.19.8"]),
+        framework=random.choice([None, Framework("deepspeed", "0.13.3"), Framework("deepspeed", "0.19.8")]),
     )
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ebbtide.cli import run as run_command
 from ebbtide.features.dryrun import child, session
@@ -44,13 +43,6 @@ def dry_run(output: Path, *job: str, capacity_bytes: int | None = None) -> tuple
             return child.main([str(output), json.dumps(settings), *job])
 
     return run_forked(start), log.read_text(encoding="utf-8")
-
-
-def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what a command prints."""
-    capsys.readouterr()
-    assert run_command(words) == 0
-    return capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -144,44 +136,6 @@ def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:
     assert blocks.loc[alive, "bytes"].sum() == peak["bytes"]
     tokens = 8 * 64 * 8
     assert (run.transfers(0)["bytes"] == tokens).sum() == 2 * 2 * 2
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["summary"], "predicted by a dry run, not measured"),
-        (["memory", "--at", "peak"], "of cuda:0 at its peak"),
-        (["memory"], "fragmentation"),
-        (["findings"], "of device memory are free all the time"),
-        (["windows", "--min-bytes", "1MB"], "free in every iteration"),
-        (["replay", "--machine", "a100-40gb-published", "--policy", "pipelined"], "pipelined"),
-    ],
-)
-def test_commands__read_the_trace(
-    trace: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
-) -> None:
-    assert expected in output_of(capsys, words[0], str(trace), *words[1:])
-
-
-@pytest.mark.parametrize(
-    ("script", "status", "line"),
-    [
-        ("import sys; sys.exit(3)", 3, "incomplete: the job ended with status 3; no trace is written"),
-        ("raise ValueError('of the job')", 1, "ValueError: of the job"),
-        ("import torch; torch.cuda.CUDAGraph()", 2, "cannot dry-run CUDAGraph: it needs a build of torch with CUDA"),
-        ("import torch; torch.ops.secret.run(torch.ones(9, device='cuda'))", 2, "register_fake"),
-    ],
-)
-def test_dry_run__has_the_exit_status_of_the_job(tmp_path: Path, script: str, status: int, line: str) -> None:
-    library = torch.library.Library("secret", "DEF")
-    library.define("run(Tensor x) -> Tensor")
-    (tmp_path / "job.py").write_text(script)
-    result, log = dry_run(tmp_path / "run.ebb", str(tmp_path / "job.py"))
-    assert (result, line in log) == (status, True), log
-    assert not (tmp_path / "run.ebb").exists()
-    if status == 2:
-        assert log.count("\n") == 1
-        assert "job.py:1" in log
 
 
 def test_dry_run__without_an_update_still_has_its_memory(tmp_path: Path) -> None:

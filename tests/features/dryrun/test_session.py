@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.features.dryrun.failures import explain_failure
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from tests.features.dryrun.forked import run_forked
 
@@ -225,24 +224,6 @@ def test_storage__that_is_resized_is_released() -> None:
         return sizes
 
     assert run_forked(lambda: dry_run(job)[1]) == [4 << 20, 0, 4 << 20]
-
-
-def test_operation__without_a_fake_implementation_is_named() -> None:
-    def job() -> str | None:
-        library = torch.library.Library("dry_run_test", "DEF")
-        library.define("secret(Tensor x) -> Tensor")
-        library.impl("secret", lambda x: x, "CPU")
-        try:
-            torch.ops.dry_run_test.secret(torch.ones(3, device="cuda"))
-        except Exception as error:
-            return explain_failure(error)
-        return None
-
-    line = run_forked(lambda: dry_run(job)[1])
-    assert line is not None
-    assert "dry_run_test" in line
-    assert "register_fake" in line
-    assert "test_session.py:" in line
 
 
 def test_dry_run__ends_with_the_longest_batch_where_batches_vary() -> None:

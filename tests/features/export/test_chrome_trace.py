@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -156,16 +157,21 @@ def test_write_chrome_trace__gz_is_reproducible_and_equals_plain_file(tmp_path: 
     assert (tmp_path / "x.json.gz").read_bytes() == (tmp_path / "y.json.gz").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["phase", "copy", "op"])
-def test_write_chrome_trace__refuses_negative_lengths_and_writes_nothing(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("table", "kind", "row"),
+    [
+        ("phases", "phase", {"phase": "forward", "micro_step": 0}),
+        ("transfers", "copy", {"direction": "h2d", "bytes": 1, "name": "n", "device": "cuda:0"}),
+        ("ops", "op", {"name": "n", "resource": "cpu"}),
+        ("kernels", "kernel", {"name": "n", "device": "cuda:0", "kind": "compute"}),
+        ("annotations", "annotation", {"name": "n"}),
+    ],
+)
+def test_write_chrome_trace__refuses_negative_lengths_and_writes_nothing(
+    tmp_path: Path, table: str, kind: str, row: dict[str, Any]
+) -> None:
     builder = TraceBuilder()
-    rank = builder.rank(0)
-    if kind == "phase":
-        rank.phase("forward", 5, 4)
-    elif kind == "copy":
-        rank.transfer("h2d", 5, 4, 1)
-    else:
-        rank.add("ops", name="n", resource="cpu", start_ns=5, end_ns=4)
+    builder.rank(0).add(table, start_ns=5, end_ns=4, **row)
     with pytest.raises(TraceError, match=f"an? {kind} ends before it starts"):
         write_chrome_trace(builder.build(), tmp_path / "x.json")
     assert os.listdir(tmp_path) == []

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.errors import TraceError
 from ebbtide.features.export.chrome_trace import write_chrome_trace
 from ebbtide.features.importers.load import import_trace
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -181,12 +179,3 @@ def test_write_chrome_trace__nests_annotations_of_a_thread(tmp_path: Path) -> No
         "loader": "annotations thread 2",
         "anywhere": "annotations",
     }
-
-
-@pytest.mark.parametrize("table", ["kernels", "annotations"])
-def test_write_chrome_trace__refuses_kernels_and_annotations_of_negative_length(tmp_path: Path, table: str) -> None:
-    builder = TraceBuilder()
-    others: dict[str, Any] = {"device": "cuda:0", "kind": "compute"} if table == "kernels" else {}
-    builder.rank(0).add(table, start_ns=5, end_ns=4, name="n", **others)
-    with pytest.raises(TraceError, match="ends before it starts"):
-        write_chrome_trace(builder.build(), tmp_path / "x.json")

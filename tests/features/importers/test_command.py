@@ -11,7 +11,7 @@ import pytest
 
 from ebbtide.cli import run
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import Run, ebbtide_in_process
+from tests.conftest import Run
 
 DATA = Path(__file__).with_name("data")
 PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "deep-optimizer-states" / "h100-20B"
@@ -87,12 +87,6 @@ def test_import__bad_input_is_one_line_and_changes_no_file(
     assert contents(folder) == before
 
 
-def test_import__a_bad_file_exits_with_2(folder: Path) -> None:
-    assert "turn on wall_clock_breakdown" in refused(
-        ebbtide_in_process("import", "quiet.log", "-o", "x.ebb", cwd=folder)
-    )
-
-
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not here (shared/published)")
 def test_import__a_published_run_up_to_its_windows(tmp_path: Path, command: Callable[..., Run]) -> None:
     log = next(PUBLISHED.glob("*ratio0.5*prefetch1*.log"))
@@ -105,8 +99,3 @@ def test_import__a_published_run_up_to_its_windows(tmp_path: Path, command: Call
     windows = json.loads(command("windows", tmp_path / "x.ebb", "--json", "--min-bytes", "8GiB").stdout)
     assert {w["rank"] for w in windows["windows"]} == {0, 1, 2, 3}
     assert all(w[f"{direction}_idle_share"] is not None for w in windows["windows"] for direction in ("h2d", "d2h"))
-
-
-def test_import__help_lists_the_options() -> None:
-    shown = ebbtide_in_process("import", "--help").stdout
-    assert all(word in shown for word in ("SOURCE...", "--format", "--capacity", "--link", "--force"))

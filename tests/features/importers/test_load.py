@@ -20,7 +20,6 @@ from ebbtide.features.importers.importer import Hardware
 from ebbtide.features.importers.load import find_importers, import_trace, recognize
 from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace, open_trace
-from ebbtide.profiler.trace.metadata import ImportedFile
 from tests.conftest import examples, seeded, slow_case
 
 DATA = Path(__file__).parent / "data"
@@ -224,20 +223,6 @@ def test_recognize__refuses_noise(tmp_path: Path) -> None:
 def write(path: Path, text: str | bytes) -> Path:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
-
-
-def test_import_trace__refuses_files_that_do_not_fit_together(tmp_path: Path) -> None:
-    one, other = (write(tmp_path / name, TODAY[0].read_bytes()) for name in ("a.log", "b.log"))
-    with pytest.raises(SourceError, match="two DeepSpeed logs cannot make one trace"):
-        import_trace([one, other], tmp_path / "x.ebb")
-    with pytest.raises(SourceError, match="'csv' is not a format: choose one of"):
-        import_trace([one], tmp_path / "x.ebb", format="csv")
-    with pytest.raises(SourceError, match="does not exist"):
-        import_trace([one, tmp_path / "nowhere"], tmp_path / "x.ebb")
-    assert not (tmp_path / "x.ebb").exists()
-    trace = import_trace([write(tmp_path / "m.csv", MONITOR)], tmp_path / "x.ebb")
-    assert trace.meta.imported == (ImportedFile(format="nvml-monitor", file="m.csv"),)
-    assert (trace.meta.source, trace.meta.state) == ("imported", "complete")
 
 
 def test_import_trace__applies_hardware_to_every_device_or_notes_that_it_is_missing(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ebbtide.features import importers
-from ebbtide.features.importers.importer import Importer, Stage
 from ebbtide.features.importers.load import find_importers, import_trace
 
 NEW_IMPORTER = """
@@ -39,14 +38,6 @@ def test_find_importers__asks_strict_importers_first() -> None:
         "nsys", "torch-snapshot", "kineto", "nvml-monitor", "megatron-log", "deepspeed-log"
     ]  # fmt: skip
     assert all(name == importer.format for name, importer in find_importers().items())
-
-
-def test_find_importers__stages_put_jobs_first_and_devices_last() -> None:
-    by_stage: dict[str, Importer] = dict(sorted(find_importers().items(), key=lambda item: item[1].stage))
-    assert list(by_stage) == [
-        "megatron-log", "deepspeed-log", "nsys", "kineto", "torch-snapshot", "nvml-monitor"
-    ]  # fmt: skip
-    assert [importer.stage for importer in by_stage.values()].count(Stage.JOB) == 2
 
 
 def test_import_trace__uses_an_importer_of_a_new_sub_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

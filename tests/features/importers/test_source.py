@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import sys
 import textwrap
@@ -159,14 +158,6 @@ def test_import_trace__a_line_of_200_mb_does_not_fill_the_memory(
     said, grown = run.stdout.splitlines()
     assert says in said
     assert int(grown) < 60 * MIB
-
-
-def test_open__reads_in_blocks(tmp_path: Path) -> None:
-    (tmp_path / "x.gz").write_bytes(gzip.compress(b"abc" * 100_000))
-    with Source(tmp_path / "x.gz").open() as file:
-        assert isinstance(file, io.BufferedReader)
-        assert file.peek(3)[:3] == b"abc"
-        assert file.read(3) == b"abc"
 
 
 def test_parsed__calls_a_parser_once_per_file(tmp_path: Path) -> None:

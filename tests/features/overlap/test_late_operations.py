@@ -14,8 +14,7 @@ from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.iterations import is_exact, run_cycle, run_iterations
-from ebbtide.interleave.simulation.simulator import Simulator, simulate
+from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.strategies import machines, workloads
 
@@ -31,31 +30,6 @@ BOX = Machine(
 
 def ran(policy: str, workload: Workload, machine: Machine) -> Schedule:
     return simulate(make_plan(f"{policy},overlap=forward", workload, machine), workload, machine)
-
-
-def test_simulate__hides_updates_as_far_as_the_forward_does_not_need_them() -> None:
-    """Subgroup 0 is due when the forward begins, 1 to 3 after each 1 s of it; their uploads end at 1.2, 2.2, 3.2 and
-    4.2 s after the last gradient, which is down 0.2 s after the backward."""
-    schedule = ran("pipelined", JOB, BOX)
-    assert schedule.update_s == pytest.approx(0.2)
-    assert schedule.forward_s == pytest.approx(4.0 + 1.2)
-    assert schedule.iteration_s == pytest.approx(12 + 1.4)
-    assert simulate(make_plan("pipelined", JOB, BOX), JOB, BOX).iteration_s == pytest.approx(12 + 4.4)
-
-
-@given(late_policies, workloads(), machines())
-def test_run_cycle__is_as_long_as_any_of_many_iterations(policy: str, workload: Workload, machine: Machine) -> None:
-    plan = make_plan(f"{policy},overlap=forward", workload, machine)
-    assert is_exact(plan)
-    work = Simulator(workload, machine).iteration_work(plan)
-    cycle = run_cycle(work, math.inf)
-    steady = run_iterations(work)
-    assert cycle is not None
-    for key in ("other_s", "forward_s", "backward_s", "update_s"):
-        assert getattr(cycle, key) == pytest.approx(getattr(steady, key), rel=1e-7, abs=1e-9), key
-    assert cycle.starts == pytest.approx(steady.starts, rel=1e-7, abs=1e-9)
-    assert cycle.ends == pytest.approx(steady.ends, rel=1e-7, abs=1e-9)
-    assert run_cycle(work, cycle.iteration_s * 1.001) is not None
 
 
 @given(late_policies, workloads(), machines())

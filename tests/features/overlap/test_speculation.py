@@ -36,26 +36,6 @@ def speculating(count: int) -> Plan:
     return speculate(make_plan("pipelined", JOB, BOX), JOB, count).validate(JOB)
 
 
-def test_speculate__updates_in_the_backward_and_uploads_after_clipping() -> None:
-    """Subgroups 3 to 1 are new when the backward ends. Subgroup 0's gradient is down 0.2 s later, updated at 1.2 s;
-    their uploads are done by then."""
-    schedule = simulate(speculating(3), JOB, BOX)
-    assert schedule.iteration_s == pytest.approx(12 + 0.2 + 1 + 0.2)
-    assert schedule.plan.speculated == {1, 2, 3}
-    ends = {op.subgroup: end for op, _, end in schedule.items() if op.speculative}
-    assert ends == pytest.approx({3: 4 + 2.2 + 1, 2: 4 + 4.2 + 1, 1: 4 + 6.2 + 1})
-    uploads = [start for op, start, _ in schedule.items() if op.kind == "upload"]
-    assert min(uploads) == pytest.approx(12.2)
-
-
-def test_speculate__runs_at_the_rate_out_of_place() -> None:
-    schedule = simulate(speculating(3), JOB, replace(BOX, cpu_out_of_place_share=0.8))
-    lengths = {round(end - start, 9) for op, start, end in schedule.items() if op.speculative}
-    assert lengths == {1.25}
-    # Where it is not known, 0.9 is assumed.
-    assert replace(BOX, cpu_out_of_place_share=None).out_of_place_share == 0.9
-
-
 def test_simulate_steps__computes_again_in_the_share_of_clipped_steps() -> None:
     """A clipped step updates all four from 0.2 s after the backward on, the last upload follows the last update."""
     steps = simulate_steps(speculating(3), JOB, BOX)

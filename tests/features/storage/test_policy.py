@@ -18,13 +18,10 @@ from ebbtide.interleave.model.schedule import needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, as_policies, as_policy, make_plan
 from ebbtide.interleave.simulation.bound import bound
-from ebbtide.interleave.simulation.lanes import Lanes
 from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
-from ebbtide.interleave.simulation.tasks import run_in_python
 from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import examples
 from tests.interleave.simulation.explicit_iterations import run_explicitly
-from tests.interleave.simulation.independent_tasks import independent_tasks
 from tests.interleave.simulation.stored_plans import paths
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
@@ -304,22 +301,6 @@ def test_bound__of_a_slow_drive_is_what_leaves_memory_over_its_rate(host_share: 
     bounds = bound(with_host(COPIES + 12 * GB * host_share), machine)
     in_memory = max(1.2 * GB, 12 * GB * host_share)
     assert bounds.exposed_s == pytest.approx((12 * GB - in_memory) / (0.1 * GB), rel=1e-3)
-
-
-def test_run_tasks__shares_paths_and_host_memory() -> None:
-    """Two tasks of a path share its limit; those of another path run at full speed until host memory limits all."""
-    paths = StoragePath(3 * GB, 3 * GB, None, 3 * GB), StoragePath(3 * GB, 3 * GB, None, 1e12)
-
-    def ends(host_bytes_per_s: float) -> list[float]:
-        lanes = Lanes(replace(MACHINE, storage=paths, host_memory_bytes_per_s=host_bytes_per_s))
-        names = ["storage_read", "storage_write", "storage_read 1"]
-        tasks = independent_tasks(lanes, names, [1.0, 1.0, 1.0], [3 * GB] * 3)
-        _, times, _ = run_in_python(tasks, lanes.bandwidth, 1e9)
-        return times
-
-    assert ends(1e12) == pytest.approx([2.0, 2.0, 1.0])
-    # All need 6 GB/s at first, and 3 GB/s when the other path is done.
-    assert ends(3 * GB) == pytest.approx([3.0, 3.0, 2.0])
 
 
 @pytest.mark.parametrize("policy", ["pipelined,params=blocking", "zero-offload,params=gpu-cast"])

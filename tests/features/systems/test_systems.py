@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError, PolicyError
-from ebbtide.interleave.model.operations import CLIPPING_FIRST, NO_DEPARTURES
+from ebbtide.interleave.model.operations import CLIPPING_FIRST, NO_DEPARTURES, NO_OVERLAP
 from ebbtide.interleave.model.plan import FORWARD, UPDATE, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import as_policy, make_plan
@@ -43,6 +43,10 @@ def inexact_systems(plan: Plan, workload: Workload) -> bool:
         # torchao keeps no masters.
         return workload.clipping or (name == "torchao" and workload.state_bytes >= 12)
     return name == "superoffload" and bool(plan.speculated)
+
+
+def test_widest_overlap__is_none_for_an_overlap_of_the_system_alone() -> None:
+    assert as_policy("megatron-hybrid:0.5,overlap=copies").widest_overlap == NO_OVERLAP
 
 
 @settings(max_examples=examples(60, by_default=12), deadline=None)

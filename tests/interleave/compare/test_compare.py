@@ -25,6 +25,7 @@ from ebbtide.interleave.policies import as_policy
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, StoragePath
 from ebbtide.state_bytes import STATE_BYTES
+from tests.conftest import needs_all_features
 from tests.interleave.compare.conftest import LINK, TINY
 
 # Invented rates, so that tests need not measure.
@@ -194,6 +195,7 @@ def test_as_json__is_valid_json(comparison: Comparison) -> None:
     assert printed["results"][0]["peak_device_bytes"] == {"measured": 0.0, "predicted": 0.0, "ratio": None}
 
 
+@needs_all_features
 def test_compare__measures_memory_and_storage_beside_their_prediction(tmp_path: Path) -> None:
     # Known rates, so that no file is written to measure them.
     storage = StoragePath(read_bytes_per_s=1e9, write_bytes_per_s=1e9, path=str(tmp_path))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, UPDATE, Op, Plan, point_at
+from ebbtide.interleave.model.plan import OTHER, UPDATE, Op, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.search.placement_search import Placement
@@ -228,9 +228,3 @@ def test_point_at__inverts_the_time_of_a_point(workload: Workload, share: float)
     lengths = (workload.other_s, workload.forward_s, workload.backward_s)
     inverted = sum(length * min(max(point - phase, 0.0), 1.0) for phase, length in enumerate(lengths))
     assert inverted == pytest.approx(min(seconds, workload.compute_s), abs=1e-12)
-
-
-def test_point_at__is_the_phase_plus_its_share() -> None:
-    workload = even(2, other_s=1.0, forward_s=2.0, backward_s=4.0)
-    points = {0.0: OTHER, 0.5: 0.5, 1.0: FORWARD, 2.0: 1.5, 3.0: BACKWARD, 6.0: 2.75, 7.0: UPDATE, 9.0: UPDATE}
-    assert {seconds: point_at(workload, seconds) for seconds in points} == points

@@ -14,7 +14,7 @@ from ebbtide.machines.machine import Machine
 from tests.conftest import examples
 from tests.interleave import on_device
 from tests.interleave.simulation.fluid import Fluid, traffic_bytes
-from tests.interleave.simulation.test_simulator import OVERHEAD, TEST_MACHINE, C, even, ran
+from tests.interleave.simulation.test_simulator import TEST_MACHINE, C, even, ran
 from tests.interleave.strategies import machines, policies, workloads
 
 # Some cases plan and simulate for long.
@@ -77,16 +77,6 @@ def test_free_memory_line__is_stretched_by_waiting_in_the_backward() -> None:
     assert free_line is not None
     np.testing.assert_allclose(free_line[0], [0, 1, 1 + schedule.backward_s / 2, 1 + schedule.backward_s])
     assert list(free_line[1]) == [1, 2, 3, 4]
-
-
-def test_device_memory_line__has_resident_state_always_and_gradients_until_their_update() -> None:
-    """Memory for a gradient is allocated when the backward starts to compute it."""
-    workload = even(2, forward_s=1.0, backward_s=2.0)
-    schedule = ran("gpu-only", workload, TEST_MACHINE)
-    times, sizes = schedule.device_memory_line()
-    update = 3.0 + OVERHEAD
-    np.testing.assert_allclose(times, [0, 1, 2, update + 1e8 / 50e9, update + 2e8 / 50e9])
-    np.testing.assert_allclose(sizes, [24e8, 26e8, 28e8, 26e8, 24e8])
 
 
 @SCHEDULED

@@ -18,7 +18,6 @@ from ebbtide.interleave.policies import BUILT_IN, make_plan
 from ebbtide.interleave.policies.search import best_plan, placement_search
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples, slow
 from tests.interleave import on_device
@@ -62,14 +61,6 @@ def test_adaptive__with_late_updates_is_never_slower_than_any_policy(workload: W
         other = ran(policy, workload, machine)
         if other.fits_device(None):
             assert ours.iteration_s <= other.iteration_s * (1 + 1e-9), policy
-
-
-@few_examples
-@given(workloads(), machines())
-def test_adaptive__is_never_below_the_bound(workload: Workload, machine: Machine) -> None:
-    ours, limits = ran("adaptive", workload, machine), bound(workload, machine)
-    assert ours.exposed_s >= limits.exposed_whole_s * (1 - 1e-5) - 1e-9
-    assert ours.iteration_s >= limits.iteration_s * (1 - 1e-5)
 
 
 @few_examples
@@ -175,31 +166,6 @@ def test_adaptive__keeps_on_the_device_what_exceeds_host_memory() -> None:
     assert ours.host_bytes() <= 30 * GB
     # If no plan fits the host there is a plan all the same.
     ran("adaptive", even(40, gpu_free=((0.0, 0.0),)), replace(TEST_MACHINE, host_memory_bytes=30 * GB))
-
-
-@pytest.mark.parametrize(
-    ("params", "machine_name", "free_gb"),
-    [
-        (20e9, "a100-40gb-published", 2.5),
-        pytest.param(70e9, "h100-80gb-sxm-published", 10, marks=pytest.mark.slow),
-        pytest.param(70e9, "h100-80gb-sxm-published", 5, marks=pytest.mark.slow),
-        pytest.param(20e9, "h100-80gb-sxm-published", 3, marks=pytest.mark.slow),
-        pytest.param(4e9, "a100-40gb-published", 1.2, marks=pytest.mark.slow),
-    ],
-)
-def test_adaptive__is_fast_with_many_subgroups_and_little_memory(
-    params: float, machine_name: str, free_gb: float
-) -> None:
-    """Subgroups of 100 million parameters: two to eight of 40 to 700 fit. In the last case exactly one does."""
-    machine, size = find_machine(machine_name), 10**8
-    workload = even(int(params) // size, size, forward_s=0.0, backward_s=0.0, gpu_free=((0.0, free_gb * GB),))
-    ours = ran("adaptive", workload, machine)
-    assert ours.fits_device(None)
-    assert ours.exposed_s >= bound(workload, machine).exposed_whole_s * (1 - 1e-5)
-    for policy in ("zero-offload", "pipelined", "twin-flow:0.9", "twin-flow:0.99", "interleaved:1", "interleaved:2"):
-        other = ran(policy, workload, machine)
-        if other.fits_device(None):
-            assert ours.iteration_s <= other.iteration_s * (1 + 1e-9), policy
 
 
 @settings(max_examples=examples(3, by_default=1))
@@ -310,10 +276,3 @@ def test_adaptive__does_not_need_the_rates_of_other_policies() -> None:
 def test_adaptive__refuses_unknown_free_memory() -> None:
     with pytest.raises(PolicyError, match=r"'adaptive' needs to know what device memory is free: give it"):
         make_plan("adaptive", even(4), TEST_MACHINE)
-
-
-@few_examples
-@given(workloads(), machines(), st.floats(0, 1))
-def test_adaptive__fits_reduced_free_memory(workload: Workload, machine: Machine, share: float) -> None:
-    shrunk = replace(workload, gpu_free=tuple((time, size * share) for time, size in workload.gpu_free or ()))
-    assert ran("adaptive", shrunk, machine).fits_device(None)

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import random
-import statistics
-from typing import Any
 
 import pytest
 
+from ebbtide.analysis.metrics.state_split import Framework
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.replay.recorded_job import recorded_policy
 from ebbtide.interleave.replay.replay import replay
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.findings.jobs import CAPACITY, GIB, MS, PARAMS, PEAK, PHASES, Job, devices, offloaded
-from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
-from tests.conftest import needs_setups
+from tests.analysis.findings.jobs import CAPACITY, GIB, MS, PARAMS, PEAK, PHASES, Job, devices, offloaded, split_by_stub
 from tests.interleave.job_files import machine
 
 FORWARD, BACKWARD, OTHER = 0.1, 0.2, 0.005
 POOL_NOTE = "free device memory: capacity minus device"
 
 
-def configured(job: Job, offload: Any = None, version: str = "0.19.5", **zero: Any) -> Job:
-    """Add a DeepSpeed configuration to a job."""
-    config = {
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"offload_optimizer": offload or {"device": "cpu"}, **zero},
-    }
-    job.builder.meta["deepspeed"] = {"version": version, "config": config}
-    return job
-
-
-@needs_setups
+@pytest.mark.usefixtures("stub_framework")
 def test_workload_of__has_what_was_recorded() -> None:
-    job = configured(devices(Job(2)), sub_group_size=3e8)
+    job = devices(Job(2))
+    job.builder.meta["stub"] = {"subgroup_params": 300_000_000, "version": "3"}
     job.meta(
         model={"params": 7, "dtypes": {"torch.bfloat16": 900, "torch.float32": 100}},
         optimizers=[{"params": PARAMS - 5, "state_dtypes": {"torch.float32": 2 * PARAMS}}, {"params": 5}],
@@ -63,30 +49,9 @@ def test_workload_of__has_what_was_recorded() -> None:
         h2d_busy_share=pytest.approx(0.25),  # type: ignore[arg-type]
         d2h_busy_share=0.0,
         clipping=True,
-        deepspeed_version="0.19.5",
+        framework=Framework("stub", "3"),
         notes=(POOL_NOTE,),
     )
-
-
-def test_workload_of__takes_medians_of_the_slowest_rank_without_warmup() -> None:
-    draw = random.Random(0)
-    builder = TraceBuilder()
-    lengths: dict[str, tuple[list[int], list[int]]] = {phase: ([], []) for phase in PHASES}
-    for rank in (0, 1):
-        now = 0
-        ranked = builder.rank(rank, first_iteration_start_ns=0, optimizers=[{"params": PARAMS}])
-        for iteration in range(9):
-            for phase in PHASES:
-                # The first two are warm-up, and slow; rank 1 is the slower one in the backward alone.
-                length = draw.randrange(10**6, 10**7) * (100 if iteration < 2 else 1)
-                length += 10**8 * (rank == 1 and phase == "backward")
-                ranked.phase(phase, now, now + length, iteration)
-                lengths[phase][rank].append(length)
-                now += length
-    job = workload_of(builder.build())
-    slowest = {phase: [max(both) for both in zip(*lengths[phase], strict=True)][2:] for phase in PHASES}
-    assert job.forward_s == pytest.approx(statistics.median(slowest["forward"]) / 1e9)
-    assert job.backward_s == pytest.approx(statistics.median(slowest["backward"]) / 1e9)
 
 
 def test_gpu_free__is_the_least_over_iterations_at_each_position() -> None:
@@ -124,11 +89,11 @@ def test_gpu_free__reduces_many_steps_without_promising_more() -> None:
     assert max(size for _, size in inside) > CAPACITY / 4
 
 
-@needs_setups
+@pytest.mark.usefixtures("stub_framework")
 def test_gpu_free__counts_state_of_the_recorded_job_as_free() -> None:
     used, state = 40, 12 * PARAMS
     free = CAPACITY - used * GIB
-    split = configured(offloaded(1, used=used), {"device": "cpu", "ratio": 0.75})
+    split = split_by_stub(0.75, used=used)
     # Resident state, and the gradients in fp32 beside it.
     assert workload_of(split.trace).min_free_bytes == free + (state + 4 * PARAMS) / 4
     unsplit = offloaded(1, used=used)
@@ -204,74 +169,24 @@ def test_workload_of__refuses_traces_without_phases_or_parameters(
         workload_of(TraceBuilder().build())
 
 
-@needs_setups
+@pytest.mark.usefixtures("stub_framework")
 @pytest.mark.parametrize(
     ("printed", "subgroups"),
     [
         ([6 * 10**8, 4 * 10**8], (6 * 10**8, 4 * 10**8)),
         # Sizes of other jobs or ranks, or no sizes: the configuration counts, and without it 1e8.
         ([6 * 10**8], (25 * 10**7,) * 4),
-        ([2 * 10**9, -(10**9)], (25 * 10**7,) * 4),
-        ("many", (25 * 10**7,) * 4),
-        (None, (25 * 10**7,) * 4),
+        ([], (25 * 10**7,) * 4),
     ],
 )
-def test_subgroups__are_those_printed_or_configured(printed: Any, subgroups: tuple[int, ...]) -> None:
-    job = configured(offloaded(1), sub_group_size=25e7)
-    job.builder.meta["deepspeed"]["subgroup_params"] = printed
+def test_subgroups__are_those_printed_or_configured(printed: list[int], subgroups: tuple[int, ...]) -> None:
+    job = split_by_stub(None)
+    assert workload_of(job.trace).subgroups == (10**8,) * 10
+    job.builder.meta["stub"] |= {"subgroup_params": 25 * 10**7, "subgroups": printed}
     assert workload_of(job.trace).subgroups == subgroups
-    assert workload_of(configured(offloaded(1)).trace).subgroups == (10**8,) * 10
     # A configured size may exceed the whole job.
-    assert workload_of(configured(offloaded(1), sub_group_size=1e12).trace).subgroups == (PARAMS,)
-
-
-@needs_setups
-def test_workload_of__reads_a_recorded_deepspeed_job() -> None:
-    sizes = (SIZE, SIZE // 2 + 7, SIZE // 4)  # 7 of them padding
-    builder = deepspeed_job(sizes=sizes, ratio=0.5, devices=("cuda", "cpu", "cpu"))
-    builder.rank(0).meta["optimizers"][0]["params"] -= 7
-    trace = builder.build()
-    job = workload_of(trace)
-    assert (job.params, job.sizes, job.subgroup_params) == (sum(sizes), sizes, SIZE)
-    assert (job.param_bytes, job.state_bytes, job.clipping) == (2, 12, True)
-    assert recorded_policy(trace) == "twin-flow:0.5,grads=async"
-    # Copying blocked the host for 20 ms of the backward, as measured; the replay is without it.
-    assert job.backward_s == pytest.approx(0.28)
-    assert job.notes == (
-        "the recorded backward waited about 20 ms for gradient copies (an estimate): replayed without that wait",
-        POOL_NOTE,
-    )
-    # Resident state counts as free: its real share, 100 of 175 M parameters.
-    assert job.gpu_free is not None
-    resident = 16 * (sum(sizes) - 7) * SIZE / sum(sizes)
-    assert job.gpu_free[0] == (0, pytest.approx(40 * GIB + resident))
-
-
-@needs_setups
-def test_recorded_policy__is_that_of_ebbtides_engine_if_it_ran() -> None:
-    trace = deepspeed_job(ratio=0.5, policy="interleaved:2,grads=async").build()
-    assert recorded_policy(trace) == "interleaved:2,grads=async"
-    # The engine rounds as a current DeepSpeed, under any version.
-    assert workload_of(trace).deepspeed_version is None
-
-
-@needs_setups
-@pytest.mark.parametrize(("version", "resident"), [("0.13.3+c7da512a", {2, 3, 4}), ("0.19.5", {0, 1})])
-def test_workload_of__keeps_the_version_that_rounds_resident_subgroups(version: str, resident: set[int]) -> None:
-    """Half of five subgroups: int(2.5) on the CPU up to 0.17, int(2.5) on the GPU from 0.18 on."""
-    builder = deepspeed_job(sizes=(SIZE,) * 5, ratio=0.5)
-    builder.meta["deepspeed"]["version"] = version
-    trace = builder.build()
-    policy = recorded_policy(trace)
-    assert policy is not None
-    assert workload_of(trace).deepspeed_version == version
-    assert make_plan(policy, workload_of(trace), machine()).resident == resident
-
-
-@needs_setups
-@pytest.mark.parametrize(("stage", "policy"), [(2, "zero-offload,grads=async"), (3, "twin-flow:0.3,grads=async")])
-def test_recorded_policy__has_a_ratio_under_zero_3_only(stage: int, policy: str) -> None:
-    assert recorded_policy(deepspeed_job(ratio=0.3, stage=stage).build()) == policy
+    job.builder.meta["stub"] = {"subgroup_params": 10**12}
+    assert workload_of(job.trace).subgroups == (PARAMS,)
 
 
 def test_workload_of__takes_bytes_from_the_dtypes() -> None:
@@ -279,51 +194,3 @@ def test_workload_of__takes_bytes_from_the_dtypes() -> None:
     workload = workload_of(job.meta(optimizers=[{"params": PARAMS, "state_dtypes": {"torch.float32": PARAMS}}]).trace)
     # A master weight and a momentum.
     assert (workload.param_bytes, workload.grad_bytes, workload.state_bytes) == (4, 4, 8)
-
-
-@pytest.mark.parametrize("clipping", [0.0, None, 1.0])
-def test_workload_of__clips_under_deepspeed_with_any_configuration(clipping: float | None) -> None:
-    job = configured(offloaded(1))
-    job.builder.meta["deepspeed"]["config"]["gradient_clipping"] = clipping
-    assert workload_of(job.trace) == workload_of(configured(offloaded(1)).trace)
-    assert workload_of(job.trace).clipping
-
-
-CONFIGURATIONS = [
-    ({"device": "cpu"}, "0.19.5", "zero-offload,grads=async"),
-    ({"device": "cpu"}, "0.19.4+cu12", "zero-offload,grads=blocking"),
-    ({"device": "cpu"}, "0.20", "zero-offload,grads=async"),
-    ({"device": "cpu", "ratio": 0.3}, "0.19.5", "twin-flow:0.3,grads=async"),
-    ({"device": "cpu", "part_grads_async": False}, "1.0", "zero-offload,grads=blocking"),
-    (
-        {"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": 3},
-        "1.0",
-        "interleaved:3@1,grads=async",
-    ),
-    (
-        {"device": "cpu", "prefetch_optimizer": False, "prefetch_optimizer_gap": 3},
-        "1.0",
-        "zero-offload,grads=async",
-    ),
-    ({"device": "nvme"}, "1.0", None),
-    ({"device": "cpu", "ratio": "auto"}, "1.0", None),
-    ({"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": "auto"}, "1.0", None),
-    ("cpu", "1.0", None),
-]
-
-
-@needs_setups
-def test_recorded_policy__follows_from_the_configuration() -> None:
-    for offload, version, policy in CONFIGURATIONS:
-        trace = configured(offloaded(1), offload, version).trace
-        assert recorded_policy(trace) == policy
-        if policy is not None:
-            assert replay(workload_of(trace), machine(), [policy]).results[0].policy == policy
-
-
-@pytest.mark.parametrize("config", [None, "ds.json", [], {"zero_optimization": []}, {"zero_optimization": {}}])
-def test_recorded_policy__is_none_for_malformed_configurations(config: Any) -> None:
-    job = offloaded(1)
-    job.builder.meta["deepspeed"] = {"config": config}
-    assert recorded_policy(job.trace) is None
-    assert workload_of(job.trace).params == PARAMS

@@ -68,24 +68,6 @@ def test_bound__updates_remainders_at_their_own_rate(ratio: float | None) -> Non
         assert sum(end - start for op, start, end in schedule.items() if op.kind == "update") == pytest.approx(N / rate)
 
 
-def test_bound__parks_state_in_windows() -> None:
-    machine = replace(SLOW_CPU, step_overhead_s=0.0)
-    everything = 14.0 * N
-    # Free from the backward until the forward's first second has passed: state is fetched in the backward and flushed
-    # in the forward.
-    free = ((0.0, everything), (1.0, 0.0), (2.0, everything))
-    workload = job(gpu_free=free)
-    bounds = bound(workload, machine)
-    assert bounds.exposed_s == pytest.approx(N / G)
-    assert bounds.update_s == pytest.approx(12 * N / DOWN)
-    # If the window is too short, the remaining state is flushed in the update.
-    short = replace(workload, gpu_free=((0.0, everything), (0.2, 0.0), (2.0, everything)))
-    assert bound(short, machine).exposed_s == pytest.approx(12 * N / DOWN - 0.2)
-    # Without a window in the forward, all state is flushed in the update; state fetched before is not fetched again.
-    closed = replace(workload, gpu_free=((0.0, 0.0), (2.0, everything)))
-    assert bound(closed, machine).exposed_s == pytest.approx(12 * N / DOWN)
-
-
 def test_bound__without_clipping_hides_updates_in_the_backward() -> None:
     workload = job(clipping=False, gpu_free=((0.0, 0.0),))
     assert bound(workload, TEST_MACHINE).exposed_s == pytest.approx(OVERHEAD, rel=1e-3)
@@ -222,11 +204,3 @@ def test_bound__names_a_missing_rate() -> None:
     # Without its rate the GPU updates nothing.
     unknown = replace(TEST_MACHINE, gpu_update_params_per_s=None)
     assert update_s(job(gpu_free=((0.0, 1e12),)), unknown) == pytest.approx(OVERHEAD + N / C)
-
-
-def test_bound__prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS' own integer solver prints to stdout on some of these."""
-    for count in (3, 20, 50):
-        for free in (0.1, 0.3, 0.7):
-            bound(even(count, gpu_free=((0.0, 14e8 * count * free), (2.0, 14e8 * count * free / 3))), TEST_MACHINE)
-    assert capfd.readouterr() == ("", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 from decimal import Decimal
@@ -318,11 +317,6 @@ def test_batches__keep_events_from_before_the_stream_failed() -> None:
     assert trace.stop_reason == "the disk is gone"
     with pytest.raises(UserError, match="the disk is gone"):
         list(ChromeTrace(Failing(b'{"traceEvents": [')).batches())
-
-
-def test_batches__read_packed_streams() -> None:
-    packed = gzip.compress(b'{"traceEvents": [{"ts": 1}]}')
-    assert [len(batch) for batch in ChromeTrace(gzip.GzipFile(fileobj=io.BytesIO(packed))).batches()] == [1]
 
 
 @given(st.binary(max_size=60), st.sampled_from([b"", b"[", b'{"traceEvents": [{"ts": 1}, ']), st.integers(1, 50))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from ebbtide.profiler.agent.spool import GPU_QUANTITIES
 from ebbtide.profiler.sampler.gpu import GpuStateReader, open_gpus
-from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, Unsupported
+from ebbtide.profiler.sampler.nvml import Nvml
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml
 
 # Each function of NVML, and the quantities that only it gives.
@@ -33,24 +32,9 @@ def reader_of(card: FakeCard, without: tuple[str, ...] = ()) -> GpuStateReader:
     return GpuStateReader(open_gpus(Nvml(FakeNvml(card, without=without))).gpus[0])
 
 
-def test_read__gives_every_quantity_of_the_spool() -> None:
-    reader = reader_of(FakeCard())
-    assert reader.read() == reader.read() == ALL
-    assert tuple(ALL) == GPU_QUANTITIES
-    assert reader.refusals() is None
-
-
 def test_read__keeps_a_true_zero() -> None:
     values = reader_of(FakeCard(utilization=(0, 0), reasons=0)).read()
     assert (values["utilization"], values["memory_utilization"], values["throttle_reasons"]) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("without", [(), ("NVML_FI_DEV_POWER_INSTANT",)])
-def test_read__takes_the_averaged_power_of_a_card_without_the_instantaneous_one(without: tuple[str, ...]) -> None:
-    reader = reader_of(card := FakeCard(instant_mw=None), without)
-    assert [reader.read()["power"] for _ in range(2)] == [399_000, 399_000]
-    assert card.calls["instant power"] == (0 if without else 1)
-    assert reader.refusals() is None
 
 
 def test_read__takes_the_older_name_of_the_reasons() -> None:
@@ -101,18 +85,3 @@ def test_read__gives_up_after_ten_errors_in_a_row() -> None:
         assert set(ALL) - set(reader.read()) == {"temperature"}
     assert card.calls["nvmlDeviceGetTemperature"] == 10
     assert reader.refusals() == "temperature (Unknown Error)"
-
-
-def test_read__raises_for_a_lost_card() -> None:
-    with pytest.raises(GpuLost):
-        reader_of(FakeCard().lose(first=4)).read()
-
-
-def test_read__raises_if_the_card_gives_nothing() -> None:
-    card = FakeCard()
-    for function in (*FUNCTIONS, *POWER, *REASONS):
-        card.fail(function, pynvml.NVML_ERROR_NOT_SUPPORTED)
-    reader = reader_of(card)
-    with pytest.raises(Unsupported, match=r"^utilization, .*, throttle reasons \(Not Supported\)$"):
-        reader.read()
-    assert reader.refusals() is None

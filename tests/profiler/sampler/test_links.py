@@ -11,12 +11,11 @@ from ebbtide.profiler.sampler.links import (
     GpmSource,
     LinkSample,
     LinkSource,
-    ThroughputSource,
     best_source,
     counter_increase,
 )
-from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError, Unsupported
-from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml, counting, hopper, older
+from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError
+from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml, counting, hopper
 
 MS = 1_000_000
 RX, TX = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES
@@ -71,25 +70,6 @@ def test_counter_source__loses_no_byte_over_a_passing_error() -> None:
     assert read_at(source, clock, 20) == [LinkSample(20 * MS, 20 * MS, 5e7, 0.0)]
 
 
-def test_counter_source__raises_for_a_lost_card() -> None:
-    source = CounterSource(gpu_of(counting().fail("nvmlDeviceGetFieldValues", pynvml.NVML_ERROR_GPU_IS_LOST, first=3)))
-    source.read()
-    source.read()
-    with pytest.raises(GpuLost):
-        source.read()
-
-
-def test_gpm_source__gives_the_mean_and_frees_its_samples() -> None:
-    library = FakeNvml(hopper(gpm=(100.0, 1.0)))
-    source = GpmSource(open_gpus(Nvml(library)).gpus[0], clock := FakeClock())
-    assert read_at(source, clock, 0, 120, 250) == [
-        None,
-        LinkSample(120 * MS, 120 * MS, 100 * 2**20, 2**20),
-        LinkSample(250 * MS, 130 * MS, 100 * 2**20, 2**20),
-    ]
-    assert len(library.samples) == 1  # the last, for the next reading
-
-
 def test_gpm_source__gives_nothing_within_100_ms() -> None:
     library = FakeNvml(hopper(gpm=(100.0, 1.0)))
     source = GpmSource(open_gpus(Nvml(library)).gpus[0], clock := FakeClock())
@@ -114,12 +94,6 @@ def test_gpm_source__recovers_from_a_passing_error(function: str) -> None:
     assert card.calls[function] == 2
     assert None not in read_at(source, clock, 600, 800)
     assert len(library.samples) == 1
-
-
-def test_throughput_source__raises_without_permission() -> None:
-    source = ThroughputSource(gpu_of(older().fail("nvmlDeviceGetPcieThroughput", pynvml.NVML_ERROR_NO_PERMISSION)))
-    with pytest.raises(Unsupported, match="Permission"):
-        source.read()
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlGpmSampleGet"])

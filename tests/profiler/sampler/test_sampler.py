@@ -85,49 +85,9 @@ def reads(card: FakeCard, count: int, function: str = MEMORY_CALL) -> Callable[[
     return lambda: card.calls[function] >= count
 
 
-def test_sampler__stores_device_memory_under_the_device_name_of_the_rank(sample: Sample) -> None:
-    other, ours = FakeCard(uuid="GPU-a", used=11 * GIB), FakeCard(uuid="GPU-b", used=22 * GIB)
-    sampled = sample(FakeNvml(other, ours), lambda: reads(other, 5)() and reads(ours, 5)(), uuid="GPU-b")
-    rows = sampled.pool("device")
-    assert len(rows) >= 3
-    assert set(rows["device"]) == {"cuda:0"}
-    assert set(rows["bytes"]) == {22 * GIB}
-    assert rows["t_ns"].is_monotonic_increasing
-    assert sampled.pool("allocated")[["device", "bytes"]].to_numpy().tolist() == [["cuda:0", 1234]]
-    device = sampled.rank.meta["devices"][0]
-    assert (device["device"], device["pci_bus_id"]) == ("cuda:0", "00000001:1B:00.0")
-    assert device["link"]["peak_bytes_per_s"] == pytest.approx(63e9, rel=1e-3)
-
-
-def test_sampler__reads_the_link_from_counters(sample: Sample) -> None:
-    other = counting(uuid="GPU-a", step=(77, 77), generation=3, width=8)
-    ours = counting(uuid="GPU-b", counters=[2**32 - 5, 0], step=(5_000_000, 300), bits=32, generation=4)
-    sampled = sample(FakeNvml(other, ours), reads(ours, 6, "nvmlDeviceGetFieldValues"), uuid="GPU-b")
-    link = sampled.link
-    assert len(link) >= 3
-    assert set(link["device"]) == {"cuda:0"}
-    assert set(link["source"]) == {"nvml-counters"}
-    assert set(link["generation"]) == {4}
-    assert set(link["width"]) == {16}
-    assert (link["t_ns"].diff().dropna() == link["window_ns"].iloc[1:]).all()
-    # Bytes over each window come out as they were counted, the wrapped ones too.
-    for column, step in (("h2d_bytes_per_s", 5_000_000), ("d2h_bytes_per_s", 300)):
-        assert (link[column] * link["window_ns"] / 1e9).to_numpy() == pytest.approx(step, abs=1)
-    assert [gpu["link_source"] for gpu in sampled.host["gpus"]] == ["nvml-counters"] * 2
-
-
 def test_sampler__spaces_gpm_samples_as_nvml_requires(sample: Sample) -> None:
     link = sample(FakeNvml(card := hopper()), reads(card, 2, "nvmlGpmMetricsGet")).link
     assert link["window_ns"].min() >= 100_000_000
-
-
-def test_sampler__reads_memory_without_a_link_source(sample: Sample) -> None:
-    sampled = sample(FakeNvml(card := FakeCard()), reads(card, 5))
-    assert len(sampled.link) == 0
-    assert set(sampled.pool("device")["bytes"]) == {3 * GIB}
-    assert sampled.host["gpus"][0]["link_source"] is None
-    (note,) = sampled.notes
-    assert note.startswith("no link use of GPU 0: nvml-counters: Not Supported; gpm: ")
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION])
@@ -141,31 +101,6 @@ def test_sampler__continues_with_the_link_if_memory_is_unsupported(sample: Sampl
     (note,) = sampled.notes
     assert note.startswith("sampling the memory of GPU 0 stopped after ")
     assert note.endswith(str(pynvml.NVMLError(code)))
-
-
-def test_sampler__stops_only_the_lost_card(sample: Sample) -> None:
-    lost, other = counting(uuid="GPU-a").lose(first=40), counting(uuid="GPU-b")
-    all_threads_read = (reads(lost, 41, "*"), reads(lost, 2, STATE_CALL), reads(other, 30))
-    sampled = sample(FakeNvml(lost, other), lambda: all(enough() for enough in all_threads_read))
-    assert set(sampled.pool("device")["bytes"]) == {3 * GIB}
-    (note,) = sampled.notes
-    assert note.startswith("sampling GPU 0 stopped after ")
-    assert note.endswith("GPU is lost")
-    assert other.calls[MEMORY_CALL] >= 30
-
-
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION])
-def test_sampler__leaves_refused_quantities_missing_with_one_note(sample: Sample, code: int) -> None:
-    card = counting().fail("instant power", code).fail("nvmlDeviceGetPowerUsage", code).fail(STATE_CALL, code)
-    sampled = sample(FakeNvml(card), reads(card, 3, "nvmlDeviceGetTemperature"))
-    table = sampled.rank.tables["gpu"]
-    assert len(table) >= 2
-    assert table[["utilization_percent", "memory_utilization_percent", "power_w"]].isna().all(axis=None)
-    assert set(table["temperature_celsius"]) == {61.0}
-    assert card.calls[STATE_CALL] == 1
-    assert sampled.notes == [
-        f"not reported by GPU 0: utilization, memory utilization, power ({pynvml.NVMLError(code)})"
-    ]
 
 
 def test_sampler__stops_sampling_a_state_that_is_refused_altogether_with_one_note(sample: Sample) -> None:
@@ -188,17 +123,6 @@ def test_sampler__leaves_out_a_card_lost_while_it_is_described(sample: Sample, f
     sampled = sample(FakeNvml(lost, ours), reads(ours, 5), uuid="GPU-b")
     assert "GPU-b" in [gpu["uuid"] for gpu in sampled.host["gpus"]]
     assert set(sampled.pool("device")["device"]) == {"cuda:0"}
-
-
-def test_sampler__works_without_a_driver(sample: Sample) -> None:
-    end = time.monotonic() + 0.05
-    library = FakeNvml(FakeCard(), init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    sampled = sample(library, lambda: time.monotonic() > end)
-    assert (sampled.host["gpus"], sampled.notes) == ([], [])
-    assert sampled.host["nvml"] == "NVML Shared Library Not Found"
-    assert len(sampled.pool("device")) == 0
-    assert sampled.pool("rss")["bytes"].min() > 1_000_000
-    assert set(sampled.pool("rss")["device"]) == {"cpu"}
 
 
 def test_sampler__leaves_a_gap_for_a_passing_error(sample: Sample) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.features.deepspeed.findings.gradients import blocking_gradients
 from tests.analysis.findings.jobs import PARAMS, Job, async_copies, devices, offloaded, on_cpu, on_gpu
@@ -121,10 +120,3 @@ def test_copy_stats__assigns_copies_to_phase_that_begins_with_them() -> None:
 
 def test_blocking_gradients__is_none_without_forward() -> None:
     assert of_a_log(forward=0, backward=1000).result(blocking_gradients) is None
-
-
-def test_blocking_gradients__gain_is_that_of_gradient_wait() -> None:
-    for job in (offloaded(backward=1000), offloaded().copy("d2h", "backward", 20, 50, PARAMS, "pageable")):
-        wait = gradient_wait(JobMetrics(job.trace))
-        assert wait is not None
-        assert job.finding(blocking_gradients).potential_gain_ms == wait.wait_ms

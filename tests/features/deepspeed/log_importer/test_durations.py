@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -74,12 +73,6 @@ def test_timer_reader__reads_the_same_times_from_other_formats(tmp_path: Path, d
     pd.testing.assert_frame_equal(first.memory(0), other.memory(0))
     assert len(other.memory(0))
     assert not {"fwd", "forward", "fwd_microstep"} & set(other.ops(0)["name"])
-
-
-def test_import_trace__reads_packed_logs_and_windows_line_ends(tmp_path: Path) -> None:
-    text = "\r\n".join(step_lines()).encode()
-    plain, packed = import_log(tmp_path, text), import_log(tmp_path, gzip.compress(text))
-    assert lengths_ms(plain) == lengths_ms(packed) == PLAIN
 
 
 def test_timer_reader__a_cut_log_loses_only_its_last_step(tmp_path: Path) -> None:

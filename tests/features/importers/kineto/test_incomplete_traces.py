@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ebbtide.analysis import TraceAnalysis
 from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.missing import no_link
 from ebbtide.analysis.metrics.summary import summarize
@@ -68,6 +69,8 @@ def test_cut_trace__has_unknown_copies_and_host_times(tmp_path: Path) -> None:
     trace = import_files(path)
     for transfers in summarize(trace).transfers.values():
         assert (transfers.count, transfers.bytes, transfers.busy_ms) == (None, None, None)
+    assert trace.kernels(0).empty
+    assert TraceAnalysis(trace).activity(0).total.compute_ms is None
     phases = trace.phases(0)
     assert phases["gpu_end_ns"].isna().all()
     assert phases["phase"].tolist() == ["forward", "backward", "update"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from ebbtide.analysis import TraceAnalysis
 from ebbtide.analysis.metrics.iterations import intervals
 from tests.features.importers.kineto.made_kineto import (
     BASE,
-    Event,
-    events,
     import_files,
     iteration,
     launched,
@@ -88,15 +85,6 @@ def test_annotations__of_a_trace_with_too_many_are_left_out(tmp_path: Path, monk
         assert any("4 annotations are left out" in note for note in trace.notes) == (count == 4)
 
 
-def test_kernels__are_not_known_where_the_file_is_cut_off(tmp_path: Path) -> None:
-    whole = write_trace(tmp_path / "whole.json", [*iteration(1, 0), *launched(11, 15, 20, 1), *launched(12, 21, 22, 2)])
-    cut = tmp_path / "run.json"
-    cut.write_text(whole.read_text()[:-60])
-    trace = import_files(cut)
-    assert trace.kernels(0).empty
-    assert TraceAnalysis(trace).activity(0).total.compute_ms is None
-
-
 def test_steps__bound_iterations_with_their_tail(tmp_path: Path) -> None:
     tail = launched(95, 96, 130, 1, cat="gpu_memcpy", name="Memcpy DtoH (Device -> Pinned)", bytes=8)
     work = [*launched(15, 20, 25, 2), *launched(45, 50, 60, 3), *launched(82, 85, 88, 4), *launched(92, 93, 95, 5)]
@@ -132,51 +120,3 @@ def test_phases__contain_the_collectives_that_they_launched_until_the_next_phase
     phases = {phase.phase: phase for phase in TraceAnalysis(trace).activity(0).phases}
     assert phases["backward"].communication_ms == pytest.approx(0.020)
     assert phases["other"].communication_ms == 0
-
-
-def union_us(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge intervals by going through them in order."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def total_ms(spans: Iterable[tuple[int, int]]) -> float:
-    return sum(end - start for start, end in union_us(spans)) / 1e6
-
-
-@pytest.mark.parametrize("name", ["control.json.gz", "sampled_rank-0.json.gz"])
-def test_activity__agrees_with_a_direct_count_of_published_traces(name: str) -> None:
-    path = PUBLISHED / name
-    if not path.exists():
-        pytest.skip("the published traces are not beside this repository")
-    work: dict[str, list[Event]] = {"kernel": [], "gpu_memcpy": [], "gpu_memset": []}
-    for event in events(path):
-        work.get(event.get("cat", ""), []).append(event)
-    spans = {cat: [(e["start"], e["end"]) for e in of_cat] for cat, of_cat in work.items()}
-    collectives = [(e["start"], e["end"]) for e in work["kernel"] if "nccl" in e["name"].lower()]
-    compute = [(e["start"], e["end"]) for e in work["kernel"] if "nccl" not in e["name"].lower()]
-    all_spans = [interval for of_cat in spans.values() for interval in of_cat]
-    span_ms = (max(end for _, end in all_spans) - min(start for start, _ in all_spans)) / 1e6
-    trace = import_files(path)
-    activity = TraceAnalysis(trace).activity(trace.ranks[0])
-    total = activity.total
-    assert total.span_ms == pytest.approx(span_ms)
-    assert total.compute_ms == pytest.approx(total_ms(compute))
-    assert total.communication_ms == pytest.approx(total_ms(collectives))
-    assert total.copy_ms == pytest.approx(total_ms(spans["gpu_memcpy"]))
-    assert total.idle_ms == pytest.approx(span_ms - total_ms(all_spans))
-    both = total_ms(compute) + total_ms(collectives) - total_ms(compute + collectives)
-    assert total.communication_overlap_share == pytest.approx(both / total_ms(collectives))
-    assert sum(activity.without_compute.values()) == pytest.approx(span_ms - total_ms(compute))
-    by_name: dict[str, int] = {}
-    for event in work["kernel"]:
-        by_name[event["name"]] = by_name.get(event["name"], 0) + event["end"] - event["start"]
-    first = activity.kernels[0]
-    assert first.time_ms == pytest.approx(max(by_name.values()) / 1e6)
-    assert by_name[first.name] == max(by_name.values())
-    assert first.share == pytest.approx(max(by_name.values()) / sum(by_name.values()))

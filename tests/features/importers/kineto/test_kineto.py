@@ -71,25 +71,7 @@ def test_read_trace__a_cpu_job_has_phases_and_memory_but_no_copies(recorded: Pat
     assert "ProfilerActivity.CUDA" in note
 
 
-def test_read_trace__reads_files_that_torch_packs(tmp_path: Path) -> None:
-    job = Job()
-    path = profiled(tmp_path / "run.json.gz", 3, lambda number: (job.forward().backward(), job.update())[1])
-    assert shape(import_files(path).phases(0)) == {2: "fbu"}
-
-
 # -- made traces of GPU jobs -------------------------------------------------------------------------------------------
-
-
-def test_transfers__have_sizes_and_kinds_of_memory_in_order(tmp_path: Path) -> None:
-    both = [*copied("DtoH (Device -> Pinned)", 20, 30.5, 7), *copied("HtoD (Pageable -> Device)", 10, 11, 5)]
-    trace = import_files(write_trace(tmp_path / "run.json", [*both, *copied("DtoD (Device -> Device)", 1, 2, 3)]))
-    rows = trace.transfers(0)[["start_ns", "end_ns", "direction", "bytes", "host_memory", "device", "stream"]]
-    assert (rows[["start_ns", "end_ns"]] - BASE).to_numpy().tolist() == [[10_000, 11_000], [20_000, 30_500]]
-    assert rows.iloc[:, 2:].to_numpy().tolist() == [
-        ["h2d", 5, "pageable", "cuda:0", 9],
-        ["d2h", 7, "pinned", "cuda:0", 9],
-    ]
-    assert trace.rank(0).transfers_recorded is True
 
 
 def test_transfers__count_as_recorded_if_a_gpu_copied_nothing(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.features.importers.kineto.made_kineto import (
-    Event,
     events,
     import_files,
     named,
@@ -59,25 +57,3 @@ def test_find_phases__match_the_annotations_of_published_traces(published: Path)
     steps = [int(e["name"][13:]) for e in events(published) if e.get("name", "").startswith("ProfilerStep#")]
     assert phases["iteration"].unique().tolist() == sorted(steps)
     assert {text.rstrip("u") for text in shape(phases).values()} == {"fb"}
-
-
-def test_device_times__match_the_launches_of_published_traces(published: Path) -> None:
-    trace = import_files(published)
-    phases = trace.phases(trace.ranks[0])
-    all_events = events(published)
-    calls = {e["args"]["correlation"]: e["start"] for e in all_events if e.get("cat") == "cuda_runtime"}
-    ran: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
-    spans = list(zip(phases["start_ns"].tolist(), phases["end_ns"].tolist(), strict=True))
-    for event in all_events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            call = calls.get(event["args"]["correlation"], -1)
-            for number, (start, end) in enumerate(spans):
-                if start <= call < end:
-                    ran[number][event["args"]["stream"]].append(event)
-    for number, row in enumerate(phases.itertuples()):
-        work = ran[number][7]
-        # A phase includes the collectives that it launched, until the next phase begins.
-        collectives = [e["end"] for on_stream in ran[number].values() for e in on_stream if "nccl" in e["name"]]
-        later = min((e["start"] for e in ran[number + 1][7]), default=max([0, *collectives]))
-        end = max(max(e["end"] for e in work), min(max(collectives, default=0), later))
-        assert (row.gpu_start_ns, row.gpu_end_ns) == (min(e["start"] for e in work), end)

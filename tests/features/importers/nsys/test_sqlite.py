@@ -56,22 +56,6 @@ def test_training__has_phases_with_the_times_of_host_and_device(tmp_path: Path) 
     assert not trace.notes
 
 
-def test_training__has_the_activity_that_was_written(tmp_path: Path) -> None:
-    analysis = TraceAnalysis(imported(training(tmp_path / "run.sqlite")))
-    activity = analysis.activity(0)
-    by_phase = {phase.phase: (phase.compute_ms, phase.communication_ms, phase.copy_ms) for phase in activity.phases}
-    assert by_phase["forward"] == pytest.approx((0.28, 0, 0.01))
-    assert by_phase["backward"] == pytest.approx((0.4, 0.12, 0.1))
-    assert by_phase["update"] == pytest.approx((0.05, 0, 0.17))
-    assert activity.total.compute_ms == pytest.approx(3 * 0.73)
-    assert {(kernel.name, kernel.count) for kernel in activity.kernels} == {
-        ("gemm<float>(float*)", 3),
-        ("gemm_backward(float*)", 3),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 3),
-        ("multi_tensor_adam(x)", 3),
-    }
-
-
 def test_kernels__have_the_innermost_range_of_their_thread_as_operator(tmp_path: Path) -> None:
     export = MadeExport(tmp_path / "run.sqlite").session().range("step 12", 0, 100).range("block", 10, 50)
     export.range("aten::mm, seq = 7, op_id = 3", 12, 30).range("aten::relu", 12, 60, thread=2)

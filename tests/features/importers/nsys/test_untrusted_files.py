@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.features.importers.load import import_trace, recognize
+from ebbtide.features.importers.load import recognize
 from ebbtide.features.importers.source import Source, SourceError
 from tests.conftest import ebbtide_in_process, examples, seeded
 from tests.features.importers.nsys.made_exports import MadeExport, import_in_memory, training
@@ -156,11 +156,3 @@ def test_schema_with_names_that_are_no_text__is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     path.write_bytes(whole.replace(b"CREATE TABLE NVTX_EVENTS (start", b"CREATE TABLE NVTX_EVENTS (\xbe\xf2 )(("))
     assert "damaged" in message_of(path)
-
-
-def test_other_formats__are_not_taken(tmp_path: Path) -> None:
-    monitor = tmp_path / "monitor.csv"
-    monitor.write_text("timestamp,index,memory.used [MiB]\n2026/01/01 00:00:00.000, 0, 10 MiB\n")
-    assert recognize(Source(monitor)) == "nvml-monitor"
-    with pytest.raises(SourceError):
-        import_trace([monitor], tmp_path / "run.ebb", format="nsys")

@@ -336,13 +336,3 @@ def test_matches__takes_linear_time_for_any_header(tmp_path: Path, text: str) ->
         return min(spent)
 
     assert seconds(len(text)) < 10 * seconds(len(text) // 4) + 0.05
-
-
-def test_import_trace__refuses_monitor_files_without_a_value(tmp_path: Path) -> None:
-    dmon = "#Date       Time        gpu     fb  rxpci  txpci\n#YYYYMMDD   HH:MM:SS    Idx     MB   MB/s   MB/s\n"
-    rows = "".join(f" 20240415   00:52:{second}      0      -      -      -\n" for second in (40, 41))
-    (tmp_path / "m.csv").write_text(dmon + rows)
-    with pytest.raises(
-        SourceError, match="no value of memory, link or state of a GPU: record columns that the card supports"
-    ):
-        import_trace([tmp_path / "m.csv"], tmp_path / "run.ebb")

@@ -89,19 +89,6 @@ def test_read__leaves_unrecorded_values_of_a_copy_missing(tmp_path: Path) -> Non
     assert rows["stream"].isna().tolist() == [True, False]
 
 
-def test_read__takes_times_without_a_base_as_unix_time(tmp_path: Path) -> None:
-    path = write(tmp_path / "copies-1.json", copy("Memcpy HtoD (Pinned -> Device)", 5_000_000.5), base=None)
-    rows, *_ = read([path], -5_000_000_000)
-    assert rows[["start_ns", "end_ns"]].to_numpy().tolist() == [[500, 2_000]]
-
-
-def test_read__joins_the_files_of_a_job_sorted_by_time(tmp_path: Path) -> None:
-    later = write(tmp_path / "copies-1.json", copy("Memcpy HtoD (Pinned -> Device)", 9), base=BASE + 5_000)
-    earlier = write(tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 9))
-    rows, *_ = read([later, earlier], -BASE)
-    assert rows[["start_ns", "direction"]].to_numpy().tolist() == [[9_000, "d2h"], [14_000, "h2d"]]
-
-
 def test_read__returns_an_empty_table_for_no_files() -> None:
     rows, _, problems = read([], 0)
     assert (len(rows), problems) == (0, [])
@@ -140,14 +127,6 @@ def test_read__returns_copies_before_the_damage(tmp_path: Path) -> None:
         "the copies in copies-1.json could not all be read (it breaks off)",
         "the copies in copies-2.json could not all be read (some are damaged)",
     ]
-
-
-def test_read__ignores_a_copy_without_a_time(tmp_path: Path) -> None:
-    timeless = {key: value for key, value in copy("Memcpy DtoH", 1).items() if key != "ts"}
-    rows, _, problems = read([write(tmp_path / "copies-1.json", timeless, copy("Memcpy DtoH", 5))], 0)
-    assert len(rows) == 1
-    assert problems == []
-    assert isinstance(rows, pd.DataFrame)
 
 
 def test_spans_of__covers_whole_iterations_and_joins_slices_without_a_pause() -> None:

@@ -1,0 +1,3 @@
+"""The source of the traces that dry runs make."""
+
+COMMAND = "dry-run"
