@@ -1,9 +1,10 @@
 """Train the decoder of train_gpt.py with its layers' weights on the host and their activations in a small budget.
 
     python examples/train_layers.py --share 0.25 --steps 24
+    python examples/train_layers.py --weights streamed:2 --share 0.5 --steps 24
     python examples/train_layers.py --plain --steps 24
 
-Both print the same losses. `--share` is the memory for weights and activations of layers, as a share of the layers'
+All print the same losses. `--share` is the memory for weights and activations of layers, as a share of the layers'
 weights: by default a quarter, so that the model is four times as large as the memory. On the CPU the device is an
 emulated one, whose memory is a hard limit.
 
@@ -15,14 +16,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from train_gpt import GPT, Sentences, make_parser
 
-from ebbtide.interleave import offload_activations, stream_weights
+from ebbtide.interleave import move_layers
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.units import bytes_text
 
@@ -35,6 +35,8 @@ def main() -> None:
     flags.set_defaults(layers=16, width=128, context=32, batch=2)
     flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     flags.add_argument("--share", type=float, default=0.25, help="memory as a share of the layers' weights")
+    flags.add_argument("--weights", default="auto", help="resident, streamed, streamed:K or auto (default)")
+    flags.add_argument("--activations", default="auto", help="keep, recompute, offload or auto (default)")
     flags.add_argument("--steps-per-plan", type=int, default=12)
     flags.add_argument("--plain", action="store_true", help="keep everything on the device")
     args = flags.parse_args()
@@ -83,14 +85,13 @@ def train_with_plans(args: argparse.Namespace, model: GPT, step: Callable[[], fl
     pairs = []
     for first in range(0, args.steps, args.steps_per_plan):
         device = EmulatedDevice(memory_bytes) if args.device == "cpu" else None
-        with ExitStack() as stack:
-            # One budget, and one plan, for both.
-            weights = stack.enter_context(stream_weights(model, memory_budget=memory_bytes, device=device))
-            activations = stack.enter_context(offload_activations(model))
+        with move_layers(
+            model, weights=args.weights, activations=args.activations, memory_budget=memory_bytes, device=device
+        ) as moved:
             times = timed_steps(step, range(first, min(first + args.steps_per_plan, args.steps)))
-            kinds = [*weights.choices.values(), *activations.choices.values()]
-            if activations.predicted is not None and len(times) > WARMUP and args.accumulate == 1:
-                pairs.append((statistics.median(times[WARMUP:]), activations.predicted.iteration_s))
+            kinds = [*moved.weights.values(), *moved.activations.values()]
+            if moved.predicted is not None and len(times) > WARMUP and args.accumulate == 1:
+                pairs.append((statistics.median(times[WARMUP:]), moved.predicted.iteration_s))
     print(f"weights of layers {bytes_text(weight_bytes)}, memory for them and activations {bytes_text(memory_bytes)}")
     print("layers: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
     if pairs:

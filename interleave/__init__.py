@@ -4,12 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.features.layers.engine.activations import offload_activations
-    from ebbtide.features.layers.engine.weights import stream_weights
+    from ebbtide.features.layers.engine.moving import move_layers, offload_activations, stream_weights
     from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
     from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 
-__all__ = ["InterleavedAdamW", "InterleavedOptimizer", "offload_activations", "stream_weights"]
+__all__ = ["InterleavedAdamW", "InterleavedOptimizer", "move_layers", "offload_activations", "stream_weights"]
 _MODULES = {
     "InterleavedAdamW": "interleaved_adamw",
     "InterleavedOptimizer": "optimizer",

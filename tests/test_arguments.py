@@ -17,7 +17,7 @@ from ebbtide.features.advise.job.sources import BatchSettings, job_of_workload
 from ebbtide.features.advise.machine_plan import PlanRequest, plan_for_machine
 from ebbtide.features.deepspeed.engine import patching
 from ebbtide.features.sweep.task import Scenario, combinations
-from ebbtide.interleave import InterleavedAdamW, InterleavedOptimizer, offload_activations, stream_weights
+from ebbtide.interleave import InterleavedAdamW, InterleavedOptimizer, move_layers, offload_activations, stream_weights
 from ebbtide.interleave.compare import compare as comparison
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
@@ -100,7 +100,7 @@ OPTIMIZERS = {
     "InterleavedOptimizer": _optimizer(InterleavedOptimizer),
     "enable": _enable,
 }
-LAYERS = {"offload_activations": _layers(offload_activations), "stream_weights": _layers(stream_weights)}
+LAYERS = {one.__name__: _layers(one) for one in (move_layers, offload_activations, stream_weights)}
 # Calls with the argument that is a size.
 SIZES: dict[str, tuple[Call, str]] = {
     **{name: (call, "memory_budget") for name, call in {**OPTIMIZERS, **LAYERS}.items()},

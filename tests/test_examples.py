@@ -68,7 +68,10 @@ def test_train_deepspeed__the_loss_falls(deepspeed_extensions: None) -> None:
 def test_train_layers__losses_are_those_of_the_plain_job() -> None:
     small = [EXAMPLES / "train_layers.py", "--device", "cpu", "--layers", "12", "--share", "0.3", "--width", "64"]
     options = ["--context", "16", "--batch", "1", "--steps", "6"]
-    text = run(*small, *options)
-    assert losses(text) == losses(run(*small, *options, "--plain"))
-    assert len(losses(text)) == 6
-    assert "12 keep" not in text
+    expected = losses(run(*small, *options, "--plain"))
+    assert len(expected) == 6
+    for weights, layers in (("auto", "streamed"), ("streamed:2", "10 resident, 2 streamed")):
+        text = run(*small, *options, "--weights", weights)
+        assert losses(text) == expected
+        assert layers in text
+        assert "12 keep" not in text

@@ -7,8 +7,9 @@ FEATURE = Feature(
     {
         "kinds": {"layers": "kinds:KINDS"},
         "names": {
-            "interleave.offload_activations": "engine.activations:offload_activations",
-            "interleave.stream_weights": "engine.weights:stream_weights",
+            "interleave.move_layers": "engine.moving:move_layers",
+            "interleave.offload_activations": "engine.moving:offload_activations",
+            "interleave.stream_weights": "engine.moving:stream_weights",
         },
         "plan-checks": {"layers": "layer_checks:check_layers"},
         "services": {"layer-comparison": "comparison"},

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import median
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 
 from ebbtide.errors import UserError
-from ebbtide.features.layers.engine.activations import offload_activations
-from ebbtide.features.layers.engine.weights import StreamedWeights, stream_weights
+from ebbtide.features.layers.engine.moving import MovedLayers, mover_of
+from ebbtide.features.layers.engine.transfers import SavedStorage
 from ebbtide.interleave.compare.compare import CompareConfig, ProgressCallback
 from ebbtide.interleave.compare.results import Pair, finite_losses
 from ebbtide.interleave.compare.runs import LR, Job, PhaseWaits, Shape, TrainingStep, train
@@ -48,7 +47,7 @@ class LoggingDevice(EmulatedDevice):
         super().__init__(None, link_bytes_per_s, link_bytes_per_s)
         self.copies: list[tuple[Op, float, float]] = []
         self.memory: list[LayerMemory] = []
-        self.weights: StreamedWeights | None = None
+        self.storages: list[SavedStorage] = []
         # Of weights on the host.
         self.addresses: set[int] = set()
 
@@ -61,8 +60,7 @@ class LoggingDevice(EmulatedDevice):
         self._log_memory()
 
     def _log_memory(self) -> None:
-        storages = [] if self.weights is None else self.weights.storages
-        weights = sum(one.nbytes for one in storages if one.hold() is not None)
+        weights = sum(one.nbytes for one in self.storages if one.hold() is not None)
         self.memory.append(LayerMemory(time.perf_counter(), weights, 0.0, self._claimed - weights))
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -180,13 +178,11 @@ class LayerTraining:
         job = self.job()
         link = self.config.link_bytes_per_s
         device = None if link is None else LoggingDevice(link)
-        with ExitStack() as stack:
-            streamed = stack.enter_context(
-                stream_weights(job.model, memory_budget=budget_bytes, device=device, weights=weights)
-            )
-            moved = stack.enter_context(offload_activations(job.model, activations=activations))
+        # Resident weights are on the host, too, so that all choices copy them.
+        options = {"weights": weights, "activations": activations}
+        with MovedLayers(mover_of(job.model, device), options, budget_bytes, "error") as moved:
             if device is not None:
-                device.weights = streamed
+                device.storages = moved.weight_storages
                 device.addresses = {param.data_ptr() for param in job.model.layers.parameters()}
             steps = self.run(job)
             predicted = moved.predicted
@@ -195,7 +191,7 @@ class LayerTraining:
                     f"activations {activations}, weights {weights}: no plan needs less than {budget_bytes:,.0f} bytes "
                     "of device memory: raise --memory-budget"
                 )
-            kinds = dict(Counter(moved.choices.values()) + Counter(streamed.choices.values()))
+            kinds = dict(Counter(moved.activations.values()) + Counter(moved.weights.values()))
             peak = moved.peak_bytes
         counted = sorted(steps[WARMUP:], key=lambda step: step.iteration_s)
         if device is not None:

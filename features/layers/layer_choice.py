@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
@@ -31,7 +31,7 @@ from ebbtide.interleave.simulation.bound import min_iteration_s
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.machine import Machine
 
-WEIGHTS = ("resident", "streamed", "auto")
+WEIGHTS = ("resident", "streamed", "streamed:K", "auto")
 ACTIVATIONS = (*ACTIVATION_KINDS, "auto")
 LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _MOST_SLOTS = 4
@@ -40,6 +40,26 @@ _SEARCHED_OPS, _LEAST_OPS = 100_000, 50
 # Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time; so many of the
 # choices that the search starts from are changed.
 _EXACT_CHOICES, _PAIRED_BLOCKS, _CLIMBS = 1100, 6, 12
+
+
+def is_choice(text: str, choices: Sequence[str]) -> bool:
+    """Return whether a text is one of some choices, of which `streamed:K` takes a number."""
+    name, colon, number = text.partition(":")
+    if not colon:
+        return text in choices
+    return f"{name}:K" in choices and number.isdecimal() and int(number) > 0
+
+
+def streamed_count(weights: str) -> int | None:
+    """Return K of `streamed:K`; None for other choices."""
+    _, colon, number = weights.partition(":")
+    return int(number) if colon else None
+
+
+def spread(count: int, layers: int) -> tuple[bool, ...]:
+    """Return which layers are streamed where some are, evenly spread: compute of the others hides their copies."""
+    until = [layer * count // layers for layer in range(layers + 1)]
+    return tuple(after > before for before, after in pairwise(until))
 
 
 class LayerChoice(NamedTuple):
@@ -161,19 +181,24 @@ class LayerSearch:
         weights, activations = options.get("weights", "resident"), options.get("activations", "keep")
         if activations.startswith("recompute") and not last:
             raise PolicyError(f"activations={activations} needs layers with recompute_s, or with several forms")
-        self._weights = (False, True) if weights == "auto" else (weights == "streamed",)
+        fixed = streamed_count(weights)
+        if fixed is not None and fixed > count:
+            raise PolicyError(f"weights={weights}: {workload.name} has {count} layers")
+        # The choices of a layer, and those of all: `streamed:K` leaves none.
+        self._weights = () if fixed is not None else (False, True) if weights == "auto" else (weights == "streamed",)
+        self._patterns = [(streamed,) * count for streamed in self._weights] or [spread(fixed or 0, count)]
         kept = range(last + 1)
         self._forms = (*kept, *(~form for form in kept)) if activations == "auto" else (named[activations],)
         overlaps = overlaps_of(options.get("overlap", "none"))
         self._overlap = Overlap(*(any(flags) for flags in zip(NO_OVERLAP, *overlaps, strict=True)))
         self.singles = [
-            LayerChoice((streamed,) * count, (form,) * count) for streamed, form in product(self._weights, self._forms)
+            LayerChoice(streamed, (form,) * count) for streamed, form in product(self._patterns, self._forms)
         ]
 
     def run(self, make: Maker) -> list[LayerChoice]:
         """Return choices, the best ones first."""
         count = len(self._workload.layers)
-        if (len(self._weights) * len(self._forms)) ** count * _MOST_SLOTS <= _EXACT_CHOICES:
+        if max(1, len(self._weights) ** count) * len(self._forms) ** count * _MOST_SLOTS <= _EXACT_CHOICES:
             for choice in self._all():
                 self._cost(choice, make)
         else:
@@ -211,7 +236,7 @@ class LayerSearch:
 
     def _all(self) -> Iterator[LayerChoice]:
         count, slots = len(self._workload.layers), range(1, SLOTS + 1)
-        for weights in product(self._weights, repeat=count):
+        for weights in product(self._weights, repeat=count) if self._weights else self._patterns:
             for forms in product(self._forms, repeat=count):
                 yield from (LayerChoice(weights, forms, *one) for one in product(slots, slots))
 
@@ -220,7 +245,7 @@ class LayerSearch:
         that its compute hides the copy for the next one."""
         count = len(self._workload.layers)
         for single in self.singles:
-            for slots in (SLOTS, 1) if single.streamed[0] or single.forms[0] < 0 else (SLOTS,):
+            for slots in (SLOTS, 1) if any(single.streamed) or single.forms[0] < 0 else (SLOTS,):
                 choice = single._replace(weight_slots=slots, activation_slots=slots)
                 yield choice
                 if len(self._weights) > 1 and single.streamed[0]:

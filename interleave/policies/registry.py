@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
-from ebbtide.features.layers.layer_choice import LAYER_OPTIONS, plan_with_layers
+from ebbtide.features.layers.layer_choice import LAYER_OPTIONS, is_choice, plan_with_layers
 from ebbtide.features.storage.policy import with_storage
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import Plan
@@ -49,7 +49,7 @@ class Policy:
             if not equals or key not in allowed:
                 choices = ", ".join(f"{k}={'|'.join(v)}" for k, v in allowed.items()) or "none"
                 raise PolicyError(f"{text!r}: {name} has no option {option_text!r}; it has {choices}")
-            if chosen not in allowed[key]:
+            if not is_choice(chosen, allowed[key]):
                 raise PolicyError(f"{text!r}: {key} is one of {', '.join(allowed[key])}")
             options[key] = chosen
         return cls(name, value if colon else None, options, text=text)

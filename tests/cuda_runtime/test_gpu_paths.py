@@ -231,6 +231,50 @@ for options in ({"weights": "streamed"}, {"activations": "offload"}, {"activatio
     assert all(map(torch.equal, expected, gradients(**options))), options
 """
 
+# Frozen layers, adapters and a number of streamed layers, with one optimizer each.
+MOVED_LAYERS = """
+import torch
+from torch import nn
+from ebbtide.interleave import InterleavedAdamW, move_layers
+from tests.interleave.engine.grid.models import add_adapters
+
+def make(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)])
+    if kind == "frozen":
+        model[:2].requires_grad_(False)
+    if kind == "adapted":
+        for layer in model:
+            add_adapters(layer)
+    return model
+
+def train(kind, origin="cuda", **options):
+    model = make(kind).to(origin)
+    if options:
+        moved = move_layers(model, device="cuda", **options)
+        streamed = [kind == "streamed" for kind in moved.weights.values()]
+        for layer, is_streamed in zip(model, streamed):
+            for name, param in layer.named_parameters():
+                stays = not is_streamed or (kind == "adapted" and param.requires_grad)
+                assert param.device.type == ("cuda" if stays else "cpu"), name
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.1) if kind != "adapted" else InterleavedAdamW(params, lr=0.01, threads=1)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.full((8, 64), step / 5, device="cuda")).square().mean().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return [param.detach().cpu() for param in model.parameters()]
+
+for kind in ("trained", "frozen", "adapted"):
+    expected = train(kind)
+    for options in ({"weights": "streamed"}, {"weights": "streamed:2", "activations": "recompute"},
+                    {"weights": "auto", "memory_budget": 60e3}):
+        assert all(map(torch.equal, expected, train(kind, **options))), (kind, options)
+    # A model that the GPU does not hold.
+    assert all(map(torch.equal, expected, train(kind, "cpu", weights="streamed"))), kind
+"""
+
 INPUT_ON_THE_HOST = """
 import torch
 from ebbtide.interleave import offload_activations
@@ -253,7 +297,7 @@ model = Model().cuda()
 moved = offload_activations(model, activations="offload")
 for _ in range(4):
     model(torch.ones(8, 64, device="cuda")).sum().backward()
-assert moved._transfers.device.torch_device.type == "cuda"
+assert moved._mover.transfers.device.torch_device.type == "cuda"
 """
 
 
@@ -290,3 +334,7 @@ def test_layers__with_branches_on_two_streams_have_the_same_bits_without_races(o
 
 def test_activations__move_where_the_first_input_of_layers_is_on_the_host(on_stand_in: OnStandIn) -> None:
     on_stand_in(INPUT_ON_THE_HOST)
+
+
+def test_moved_layers__frozen_and_with_adapters_have_the_bits_of_the_plain_job(on_stand_in: OnStandIn) -> None:
+    on_stand_in(MOVED_LAYERS)

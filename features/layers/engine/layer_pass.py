@@ -29,14 +29,14 @@ class LayerPass:
         transfers: StorageTransfers,
         orders: LayerOrders,
         layers: Sequence[LayerForward],
-        end: "Callable[[LayerPass], None]",
+        end: Callable[[PassMeasurement | None], None],
         own: Collection[int],
         measurement: PassMeasurement | None,
         is_trial: bool = False,
     ) -> None:
         """Initialize; `is_trial`: layers are computed again before what they have saved comes back."""
         self.orders = orders
-        self._is_trial = is_trial
+        self.is_trial = is_trial
         self._transfers = transfers
         self._torch_device = transfers.device.torch_device
         self._layers = layers
@@ -200,7 +200,7 @@ class LayerPass:
             self.measurement.end_forward(self._of_layer)
         self._backward_of = layer
         self._release_after(layer)
-        if not self._is_trial:
+        if not self.is_trial:
             self._bring_back(self._of_layer.get(layer, ()), layer)
         for later, other in self.orders.returned:
             if other < layer <= later - 1 and not self._transfers.prefetch(self._of_layer.get(other, ())):
@@ -225,4 +225,4 @@ class LayerPass:
                 self.measurement.end()
             self._release_after(-1)
             self._backward_of = None
-        self._end(self)
+        self._end(self.measurement)

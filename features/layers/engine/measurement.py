@@ -35,7 +35,7 @@ class PassMeasurement:
         self._marks: dict[tuple[bool, int], list[Mark]] = {}
         self._open: list[Mark] | None = None
         self._input_bytes: dict[int, int] = {}
-        self.comparisons: dict[int, Sequence[Mark]] = {}
+        self.comparisons: Mapping[int, Sequence[Mark]] = {}
         self.saved_bytes: dict[int, int] = {}
         self.left: set[tuple[int, int]] = set()
         self.left_bytes = 0

@@ -27,34 +27,24 @@ class _Counted(weakref.ref):  # type: ignore[type-arg]
 
 
 class LayerMemoryCount:
-    """Counts the device memory of what layers hold, against a limit and on the device itself.
+    """Counts the device memory of what layers hold, against a limit, which may be None, and on the device itself."""
 
-    Attributes:
-        budgets: The bytes that weights or activations bring in, or None; the limit is their sum.
-    """
-
-    def __init__(self, device: Device, budgets: dict[str, float | None]) -> None:
+    def __init__(self, device: Device, limit_bytes: float | None) -> None:
         self._device = device
-        self.budgets = budgets
+        self.limit_bytes = limit_bytes
         self.used_bytes = self.peak_bytes = 0
         self._counted: dict[int, _Counted] = {}
         # Re-entrant: a storage may be freed while another one is counted.
         self._lock = fork_lock()
 
-    @property
-    def limit_bytes(self) -> float | None:
-        given = [budget for budget in self.budgets.values() if budget is not None]
-        return sum(given) if given else None
-
     def claim(self, nbytes: int) -> None:
         """Count bytes before they are used. Raises DeviceMemoryError if there are too few."""
         with self._lock:
-            limit_bytes = self.limit_bytes
-            if limit_bytes is not None and self.used_bytes + nbytes > limit_bytes:
+            if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
                 raise DeviceMemoryError(
-                    f"{' and '.join(sorted(self.budgets))} need {bytes_text(nbytes)} of device memory beside "
-                    f"{bytes_text(self.used_bytes)}, and their memory_budget is {bytes_text(limit_bytes)}: raise it, "
-                    "use smaller batches, or let custom autograd functions use save_for_backward"
+                    f"layers need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)} for what "
+                    f"moves, and their memory_budget is {bytes_text(self.limit_bytes)}: raise it, use smaller batches, "
+                    "or let custom autograd functions use save_for_backward"
                 )
             self._device.claim(nbytes)
             self.used_bytes += nbytes

@@ -74,8 +74,12 @@ class RecomputedLayers:
             self.reasons[layer] = reason
             log.info("ebbtide: layer %s is not recomputed: %s", layer.name, reason)
 
+    def comparisons(self) -> dict[int, list[Mark]]:
+        """Return the layers that can be computed again, with the marks of `tried`."""
+        return {layer.number: marks for layer, marks in self.tried.items() if layer not in self.reasons}
+
     def refused(self) -> frozenset[int]:
-        return frozenset(layer.number for layer in self.reasons if layer.number is not None)
+        return frozenset(layer.number for layer in self.reasons)
 
 
 class _SavedTensor:
@@ -168,7 +172,7 @@ class Recomputation:
             (args, kwargs), self._call = self._call, None
             self._hooks = other_hooks()
             with saved_tensors_hooks(self._save, self._load):
-                return self._layer.original(*args, **kwargs)
+                return self._layer.compute(args, kwargs)
         self._again = []
         if any(param._version != version for param, version in self._params):
             raise EngineError(
@@ -182,7 +186,7 @@ class Recomputation:
             [leaf if place is None else inputs[place] for place, leaf in self._leaves], self._spec
         )
         with saved_tensors_hooks(lambda tensor: save(self._compared(self._one.counted(tensor))), load):
-            return self._layer.original(*args, **kwargs)
+            return self._layer.compute(args, kwargs)
 
     def _save(self, tensor: torch.Tensor) -> _SavedTensor:
         pack, unpack = self._hooks

@@ -15,21 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ebbtide.features.layers.engine.measurement import PassMeasurement
 from ebbtide.features.layers.engine.memory import HostArena
-from ebbtide.features.layers.engine.model_layers import LayerForward, MovedLayers, is_within_backward, other_hooks
-from ebbtide.features.layers.engine.orders import ONE_AT_A_TIME, LayerOptions, LayerOrders
+from ebbtide.features.layers.engine.model_layers import LayerForward, is_within_backward, other_hooks, tensors_in
+from ebbtide.features.layers.engine.orders import ONE_AT_A_TIME, LayerOrders
 from ebbtide.features.layers.engine.saved_tensors import PackedTensor, TensorVersion, is_plain
 from ebbtide.features.layers.engine.transfers import Flight, SavedStorage, StorageTransfers, bytes_of
-from ebbtide.features.layers.layer_choice import WEIGHTS
-from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device
+from ebbtide.features.layers.layer_choice import spread, streamed_count
 from ebbtide.interleave.engine.errors import EngineError
 
 log = logging.getLogger("ebbtide")
 
 # The number of nodes that autograd runs before all others that are ready, as the accumulation of a gradient.
 _FIRST = 2**64 - 1
-# Passes before there is a plan. The times of the first one do not count: it has not warmed up.
-MEASURED_PASSES = 3
+
+# Types of buffers that are weights.
+_QUANTIZED = (torch.uint8, torch.int8, torch.int32)
 
 
 class _DeviceWeight(torch.Tensor):  # type: ignore[misc]
@@ -198,6 +197,18 @@ class _Weight:
         return device_weight
 
 
+def _adapters_in(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Return the adapters of a frozen layer: its trained parameters, if they are fewer bytes than the frozen ones."""
+    trained = {param for param in module.parameters() if param.requires_grad}
+    trained_bytes = sum(param.nbytes for param in trained)
+    return trained if 2 * trained_bytes < sum(param.nbytes for param in module.parameters()) else set()
+
+
+def _quantized_buffers(module: torch.nn.Module) -> list[str]:
+    """Return the names of buffers that are matrices of integers, as weights of GPTQ and AWQ are."""
+    return [name for name, buffer in module.named_buffers() if buffer.dim() == 2 and buffer.dtype in _QUANTIZED]
+
+
 def _nothing() -> None:
     """Stand in for a reference to an object that is gone."""
 
@@ -340,30 +351,40 @@ class _Departed(NamedTuple):
     landing: _Landing | None = None
 
 
-class StreamedWeights(MovedLayers):
-    """The weights of a model's layers on the host; `stream_weights` returns it.
+class StreamedWeights:
+    """The weights of some layers of a model on the host.
 
     Attributes:
-        kept: Names of parameters of layers that stay on the device: shared ones, and those that are no plain tensors.
+        moved: Layers of which some do.
+        kept: Names of parameters and buffers of chosen layers that stay on the device: shared parameters, adapters of
+            frozen layers, those that are no plain tensors, and quantized weights in buffers.
     """
 
-    what = "weights"
-    choices_of = WEIGHTS
-
     def __init__(
-        self, model: torch.nn.Module, memory_budget: float | str | None, device: Device | None, weights: str
+        self,
+        model: torch.nn.Module,
+        layers: Sequence[LayerForward],
+        order: Sequence[LayerForward],
+        open_device: Callable[[torch.device], StorageTransfers],
     ) -> None:
-        super().__init__(model, memory_budget, weights)
         self._model = model
-        self._torch_device = next(self._layers[0].module.parameters(), torch.empty(0)).device
-        self.transfers = self._open(device, self._torch_device)
+        self._layers = layers
+        self._order = order
+        self.orders = ONE_AT_A_TIME
+        self._check_devices()
+        # A model that the device does not hold begins on the host.
+        self._origin = next(self._layers[0].module.parameters(), torch.empty(0)).device
+        self.transfers = open_device(self._origin)
+        self._torch_device = self.transfers.device.torch_device
         # By number: the layers that are streamed, and how many of these are before each.
         self._streamed: list[int] = []
         self._before: list[int] = [0]
-        self._last_forward = -1
+        self._last_moved = -1
         self._is_end_awaited = False
         # The layer whose backward runs.
         self._backward_of = -1
+        # Numbers of layers whose outputs need a backward.
+        self._differentiated: set[int] = set()
         # The layer whose weights were needed last.
         self._fetched: LayerForward | None = None
         # Layers with weights on the device, or on the way there.
@@ -375,21 +396,30 @@ class StreamedWeights(MovedLayers):
         self._departed: list[_Departed] = []
         # A wait for copies keeps the thread of a GPU's backward from issuing work.
         self.delivers_later = self._torch_device.type != "cpu"
-        # Whether it makes its own plan, in place of activations that are moved around it.
-        self._plans = True
-        self.outer: MovedLayers | None = None
-        self._passes = 0
         self._measurement: PassMeasurement | None = None
+        self._end: Callable[[PassMeasurement | None], None] | None = None
+        self.moved: set[LayerForward] = set()
         self.kept: list[str] = []
-        self._weights: dict[LayerForward, list[_Weight]] = {layer: [] for layer in self._layers}
-        try:
-            self._check_devices()
-            self.take_changed()
-        except BaseException:
-            self.close()
-            raise
-        if self.kept:
-            log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
+        # Layers that are to move, and the weights of those that do.
+        self._chosen: Collection[LayerForward] = ()
+        self._weights: dict[LayerForward, list[_Weight]] = {layer: [] for layer in layers}
+
+    def choose(self, option: str) -> None:
+        """Move the weights of the layers that an option streams, and those of others back."""
+        count = streamed_count(option)
+        is_chosen = spread(len(self._layers) if count is None else count, len(self._layers))
+        self._chosen = {layer for layer, chosen in zip(self._layers, is_chosen, strict=True) if chosen}
+        self.orders = ONE_AT_A_TIME
+        for layer in self._layers:
+            if layer not in self._chosen:
+                self._restore(layer)
+        self.take_changed()
+        self.moved = {layer for layer, weights in self._weights.items() if weights}
+        self._number_streamed()
+
+    def moves(self, layer: LayerForward) -> bool:
+        """Return whether weights of a layer move."""
+        return bool(self._weights[layer])
 
     def _check_devices(self) -> None:
         """Raise EngineError if layers have parameters on several devices."""
@@ -397,33 +427,45 @@ class StreamedWeights(MovedLayers):
         devices = {str(param.device) for param in params}
         if len(devices) > 1:
             raise EngineError(
-                f"stream_weights takes a model on one device, and its layers are on {', '.join(sorted(devices))}: "
-                "load it without device_map, or with one device"
+                f"weights of layers stream to one device, and they are on {', '.join(sorted(devices))}: load the model "
+                "without device_map, or with one device"
             )
 
     def take_changed(self) -> bool:
-        """Move the weights of layers to the host, unless they are there. Return whether any were moved."""
-        if all(map(self._is_current, self._layers)):
+        """Move the chosen layers' weights to the host, unless they are there. Return whether any were moved."""
+        if all(map(self._is_current, self._chosen)):
             return False
         modules = self._model.modules()
         uses = Counter(param for module in modules for param in module._parameters.values() if param is not None)
         scripted = [module for module in self._model.modules() if not isinstance(module._parameters, dict)]
         # Scripted code has places of its own for its parameters.
         stays = {param for module in scripted for param in module.parameters()}
+        stays |= {param for param, count in uses.items() if count > 1}
         self.kept.clear()
-        for layer, weights in self._weights.items():
-            params = dict(layer.module.named_parameters())
-            own = {one.name: one for one in weights if one.is_of(params)}
-            weights.clear()
-            for name, param in params.items():
-                if uses[param] > 1 or param in stays or not is_plain(param.data) or not param.is_contiguous():
-                    self.kept.append(f"{layer.name}.{name}")
-                else:
-                    weights.append(own.get(name) or _Weight(layer, name, param, self))
+        for layer in self._layers:
+            if layer in self._chosen:
+                self._take_layer(layer, stays)
+        if self.kept:
+            log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
         return True
 
-    def _choice(self, layer: int) -> str:
-        return "streamed" if self.orders.is_streamed(layer) else "resident"
+    def _take_layer(self, layer: LayerForward, stays: Collection[torch.nn.Parameter]) -> None:
+        """Move the weights of a layer to the host, but for some, for its adapters, and for what is no plain tensor."""
+        params, weights = dict(layer.module.named_parameters()), self._weights[layer]
+        own = {one.name: one for one in weights if one.is_of(params)}
+        weights.clear()
+        self.kept += [f"{layer.name}.{name}" for name in _quantized_buffers(layer.module)]
+        adapters = _adapters_in(layer.module)
+        for name, param in params.items():
+            # A late parameter has its own class again after this.
+            is_plain_param = is_plain(param.data) and type(param) is torch.nn.Parameter and param.is_contiguous()
+            if param in stays or param in adapters or not is_plain_param:
+                self.kept.append(f"{layer.name}.{name}")
+                if param.device != self._torch_device:
+                    # It was moved before, or made beside a weight on the host.
+                    param.data = param.data.to(self._torch_device)
+            else:
+                weights.append(own.get(name) or _Weight(layer, name, param, self))
 
     @property
     def storages(self) -> list[SavedStorage]:
@@ -432,41 +474,40 @@ class StreamedWeights(MovedLayers):
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the bytes of the weights of each layer, in the order of the forward, and of their gradients."""
-        layers = [
-            [(one.storage.nbytes, one.param.requires_grad) for one in self._weights[layer]] for layer in self._order
-        ]
-        return [
-            (sum(size for size, _ in layer), sum(size for size, is_trained in layer if is_trained)) for layer in layers
-        ]
+        sizes = []
+        for layer in self._order:
+            trained = (one.storage.nbytes for one in self._weights[layer] if one.param.requires_grad)
+            sizes.append((sum(one.storage.nbytes for one in self._weights[layer]), sum(trained)))
+        return sizes
 
-    def follow(self, orders: LayerOrders, measurement: PassMeasurement | None) -> None:
-        """Take the orders of a pass that begins now from a plan that has activations, too."""
-        self._plans = False
-        self.orders, self._measurement = orders, measurement
-        self._last_forward = len(self._order)
+    def follow(
+        self,
+        orders: LayerOrders,
+        measurement: PassMeasurement | None,
+        end: Callable[[PassMeasurement | None], None] | None,
+    ) -> None:
+        """Take the orders of a pass that begins now; `end`: called when its backward has ended."""
+        self.orders, self._measurement, self._end = orders, measurement, end
         self._number_streamed()
 
     def close(self) -> None:
-        """Put the weights back on their device, and give the layers their own forwards back."""
-        super().close()
-        self._release(self._there)
-        for weight in chain.from_iterable(self._weights.values()):
-            weight.param.data = weight.param.data.to(self._torch_device)
-        self._weights.clear()
+        """Put the weights back where they were, and release the host memory of gradients."""
+        for layer in self._layers:
+            self._restore(layer)
+        self._gradients.release()
+
+    def _restore(self, layer: LayerForward) -> None:
+        self._release([layer])
+        for weight in self._weights[layer]:
+            weight.param.data = weight.param.data.to(self._origin)
+        self._weights[layer] = []
 
     def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer's forward with its weights on the device."""
         weights, in_backward, has_grad = self._weights[layer], is_within_backward(), torch.is_grad_enabled()
-        is_first, number = layer.number is None, self._number(layer)
-        if is_first:
+        number = layer.number
+        if number >= len(self._before) - 1:
             self._number_streamed()
-        if not in_backward:
-            if number <= self._last_forward or not number:
-                self._begin_pass(has_grad)
-            self._last_forward = number
-        marks = self._measurement if self._plans and not in_backward else None
-        if marks is not None:
-            marks.begin(False, number)
         self._fetch(layer, number, in_backward)
         uses = [_Use(one, one.arrive(has_grad)) for one in weights]
         hooks = _WeightHooks(self, layer, uses, other_hooks())
@@ -480,18 +521,26 @@ class StreamedWeights(MovedLayers):
             has_ended = True
         finally:
             self._take_writes(layer, has_ended)
-        if marks is not None:
-            marks.end()
-        if not (has_grad or in_backward):
-            # No backward follows.
-            self._release([layer])
-        if number == len(self._order) - 1 and not in_backward:
+        if not in_backward:
+            self._expect_backward(layer, has_grad and any(one.requires_grad for one in tensors_in(output)))
+        if number == self._last_moved and not in_backward:
             # The job may write the parameters next.
             self.transfers.finish("h2d")
         return output
 
+    def _expect_backward(self, layer: LayerForward, is_differentiated: bool) -> None:
+        """Note whether a backward follows a layer's forward; frozen layers before all others have none."""
+        if is_differentiated:
+            self._differentiated.add(layer.number)
+            return
+        if torch.is_grad_enabled():
+            # An evaluation says nothing of the backward of a forward before.
+            self._differentiated.discard(layer.number)
+        self._release([layer])
+
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
-    def _begin_pass(self, has_grad: bool) -> None:
+    def begin_pass(self) -> bool:
+        """Release what a pass before has left. Return whether weights of layers have changed and were moved."""
         # After an error or an interrupt.
         for layer in [*self._uses]:
             self._take_writes(layer)
@@ -502,33 +551,28 @@ class StreamedWeights(MovedLayers):
         # The optimizer may have stepped.
         self._release(self._there)
         self._is_end_awaited = False
-        is_left = self._is_left_by(self.outer)
-        if is_left:
-            self.outer, self._plans = None, True
-        if self.take_changed() or is_left:
-            self._passes, self._measurement, self.orders = 0, None, ONE_AT_A_TIME
+        has_changed = self.take_changed()
+        if has_changed:
+            self.orders = ONE_AT_A_TIME
             self._number_streamed()
-        if has_grad and DistributedDataParallel._active_ddp_module is not None and self._torch_device.type != "cpu":
+        is_replica = torch.is_grad_enabled() and DistributedDataParallel._active_ddp_module is not None
+        if is_replica and self._torch_device.type != "cpu":
             raise EngineError(
                 "DistributedDataParallel reduces gradients on the device, which those of streamed weights leave: use "
                 "fully_shard, or all_reduce the gradients of the model itself in a gloo group before each step"
             )
-        if not (self._plans and has_grad):
-            return
-        measured, self._measurement = self._measurement, None
-        if self._passes == MEASURED_PASSES and measured is not None:
-            self._plan(measured, self.sizes(), LayerOptions("keep", self.option))
-            self._number_streamed()
-        elif self._passes < MEASURED_PASSES:
-            self._measurement = PassMeasurement(self.transfers, measured)
+        return has_changed
 
     def _is_current(self, layer: LayerForward) -> bool:
         named, weights = dict(layer.module.named_parameters()), self._weights[layer]
-        kept = (name for name in self.kept if name.startswith(f"{layer.name}."))
-        return len(named) == len(weights) + sum(1 for _ in kept) and all(one.is_of(named) for one in weights)
+        kept = [name for name in self.kept if name.startswith(f"{layer.name}.")]
+        count = len(named) + len(_quantized_buffers(layer.module))
+        return count == len(weights) + len(kept) and all(one.is_of(named) for one in weights)
 
     def _number_streamed(self) -> None:
-        is_streamed = [self.orders.is_streamed(number) for number in range(len(self._order))]
+        is_moved = [self.moves(layer) for layer in self._order]
+        is_streamed = [moved and self.orders.is_streamed(number) for number, moved in enumerate(is_moved)]
+        self._last_moved = max((number for number, moved in enumerate(is_moved) if moved), default=-1)
         self._streamed = [number for number, streamed in enumerate(is_streamed) if streamed]
         self._before = [*accumulate(is_streamed, initial=0)]
 
@@ -582,9 +626,11 @@ class StreamedWeights(MovedLayers):
 
     def load(self, saved: _SavedWeight, layer: LayerForward) -> torch.Tensor:
         """Return a weight for the backward. Raises EngineError if it was updated since the forward."""
-        number = self._number(layer)
-        if layer not in self._weights:
-            raise EngineError(f"layer {layer.name}: stream_weights was closed between its forward and its backward")
+        number = layer.number
+        if saved.use.weight not in self._weights[layer]:
+            raise EngineError(
+                f"layer {layer.name}: its weights were closed or moved anew between its forward and its backward"
+            )
         saved.tensor.check(layer.name)
         saved.use.param.check(layer.name)
         if layer in self._uses:
@@ -614,7 +660,7 @@ class StreamedWeights(MovedLayers):
             position = self._before[number + 1]
             end = max(position, min(slots, len(streamed)))
             window = streamed[max(0, end - slots) : end]
-            ahead = [one for one in reversed(window) if one < number]
+            ahead = [one for one in reversed(window) if one < number and one in self._differentiated]
         else:
             position = self._before[number]
             start = max(0, min(position, len(streamed) - slots))
@@ -668,7 +714,8 @@ class StreamedWeights(MovedLayers):
         self._land(lambda _: True)
         if self._measurement is not None:
             self._measurement.end()
-        self._passes += 1
+        if self._end is not None:
+            self._end(self._measurement)
         self._check_writes()
         self._release(self._there)
         # Of weights without a gradient, for which nothing else waits.
@@ -712,7 +759,7 @@ class StreamedWeights(MovedLayers):
             del use.tensor
 
     def _recomputes(self, layer: LayerForward) -> bool:
-        return self.outer is not None and self._number(layer) in self.orders.recomputed
+        return layer.number in self.orders.recomputed
 
     def _check_writes(self) -> None:
         """Raise EngineError if a weight was written on the device after the forward of its layer."""
@@ -748,35 +795,3 @@ class _WeightHooks:
             saved.check(self._layer.name)
             return saved.get()
         return self._outer[1](saved)
-
-
-def stream_weights(
-    model: torch.nn.Module,
-    *,
-    memory_budget: float | str | None = None,
-    device: DeviceArgument | None = None,
-    weights: str = "auto",
-) -> StreamedWeights:
-    """Keep the weights of a model's layers in host memory, with the same bits as on the device.
-
-    They come to the device before the layer's forward. Those of resident layers stay until the backward has ended;
-    those of streamed ones are released, and come again before the layer's backward. Gradients go to the host as they
-    come. Optimizers and state dicts see the parameters on the host. The first three iterations stream all layers; what
-    they show makes the plan. The layers are those of `offload_activations`, which may be called after this: then one
-    plan has both.
-
-    Args:
-        model: The model, on its device.
-        memory_budget: Bytes of device memory that weights of layers may use: at least those of one layer. By default,
-            what the device has free. Together with `offload_activations` the sum of both is for both.
-        device: By default the device of the parameters; for parameters on the CPU an emulated one.
-        weights: `auto`, or `resident` or `streamed` for all layers.
-
-    Returns:
-        An object that is in effect at once: until its `close`, or the end of its `with` block.
-
-    Raises:
-        EngineError: The model has no list of layers. Later: weights have changed between forward and backward, or the
-            budget does not suffice for a layer (DeviceMemoryError).
-    """
-    return StreamedWeights(model, memory_budget, as_device(device), weights)

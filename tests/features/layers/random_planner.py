@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from ebbtide.features.layers.engine import activations, orders
+from ebbtide.features.layers.engine import orders
+from ebbtide.features.layers.engine.moving import MovedLayers
 from ebbtide.features.layers.engine.orders import LayerOptions, LayerOrders, MeasuredLayer, PassTimes
 from ebbtide.features.layers.layer_choice import LayerChoice, plan_of_choice
 from ebbtide.features.layers.model import place
@@ -21,7 +22,7 @@ class RandomPlanner:
     def __init__(self, draw: random.Random, is_limited: bool = True) -> None:
         self._draw = draw
         self._is_limited = is_limited
-        self.activations: activations.OffloadedActivations | None = None
+        self.moved: MovedLayers | None = None
         self.kinds: list[str] = []
 
     def plan(
@@ -41,13 +42,13 @@ class RandomPlanner:
         plan = plan_of_choice(choice, workload, machine, lambda placed, _: make_plan("gpu-only", placed, machine)).plan
         assert plan.layers is not None
         placed = place(workload, plan.layers)
-        assert self.activations is not None
-        memory = self.activations._transfers.memory
+        assert self.moved is not None
+        memory = self.moved._mover.transfers.memory
         left_bytes = memory.limit_bytes - (budget_bytes or 0.0)
         need = max(one.total for one in placed.layer_memory) + left_bytes
         # Peaks before were in the memory of one layer at a time.
         memory.peak_bytes = 0
-        memory.budgets = {"activations": need if self._is_limited else 1e9}
+        memory.limit_bytes = need if self._is_limited else 1e9
         result = orders.orders_of_plan(plan, plan.layers, placed)
         self.kinds = [*map(result.kind, range(len(layers)))]
         return result

@@ -6,13 +6,16 @@ import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from ebbtide.interleave import InterleavedOptimizer, offload_activations, stream_weights
+from ebbtide.features.layers.engine.model_layers import layer_modules
+from ebbtide.interleave import InterleavedOptimizer, move_layers, offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from tests.interleave.engine.grid.draw import ACTIVATIONS, WEIGHTS
+from tests.interleave.engine.grid.draw import ACTIVATIONS, MOVES, WEIGHTS
+from tests.interleave.engine.grid.models import add_adapters
 from tests.interleave.engine.grid.reference import ReferenceOptimizer
 from tests.interleave.engine.grid.training import Results, deterministic
 from tests.interleave.engine.training import MACHINE
@@ -116,11 +119,13 @@ class ModelJob:
     dtype: torch.dtype
     tied: bool
     checkpointed: bool
+    trained: str
     weights: str
     activations: str
     overlap: str
     gradients: str
     memory_budget: float | None
+    moves: str
 
     def model(self) -> Any:
         import transformers
@@ -132,7 +137,20 @@ class ModelJob:
         model = model_class(model_class.config_class(**options, **tied)).to(self.dtype)
         if self.checkpointed and model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable()
+        self._freeze(model)
         return model.train()
+
+    def _freeze(self, model: Any) -> None:
+        """Leave some layers, or adapters of all of them, to be trained."""
+        layers = [*layer_modules(model).values()]
+        if self.trained == "last layers":
+            model.requires_grad_(False)
+            layers[-1].requires_grad_(True)
+        elif self.trained == "adapters":
+            model.requires_grad_(False)
+            for layer in layers:
+                add_adapters(layer)
+            model.to(self.dtype)
 
     def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         kind = FAMILIES[self.family][2]
@@ -167,15 +185,19 @@ class ModelJob:
         return results
 
     def _open(self, model: Any, is_plain: bool, stack: ExitStack) -> Any:
-        params = [{"params": list(model.parameters()), "lr": 1e-2}]
+        params = [{"params": [param for param in model.parameters() if param.requires_grad], "lr": 1e-2}]
         if is_plain:
             return ReferenceOptimizer(params, "adamw")
         device = EmulatedDevice(None, 2e7, 2e7)
         stack.callback(device.close)
-        stack.enter_context(stream_weights(model, weights=self.weights, device=device))
-        stack.enter_context(
-            offload_activations(model, activations=self.activations, memory_budget=self.memory_budget, device=device)
-        )
+        options = {"activations": self.activations, "memory_budget": self.memory_budget, "device": device}
+        calls = [partial(stream_weights, weights=self.weights, device=device), partial(offload_activations, **options)]
+        if self.moves == "one call":
+            calls = [partial(move_layers, weights=self.weights, **options)]
+        elif self.moves == "activations first":
+            calls.reverse()
+        for call in calls:
+            stack.enter_context(call(model))
         optimizer = InterleavedOptimizer(
             params,
             policy="pipelined",
@@ -196,15 +218,19 @@ def random_model_job(seed: int) -> ModelJob:
     source = random.Random(seed)
     draw: Callable[..., Any] = source.choice
     gradients = draw(("kept", "streamed"))
+    trained, weights = draw(("all", "all", "last layers", "adapters")), draw(("streamed:1", "streamed:2", "streamed"))
+    moves = draw(MOVES)
     return ModelJob(
         seed=seed,
         family=[*FAMILIES][seed % len(FAMILIES)],
         dtype=draw((torch.float32, torch.bfloat16)),
         tied=source.random() < 0.5,
         checkpointed=source.random() < 0.3,
-        weights=draw(WEIGHTS),
+        trained=trained,
+        weights=weights if draw(("auto", "fixed")) == "fixed" else draw(WEIGHTS),
         activations=draw(ACTIVATIONS[:-1]),
         overlap="forward" if gradients == "kept" else draw(("forward", "backward", "both")),
         gradients=gradients,
         memory_budget=draw((None, 5e4)),
+        moves=moves,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ebbtide.features.layers.engine import orders
-from ebbtide.features.layers.engine.activations import OffloadedActivations
+from ebbtide.features.layers.engine.moving import MovedLayers
 from ebbtide.features.layers.engine.orders import ONE_AT_A_TIME
 from ebbtide.interleave import offload_activations
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
@@ -20,7 +20,7 @@ from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from tests.features.layers.stacks import LAYER_BYTES, LENGTH, WIDTH, same, stack, train
 
 
-def offloaded(model: nn.Module, layers: float | None = None, **rates: float) -> OffloadedActivations:
+def offloaded(model: nn.Module, layers: float | None = None, **rates: float) -> MovedLayers:
     """Offload activations within the memory of some layers."""
     budget = None if layers is None else layers * LAYER_BYTES
     return offload_activations(model, memory_budget=budget, device=EmulatedDevice(**rates))
@@ -50,7 +50,7 @@ def test_offload_activations__offloads_inputs_of_what_it_recomputes() -> None:
             # The last ones stay in their slots.
             assert set(one.choices.values()) == {kind, "recompute"}
             assert one.used_bytes == 0
-            one._transfers.memory.peak_bytes = 0
+            one._mover.transfers.memory.peak_bytes = 0
             train(model)
             peaks.append(one.peak_bytes)
     assert peaks[1] < peaks[0]
@@ -95,7 +95,7 @@ def test_offload_activations__never_copies_parameters(monkeypatch: pytest.Monkey
 
 def test_offload_activations__budget_below_one_layer_is_an_error_that_names_the_layer() -> None:
     model = stack()
-    with offloaded(model, 0.4), pytest.raises(DeviceMemoryError, match=r"layer layers\.0: activations need"):
+    with offloaded(model, 0.4), pytest.raises(DeviceMemoryError, match=r"layer layers\.0: layers need"):
         train(model)
 
 
@@ -203,14 +203,6 @@ def test_offload_activations__bad_input(model: nn.Module, budget: float | None, 
         offload_activations(model, memory_budget=budget)
 
 
-def test_offload_activations__not_twice() -> None:
-    model = stack()
-    with offloaded(model), pytest.raises(EngineError, match=r"activations of layer layers\.0 are moved already"):
-        offloaded(model)
-    with offloaded(model):
-        train(model)
-
-
 FREE = orders.LayerOptions(), orders.PassTimes()
 
 
@@ -242,9 +234,9 @@ def test_offload_activations__lengths_that_vary_have_the_orders_of_a_longer_one(
     with offloaded(model, 2.4) as activations:
         assert same(run(model, lengths[:5]), expected[:5])
         assert activations.plan is not None
-        assert len(activations._kinds_of_pass) == 1
+        assert len(activations._mover._kinds_of_pass) == 1
         run(model, lengths[5:])
-        assert len(activations._kinds_of_pass) == 2
+        assert len(activations._mover._kinds_of_pass) == 2
 
 
 def test_offload_activations__transforms_of_functions_run_as_they_are() -> None:

@@ -51,10 +51,10 @@ def test_stream_weights__under_ddp_on_a_gpu_is_an_error_that_names_the_remedy(on
     model = parallel("ddp")
     with stream_weights(model, device=EmulatedDevice()) as streamed:
         # As of a model on a GPU.
-        streamed._torch_device = torch.device("cuda")
+        streamed._mover.weights._torch_device = torch.device("cuda")
         with pytest.raises(EngineError, match="all_reduce the gradients of the model itself in a gloo group"):
             train(model)
-        streamed._torch_device = torch.device("cpu")
+        streamed._mover.weights._torch_device = torch.device("cpu")
 
 
 def parallel(kind: str) -> Any:
@@ -112,7 +112,7 @@ def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_t
                 assert same(train(moved, 5), expected)
             else:
                 error = (
-                    rf"layer layers\.\d: {what} need .*: raise it, .* custom autograd functions use save_for_backward"
+                    r"layer layers\.\d: layers need .*: raise it, .* custom autograd functions use save_for_backward"
                 )
                 with pytest.raises(DeviceMemoryError, match=error):
                     train(moved, 5)

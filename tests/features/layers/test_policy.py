@@ -105,6 +105,24 @@ def test_simulate__waits_for_streamed_weights() -> None:
     assert moved == [2e9, 2e9]
 
 
+@pytest.mark.parametrize(("count", "layers"), [(1, {7}), (2, {3, 7}), (3, {2, 5, 7}), (8, {*range(8)})])
+def test_make_plan__streams_a_number_of_layers_that_are_evenly_spread(count: int, layers: set[int]) -> None:
+    workload = _workload(8)
+    for activations in ("keep", "auto"):
+        text = f"gpu-only,weights=streamed:{count},activations={activations}"
+        plan = make_plan(text, workload, MACHINE)
+        assert plan.layers is not None
+        assert plan.layers.streamed == layers
+        assert plan.policy == text
+
+
+def test_make_plan__refuses_to_stream_more_layers_than_there_are() -> None:
+    with pytest.raises(PolicyError, match=r"weights=streamed:9: test has 8 layers"):
+        make_plan("gpu-only,weights=streamed:9", _workload(8), MACHINE)
+    with pytest.raises(PolicyError, match=r"weights is one of resident, streamed, streamed:K, auto"):
+        make_plan("gpu-only,weights=streamed:K", _workload(8), MACHINE)
+
+
 def test_streamed_weights__leave_parameters_outside_of_layers_on_the_device() -> None:
     """Two of eight layers of 2 GB stay for the next forward; 3 GB are outside of them, in two subgroups."""
     workload = _workload(8, params=9.5e9)

@@ -10,8 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ebbtide.features.layers.engine import activations, model_layers
-from ebbtide.features.layers.engine.weights import stream_weights
+from ebbtide.features.layers.engine import moving
 from ebbtide.features.layers.model import ACTIVATION_KINDS
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from tests.conftest import examples
@@ -33,15 +32,20 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
     model = Net(tuple(draw.choices(_KINDS, k=draw.randint(2, 5))))
     device, planner = CountingDevice(None, draw.choice(_RATES), draw.choice(_RATES)), RandomPlanner(draw)
     is_forced, is_streamed = draw.random() < 0.7, draw.random() < 0.4
+    own = random.Random(f"moving {seed}")
+    model.layers[: own.randrange(len(model.layers))].requires_grad_(own.random() < 0.7)
+    weights = f"streamed:{own.randint(1, len(model.layers))}" if own.random() < 0.4 else "auto"
     budget = 1e9 if is_forced else draw.choice((2e3, 8e3, 2e4))
     with monkeypatch.context() as patched:
         if is_forced:
-            patched.setattr(model_layers, "plan_orders", planner.plan)
+            patched.setattr(moving, "plan_orders", planner.plan)
         with (
-            stream_weights(model, memory_budget=12e3, device=device) if is_streamed else nullcontext() as streamed,
-            activations.offload_activations(model, memory_budget=budget, device=device) as offloaded,
+            moving.stream_weights(model, weights=weights, memory_budget=12e3, device=device)
+            if is_streamed
+            else nullcontext(),
+            moving.offload_activations(model, memory_budget=budget, device=device) as offloaded,
         ):
-            planner.activations = offloaded
+            planner.moved = offloaded
             try:
                 for _ in range(4):
                     model(torch.arange(9)).backward()
@@ -51,9 +55,8 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
             except DeviceMemoryError:
                 assert not is_forced, (seed, planner.kinds)
                 return "error"
-            counted = offloaded.peak_bytes + (streamed.peak_bytes if streamed else 0)
-            assert max(live) <= counted + _BIAS_BYTES, (seed, planner.kinds)
-            assert offloaded.peak_bytes <= offloaded._transfers.memory.limit_bytes
+            assert max(live) <= offloaded.peak_bytes + _BIAS_BYTES, (seed, planner.kinds)
+            assert offloaded.peak_bytes <= offloaded._mover.transfers.memory.limit_bytes
             assert offloaded.used_bytes == 0, (seed, planner.kinds)
             return "+".join(sorted(set(offloaded.choices.values())))
 
@@ -61,7 +64,7 @@ def run_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_time_limit__ends_a_case_whose_copies_never_end() -> None:
     device, released = CountingDevice(None, None, None), threading.Event()
     model = Net(("perceptron", "attention"))
-    with activations.offload_activations(model, memory_budget=1e9, device=device, activations="offload"):
+    with moving.offload_activations(model, memory_budget=1e9, device=device, activations="offload"):
         # Imports of torch are not to be interrupted.
         model(torch.arange(9)).backward()
         device.submit("d2h", released.wait)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ebbtide.features.layers.engine import effects, recomputation
-from ebbtide.features.layers.engine.activations import OffloadedActivations
+from ebbtide.features.layers.engine.moving import MovedLayers
 from ebbtide.features.layers.engine.nondeterminism import OperationWatch
 from ebbtide.features.layers.engine.orders import MeasuredLayer
 from ebbtide.features.layers.engine.recomputation import RecomputedLayers
@@ -117,7 +117,7 @@ def train(
     steps: int = 6,
     call: Callable[[Layer, torch.Tensor, int], torch.Tensor] = lambda layer, x, _: layer(x),
     **options: Any,
-) -> tuple[list[torch.Tensor], OffloadedActivations | None]:
+) -> tuple[list[torch.Tensor], MovedLayers | None]:
     """Return losses and parameters, and numbers that the job draws next."""
     torch.manual_seed(0)
     random.seed(0)

@@ -149,7 +149,7 @@ def returning(share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False
     return nn.Sequential(*(Returning(share, keeps) for _ in range(3)))
 
 
-@pytest.mark.parametrize("weights", ["streamed", slow_case("resident")])
+@pytest.mark.parametrize("weights", ["streamed", slow_case("auto")])
 @pytest.mark.parametrize("autocast", [bf16, slow_case(nullcontext)])
 @pytest.mark.parametrize("share", slow(SHARES, but=("view",)))
 def test_stream_weights__layers_return_their_weights(share: str, autocast: Callable[[], Any], weights: str) -> None:
@@ -158,7 +158,7 @@ def test_stream_weights__layers_return_their_weights(share: str, autocast: Calla
         assert train_returning(model, autocast) == expected
 
 
-@pytest.mark.parametrize("weights", ["streamed", slow_case("resident")])
+@pytest.mark.parametrize("weights", ["streamed", slow_case("auto")])
 @pytest.mark.parametrize("autocast", [bf16, slow_case(nullcontext)])
 @pytest.mark.parametrize("share", slow(SHARES, but=("view",)))
 def test_stream_weights__old_values_that_a_layer_has_kept_are_an_error(
@@ -333,7 +333,7 @@ def test_stream_weights__later_gradients_of_autocast_have_the_same_bits(monkeypa
     expected, model = train(model_of(twice), bf16), model_of(twice)
     with stream_weights(model, device=EmulatedDevice(None, 1e8, 1e8)) as streamed:
         # As on a GPU.
-        monkeypatch.setattr(streamed, "delivers_later", True)
+        monkeypatch.setattr(streamed._mover.weights, "delivers_later", True)
         assert train(model, bf16) == expected
 
 

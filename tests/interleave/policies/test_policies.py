@@ -47,7 +47,7 @@ BAD_STRINGS = [
     ("pipelined,grads", "pipelined has no option 'grads'; it has grads=async|blocking, params=pipelined|blocking"),
     ("pipelined,stride=2", "pipelined has no option 'stride=2'"),
     ("pipelined,", "pipelined has no option ''"),
-    ("gpu-only,grads=async", "gpu-only has no option 'grads=async'; it has weights=resident|streamed|auto"),
+    ("gpu-only,grads=async", "gpu-only has no option 'grads=async'; it has weights=resident|streamed|streamed:K|auto"),
     ("adaptive,params=blocking", "adaptive has no option"),
 ]
 

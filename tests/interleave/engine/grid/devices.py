@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from ebbtide.interleave.engine.devices.device import Direction
 from tests.interleave.engine.twins import Jitter, JitteryDevice
 
 
@@ -14,6 +15,8 @@ class GridDevice(JitteryDevice):
     """An emulated device on which a number of allocations succeed before one fails; None: all do."""
 
     successes: int | None = None
+    # Sees each copy when it is issued.
+    watch: Callable[[Direction, Sequence[tuple[torch.Tensor, torch.Tensor]]], None] | None = None
 
     @classmethod
     @contextmanager
@@ -33,6 +36,11 @@ class GridDevice(JitteryDevice):
             yield
         finally:
             self.successes = None
+
+    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if self.watch is not None:
+            self.watch(direction, pairs)
+        super().copy(direction, pairs)
 
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
         self._count()

@@ -10,7 +10,7 @@ from ebbtide.interleave.engine.rules import RULES
 from tests.interleave.engine.grid.edits import EDITS
 from tests.interleave.engine.grid.faults import FAULTS
 from tests.interleave.engine.grid.job import RANKS, Event, Job
-from tests.interleave.engine.grid.models import LAYERS, WRITERS
+from tests.interleave.engine.grid.models import ADAPTABLE, LAYERS, WRITERS
 
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.4", "interleaved:2", "interleaved:3@0.6", "adaptive", "gpu-only")
 OVERLAPPING = ("pipelined", "interleaved:2", "adaptive")
@@ -18,6 +18,7 @@ OVERLAPPING = ("pipelined", "interleaved:2", "adaptive")
 SPECULATING = ("speculating", "speculating:3", "speculating:4,base=interleaved:2")
 OVERLAPS = ("none", "forward", "backward", "both", "auto")
 WEIGHTS = ("resident", "streamed", "auto")
+MOVES = ("weights first", "activations first", "twice", "one call")
 ACTIVATIONS = ("keep", "recompute", "offload", "recompute-offload", "auto", "random")
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 # Layers of which torch.compile makes graphs.
@@ -63,6 +64,7 @@ def draw_job(seed: int) -> Job:
     options |= _training(draw, options["dtype"])
     options |= _engine(draw, options) | _layers(draw)
     options |= _calls(draw, options)
+    options |= _trained_layers(random.Random(f"layers {seed}"), options)
     return Job(seed=seed, **options)
 
 
@@ -85,6 +87,8 @@ def draw_rank_job(seed: int) -> Job:
         hyperparameters=(("lr", 0.01),),
         clipping=None,
         tied=False,
+        frozen=(),
+        adapted=(),
         reads_head=False,
         checkpoints=draw.choice((None, "plain")) if is_sharded else None,
         call="call",
@@ -205,3 +209,24 @@ def _layers(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.55:
         options |= {"activations": draw.choice(ACTIVATIONS), "activations_budget": draw.choice(BUDGETS)}
     return options
+
+
+def _trained_layers(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Draw which layers are trained, which of them move, and the calls that move them.
+
+    They have random numbers of their own, so that all else of a seed is as it was without them."""
+    kinds = [kind for kind in options["kinds"] if isinstance(kind, str)]
+    own: dict[str, Any] = {"moves": draw.choice(MOVES)}
+    if options.get("weights") and draw.random() < 0.4:
+        own["weights"] = f"streamed:{draw.randint(1, len(kinds))}"
+    # The last layer may be in no group at first, or have another rule.
+    numbers = range(len(kinds) - 1)
+    if draw.random() < 0.35:
+        is_prefix, count = draw.random() < 0.5, draw.randint(1, len(numbers))
+        chosen = numbers[:count] if is_prefix else sorted(draw.sample(numbers, count))
+        # These write to their weights, which go down then.
+        own["frozen"] = tuple(number for number in chosen if kinds[number] not in WRITERS)
+    if draw.random() < 0.35:
+        frozen = own.get("frozen", ())
+        own["adapted"] = tuple(one for one in numbers if kinds[one] in ADAPTABLE and one not in frozen)
+    return own

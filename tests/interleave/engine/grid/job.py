@@ -43,7 +43,11 @@ class Job:
         second_rule: Rule of the last layer; None: that of all.
         hyperparameters: Those of `rule`, as pairs.
         rates: Bandwidths of the link to and from the device in bytes/s; None: no limit.
+        frozen: Numbers of layers that are not trained.
+        adapted: Numbers of layers of which adapters alone are trained.
         weights: As for `stream_weights`; None: weights are not moved.
+        moves: The calls that move weights and activations: `weights first`, `activations first`, both `twice`, or in
+            `one call`.
         ranks: The kind of parallel model, one of RANKS; None: there is one rank.
         device: Type of the device that the model is on: `cpu`, where the GPU is emulated, or `cuda`.
         syncs_last: Whether gradients of the last backward of a step alone are reduced over ranks.
@@ -81,10 +85,13 @@ class Job:
     storage: bool = False
     subgroup_params: int = 10**6
     memory_budget: float | None = None
+    frozen: tuple[int, ...] = ()
+    adapted: tuple[int, ...] = ()
     weights: str | None = None
     weights_budget: float | None = None
     activations: str | None = None
     activations_budget: float | None = None
+    moves: str = "weights first"
     rates: tuple[float | None, float | None] = (None, None)
     jitter: bool = False
     ranks: str | None = None

@@ -66,6 +66,7 @@ def train(job: Job, is_plain: bool, decided: list[int] | None = None) -> Results
         for name, value in training.net.state_dict().items():
             training.record(name, value)
         training.record_state()
+        training.record_copies()
         training.evaluate(training.call, "last loss")
     return training.results
 
@@ -188,7 +189,17 @@ def judge_all(jobs: Iterable[Job], prints_each: bool = False) -> Tally:
 
 def values_of(job: Job) -> Iterable[tuple[str, Any]]:
     """Return options and their values; those of events and layers are their kinds."""
-    for name in ("rule", "policy", "overlap", "gradients", "storage", "weights", "activations", "autocast"):
+    for name in (
+        "rule",
+        "policy",
+        "overlap",
+        "gradients",
+        "storage",
+        "weights",
+        "activations",
+        "moves",
+        "autocast",
+    ):
         yield name, getattr(job, name)
     yield from (("edit", event.kind) for event in job.edits)
     yield from (("fault", event.kind) for event in job.faults)

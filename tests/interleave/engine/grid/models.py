@@ -394,6 +394,33 @@ class Split(nn.Module):  # type: ignore[misc]
         return left * right + x
 
 
+class Adapted(nn.Module):  # type: ignore[misc]
+    """A frozen linear layer beside a trained product of low rank, as adapters of peft are."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.first = nn.Linear(base_layer.in_features, 1, bias=False)
+        self.last = nn.Linear(1, base_layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.last(self.first(x))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight of the base, which models ask for its dtype, as of peft's layers."""
+        return self.base_layer.weight
+
+
+def add_adapters(layer: nn.Module) -> None:
+    """Freeze a layer, and put adapters beside its linear layers."""
+    layer.requires_grad_(False)
+    for module in list(layer.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, Adapted(child))
+
+
 def _parametrized(function: Callable[..., nn.Module], **options: Any) -> nn.Module:
     return nn.Sequential(function(_linear(), **options), nn.Tanh())
 
@@ -439,6 +466,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         for read in ("linear", "scripted", "function", "detached", "out", "func.grad", "inner backward")
     },
 }
+# Layers that adapters may be added to.
+ADAPTABLE = ("residual", "perceptron", "attention", "norm", "nested", "split", "counter", "buffer", "cache", "twice")
 # Layers that write to their weights: the graph of a call before cannot be differentiated.
 WRITERS = ("max norm", "normalized weight", "clamped weight", "zeroed row")
 
@@ -452,6 +481,8 @@ class Net(nn.Module):  # type: ignore[misc]
         reads_head: Whether the loss reads the head's weight without a call.
         checkpoints: Whether layers are checkpointed by torch: not, `reentrant` or `plain`.
         skips: Whether each layer's output is multiplied by the embedding.
+        frozen: Numbers of layers that are not trained.
+        adapted: Numbers of layers of which adapters alone are trained.
     """
 
     def __init__(
@@ -462,6 +493,8 @@ class Net(nn.Module):  # type: ignore[misc]
         reads_head: bool = False,
         checkpoints: str | None = None,
         skips: bool = False,
+        frozen: tuple[int, ...] = (),
+        adapted: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -469,6 +502,10 @@ class Net(nn.Module):  # type: ignore[misc]
         for kind in kinds:
             layers.append(layers[kind] if isinstance(kind, int) else LAYERS[kind]())
         self.layers = nn.ModuleList(layers)
+        for number in frozen:
+            layers[number].requires_grad_(False)
+        for number in adapted:
+            add_adapters(layers[number])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight

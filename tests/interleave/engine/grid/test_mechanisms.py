@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from ebbtide.features.layers.engine import weights
 from ebbtide.features.layers.engine.recomputation import Recomputation
-from ebbtide.features.layers.engine.transfers import StorageTransfers
+from ebbtide.features.layers.engine.transfers import StorageTransfers, bytes_of
 from ebbtide.features.overlap.gates import ForwardGates
 from ebbtide.features.overlap.pending_params import LateParams, PendingParams
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
@@ -18,7 +19,7 @@ from tests.interleave.engine.grid.job import Job
 from tests.interleave.engine.grid.judge import judge
 from tests.interleave.engine.grid.models import WRITERS
 
-Patch = tuple[type, str, Callable[..., Any]]
+Patch = tuple[Any, str, Callable[..., Any]]
 # Seeds that are drawn, and jobs of them that are run.
 SEEDS, JOBS = 2000, 25
 EFFECTS = {"own generator", "random", "numpy", "counter", "buffer", "dropped", "cache", "batch norm"}
@@ -53,6 +54,23 @@ def has_remainders(job: Job) -> bool:
     return is_changed(job) and job.rule == "adamw-remainder" and job.policy != "gpu-only"
 
 
+def streams(job: Job) -> bool:
+    has_freeze = any(edit.kind == "freeze" for edit in job.edits)
+    return job.weights not in (None, "resident") and not has_freeze
+
+
+def streams_some(job: Job) -> bool:
+    return streams(job) and str(job.weights) in [f"streamed:{count}" for count in range(1, len(job.kinds))]
+
+
+def forget_with_copy(weight: weights._Weight, forget: Callable[..., None] = weights._Weight.forget) -> None:
+    """Copy the weight to the host before its memory on the device is released, as if its layer were trained."""
+    storage = weight.storage.hold()
+    if storage is not None and weight.storage.host is not None:
+        weight._owner.transfers.copy_now("d2h", bytes_of(storage), weight.storage.host)
+    forget(weight)
+
+
 def same_fingerprints(_: EmulatedDevice, values: Sequence[Any]) -> Callable[[], list[bytes]]:
     return lambda: [b"" for _ in values]
 
@@ -62,6 +80,13 @@ MECHANISMS = {
         ((Recomputation, "_is_same", lambda _: True), (Recomputation, "_effect", lambda *_: "")), recomputes
     ),
     "writes to streamed weights": Mechanism(((StorageTransfers, "copy_now", lambda *_: None),), writes_weights),
+    "frozen weights that never go down": Mechanism(
+        ((weights._Weight, "forget", forget_with_copy),), lambda job: bool(job.frozen) and streams(job)
+    ),
+    "adapters that stay": Mechanism(
+        ((weights, "_adapters_in", lambda _: ()),), lambda job: bool(job.adapted) and streams(job)
+    ),
+    "a number of streamed layers": Mechanism(((weights, "spread", lambda _, count: (True,) * count),), streams_some),
     "fingerprints of parameters": Mechanism(((EmulatedDevice, "fingerprint", same_fingerprints),), is_changed),
     "waits for late parameters": Mechanism(
         (

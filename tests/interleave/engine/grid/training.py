@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ebbtide.features.fsdp.local_shards import local_shard
-from ebbtide.features.layers.engine import model_layers
-from ebbtide.interleave import InterleavedOptimizer, offload_activations, stream_weights
+from ebbtide.features.layers.engine import moving
+from ebbtide.interleave import InterleavedOptimizer, move_layers, offload_activations, stream_weights
 from ebbtide.interleave.engine.rules import find_rule
 from tests.features.layers.random_planner import RandomPlanner
 from tests.interleave.engine.grid.devices import GridDevice
@@ -50,7 +51,13 @@ class Training:
         random.seed(job.seed)
         np.random.seed(job.seed)
         self.net = Net(
-            job.kinds, tied=job.tied, reads_head=job.reads_head, checkpoints=job.checkpoints, skips=job.skips
+            job.kinds,
+            tied=job.tied,
+            reads_head=job.reads_head,
+            checkpoints=job.checkpoints,
+            skips=job.skips,
+            frozen=job.frozen,
+            adapted=job.adapted,
         ).to(job.device, job.dtype)
         self.spare = list(self.net.layers[-1].parameters()) if job.spare else []
         self.rank = 0 if job.ranks is None else dist.get_rank()
@@ -60,6 +67,9 @@ class Training:
         self.references: dict[str, Any] = {}
         self.device: GridDevice | None = None
         self.storage: str | None = None
+        # Layers that were copied to the device, and copies that must not be.
+        self.copied: set[int] = set()
+        self.wrong_copies = 0
         has_scaler = job.clipping == "scaler"
         self.scaler = torch.amp.GradScaler(job.device, init_scale=1024.0, growth_interval=3) if has_scaler else None
         self.call: nn.Module = self.net if job.ranks is None else parallel(self.net, job.ranks)
@@ -212,35 +222,69 @@ class Training:
         if not self.is_plain:
             if job.device == "cpu":
                 self.device = stack.enter_context(GridDevice.opened(job.seed, job.rates, job.jitter))
+                self.device.watch = self._watch_copies
             self.storage = stack.enter_context(tempfile.TemporaryDirectory()) if job.storage else None
             self._move_layers(stack)
         if any(edit.kind == "scripted twin" for edit in job.edits):
             self.references["script"] = torch.jit.script(nn.Sequential(self.net.head))
         spare = set(self.spare)
-        params = [param for param in self.params if param not in spare]
+        params = [param for param in self.params if param not in spare and param.requires_grad]
         self.open_optimizer(self.groups(params), job.policy)
         stack.callback(lambda: self.optimizer.close())
         if job.compiled is not None:
             self.call = torch.compile(self.net, backend=job.compiled)
 
     def _move_layers(self, stack: ExitStack) -> None:
-        job = self.job
+        job, is_random = self.job, self.job.activations == "random"
+        activations, budget = ("auto", 1e9) if is_random else (job.activations, job.activations_budget)
+        weights = {"weights": job.weights, "memory_budget": job.weights_budget}
+        calls: list[Any] = []
         if job.weights is not None:
-            stack.enter_context(
-                stream_weights(self.net, weights=job.weights, memory_budget=job.weights_budget, device=self.device)
-            )
-        if job.activations is None:
-            return
-        is_random = job.activations == "random"
-        choice, budget = ("auto", 1e9) if is_random else (job.activations, job.activations_budget)
-        activations = offload_activations(self.net, activations=choice, memory_budget=budget, device=self.device)
-        stack.enter_context(activations)
+            calls.append(partial(stream_weights, **weights))
+        if job.activations is not None:
+            calls.append(partial(offload_activations, activations=activations, memory_budget=budget))
+        if job.moves == "one call" and len(calls) == 2:
+            budgets = [one for one in (job.weights_budget, budget) if one is not None]
+            weights["memory_budget"] = sum(budgets) if budgets else None
+            calls = [partial(move_layers, activations=activations, **weights)]
+        elif job.moves == "activations first":
+            calls.reverse()
+        elif job.moves == "twice":
+            calls *= 2
+        for call in calls:
+            moved = stack.enter_context(call(self.net, device=self.device))
         if is_random:
             planner = RandomPlanner(random.Random(10 * job.seed + self.rank), is_limited=False)
-            planner.activations = activations
-            before = model_layers.plan_orders
-            stack.callback(setattr, model_layers, "plan_orders", before)
-            model_layers.plan_orders = planner.plan
+            planner.moved = moved
+            before = moving.plan_orders
+            stack.callback(setattr, moving, "plan_orders", before)
+            moving.plan_orders = planner.plan
+
+    def _watch_copies(self, direction: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Count copies of adapters to the device, and those to frozen weights on the host."""
+        # Looking at late parameters is no use of them.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._count_copies(direction, pairs)
+
+    def _count_copies(self, direction: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        ends = {(source if direction == "h2d" else target).data_ptr() for source, target in pairs}
+        layers = {number: [*self.net.layers[number].parameters()] for number, _ in enumerate(self.net.layers)}
+        if direction == "h2d":
+            copied = [number for number, params in layers.items() if any(one.data_ptr() in ends for one in params)]
+            # A layer may occur twice.
+            self.copied |= {id(self.net.layers[number]) for number in copied}
+        if any(event.kind == "freeze" for event in self.job.edits):
+            return
+        is_trained = direction == "h2d"
+        numbers = self.job.adapted if is_trained else self.job.frozen + self.job.adapted
+        watched = [one for number in numbers for one in layers[number] if one.requires_grad == is_trained]
+        self.wrong_copies += any(one.data_ptr() in ends for one in watched)
+
+    def record_copies(self) -> None:
+        """Record what copies show of the layers that move."""
+        _, _, count = (self.job.weights or "").partition(":")
+        self.record("wrong copies", self.wrong_copies)
+        self.record("more layers than are to move", bool(count) and len(self.copied) > int(count))
 
 
 def set_sync(model: Any, is_synced: bool) -> None:
