@@ -34,8 +34,10 @@ def test_sticky_errors__end_the_job_in_an_error_with_a_state_of_the_plain_job_or
     ("kind", "mode"), [("streams", "both"), ("for-job", "both"), ("host", "both"), ("by-job", "layers")]
 )
 def test_races__are_reported_where_a_wait_is_left_out(on_stand_in: OnStandIn, kind: str, mode: str) -> None:
-    done = on_stand_in(["-m", "tests.cuda_runtime.mutations", kind, mode], jitter_us=1000, seed=1, order=1)
-    assert " 0 races" not in done.stdout
+    command = ["-m", "tests.cuda_runtime.mutations", kind, mode]
+    done = on_stand_in(command, succeeds=False, jitter_us=1000, seed=1, order=1)
+    # What is written after it was freed may crash the process.
+    assert done.returncode or " 0 races" not in done.stdout
     assert "cuda_runtime: race" in done.stderr
 
 

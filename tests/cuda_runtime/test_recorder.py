@@ -103,7 +103,8 @@ def test_profile__has_the_times_of_the_events_of_the_job(profiled: Profiled) -> 
         assert len(recorded_ms) == STEPS
         assert min(recorded_ms) >= COPY_MS
         ratios = [one / other for one, other in zip(recorded_ms, of_events_ms, strict=True)]
-        assert statistics.median(ratios) == pytest.approx(1, rel=0.02)
+        # Where cores are short, the thread that works for a stream is late.
+        assert statistics.median(ratios) == pytest.approx(1, rel=0.1)
 
 
 def test_profile__counts_copies_with_bytes_streams_and_host_memory(profiled: Profiled) -> None:
