@@ -73,8 +73,8 @@ def draw_rank_job(seed: int) -> Job:
     job, draw = draw_job(seed), random.Random(f"ranks {seed}")
     kind = draw.choice(RANKS)
     is_sharded = not kind.startswith("ddp")
-    # Those of torch take no mixed types.
-    layers = [kind for kind in RANK_LAYERS if kind != "batch norm" or job.dtype == torch.float32]
+    # Its statistics stay in fp32 where parameters are gathered in bfloat16, and torch takes no mixed types.
+    layers = [one for one in RANK_LAYERS if one != "batch norm" or kind != "mixed precision"]
     kinds = [one if one in layers else draw.choice(layers) for one in job.kinds]
     # Replicas have no streamed gradients. Matrices of shards are updated as a whole, and scales of 8 bits are padded.
     replica = {"gradients": "kept", "overlap": "forward" if job.overlap != "none" else "none"}
