@@ -16,7 +16,7 @@ class Framework(NamedTuple):
 
 
 class StateSplit:
-    """The split between whole subgroups that `twin-flow` defines; those of frameworks derive from it."""
+    """The split between whole subgroups of the policy `twin-flow`, and the base of frameworks' splits."""
 
     def resident(self, ratio: float, subgroups: int) -> range:
         """Return the numbers of the subgroups whose state stays on the device. `ratio`: share of the parameters to
@@ -32,7 +32,7 @@ class StateSplit:
 
 
 def split_of(framework: Framework | None) -> StateSplit:
-    """Return the split of a framework; that of the policies for none, and for one whose feature is not installed."""
+    """Return the split of a framework; without one, or without its feature, the split of the policies."""
     if framework is None or (plug := seams.plugs("splits").get(framework.key)) is None:
         return StateSplit()
     split: StateSplit = plug.load()(framework.version)

@@ -77,5 +77,5 @@ def job_framework(metrics: JobMetrics) -> Framework | None:
 
 
 def job_split(metrics: JobMetrics) -> StateSplit:
-    """Return the split of the state by the framework of a job, else that of the policies."""
+    """Return the split of a job's state (see `split_of`)."""
     return split_of(job_framework(metrics))

@@ -405,7 +405,7 @@ class StreamedWeights:
         self._weights: dict[LayerForward, list[_Weight]] = {layer: [] for layer in layers}
 
     def choose(self, option: str) -> None:
-        """Move the weights of the layers that an option streams, and those of others back."""
+        """Stream the weights of as many layers as an option says, and bring other streamed weights back."""
         count = streamed_count(option)
         is_chosen = spread(len(self._layers) if count is None else count, len(self._layers))
         self._chosen = {layer for layer, chosen in zip(self._layers, is_chosen, strict=True) if chosen}

@@ -1,7 +1,6 @@
 """Makes plans from the rates and phases that the steps of a job show, and decides when a new plan is due."""
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from ebbtide.errors import UserError
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.options import Budget
 from ebbtide.interleave.engine.runtime.arena import plan_bytes, worst_case
-from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
+from ebbtide.interleave.engine.runtime.layout import Subgroup, most_frequent, state_elements
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule, needed_host_bytes
@@ -125,6 +124,7 @@ class Planner:
         self._subgroups = subgroups
         width = max((subgroup.dtype.itemsize for subgroup in subgroups), default=2)
         sizes = tuple(subgroup.params for subgroup in subgroups)
+        master: Any = most_frequent(subgroups, lambda own: own.rule.master, "fp32")
         self.workload = Workload(
             name="this job",
             params=sum(sizes),
@@ -135,7 +135,7 @@ class Planner:
             param_bytes=width,
             grad_bytes=width,
             state_bytes=_mean_state_bytes(subgroups),
-            master=_most_frequent_master(subgroups),
+            master=master,
             gradients_held_until_step=not streamed,
             in_own_engine=True,
         )
@@ -273,14 +273,6 @@ def _mean_state_bytes(subgroups: Sequence[Subgroup]) -> float:
     nbytes = torch.float32.itemsize * sum(map(state_elements, subgroups))
     params = sum(own.params for own in subgroups)
     return nbytes / params if params else STATE_BYTES
-
-
-def _most_frequent_master(subgroups: Sequence[Subgroup]) -> Any:
-    """Return `Workload.master` of the most parameters."""
-    params: Counter[str] = Counter()
-    for own in subgroups:
-        params[own.rule.master] += own.params
-    return max(params, key=params.__getitem__, default="fp32")
 
 
 def _smoothed(old: float, new: float, is_first: bool) -> float:

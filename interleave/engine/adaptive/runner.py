@@ -2,9 +2,9 @@
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from ebbtide.interleave.engine.forks import Rest, follow_forks
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.options import Budget, OptimizerOptions
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
+from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
-from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
+from ebbtide.interleave.engine.runtime.layout import Subgroup, most_frequent, state_elements
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.update import UpdatePhase
 from ebbtide.interleave.model.plan import Plan
@@ -229,7 +229,7 @@ class AdaptiveRunner:
                 min_budget(budget),
                 speculates,
                 host_bytes,
-                _most_frequent_rule(subgroups),
+                most_frequent(subgroups, attrgetter("rule"), ADAMW),
             )
         return replace(machine, storage=()) if self.storage is None else self.storage.added_to(machine)
 
@@ -386,14 +386,6 @@ def _state_share(subgroup: Subgroup) -> float:
     if subgroup.rule.reads_params:
         return 1.0
     return state_elements(subgroup) / (state_elements(subgroup) + gradient_elements(subgroup))
-
-
-def _most_frequent_rule(subgroups: Sequence[Subgroup]) -> UpdateRule:
-    """Return the rule of the most parameters."""
-    params: Counter[UpdateRule] = Counter()
-    for subgroup in subgroups:
-        params[subgroup.rule] += subgroup.params
-    return params.most_common(1)[0][0] if params else ADAMW
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

@@ -333,7 +333,7 @@ def loops_of(rule):
 
 
 class Loops(NamedTuple):
-    """The compiled loops of a rule: the update, that of the state alone, and that of masters in two parts."""
+    """The compiled loops of a rule: updates with a parameter, of the state alone, and with masters in two parts."""
 
     update: Any = None
     update_state: Any = None

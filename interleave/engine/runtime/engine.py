@@ -43,9 +43,7 @@ class Engine:
         self._executor = Executor(store.perform, store.device, store.fits, store.end)
         # The plan of the next step.
         self.plan: Plan | None = None
-        # The update that the job computes gradients for, or whose late operations run.
-        self.update = store.update
-        self.update.phase = UpdatePhase.ENDED
+        store.update.phase = UpdatePhase.ENDED
         self._speculates = False
         self._block_sizes: list[int] = []
         self._clock = _StepClock()
@@ -55,6 +53,11 @@ class Engine:
         self._storage_before = (0, 0)
         # Late operations that write the parameters of each subgroup.
         self._late_writes: list[list[int]] = []
+
+    @property
+    def update(self) -> Update:
+        """The update that the job computes gradients for, or whose late operations run."""
+        return self.store.update
 
     @property
     def is_running(self) -> bool:
@@ -217,7 +220,7 @@ class Engine:
     def close(self) -> None:
         """End the threads and release all memory."""
         self._executor.close()
-        self.update = self.store.update = Update(phase=UpdatePhase.ENDED)
+        self.store.update = Update(phase=UpdatePhase.ENDED)
         self.store.release()
 
     def _start(self) -> None:
@@ -232,8 +235,8 @@ class Engine:
         assert self.plan is not None
         streamed = not self._workload.gradients_held_until_step
         # A new one, so that no reference keeps gradients alive that the job drops.
-        update = Update.of_params(self._params, self.store.subgroups, self.update.number + 1, streamed)
-        self.update = self.store.update = update
+        number = self.update.number + 1
+        self.store.update = Update.of_params(self._params, self.store.subgroups, number, streamed)
         self.device.begin_iteration()
         inputs = {index: op.subgroup for index, op in enumerate(self.plan.ops) if op.kind == "gradient down"}
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.

@@ -1,13 +1,17 @@
 """Division of the parameters of an optimizer into subgroups, and the layout of their state in memory."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ebbtide.interleave.engine.numerics.rounding import FACTOR
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import BLOCK, UpdateRule
+
+_Value = TypeVar("_Value")
 
 # The row of a subgroup's state that has masters, or a part of them, if there is one; the moments of its rule follow.
 MASTER = 0
@@ -95,6 +99,14 @@ def divide(
                 close()
     close()
     return tuple(subgroups)
+
+
+def most_frequent(subgroups: Sequence[Subgroup], value_of: Callable[[Subgroup], _Value], default: _Value) -> _Value:
+    """Return the value of the subgroups with most parameters; the default without any."""
+    params: Counter[_Value] = Counter()
+    for subgroup in subgroups:
+        params[value_of(subgroup)] += subgroup.params
+    return max(params, key=params.__getitem__, default=default)
 
 
 def _blocks(segments: Sequence[ParamSegment], params: int) -> int:

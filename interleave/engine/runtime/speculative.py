@@ -33,22 +33,16 @@ class SpeculativeUpdates:
         # Subgroups in storage whose buffer has a result that is not known to be valid.
         self._outdated: set[int] = set()
 
-    def begin(self, subgroup: int, assumed: Sequence[Scalars | None]) -> bool:
-        """Begin an update that assumes these factors, by parameter; False if those of the step are known."""
+    def begin(self, subgroup: int, assumed: Sequence[Scalars | None] | None) -> bool:
+        """Begin an update that assumes these factors, by parameter; False if those of the step are known.
+
+        None: it cannot run yet, and is to be done when they are known."""
         with self._lock:
             is_speculative = self._scalars is None
             if is_speculative:
-                self._assumed[subgroup] = self._of_segments(subgroup, assumed)
+                self._assumed[subgroup] = None if assumed is None else self._of_segments(subgroup, assumed)
         if not is_speculative:
             self.restore(subgroup)
-        return is_speculative
-
-    def skip(self, subgroup: int) -> bool:
-        """Let an update that cannot begin yet be done when the factors are known; False if they are."""
-        with self._lock:
-            is_speculative = self._scalars is None
-            if is_speculative:
-                self._assumed[subgroup] = None
         return is_speculative
 
     def spare(self, subgroup: int) -> torch.Tensor | None:

@@ -212,6 +212,8 @@ class Store:
         self._returned.release()
         self.states.move_all_to_host()
         self._arena.release()
+        # No cast follows the updates below.
+        self._cast_subgroups = set()
         for subgroup in range(len(self.subgroups)):
             self.speculative.restore(subgroup)
             is_complete = subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded)
@@ -254,16 +256,15 @@ class Store:
 
     def update_on_cpu(self, op: Op) -> None:
         """Update a subgroup on the host, beside its state if that is speculative."""
-        if op.speculative and self._lacks_params(op.subgroup) and self.speculative.skip(op.subgroup):
-            return
-        if op.speculative and self.speculative.begin(op.subgroup, self.update.assumed):
-            self._speculate(op.subgroup, op.subgroup in self._cast_subgroups)
+        assumed = None if self._lacks_params(op.subgroup) else self.update.assumed
+        if not (op.speculative and self.speculative.begin(op.subgroup, assumed)):
+            self._update_host_state(op.subgroup)
+        elif assumed is not None:
+            self._speculate(op.subgroup)
             self.speculative.end(op.subgroup)
-        else:
-            self._update_host_state(op.subgroup, op.subgroup in self._cast_subgroups)
 
     def _host_rows(
-        self, number: int, state: torch.Tensor, params: torch.Tensor, is_cast: bool
+        self, number: int, state: torch.Tensor, params: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, UpdateRule]:
         """Return the rows of a state on the host with its masters, where an update writes parameters beside them, and
         the rule of both; None if a cast follows that writes them."""
@@ -271,28 +272,29 @@ class Store:
         rows = state_rows(state, own)
         if not own.rule.has_masters:
             return (params, *rows), None, own.rule.with_masters
-        return rows, None if is_cast and not own.rule.reads_params else params, own.rule
+        is_cast = number in self._cast_subgroups and not own.rule.reads_params
+        return rows, None if is_cast else params, own.rule
 
-    def _speculate(self, subgroup: int, is_cast: bool) -> None:
+    def _speculate(self, subgroup: int) -> None:
         gradient, params = self._buffers.gradients[subgroup], self._buffers.params[subgroup]
-        rows, out, rule = self._host_rows(subgroup, self.states.on_host[subgroup], params, is_cast)
+        rows, out, rule = self._host_rows(subgroup, self.states.on_host[subgroup], params)
         ranges = self.update.ranges(self.subgroups[subgroup], is_speculative=True)
         spare = self.speculative.spare(subgroup)
         if spare is None:
             self._kernel.update_ranges(gradient, rows, out, ranges, self._cpu_share, rule)
             return
-        if rule.reads_params:
-            params = self._buffers.spare_params[subgroup].copy_(params)
-        elif not self.subgroups[subgroup].rule.has_masters:
-            params = self._buffers.spare_params[subgroup]
-        new_rows, out, _ = self._host_rows(subgroup, spare, params, is_cast)
+        spare_params = self._buffers.spare_params.get(subgroup, params)
+        if rule.split is not None:
+            # Both parts are updated where they are.
+            spare_params.copy_(params)
+        new_rows, out, _ = self._host_rows(subgroup, spare, spare_params)
         self._kernel.update_beside(gradient, rows, new_rows, out, ranges, self._cpu_share, rule)
 
-    def _update_host_state(self, subgroup: int, is_cast: bool = False) -> None:
+    def _update_host_state(self, subgroup: int) -> None:
         gradient, own = self._buffers.gradients[subgroup], self.subgroups[subgroup]
         self._refresh_params(subgroup)
         state, params = self.states.on_host[subgroup], self._buffers.params[subgroup]
-        rows, out, rule = self._host_rows(subgroup, state, params, is_cast)
+        rows, out, rule = self._host_rows(subgroup, state, params)
         self.update.unfinished.add(subgroup)
         self._kernel.update_ranges(gradient, rows, out, self.update.ranges(own), self._cpu_share, rule)
         self.update.unfinished.discard(subgroup)
