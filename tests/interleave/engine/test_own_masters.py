@@ -146,3 +146,17 @@ def test_adamw_pure_bf16__computes_what_torch_computes() -> None:
 def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     entry = optimizer.state_dict()["state"][0]
     return [entry["exp_avg"], entry["exp_avg_sq"]]
+
+
+@pytest.mark.parametrize("rule", DTYPE_OF)
+def test_plan__with_new_buffers_lets_no_update_run_ahead_without_the_parameters(rule: str) -> None:
+    job, same = Job(DTYPE_OF[rule]), Job(DTYPE_OF[rule])
+    expected = ReferenceOptimizer(same.net.parameters(), rule)
+    with closing(optimizer_of(job, "pipelined,overlap=backward", rule)) as optimizer:
+        for step in range(6):
+            job.step(optimizer, step)
+            same.step(expected, step)
+            optimizer._runner.engine.store._buffers.clear()
+            optimizer._runner.set_plan()
+        for param, other in zip(job.net.parameters(), same.net.parameters(), strict=True):
+            assert torch.equal(bits(param.detach()), bits(other.detach()))
